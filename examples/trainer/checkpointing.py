@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints through megatron-core's dist_checkpointing, laid out as Megatron-LM lays them out.
+
+A directory holds `iter_0000010/` and so on, and `latest_checkpointed_iteration.txt`, written last.
+A checkpoint has the weights, the optimizer, the schedule's position, the samples consumed and every
+rank's random generators: a resumed run repeats the uninterrupted one bit by bit. Read in another
+parallel layout, it gives the same weights and optimizer, but starts fresh random generators.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from .arguments import UserError
+from .model import unwrap
+from .optimizer import load_optimizer_state, materialize_adam_state
+
+_log = logging.getLogger(__name__)
+_TRACKER_FILE = "latest_checkpointed_iteration.txt"
+# Flags that a checkpoint fixes: with other values its tensors do not fit.
+_FIXED_FLAGS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "group_query_attention",
+    "num_query_groups",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "disable_bias_linear",
+    "untie_embeddings_and_output_weights",
+    "bf16",
+    "use_distributed_optimizer",
+)
+
+
+@dataclass
+class Progress:
+    """How far training is."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint holds besides `Progress` and the random generators."""
+
+    args: argparse.Namespace
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """The latest checkpoint in a directory.
+
+    Raises:
+        UserError: There is none.
+    """
+    tracker = directory / _TRACKER_FILE
+    if not tracker.is_file():
+        raise UserError(f"--load {directory} has no checkpoint ({_TRACKER_FILE} is missing there)")
+    text = tracker.read_text().strip()
+    if not text.isdecimal():
+        raise UserError(f"--load: {tracker} should hold an iteration, got {text!r}")
+    checkpoint = _checkpoint_directory(directory, int(text))
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(checkpoint)):
+        raise UserError(f"--load: {checkpoint} is not a checkpoint although {tracker} names it")
+    return checkpoint
+
+
+def save_checkpoint(directory: Path, progress: Progress, state: TrainingState) -> Path:
+    """Writes a checkpoint; all ranks call it. Complete only once the tracker file names it."""
+    checkpoint = _checkpoint_directory(directory, progress.iteration)
+    if dist.get_rank() == 0:
+        checkpoint.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    content = _content(state, is_loading=False)
+    content["progress"] = vars(progress).copy()
+    content["layout"] = _layout()
+    content["flags"] = {name: getattr(state.args, name) for name in _FIXED_FLAGS}
+    content["random"] = _random_object(_random_state())
+    dist_checkpointing.save(content, str(checkpoint))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        tracker = directory / _TRACKER_FILE
+        partial = tracker.with_suffix(".partial")
+        partial.write_text(f"{progress.iteration}\n")
+        partial.replace(tracker)
+    dist.barrier()
+    _log.info("saved %s", checkpoint)
+    return checkpoint
+
+
+def load_checkpoint(directory: Path, state: TrainingState) -> Progress:
+    """Reads the latest checkpoint into `state` and into this rank's random generators.
+
+    Raises:
+        UserError: There is no checkpoint, or it is of another model.
+    """
+    checkpoint = find_checkpoint(directory)
+    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    for name, value in common["flags"].items():
+        if getattr(state.args, name) != value:
+            raise UserError(
+                f"--load: {checkpoint} was made with {name} = {value}, got "
+                f"{getattr(state.args, name)}; give --{name.replace('_', '-')} as it was"
+            )
+    materialize_adam_state(state.optimizer)
+    content = _content(state, is_loading=True)
+    same_layout = common.get("layout") == _layout()
+    if same_layout:
+        content["random"] = _random_object(None)
+    try:
+        loaded = dist_checkpointing.load(content, str(checkpoint))
+    except dist_checkpointing.core.CheckpointingException as error:
+        reason = str(error)[:200]
+        raise UserError(f"--load: {checkpoint} does not fit this model: {reason}") from error
+    for index, chunk in enumerate(state.chunks):
+        unwrap(chunk).load_state_dict(loaded[_chunk_name(index)])
+    load_optimizer_state(state.optimizer, loaded["optimizer"])
+    state.scheduler.load_state_dict(loaded["scheduler"])
+    if same_layout:
+        _set_random_state(loaded["random"])
+    else:
+        _log.info("%s comes from another parallel layout: random generators start anew", checkpoint)
+    progress = Progress(**common["progress"])
+    _log.info("loaded %s", checkpoint)
+    return progress
+
+
+def check_load(args: argparse.Namespace) -> None:
+    """Checks before training that --load has a checkpoint."""
+    if args.load is not None:
+        find_checkpoint(args.load)
+
+
+def _checkpoint_directory(directory: Path, iteration: int) -> Path:
+    return directory / f"iter_{iteration:07d}"
+
+
+def _chunk_name(index: int) -> str:
+    return f"model{index}"
+
+
+def _content(state: TrainingState, is_loading: bool) -> dict[str, Any]:
+    """The sharded state dict of weights, optimizer and schedule."""
+    metadata = {
+        # Read by any layout, which is what small runs want; the faster formats are tied to one.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    content: dict[str, Any] = {
+        _chunk_name(index): unwrap(chunk).sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(state.chunks)
+    }
+    weights: dict[str, Any] = {}
+    for chunk in content.values():
+        weights.update(chunk)
+    if len(state.chunks) > 1:
+        weights = dict(content)
+    content["optimizer"] = state.optimizer.sharded_state_dict(
+        weights, is_loading=is_loading, metadata=metadata
+    )
+    content["scheduler"] = state.scheduler.state_dict()
+    return content
+
+
+# ------------------------------------------------------------------ random generators
+
+
+def _layout() -> list[int]:
+    return [
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    ]
+
+
+def _random_object(state: dict[str, Any] | None) -> ShardedObject:
+    """One random state per rank, placed by the rank's coordinates."""
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    return ShardedObject("random", state, tuple(_layout()), place, replica_id=0)
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["tracker"])

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run: checks, set-up, steps, validation, checkpoints. `pretrain` is the one entry point.
+
+Activation offload enters at three places: its flags, `install` once the model and the optimizer are
+there, and `with offload.step()` around forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron.offload.errors import OffloadError
+from megatron.offload.integration.megatron import arguments as offload_arguments
+from megatron.offload.integration.megatron import cpu_runtime, install
+from megatron.offload.report.memory import PeakMemory
+
+from . import checkpointing, distributed, model, optimizer
+from .arguments import UserError, fail, parse_arguments
+from .checkpointing import Progress, TrainingState
+from .data import Batch, batches, build_datasets, check_corpus
+from .metrics import Reporter, StepRecord
+from .tokenizer import Tokenizer, build_tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
+    """Trains one model as the command line says.
+
+    What the user can put right ends the process with one sentence and exit code 2.
+    """
+    try:
+        args = parse_arguments(
+            f"Pretrain {task.name} on megatron-core.",
+            argv,
+            (task.add_arguments, offload_arguments.add_offload_arguments),
+        )
+        offload_config = offload_arguments.config_from_args(args)
+        check_corpus(args)
+        checkpointing.check_load(args)
+        tokenizer = build_tokenizer(args)
+    except (UserError, OffloadError, ValueError) as error:
+        fail(str(error))
+    if args.validate_only:
+        return
+    distributed.initialize_logging(args)
+    cpu_runtime.activate()
+    device = distributed.initialize_distributed(args)
+    run = _Run(args, task, tokenizer, device)
+    try:
+        run.start(offload_config)
+    except (UserError, OffloadError, ValueError) as error:
+        fail(str(error))
+    run.train()
+    distributed.shutdown()
+
+
+class _Run:
+    """One training run on one rank."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        task: model.Task,
+        tokenizer: Tokenizer,
+        device: torch.device,
+    ) -> None:
+        self.args = args
+        self.task = task
+        self.tokenizer = tokenizer
+        self.device = device
+        self.progress = Progress()
+        self.peak = PeakMemory(device)
+        self.forward_backward = get_forward_backward_func(
+            pp_size=args.pipeline_model_parallel_size,
+            vp_size=args.virtual_pipeline_model_parallel_size,
+        )
+
+    # -------------------------------------------------------------- set-up
+
+    def start(self, offload_config: Any) -> None:
+        """Builds everything, reads the checkpoint and installs activation offload.
+
+        Raises:
+            UserError, OffloadError, ValueError: What the user can put right.
+        """
+        args = self.args
+        self.train_data, self.valid_data = build_datasets(args, self.task, self.tokenizer)
+        self.config = model.transformer_config(args)
+        vocab_size = self.tokenizer.padded_vocab_size(
+            args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+        )
+        self.chunks = model.build_model_chunks(args, self.config, self.task, vocab_size)
+        self.optimizer = optimizer.build_optimizer(args, self.chunks)
+        self.scheduler = optimizer.build_scheduler(args, self.optimizer)
+        if args.load is not None:
+            self.progress = checkpointing.load_checkpoint(args.load, self._state())
+        self.offload = install(offload_config, self.chunks)
+        _log.info(
+            "%s: %.1f M parameters on rank 0, tensor %d x pipeline %d x data %d, %s, %d thread(s)",
+            self.task.name,
+            model.num_parameters(self.chunks) / 1e6,
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.data_parallel_size,
+            "bf16" if args.bf16 else "fp32",
+            args.cpu_threads,
+        )
+
+    def _state(self) -> TrainingState:
+        return TrainingState(self.args, self.chunks, self.optimizer, self.scheduler)
+
+    def _streams(self, dataset: Any, consumed_samples: int) -> Any:
+        """What the schedule reads from: one stream, or one per virtual stage."""
+        streams: list[Iterator[Batch]] = batches(
+            self.args, dataset, consumed_samples, len(self.chunks)
+        )
+        return streams if len(streams) > 1 else streams[0]
+
+    # -------------------------------------------------------------- the loop
+
+    def train(self) -> None:
+        """Trains to --train-iters, or to a multiple of --exit-interval."""
+        args, progress = self.args, self.progress
+        reporter = Reporter(args, progress.iteration) if args.rank == 0 else None
+        streams = self._streams(self.train_data, progress.consumed_samples)
+        for chunk in self.chunks:
+            chunk.train()
+        saved_at = progress.iteration
+        done = progress.iteration >= args.train_iters
+        if done:
+            _log.info("nothing to do: --train-iters %d is reached", args.train_iters)
+        while not done:
+            record = self._step(streams)
+            step = progress.iteration
+            done = step == args.train_iters or step % (args.exit_interval or step + 1) == 0
+            if done:
+                self._synchronize_parameters()
+                record.model = model.weights_digest(self.chunks)
+            if reporter is not None:
+                reporter.report_step(record)
+            if args.eval_iters and (step % args.eval_interval == 0 or done):
+                loss = self._validate()
+                if reporter is not None and loss is not None:
+                    reporter.report_validation(step, loss)
+            if args.save is not None and args.save_interval and step % args.save_interval == 0:
+                self._save()
+                saved_at = step
+        if args.save is not None and saved_at != progress.iteration:
+            self._save()
+        offload_summary = self.offload.summary()
+        self.offload.close()
+        if reporter is not None:
+            reporter.close(offload_summary)
+
+    def _step(self, streams: Any) -> StepRecord:
+        """One step: forward and backward of all micro-batches, optimizer, schedule."""
+        args = self.args
+        learning_rate = optimizer.learning_rate(self.optimizer)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.peak.begin_step()
+        begin = time.perf_counter()
+        with self.offload.step():
+            losses = self._forward_backward(streams, args.num_microbatches, forward_only=False)
+        peak_bytes = self.peak.end_step()
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=args.global_batch_size)
+        loss = distributed.share_loss(*losses, self.device)
+        step_time_s = time.perf_counter() - begin
+        self.progress.iteration += 1
+        self.progress.consumed_samples += args.global_batch_size
+        return StepRecord(
+            step=self.progress.iteration,
+            loss=loss,
+            grad_norm=float(grad_norm),
+            step_time_s=step_time_s,
+            tokens_per_s=args.global_batch_size * args.seq_length / step_time_s,
+            peak_activation_bytes=distributed.largest(peak_bytes, self.device),
+            learning_rate=learning_rate,
+            offload=dict(self.offload.statistics),
+        )
+
+    def _forward_backward(
+        self, streams: Any, num_microbatches: int, forward_only: bool
+    ) -> tuple[torch.Tensor | None, int]:
+        """Runs the pipeline schedule.
+
+        Returns:
+            Sum of the micro-batches' losses (None except on the last stage), and their number.
+        """
+        reports = self.forward_backward(
+            forward_step_func=self.task.forward_step,
+            data_iterator=streams,
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=num_microbatches,
+            seq_length=self.args.seq_length,
+            micro_batch_size=self.args.micro_batch_size,
+            forward_only=forward_only,
+        )
+        losses = [report["loss"] for report in reports]
+        return (torch.stack(losses).sum() if losses else None), num_microbatches
+
+    # -------------------------------------------------------------- between steps
+
+    def _validate(self) -> float | None:
+        """Mean loss over --eval-iters batches, always the same; None without validation data."""
+        if self.valid_data is None:
+            return None
+        self._synchronize_parameters()
+        streams = self._streams(self.valid_data, consumed_samples=0)
+        for chunk in self.chunks:
+            chunk.eval()
+        total = 0.0
+        with torch.no_grad():
+            for _ in range(self.args.eval_iters):
+                losses = self._forward_backward(
+                    streams, self.args.num_microbatches, forward_only=True
+                )
+                total += distributed.share_loss(*losses, self.device)
+        for chunk in self.chunks:
+            chunk.train()
+        return total / self.args.eval_iters
+
+    def _save(self) -> None:
+        self._synchronize_parameters()
+        checkpointing.save_checkpoint(self.args.save, self.progress, self._state())
+
+    def _synchronize_parameters(self) -> None:
+        """Ends an overlapped gathering of parameters that the next forward would have ended."""
+        if self.args.overlap_param_gather:
+            for chunk in self.chunks:
+                assert isinstance(chunk, DistributedDataParallel)
+                chunk.disable_forward_pre_hook()
+                chunk.enable_forward_pre_hook()

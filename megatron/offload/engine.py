@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that wires the rooms: `OffloadEngine`.
+
+Integrations tell it where in the step they are and which layer has just run; nothing else of the
+package is called from outside. Read it top to bottom: a step begins, a layer's activations are
+captured and written, backward begins, they are read ahead and handed back, the step ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+
+import torch
+
+from megatron.offload.config import MIB, OffloadConfig
+from megatron.offload.errors import ConfigurationError, StorageError
+from megatron.offload.placement.policy import OffloadAll, Placement, Policy
+from megatron.offload.report.statistics import StepStatistics
+from megatron.offload.restore.prefetch import Prefetcher, Tape
+from megatron.offload.saved.cache import TensorCache
+from megatron.offload.saved.graph import saved_tensors_between
+from megatron.offload.saved.hooks import SavedTensorHooks
+from megatron.offload.saved.record import SavedStorage, State
+from megatron.offload.saved.scope import Scope
+from megatron.offload.storage.ssd import SsdTier
+from megatron.offload.storage.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+READ_AHEAD_BYTES = 64 * MIB
+
+
+class OffloadEngine:
+    """Activation offload of one process.
+
+    Args:
+        config: must have offload enabled.
+        device: where activations live; a CPU in this version.
+        rank: global rank, for error messages.
+        reserve_bytes: SSD space to allocate at once; more is allocated when it is needed.
+        policy: chooses placements; default: everything of at least `config.min_bytes` to the SSD.
+
+    Raises:
+        ConfigurationError: the directory or the device cannot work.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        device: torch.device | str = "cpu",
+        *,
+        rank: int = 0,
+        reserve_bytes: int = 0,
+        policy: Policy | None = None,
+    ) -> None:
+        device = torch.device(device)
+        if not config.enabled:
+            raise ConfigurationError("the engine was asked for with --activation-offload off")
+        if device.type != "cpu":
+            raise ConfigurationError(
+                f"activations on a {device.type} device cannot be offloaded by this version, only "
+                "on a cpu; use --activation-offload off"
+            )
+        self.config = config
+        self.rank = rank
+        self.statistics = StepStatistics()  # of the step under way, or the last one
+        self._policy = policy or OffloadAll(config.min_bytes)
+        self._tier: Tier = SsdTier(
+            config.directories[0],
+            reserve_bytes=config.ssd_budget_bytes or reserve_bytes,
+            budget_bytes=config.ssd_budget_bytes,
+            inflight_bytes=config.inflight_bytes,
+            num_threads=config.threads,
+            io=config.io,
+        )
+        self._cache = TensorCache(device)
+        self._hooks = SavedTensorHooks(self._cache, mover=self)
+        self._prefetcher = Prefetcher(
+            self._begin_read, min(READ_AHEAD_BYTES, config.inflight_bytes)
+        )
+        self._scope = Scope()
+        self._tape: Tape | None = None  # of the forward pass under way
+
+    # -- The step, as an integration tells it ---------------------------------------------------
+
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These tensors' storages never move: parameters, buffers, flat gradient buffers."""
+        self._cache.exclude(tensors)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around all forward and backward passes of a training step."""
+        self.statistics = StepStatistics()
+        drive = self._tier.statistics
+        before = (drive.written_bytes, drive.read_bytes)
+        try:
+            yield
+        finally:
+            self._prefetcher.stop()
+            self.statistics.long_lived_bytes = self._cache.end_step()
+            self._tier.end_step()
+            self.statistics.tier_used_bytes = self._tier.used_bytes
+            self.statistics.written_bytes = drive.written_bytes - before[0]
+            self.statistics.read_bytes = drive.read_bytes - before[1]
+
+    @contextlib.contextmanager
+    def forward(self, scope: Scope) -> Iterator[Tape]:
+        """Around one forward pass. Its tape is what `backward` of the same pass asks for."""
+        outer = self._scope, self._tape
+        self._scope, self._tape = scope, Tape()
+        try:
+            yield self._tape
+        finally:
+            self._scope, self._tape = outer
+
+    def capture(
+        self,
+        scope: Scope,
+        outputs: Iterable[torch.Tensor],
+        inputs: Iterable[torch.Tensor],
+    ) -> None:
+        """Takes over what a layer saved. Call at the end of its forward pass.
+
+        Args:
+            scope: the layer's place in the step.
+            outputs: the tensors that the layer returned.
+            inputs: the tensors that it was called with.
+        """
+        inputs = list(inputs)
+        # A stage's input is held by the schedule until its backward: moving it frees nothing.
+        held = {t.untyped_storage()._cdata for t in inputs if t.is_leaf}
+        outer, self._scope = self._scope, scope
+        try:
+            for saved, tensor in saved_tensors_between(outputs, inputs):
+                if self._hooks.takes(tensor) and tensor.untyped_storage()._cdata not in held:
+                    with contextlib.suppress(RuntimeError):  # has hooks already: stays with them
+                        saved.register_hooks(self._hooks.pack, self._hooks.unpack)
+        finally:
+            self._scope = outer
+
+    def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """The hooks as a context, for models without layers that can be captured one by one."""
+        return torch.autograd.graph.saved_tensors_hooks(self._hooks.pack, self._hooks.unpack)
+
+    @contextlib.contextmanager
+    def backward(self, tape: Tape) -> Iterator[None]:
+        """Around the backward pass of the forward pass that filled `tape`."""
+        self._prefetcher.start(tape)
+        try:
+            yield
+        finally:
+            self._prefetcher.stop()
+
+    def close(self) -> None:
+        """Waits for transfers, ends the threads and gives the disk space back."""
+        self._tier.close()
+
+    # -- What the hooks ask (`saved.hooks.Mover`) -----------------------------------------------
+
+    @property
+    def scope(self) -> Scope:
+        """Where in the step we are."""
+        return self._scope
+
+    @property
+    def tape(self) -> Tape | None:
+        """The tape of the forward pass under way; None outside of one."""
+        return self._tape
+
+    @property
+    def where(self) -> str:
+        """Where activations go, for people."""
+        return str(self._tier)
+
+    def wants(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the policy sends this storage to the SSD."""
+        return self._policy.place(self._scope, storage.nbytes()) is Placement.SSD
+
+    def saved(self, record: SavedStorage, *, is_new: bool) -> None:
+        """Starts the write of a new record; notes every save on the tape."""
+        if self._tape is not None:
+            self._tape.append(record)
+        if not is_new:
+            self.statistics.deduplicated_bytes += record.num_bytes
+            return
+        memory = record.take_back()
+        assert memory is not None
+        began = time.perf_counter()
+        started = self._tier.begin_write(memory)
+        self.statistics.write_wait_s += time.perf_counter() - began
+        if started is None:
+            self.statistics.kept_bytes += record.num_bytes
+            return
+        block, transfer = started
+        record.begin_writing(block, transfer)
+        transfer.add_done_callback(lambda done: record.end_writing(_failed(done)))
+        self.statistics.offloaded_bytes += record.num_bytes
+        self.statistics.offloaded_storages += 1
+
+    def bring_back(self, record: SavedStorage) -> torch.UntypedStorage:
+        """The record's bytes in memory. Raises StorageError if they cannot be read."""
+        forwarded = record.state in (State.IN_MEMORY, State.WRITING, State.ON_TIER)
+        memory = record.take_back()
+        if memory is not None:
+            self.statistics.forwarded_bytes += record.num_bytes if forwarded else 0
+        else:
+            memory = self._wait_for_read(record)
+        self._prefetcher.used(record)
+        self._prefetcher.advance()
+        return memory
+
+    # -- How bytes come back --------------------------------------------------------------------
+
+    def _begin_read(self, record: SavedStorage) -> None:
+        memory, transfer = self._tier.begin_read(record.block)
+        record.begin_reading(memory, transfer)
+
+    def _wait_for_read(self, record: SavedStorage) -> torch.UntypedStorage:
+        if record.state is State.ON_TIER:
+            self._begin_read(record)
+        began = time.perf_counter()
+        try:
+            return record.end_reading()
+        except OSError as error:
+            raise StorageError(
+                f"rank {self.rank} could not read an activation of {record.scope} back "
+                f"({record.block}): {error}; its gradient would be wrong, so training stops; "
+                "check the disk and resume from the last checkpoint"
+            ) from error
+        finally:
+            self.statistics.stall_s += time.perf_counter() - began
+
+
+def _failed(transfer: Future[None]) -> bool:
+    return transfer.cancelled() or transfer.exception() is not None

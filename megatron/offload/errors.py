@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong, as types. Raised by every room, caught by integrations and by users.
+
+A message is one sentence: `activation offload: <what happened>; <what was expected>; <what to do>`.
+"""
+
+from __future__ import annotations
+
+PREFIX = "activation offload: "
+
+
+class OffloadError(RuntimeError):
+    """Activation offload cannot go on, and going on silently would give wrong results."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if message.startswith(PREFIX) else PREFIX + message)
+
+
+class ConfigurationError(OffloadError, ValueError):
+    """The flags, the directory or the installed versions cannot work; found before training."""
+
+
+class StorageError(OffloadError):
+    """A write could not be completed, or saved bytes could not be read back."""
+
+
+class ChangedInPlaceError(OffloadError):
+    """A saved activation was modified in place between its save and its use in backward."""

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connects the engine to a Megatron model: `install`.
+
+A trainer calls it once, after the model is wrapped for data parallelism and the optimizer is
+built. It checks that this megatron-core and these settings are known to work before it touches
+anything, and `uninstall` leaves Megatron as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics as stats
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron.offload.config import OffloadConfig, format_size
+from megatron.offload.engine import OffloadEngine
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.report.statistics import StepStatistics
+
+SUPPORTED_VERSIONS = ("0.16.1",)
+
+# Settings of TransformerConfig that place activations themselves or run layers past our hooks.
+_REFUSED_SETTINGS = {
+    "cpu_offloading": "both would move the same activations; drop --cpu-offloading",
+    "fine_grained_activation_offloading": (
+        "both would move the same activations; drop --fine-grained-activation-offloading"
+    ),
+    "distribute_saved_activations": "drop --distribute-saved-activations",
+    "overlap_moe_expert_parallel_comm": (
+        "its schedule calls none of the hooked functions; drop --overlap-moe-expert-parallel-comm"
+    ),
+    "enable_cuda_graph": "a captured graph has fixed addresses; drop --enable-cuda-graph",
+    "external_cuda_graph": "a captured graph has fixed addresses; drop --external-cuda-graph",
+    "hybrid_context_parallel": "drop --hybrid-context-parallel",
+}
+
+
+class MegatronOffload:
+    """Activation offload in a running trainer. Made by `install`."""
+
+    def __init__(self, engine: OffloadEngine | None, model_chunks: Sequence[torch.nn.Module]):
+        self._engine = engine
+        self._model_chunks = list(model_chunks)
+        self._finished_steps: list[StepStatistics] = []
+        self._restore: list[Any] = []
+        if engine is not None:
+            from megatron.offload.integration.megatron.layer import wrap_layers
+            from megatron.offload.integration.megatron.schedule import TapesByOutput, wrap_schedule
+
+            self._tapes = TapesByOutput()
+            self._restore = [
+                wrap_layers(engine, self._model_chunks),
+                wrap_schedule(engine, self._tapes),
+            ]
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the forward and backward passes of one training step (not evaluation)."""
+        if self._engine is None:
+            yield
+            return
+        # Each time: optimizers re-point parameters into flat buffers of their own.
+        self._engine.exclude(_stationary_tensors(self._model_chunks))
+        try:
+            with self._engine.step():
+                yield
+        finally:
+            self._tapes.clear()
+            self._finished_steps.append(self._engine.statistics)
+
+    @property
+    def statistics(self) -> dict[str, int | float]:
+        """Counters of the last step, see `StepStatistics`; empty with offload off."""
+        return self._finished_steps[-1].as_dict() if self._finished_steps else {}
+
+    def summary(self) -> str:
+        """A few lines for the end of a run; empty with offload off."""
+        steps = self._finished_steps[1:] or self._finished_steps
+        if self._engine is None or not steps:
+            return ""
+
+        def median(name: str) -> float:
+            return float(stats.median(getattr(step, name) for step in steps))
+
+        total_written = sum(step.written_bytes for step in self._finished_steps)
+        return "\n".join(
+            (
+                f"activation offload to {self._engine.where}, median of {len(steps)} steps:",
+                f"  offloaded     {format_size(median('offloaded_bytes'))} "
+                f"({format_size(median('deduplicated_bytes'))} more were duplicates)",
+                f"  written       {format_size(median('written_bytes'))}",
+                f"  read          {format_size(median('read_bytes'))}",
+                f"  forwarded     {format_size(median('forwarded_bytes'))} (needed before its "
+                "memory was gone: no read)",
+                f"  stall         {median('stall_s'):.3f} s waiting for reads, "
+                f"{median('write_wait_s'):.3f} s for writes",
+                f"  drive writes  {format_size(total_written)} in this run",
+            )
+        )
+
+    def uninstall(self) -> None:
+        """Restores Megatron's functions; activations stay in memory from now on."""
+        while self._restore:
+            self._restore.pop()()
+
+    def close(self) -> None:
+        """Uninstalls, waits for transfers and gives the disk space back."""
+        self.uninstall()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def install(
+    config: OffloadConfig,
+    model_chunks: Sequence[torch.nn.Module],
+    *,
+    reserve_bytes: int = 0,
+) -> MegatronOffload:
+    """Makes the model's activations go where `config` says.
+
+    Args:
+        config: with mode `off` nothing is touched and every call of the result does nothing.
+        model_chunks: the model chunks of this rank, wrapped in DistributedDataParallel or not.
+        reserve_bytes: SSD space to allocate before training, see `estimate.activation_bytes`.
+
+    Raises:
+        ConfigurationError: the version, a setting or the directory cannot work.
+    """
+    if not config.enabled:
+        return MegatronOffload(None, model_chunks)
+    check_version()
+    settings = _transformer_config(model_chunks)
+    check_settings(settings)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    device = next(model_chunks[0].parameters()).device
+    engine = OffloadEngine(config, device, rank=rank, reserve_bytes=reserve_bytes)
+    return MegatronOffload(engine, model_chunks)
+
+
+def check_version() -> None:
+    """Raises ConfigurationError if the hooks are not known to fit the imported megatron-core."""
+    import megatron.core
+
+    # Not the installed wheel's metadata: a checkout on PYTHONPATH wins over the wheel.
+    version = megatron.core.__version__
+    if version not in SUPPORTED_VERSIONS:
+        raise ConfigurationError(
+            f"megatron-core {version} is not supported, only {', '.join(SUPPORTED_VERSIONS)}; "
+            f"pip install megatron-core=={SUPPORTED_VERSIONS[-1]}"
+        )
+
+
+def check_settings(settings: Any) -> None:
+    """Raises ConfigurationError for settings of a TransformerConfig that offload cannot join."""
+    for name, advice in _REFUSED_SETTINGS.items():
+        if getattr(settings, name, False):
+            raise ConfigurationError(f"{name} cannot be combined with offload: {advice}")
+    if getattr(settings, "recompute_granularity", None) == "full":
+        raise ConfigurationError(
+            "--recompute-granularity full leaves no activations to offload; drop one of the two "
+            "(selective recomputation works together with offload)"
+        )
+
+
+def _transformer_config(model_chunks: Sequence[torch.nn.Module]) -> Any:
+    module: Any = model_chunks[0]
+    while not hasattr(module, "config") and hasattr(module, "module"):
+        module = module.module
+    return module.config
+
+
+def _stationary_tensors(model_chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Parameters, buffers, and the flat buffers that data parallelism keeps them in."""
+    for chunk in model_chunks:
+        for parameter in chunk.parameters():
+            yield parameter
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None:
+                yield gradient
+        # Not chunk.buffers(): DistributedDataParallel has a list of that name.
+        yield from torch.nn.Module.buffers(chunk)

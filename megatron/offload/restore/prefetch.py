@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings activations back before backward asks for them: `Tape`, `Prefetcher`.
+
+The engine notes every save on a tape, one per micro-batch and model chunk, and tells the prefetcher
+when the backward pass of a tape begins. Backward needs the storages of a tape in reverse order of
+their last save, so the prefetcher walks the tape from its end. It holds no record alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from megatron.offload.saved.record import SavedReference, SavedStorage, State
+
+
+class Tape:
+    """What one forward pass saved, in order. A storage saved again appears again."""
+
+    def __init__(self) -> None:
+        self._saves: list[SavedReference] = []
+
+    def append(self, record: SavedStorage) -> None:
+        """Notes a save."""
+        self._saves.append(weakref.ref(record))
+
+    def last(self) -> SavedStorage | None:
+        """The latest save that is still there and of use; None at the tape's beginning."""
+        while self._saves:
+            record = self._saves[-1]()
+            if record is not None:
+                return record
+            self._saves.pop()
+        return None
+
+    def drop_last(self) -> None:
+        """Takes the latest save off the tape."""
+        self._saves.pop()
+
+
+class Prefetcher:
+    """Keeps a window of restored bytes ahead of the backward pass.
+
+    Args:
+        begin_read: starts the read of a record that is on a tier.
+        window_bytes: most bytes that are read, or being read, before anybody has used them.
+    """
+
+    def __init__(self, begin_read: Callable[[SavedStorage], None], window_bytes: int) -> None:
+        self._begin_read = begin_read
+        self._window_bytes = window_bytes
+        self._tape: Tape | None = None
+        self._ahead: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
+
+    def start(self, tape: Tape) -> None:
+        """Backward of this tape begins."""
+        self._tape = tape
+        self.advance()
+
+    def stop(self) -> None:
+        """The backward pass is over."""
+        self._tape = None
+
+    def used(self, record: SavedStorage) -> None:
+        """Backward has used a storage: it leaves the window."""
+        self._ahead.discard(record)
+
+    def advance(self) -> None:
+        """Starts reads until the window is full."""
+        while self._tape is not None:
+            record = self._tape.last()
+            if record is None:
+                return
+            if record.state is State.ON_TIER and record.take_back() is None:
+                ahead_bytes = sum(other.num_bytes for other in self._ahead)
+                if ahead_bytes and ahead_bytes + record.num_bytes > self._window_bytes:
+                    return
+                self._begin_read(record)
+                self._ahead.add(record)
+            # Else it is still in memory, or on its way already.
+            self._tape.drop_last()

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a part of the autograd graph saved: `saved_tensors_between`.
+
+The engine calls it at the end of each layer's forward. It only looks.
+
+Note [Why per-node capture]
+`torch.autograd.graph.saved_tensors_hooks` sees every saved tensor, but each one, parameters
+included, comes back as a new object: a parameter loses the attributes that Megatron's fused
+gradient accumulation puts on it, and overlapped gradient reduction then fails. Hooks registered on
+single saved tensors after the layer has run leave parameters alone, see only what autograd really
+kept, and do not nest with anybody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+_RAW, _SAVED = "_raw_saved_", "_saved_"
+_FUNCTION_NODE = ("_raw_saved_tensors", "saved_tensors")  # of torch.autograd.Function
+_attributes_of_node_type: dict[type, list[tuple[str, str]]] = {}
+
+
+def saved_tensors_between(
+    outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """What the nodes that lead from `inputs` to `outputs` saved, in forward order.
+
+    A tensor that was modified in place since it was saved is left out: autograd itself raises if
+    backward needs it.
+
+    Args:
+        outputs: what the layer returned.
+        inputs: what it was called with; the walk does not go behind them.
+
+    Yields:
+        A `torch._C._autograd.SavedTensor`, to register hooks on, and the tensor that it holds.
+        Those of earlier operations come first: autograd runs nodes in descending order of
+        sequence number, so backward needs the last ones first.
+    """
+    seen: set[Any] = {tensor.grad_fn for tensor in inputs}
+    stack: list[Any] = [tensor.grad_fn for tensor in outputs]
+    nodes: list[Any] = []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes.append(node)
+        stack.extend(following for following, _ in node.next_functions)
+    nodes.sort(key=lambda node: node._sequence_nr())
+    for node in nodes:
+        yield from _saved_by(node)
+
+
+def _saved_by(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    names = _attributes_of_node_type.get(type(node))
+    if names is None:
+        names = _attributes_of_node_type[type(node)] = _saved_attributes(node)
+    for raw_name, name in names:
+        raw = getattr(node, raw_name)
+        try:
+            tensor = getattr(node, name)  # unlike `SavedTensor.data`, this checks versions
+        except RuntimeError:
+            continue
+        if isinstance(raw, tuple | list):
+            pairs = zip(raw, tensor, strict=True)
+        else:
+            pairs = zip((raw,), (tensor,), strict=True)
+        yield from (pair for pair in pairs if isinstance(pair[1], torch.Tensor))
+
+
+def _saved_attributes(node: Any) -> list[tuple[str, str]]:
+    """Pairs of the attribute with the `SavedTensor`s and the one with their tensors."""
+    names = dir(node)
+    if _FUNCTION_NODE[0] in names:
+        return [_FUNCTION_NODE]
+    return [(name, _SAVED + name.removeprefix(_RAW)) for name in names if name.startswith(_RAW)]

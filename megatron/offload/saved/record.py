@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One saved storage and the views of it that autograd holds: `SavedStorage`, `SavedView`.
+
+The cache creates records, the hooks hand views to autograd, the engine starts transfers on them.
+A record never starts I/O itself; it knows where its bytes are and who may take them.
+
+Note [Who keeps what alive]
+    autograd --SavedView--> SavedStorage --> bytes in memory and/or a block on a tier
+Nothing else holds a record strongly. When the last node that saved a view has run, or the graph is
+dropped without backward, the record dies, and with it its memory and its space on the tier. A
+transfer under way holds the memory and the block it works on, so neither is reused too early.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.offload.errors import ChangedInPlaceError
+from megatron.offload.saved.scope import Scope
+
+
+class Pending(Protocol):
+    """A transfer under way, as a record needs it (`storage.transfer.Transfer` is one)."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or badly."""
+        ...
+
+    def cancel(self) -> bool:
+        """Takes it off the queue; False once it has started."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks until the end; raises what the worker raised."""
+        ...
+
+
+class State(enum.Enum):
+    """Where the bytes of a saved storage are. Members name the transitions into them."""
+
+    IN_MEMORY = "in memory"  # created; write refused or failed; taken back while being written
+    WRITING = "being written"  # begin_write from IN_MEMORY; memory still holds the bytes
+    ON_TIER = "on a tier"  # write done; or every view used and the memory let go again
+    READING = "being read"  # begin_read from ON_TIER
+    RESTORED = "restored"  # read done: in memory and on a tier
+
+
+class SavedStorage:
+    """The bytes of one `untyped_storage` that autograd saved, however many views point into it.
+
+    States change under `_lock`: the main thread saves, reads and uses, an I/O thread ends writes.
+    The lock is held for a few assignments; nothing waits or frees memory under it.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, scope: Scope, version: int) -> None:
+        self.scope = scope
+        self.version = version  # of the tensor that was saved first
+        self.num_bytes = storage.nbytes()
+        self.origin = StorageWeakRef(storage)  # does not keep the bytes alive
+        self.state = State.IN_MEMORY
+        self.block: Any = None  # where the bytes are on a tier; the tier alone looks into it
+        self.num_unused_views = 0
+        self._memory: torch.UntypedStorage | None = storage
+        self._pending: Pending | None = None
+        self._lock = threading.Lock()
+
+    def begin_writing(self, block: Any, pending: Pending) -> None:
+        """A write of the bytes was queued."""
+        with self._lock:
+            assert self.state is State.IN_MEMORY, self.state
+            self.state, self.block, self._pending = State.WRITING, block, pending
+
+    def end_writing(self, failed: bool) -> None:
+        """The write has ended (called by the I/O thread): let the memory go, unless it is needed.
+
+        A failed or cancelled write leaves the bytes where they are.
+        """
+        memory = None  # freed when this frame ends, outside the lock
+        with self._lock:
+            if self.state is not State.WRITING:
+                return  # taken back by `take_back` meanwhile
+            self._pending = None
+            if failed:
+                self.state, self.block = State.IN_MEMORY, None
+            else:
+                self.state = State.ON_TIER
+                memory, self._memory = self._memory, None
+        del memory
+
+    def take_back(self) -> torch.UntypedStorage | None:
+        """The bytes in memory if they are still there, for good; None if only a tier has them.
+
+        Cancels a queued write (forwarding): there is no use in writing what is needed now. A
+        storage that was written but that somebody else kept alive needs no read either.
+        """
+        pending = None
+        with self._lock:
+            if self.state is State.WRITING:
+                pending, self._pending = self._pending, None
+                self.state, self.block = State.IN_MEMORY, None
+            elif self.state is State.ON_TIER:
+                self._memory = storage_if_alive(self.origin)
+                if self._memory is not None:
+                    self.state, self.block = State.IN_MEMORY, None
+            memory = self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
+        if pending is not None:
+            # Outside the lock: cancelling calls `end_writing`, which finds nothing to do. A write
+            # that has started goes on undisturbed, but nobody will read its block.
+            pending.cancel()
+        return memory
+
+    def begin_reading(self, memory: torch.UntypedStorage, pending: Pending) -> None:
+        """A read of the bytes into `memory` was queued."""
+        with self._lock:
+            assert self.state is State.ON_TIER, self.state
+            self.state, self._memory, self._pending = State.READING, memory, pending
+
+    def end_reading(self) -> torch.UntypedStorage:
+        """Waits for the read; the restored bytes.
+
+        Raises:
+            OSError: the read failed; the record is as before the read.
+        """
+        assert self.state is State.READING and self._pending is not None, self.state
+        try:
+            self._pending.wait()
+        except BaseException:
+            self.state, self._memory, self._pending = State.ON_TIER, None, None
+            raise
+        self.state, self._pending = State.RESTORED, None
+        assert self._memory is not None
+        return self._memory
+
+    @property
+    def read_is_done(self) -> bool:
+        """Whether `end_reading` would return at once."""
+        return self._pending is None or self._pending.done()
+
+    def view_used(self) -> None:
+        """A view was handed to backward. After the last one the restored memory is let go.
+
+        The node that runs now holds the memory itself. A view that is asked for again
+        (`retain_graph`) is read again: the block lives as long as the record.
+        """
+        self.num_unused_views -= 1
+        if self.num_unused_views <= 0 and self.state is State.RESTORED:
+            self.state, self._memory = State.ON_TIER, None
+
+
+class SavedView:
+    """What autograd holds in place of a saved tensor: how to see it in its storage again."""
+
+    __slots__ = ("_dtype", "_offset", "_shape", "_stride", "_version", "_witness", "saved")
+
+    def __init__(self, saved: SavedStorage, tensor: torch.Tensor) -> None:
+        self.saved = saved
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._version = tensor._version
+        # Shares the tensor's version counter and none of its memory: `detach` keeps the counter,
+        # assigning `data` keeps it too but swaps the storage.
+        self._witness = tensor.detach()
+        self._witness.data = tensor.new_empty(0)
+        saved.num_unused_views += 1
+
+    def check_unchanged(self) -> None:
+        """Raises:
+        ChangedInPlaceError: the tensor was modified in place since it was saved.
+        """
+        if self._witness._version != self._version:
+            raise ChangedInPlaceError(
+                f"an activation of {self.saved.scope} needed for gradient computation was "
+                f"modified by an in-place operation: {self._dtype} of shape "
+                f"{tuple(self._shape)} is at version {self._witness._version}; expected version "
+                f"{self._version}; make the operation out of place or clone its input"
+            )
+
+    def rebuild(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor with its own shape, stride, offset and dtype, on `memory`."""
+        tensor = torch.empty(0, dtype=self._dtype, device=memory.device)
+        return tensor.set_(memory, self._offset, self._shape, self._stride)
+
+
+SavedReference = weakref.ReferenceType[SavedStorage]
+
+
+def storage_if_alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage that a weak reference points to, None if it was freed."""
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    return storage

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where in the step we are: `Scope`. Attached to every record, so that errors can name it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A place in the step. Outside Megatron's schedules chunk and micro-batch are 0."""
+
+    chunk: int = 0  # model chunk of this pipeline stage (0 without virtual pipelining)
+    micro_batch: int = 0
+    layer: str = ""  # e.g. `decoder.7`: block path and global 1-based layer number
+
+    def __str__(self) -> str:
+        layer = f" layer {self.layer}" if self.layer else ""
+        return f"chunk {self.chunk} micro-batch {self.micro_batch}{layer}"

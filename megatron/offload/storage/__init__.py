@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the bytes of an activation move: buffers, I/O threads, tiers."""

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What direct I/O (O_DIRECT) asks of a file, and how a buffer is cut to meet it.
+
+The SSD tier calls it. Direct I/O moves bytes between memory and drive without the page cache, but
+only between aligned addresses. A torch tensor's memory starts 64 bytes past a page, so a tensor is
+cut in three: a short head up to the first aligned address, the aligned body, a short tail. Only
+the body goes to the drive, straight from the tensor's own memory; the two edges (under 5 KiB)
+stay in memory with the record. No byte is copied through a staging buffer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000  # Linux 6.1
+_MASK_AT, _MEM_ALIGN_AT, _OFFSET_ALIGN_AT = 0x00, 0x98, 0x9C  # struct statx
+_UNKNOWN_ALIGNMENT = 4096  # where the kernel does not say: a page suits every drive
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What an address and a file offset must be multiples of, in bytes."""
+
+    memory: int
+    offset: int
+
+
+class Edges(NamedTuple):
+    """How a buffer is cut: bytes before and after the aligned body."""
+
+    head_bytes: int
+    body_bytes: int
+    tail_bytes: int
+
+
+BUFFERED = Alignment(memory=1, offset=1)
+
+
+def direct_alignment(fd: int) -> Alignment | None:
+    """The alignment that direct I/O on this open file needs; None where it has no direct I/O.
+
+    The offset is also a multiple of the file system's block: a write that ends inside a block
+    makes ext4 and XFS take the file's lock exclusively, one writer at a time.
+    """
+    block = os.fstat(fd).st_blksize or _UNKNOWN_ALIGNMENT
+    statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+    buffer = ctypes.create_string_buffer(256)
+    answered = statx is not None and not statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer)
+    if not answered or not struct.unpack_from("=I", buffer, _MASK_AT)[0] & _STATX_DIOALIGN:
+        return Alignment(_UNKNOWN_ALIGNMENT, max(block, _UNKNOWN_ALIGNMENT))
+    memory = struct.unpack_from("=I", buffer, _MEM_ALIGN_AT)[0]
+    offset = struct.unpack_from("=I", buffer, _OFFSET_ALIGN_AT)[0]
+    if not offset:
+        return None
+    return Alignment(max(memory, 1), max(offset, min(block, _UNKNOWN_ALIGNMENT)))
+
+
+def cut(address: int, num_bytes: int, alignment: Alignment) -> Edges:
+    """Cuts `num_bytes` at `address` into head, aligned body and tail."""
+    head = min(-address % alignment.memory, num_bytes)
+    body = (num_bytes - head) // alignment.offset * alignment.offset
+    return Edges(head, body, num_bytes - head - body)
+
+
+def memory_at(address: int, num_bytes: int) -> memoryview:
+    """A writable view of raw memory. The caller keeps its owner alive."""
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")

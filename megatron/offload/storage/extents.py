@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bytes of a file are taken: `ExtentAllocator`.
+
+Best fit with coalescing of neighbours. The SSD tier calls it under its own lock; it never does I/O
+and knows nothing of files. In steady state (each step saves the same sizes) every request finds
+the extent that the step before gave back, so the space in use stops growing after one step.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+
+class ExtentAllocator:
+    """Hands out extents `[offset, offset + num_bytes)` of a space that can grow at its end.
+
+    Sizes are rounded up to `granule` bytes, so that every offset is a multiple of it.
+    Not thread-safe.
+    """
+
+    def __init__(self, granule: int) -> None:
+        self.granule = granule
+        self.size_bytes = 0  # of the whole space
+        self.used_bytes = 0
+        # Free extents three ways: by (size, offset) for best fit, by either end for coalescing.
+        self._by_size: list[tuple[int, int]] = []
+        self._size_at: dict[int, int] = {}
+        self._start_of_end: dict[int, int] = {}
+
+    def grow(self, num_bytes: int) -> None:
+        """Adds `num_bytes` (a multiple of the granule) at the end of the space."""
+        if num_bytes % self.granule:
+            raise ValueError(f"{num_bytes} is not a multiple of the granule {self.granule}")
+        start = self.size_bytes
+        self.size_bytes += num_bytes
+        self._insert(start, num_bytes)
+
+    def round_up(self, num_bytes: int) -> int:
+        """`num_bytes` rounded up to whole granules (at least one)."""
+        return max(-(-num_bytes // self.granule), 1) * self.granule
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """The offset of a free extent of `num_bytes`, the smallest that fits; None if none does."""
+        wanted = self.round_up(num_bytes)
+        index = bisect.bisect_left(self._by_size, (wanted, -1))
+        if index == len(self._by_size):
+            return None
+        size, start = self._by_size[index]
+        self._remove(start, size)
+        if size > wanted:
+            self._insert(start + wanted, size - wanted)
+        self.used_bytes += wanted
+        return start
+
+    def free(self, start: int, num_bytes: int) -> None:
+        """Gives an extent back; it merges with free neighbours.
+
+        Raises:
+            ValueError: the extent is outside the space or overlaps a free one.
+        """
+        size = self.round_up(num_bytes)
+        if start % self.granule or start < 0 or start + size > self.size_bytes:
+            raise ValueError(f"extent [{start}, {start + size}) is outside the space")
+        if start in self._size_at or start + size in self._start_of_end:
+            raise ValueError(f"extent [{start}, {start + size}) is already free")
+        self.used_bytes -= size
+        before = self._start_of_end.get(start)
+        if before is not None:
+            self._remove(before, start - before)
+            start, size = before, size + start - before
+        after = self._size_at.get(start + size)
+        if after is not None:
+            self._remove(start + size, after)
+            size += after
+        self._insert(start, size)
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest request that would succeed without growing."""
+        return self._by_size[-1][0] if self._by_size else 0
+
+    def _insert(self, start: int, size: int) -> None:
+        before = self._start_of_end.get(start)
+        if before is not None:  # only grow() meets a free neighbour here
+            self._remove(before, start - before)
+            start, size = before, size + start - before
+        bisect.insort(self._by_size, (size, start))
+        self._size_at[start] = size
+        self._start_of_end[start + size] = start
+
+    def _remove(self, start: int, size: int) -> None:
+        del self._by_size[bisect.bisect_left(self._by_size, (size, start))]
+        del self._size_at[start]
+        del self._start_of_end[start + size]

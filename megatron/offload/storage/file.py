@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file that activations live in: `UnlinkedFile`.
+
+The SSD tier owns one. The file is never reachable by name (O_TMPFILE, or unlinked at once) and has
+mode 0600: the kernel gives its space back however the process ends, and nobody else can open it.
+Reads and writes move whole ranges, whatever the kernel returns per call.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+from megatron.offload.config import format_size
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.storage.direct import BUFFERED, Alignment, direct_alignment
+
+logger = logging.getLogger(__name__)
+
+
+class UnlinkedFile:
+    """A file without a name on the file system of `directory`.
+
+    Args:
+        directory: must exist and be writable.
+        io: `direct` (O_DIRECT or an error), `buffered`, `auto` (direct where it works).
+
+    Raises:
+        ConfigurationError: the directory or the I/O mode cannot work; the message says why.
+    """
+
+    def __init__(self, directory: Path, io: str = "auto") -> None:
+        self.directory = directory
+        self.size_bytes = 0
+        _check_directory(directory)
+        fd = None if io == "buffered" else _open_unnamed(directory, os.O_DIRECT)
+        alignment = direct_alignment(fd) if fd is not None else None
+        if fd is not None and alignment is not None and _direct_works(fd, alignment):
+            self.fd, self.alignment, self.is_direct = fd, alignment, True
+            return
+        if fd is not None:
+            os.close(fd)
+        if io == "direct":
+            raise ConfigurationError(
+                f"the file system of {directory} has no direct I/O (O_DIRECT); choose a directory "
+                "on a local SSD or --activation-offload-io buffered"
+            )
+        if io == "auto":
+            logger.warning(
+                "activation offload: %s has no direct I/O; using buffered I/O instead, which "
+                "copies every byte through the page cache",
+                directory,
+            )
+        buffered_fd = _open_unnamed(directory, 0)
+        assert buffered_fd is not None  # only O_DIRECT may be refused
+        self.fd, self.alignment, self.is_direct = buffered_fd, BUFFERED, False
+
+    def grow(self, num_bytes: int) -> None:
+        """Allocates `num_bytes` more on the disk.
+
+        Raises:
+            OSError: there is no room (ENOSPC, EFBIG, EDQUOT); the file is as it was.
+        """
+        if num_bytes:
+            try:
+                os.posix_fallocate(self.fd, self.size_bytes, num_bytes)
+            except OSError:
+                os.ftruncate(self.fd, self.size_bytes)
+                raise
+            self.size_bytes += num_bytes
+
+    def write(self, body: memoryview, offset: int) -> None:
+        """Writes all of `body` at `offset`. Raises OSError."""
+        done = 0
+        while done < len(body):
+            count = os.pwritev(self.fd, [body[done:]], offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, f"the drive took {done} of {len(body)} bytes")
+            done += count
+
+    def read(self, body: memoryview, offset: int) -> None:
+        """Fills all of `body` from `offset`. Raises OSError, also when the file ends early."""
+        done = 0
+        while done < len(body):
+            count = os.preadv(self.fd, [body[done:]], offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, f"short read: got {done} of {len(body)} bytes")
+            done += count
+
+    def close(self) -> None:
+        """Closes the file, which frees its space."""
+        os.close(self.fd)
+
+
+def _check_directory(directory: Path) -> None:
+    advice = "give an existing, writable directory on an SSD with --activation-offload-dir"
+    if not directory.exists():
+        raise ConfigurationError(f"directory {directory} does not exist; {advice}")
+    if not directory.is_dir():
+        raise ConfigurationError(f"{directory} is not a directory; {advice}")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"directory {directory} is not writable; {advice}")
+
+
+def _open_unnamed(directory: Path, extra_flags: int) -> int | None:
+    """A descriptor of a new nameless file; None where O_DIRECT is refused."""
+    flags = os.O_RDWR | os.O_CLOEXEC | extra_flags
+    try:
+        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+            raise _cannot_create(directory, error) from None
+    # No O_TMPFILE here (NFS, overlay): a named file, unlinked at once. EINVAL: no O_DIRECT.
+    try:
+        named_fd, name = tempfile.mkstemp(prefix=".activation-offload-", dir=directory)
+    except OSError as error:
+        raise _cannot_create(directory, error) from None
+    try:
+        return os.open(name, flags)
+    except OSError as error:
+        if extra_flags and error.errno == errno.EINVAL:
+            return None
+        raise _cannot_create(directory, error) from None
+    finally:
+        os.unlink(name)
+        os.close(named_fd)
+
+
+def _cannot_create(directory: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"no file can be created in {directory} ({error.strerror}); "
+        "give a writable directory on an SSD with --activation-offload-dir"
+    )
+
+
+def _direct_works(fd: int, alignment: Alignment) -> bool:
+    """Tries one direct write: some file systems accept the flag and refuse the I/O."""
+    size = max(alignment.offset, mmap.PAGESIZE)
+    with mmap.mmap(-1, size) as page:
+        try:
+            return os.pwritev(fd, [page], 0) == size
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise ConfigurationError(
+                f"a trial write failed: {error.strerror}; free some space or choose another disk"
+            ) from None
+        finally:
+            os.ftruncate(fd, 0)
+
+
+def no_space(directory: Path, wanted_bytes: int, error: OSError) -> ConfigurationError:
+    """The sentence for a disk that is too small, found before training."""
+    disk = os.statvfs(directory)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    return ConfigurationError(
+        f"{directory} cannot hold the activations ({error.strerror}); needed "
+        f"{format_size(wanted_bytes)} for each rank, free {format_size(free_bytes)}; "
+        "free some space, choose another disk with --activation-offload-dir, or set a smaller "
+        "--activation-offload-ssd-budget"
+    )

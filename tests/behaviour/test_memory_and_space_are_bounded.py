@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariant 7: bytes in flight and SSD space stay within their budgets."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from tests.models import Model, assert_same, run_step, settle
+
+
+def test_forward_waits_while_too_many_bytes_are_in_flight(make_engine, write_gate):
+    engine = make_engine(io="buffered", inflight_bytes=8192)
+    with engine.step():
+        packed = [engine._hooks.pack(torch.randn(1024)) for _ in range(2)]
+        third: list[object] = []
+        thread = threading.Thread(
+            target=lambda: third.append(engine._hooks.pack(torch.randn(1024)))
+        )
+        thread.start()
+        thread.join(timeout=0.2)
+        assert thread.is_alive() and engine._tier._budget.taken_bytes == 8192
+        write_gate.open.set()
+        thread.join(timeout=10)
+        assert len(third) == 1
+        settle(engine)
+        del packed
+
+
+def test_a_storage_larger_than_the_inflight_budget_still_goes(make_engine):
+    engine = make_engine(io="buffered", inflight_bytes=4096)
+    with engine.step():
+        tensor = torch.randn(10_000)
+        packed = engine._hooks.pack(tensor)
+        settle(engine)
+        assert torch.equal(engine._hooks.unpack(packed), tensor)
+
+
+def test_over_the_ssd_budget_activations_stay_in_memory(make_engine, caplog):
+    model, x = Model(), torch.randn(3, 17, 32)
+    plain = run_step(model, x)
+    engine = make_engine(io="buffered", ssd_budget_bytes=65536)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert_same(run_step(model, x, engine), plain)
+    assert engine._tier.capacity_bytes == 65536
+    assert engine.statistics.kept_bytes > 0 and engine.statistics.written_bytes > 0
+    assert sum("ssd-budget is used up" in message for message in caplog.messages) == 1
+    assert not engine._tier.degraded
+
+
+def test_the_file_stops_growing_after_the_first_step(make_engine):
+    model, x = Model(), torch.randn(3, 17, 32)
+    engine = make_engine(io="buffered", ssd_budget_bytes=64 << 20)
+    run_step(model, x, engine)
+    size = engine._tier.capacity_bytes
+    high_water = engine._tier._extents
+    for _ in range(3):
+        run_step(model, x, engine)
+        assert engine._tier.capacity_bytes == size
+        assert engine.statistics.tier_used_bytes == 0
+        assert high_water.largest_free_bytes == size, "the space fell into pieces"

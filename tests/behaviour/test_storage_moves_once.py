@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariant 2: one storage moves once; each view comes back as it was."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.offload import Scope
+from tests.models import settle
+
+
+def pack_all(engine, tensors):
+    return [engine._hooks.pack(tensor) for tensor in tensors]
+
+
+def test_views_of_one_storage_are_written_once_and_come_back_in_shape(engine):
+    base = torch.arange(4096.0)
+    views = [
+        base,
+        base[100:200],
+        base.view(64, 64).t(),
+        base.view(64, 64)[::2, 1::3],
+        base[7].expand(5, 5),
+        base.as_strided((10, 20), (3, 1), 5),  # rows overlap
+        base.view(torch.int32),
+    ]
+    expected = [view.clone() for view in views]
+    with engine.step():
+        packed = pack_all(engine, views)
+        settle(engine)
+        strides = [view.stride() for view in views]
+        offsets = [view.storage_offset() for view in views]
+        del base, views
+        assert engine.statistics.offloaded_storages == 1
+        restored = [engine._hooks.unpack(view) for view in packed]
+        assert len({tensor.untyped_storage()._cdata for tensor in restored}) == 1
+    for tensor, wanted, stride, offset in zip(restored, expected, strides, offsets, strict=True):
+        assert torch.equal(tensor, wanted) and tensor.dtype == wanted.dtype
+        assert tensor.stride() == stride and tensor.storage_offset() == offset
+    assert engine.statistics.read_bytes == 4096 * 4
+
+
+def test_a_freed_storage_and_a_new_one_at_its_address_are_two(engine):
+    seen = set()
+    with engine.step():
+        packed = []
+        for value in range(50):
+            tensor = torch.full((1000,), float(value))
+            seen.add(tensor.data_ptr())
+            packed += pack_all(engine, [tensor])
+            del tensor
+            settle(engine)
+        assert len(seen) < 50, "the allocator never reused an address: the test shows nothing"
+        for value, view in enumerate(packed):
+            assert torch.equal(engine._hooks.unpack(view), torch.full((1000,), float(value)))
+
+
+def test_a_storage_changed_between_two_saves_is_saved_twice(engine):
+    tensor = torch.zeros(1000)
+    with engine.step():
+        (before,) = pack_all(engine, [tensor])
+        settle(engine)
+        tensor.add_(1)
+        (after,) = pack_all(engine, [tensor])
+        settle(engine)
+        assert engine.statistics.offloaded_storages == 2
+        assert torch.equal(engine._hooks.unpack(after), torch.ones(1000))
+        del before
+
+
+def test_the_memory_is_really_given_up(engine):
+    tensor = torch.randn(1000, requires_grad=True)
+    with engine.step(), engine.forward(Scope()) as tape:
+        middle = tensor * 2
+        result = middle.exp()  # saves its result
+        engine.capture(Scope(), [result], [tensor])
+        weak = result.untyped_storage()._weak_ref()
+        total = result.sum()
+        del result, middle
+        settle(engine)
+        assert torch.UntypedStorage._expired(weak)
+        with engine.backward(tape):
+            total.backward()
+    torch.UntypedStorage._free_weak_ref(weak)
+    assert torch.equal(tensor.grad, 2 * (tensor.detach() * 2).exp())

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariant 5 on a CPU: nothing is reused or read while a transfer works on it; forwarding."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.models import settle
+
+
+def test_space_of_a_dead_record_is_not_reused_while_its_write_runs(engine, write_gate):
+    with engine.step():
+        first = engine._hooks.pack(torch.full((1024,), 1.0))
+        write_gate.wait_for_arrival()  # the write runs, in its thread
+        first_offset = first.saved.block.offset
+        del first  # the graph is dropped
+        second = engine._hooks.pack(torch.full((1024,), 2.0))
+        assert second.saved.block.offset != first_offset
+        write_gate.open.set()
+        settle(engine)
+        assert torch.equal(engine._hooks.unpack(second), torch.full((1024,), 2.0))
+
+
+def test_memory_of_a_running_write_stays_alive(engine, write_gate):
+    with engine.step():
+        tensor = torch.full((1024,), 3.0)
+        weak = tensor.untyped_storage()._weak_ref()
+        packed = engine._hooks.pack(tensor)
+        write_gate.wait_for_arrival()
+        del tensor
+        assert not torch.UntypedStorage._expired(weak)
+        write_gate.open.set()
+        settle(engine)
+        assert torch.UntypedStorage._expired(weak)
+        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+    torch.UntypedStorage._free_weak_ref(weak)
+
+
+def test_forwarding_gives_the_memory_back_and_cancels_the_queued_write(make_engine, write_gate):
+    engine = make_engine(io="buffered", threads=1)
+    with engine.step():
+        running, queued = (torch.randn(1024) for _ in range(2))
+        packed = [engine._hooks.pack(tensor) for tensor in (running, queued)]
+        write_gate.wait_for_arrival()  # the first is being written, the second waits behind it
+        for tensor, view in zip((running, queued), packed, strict=True):
+            restored = engine._hooks.unpack(view)
+            assert restored.data_ptr() == tensor.data_ptr()
+        write_gate.open.set()
+        settle(engine)
+    assert engine.statistics.forwarded_bytes == 2 * 4096
+    assert engine.statistics.written_bytes == 4096
+    assert engine.statistics.read_bytes == 0
+
+
+def test_restored_memory_is_reused_only_after_its_last_tensor_is_gone(engine):
+    with engine.step():
+        packed = [engine._hooks.pack(torch.full((1024,), float(i))) for i in range(2)]
+        settle(engine)
+        first = engine._hooks.unpack(packed[0])
+        address, view = first.data_ptr(), first[10:20]
+        del first
+        second = engine._hooks.unpack(packed[1])
+        assert second.data_ptr() != address
+        assert torch.equal(view, torch.zeros(10))
+        del view
+        third = engine._hooks.unpack(packed[0])
+        assert third.data_ptr() == address and torch.equal(third, torch.zeros(1024))

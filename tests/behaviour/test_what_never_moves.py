@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariant 3: parameters, buffers, inputs and tensors that outlive the step stay."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.offload import Scope
+from tests.models import settle
+
+
+def saved_in_a_step(engine, forward):
+    with engine.step():
+        with engine.forward(Scope()) as tape:
+            inputs, outputs = forward()
+            engine.capture(Scope(), outputs, inputs)
+            settle(engine)
+        with engine.backward(tape):
+            sum(output.sum() for output in outputs).backward()
+    return engine.statistics
+
+
+def test_parameters_and_views_of_them_stay(engine):
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    engine.exclude([weight])
+    x = torch.randn(8, 64, requires_grad=True)
+    # Saves x (a leaf input) and a transposed view of the weight.
+    statistics = saved_in_a_step(engine, lambda: ([x], [torch.nn.functional.linear(x, weight)]))
+    assert statistics.offloaded_storages == 0
+
+
+def test_parameters_in_one_flat_buffer_stay(engine):
+    flat = torch.randn(2 * 64 * 64)
+    weights = [torch.nn.Parameter(part.view(64, 64)) for part in flat.chunk(2)]
+    engine.exclude(weights)
+    x = torch.randn(8, 64, requires_grad=True)
+    statistics = saved_in_a_step(engine, lambda: ([x], [x @ weights[0]]))
+    assert statistics.offloaded_storages == 0
+
+
+def test_small_storages_stay(make_engine):
+    engine = make_engine(min_bytes=4001)
+    x = torch.randn(1000, requires_grad=True)
+    assert saved_in_a_step(engine, lambda: ([x], [(x * 2).exp()])).offloaded_storages == 0
+    x = torch.randn(1001, requires_grad=True)
+    assert saved_in_a_step(engine, lambda: ([x], [(x * 2).exp()])).offloaded_storages == 1
+
+
+def test_a_table_that_outlives_the_step_is_learned(engine):
+    table = torch.randn(1000)
+    x = torch.randn(1000, requires_grad=True)
+    first = saved_in_a_step(engine, lambda: ([x], [x.exp() * table]))
+    assert first.long_lived_bytes == 4000 and first.offloaded_storages == 2
+    second = saved_in_a_step(engine, lambda: ([x], [x.exp() * table]))
+    assert second.offloaded_storages == 1
+
+
+def test_a_storage_that_is_still_alive_is_not_read(engine):
+    table = torch.randn(1000)
+    x = torch.randn(1000, requires_grad=True)
+    statistics = saved_in_a_step(engine, lambda: ([x], [x.neg() * table]))
+    assert statistics.offloaded_storages == 1 and statistics.read_bytes == 0
+
+
+def test_tensors_that_cannot_move_exactly_pass_through(engine):
+    class Marked(torch.Tensor):
+        pass
+
+    complex_view = torch.randn(1000, dtype=torch.complex64).conj()
+    for tensor in (
+        torch.randn(1000).as_subclass(Marked),
+        complex_view,
+        torch.randn(10, 10).to_sparse(),
+        torch.empty(0),
+        torch.empty(10, device="meta"),
+    ):
+        assert engine._hooks.pack(tensor) is tensor
+        assert engine._hooks.unpack(tensor) is tensor

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.offload import OffloadConfig, OffloadEngine
+from megatron.offload.storage.file import UnlinkedFile
+
+
+@pytest.fixture
+def offload_config(tmp_path: Path) -> Callable[..., OffloadConfig]:
+    """Builds a config that offloads every storage to a temporary directory."""
+
+    def build(**changes: object) -> OffloadConfig:
+        settings = {"mode": "ssd", "directories": (tmp_path,), "min_bytes": 1, **changes}
+        return OffloadConfig(**settings)  # type: ignore[arg-type]
+
+    return build
+
+
+@pytest.fixture
+def make_engine(
+    offload_config: Callable[..., OffloadConfig],
+) -> Iterator[Callable[..., OffloadEngine]]:
+    """Builds engines and closes them after the test."""
+    engines: list[OffloadEngine] = []
+
+    def build(**changes: object) -> OffloadEngine:
+        engines.append(OffloadEngine(offload_config(**changes)))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., OffloadEngine]) -> OffloadEngine:
+    """An engine that offloads every storage, in buffered mode so that every byte moves."""
+    return make_engine(io="buffered")
+
+
+class Gate:
+    """Holds writes at the drive until it is opened."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.arrived = threading.Semaphore(0)
+
+    def wait_for_arrival(self) -> None:
+        """Returns when a write stands at the gate."""
+        assert self.arrived.acquire(timeout=10)
+
+
+@pytest.fixture
+def write_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Every write waits at this gate, in its I/O thread."""
+    gate = Gate()
+    write = UnlinkedFile.write
+
+    def gated(self: UnlinkedFile, body: memoryview, offset: int) -> None:
+        gate.arrived.release()
+        assert gate.open.wait(timeout=10)
+        write(self, body, offset)
+
+    monkeypatch.setattr(UnlinkedFile, "write", gated)
+    yield gate
+    gate.open.set()

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the example trainer in several processes over gloo, and never hangs.
+
+One process per rank, a free port, a deadline. When a rank fails, the others get a moment to notice
+and are then killed; the outcome holds every exit code and what the ranks wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
+
+# Small enough that starting Python is the longest part of a test.
+TINY = (
+    "--hidden-size 64 --num-layers 4 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "
+    "--mock-data --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --eval-iters 0 "
+    "--cpu-threads 1"
+)
+
+_POLL_S = 0.05
+_GRACE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_codes: list[int]
+    output: str  # of all ranks
+    errors: str  # standard error of rank 0
+    metrics: list[dict[str, Any]]
+
+    def values(self, name: str) -> list[Any]:
+        """One field of metrics.jsonl over all steps."""
+        return [record[name] for record in self.metrics]
+
+    @property
+    def model(self) -> str:
+        """Digest of the final weights."""
+        return str(self.metrics[-1]["model"])
+
+
+class Run:
+    """A running trainer; leaving the context kills whatever is left of it.
+
+    Args:
+        lines: Command line of the script; each is split at spaces, later flags override.
+        world_size: Number of ranks.
+        timeout_s: All ranks are killed after this time.
+        environment: Added to the environment of every rank.
+    """
+
+    def __init__(
+        self,
+        *lines: str,
+        world_size: int = 1,
+        timeout_s: float = 60.0,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        flags = [flag for line in lines for flag in shlex.split(line)]
+        self._directory = tempfile.TemporaryDirectory(prefix="trainer-test-")
+        self.metrics_path = Path(self._directory.name) / "metrics.jsonl"
+        if "--metrics-file" in flags:
+            self.metrics_path = Path(flags[flags.index("--metrics-file") + 1])
+        else:
+            flags = [*flags, "--metrics-file", str(self.metrics_path)]
+        self._deadline = time.monotonic() + timeout_s
+        port = _free_port()
+        self.processes = [
+            self._start(flags, rank, world_size, port, environment or {})
+            for rank in range(world_size)
+        ]
+
+    def _start(
+        self, flags: list[str], rank: int, world_size: int, port: int, added: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        search = [added.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")]
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            **added,
+            "PYTHONPATH": os.pathsep.join(path for path in search if path),
+        }
+        with (
+            self._path(rank, "out").open("wb") as output,
+            self._path(rank, "err").open("wb") as errors,
+        ):
+            return subprocess.Popen(
+                [sys.executable, str(SCRIPT), *flags], env=environment, stdout=output, stderr=errors
+            )
+
+    def _path(self, rank: int, stream: str) -> Path:
+        return Path(self._directory.name) / f"rank{rank}.{stream}"
+
+    def wait(self) -> Outcome:
+        """Waits for all ranks.
+
+        Raises:
+            TimeoutError: The deadline passed; all ranks are dead and the message has their output.
+        """
+        failed_at: float | None = None
+        while any(process.poll() is None for process in self.processes):
+            now = time.monotonic()
+            if failed_at is None and any(process.poll() for process in self.processes):
+                failed_at = now
+            if failed_at is not None and now > failed_at + _GRACE_S:
+                self.kill()
+            if now > self._deadline:
+                self.kill()
+                raise TimeoutError(f"the trainer did not end in time:\n{self._output()}")
+            time.sleep(_POLL_S)
+        return Outcome(
+            exit_codes=[process.returncode for process in self.processes],
+            output=self._output(),
+            errors=self._path(0, "err").read_text(),
+            metrics=self.metrics(),
+        )
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl holds by now."""
+        if not self.metrics_path.is_file():
+            return []
+        lines = self.metrics_path.read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1]]
+
+    def wait_for_step(self, step: int) -> None:
+        """Waits until a step is in metrics.jsonl."""
+        while len(self.metrics()) < step:
+            if time.monotonic() > self._deadline:
+                raise TimeoutError(f"step {step} did not come in time:\n{self._output()}")
+            if any(process.poll() is not None for process in self.processes):
+                raise RuntimeError(f"the trainer ended before step {step}:\n{self._output()}")
+            time.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        """Kills all ranks that still run."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            process.wait()
+
+    def _output(self) -> str:
+        parts = []
+        for rank in range(len(self.processes)):
+            for stream in ("out", "err"):
+                text = self._path(rank, stream).read_text(errors="replace")
+                parts.append(f"--- rank {rank} {stream}\n{text}")
+        return "\n".join(parts)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._directory.cleanup()
+
+
+def run_trainer(
+    *lines: str,
+    world_size: int = 1,
+    timeout_s: float = 60.0,
+    environment: dict[str, str] | None = None,
+) -> Outcome:
+    """Runs the trainer to its end, whatever that is."""
+    with Run(*lines, world_size=world_size, timeout_s=timeout_s, environment=environment) as run:
+        return run.wait()
+
+
+def train(*lines: str, world_size: int = 1, timeout_s: float = 60.0) -> Outcome:
+    """Trains the tiny model; later flags override. Fails unless every rank ends well."""
+    outcome = run_trainer(TINY, *lines, world_size=world_size, timeout_s=timeout_s)
+    assert outcome.exit_codes == [0] * world_size, outcome.output
+    return outcome
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])

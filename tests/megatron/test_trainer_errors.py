@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every bad input gets one sentence and exit code 2 before any training."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import TINY, run_trainer
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from trainer.gpt import GPT
+from trainer.training import pretrain
+
+PREFIX = "error: "
+
+
+def sentence_of(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *lines: str,
+    world_size: int = 1,
+) -> str:
+    """Runs the checks in this process as rank 0 of `world_size`; returns the sentence."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit) as exit_info:
+        pretrain(GPT(), [*shlex.split(" ".join(lines)), "--validate-only"])
+    assert exit_info.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line.split(PREFIX, 1)[1]
+
+
+def write_corpus(prefix: Path, documents: list[list[int]]) -> str:
+    """Writes a .bin/.idx corpus; returns its prefix."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for document in documents:
+        builder.add_document(np.array(document), [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        ("--no-such-flag", 1, "unrecognized arguments: --no-such-flag"),
+        ("--num-layers none", 1, "expected a positive whole number, got 'none'"),
+        ("--hidden-dropout 1.0", 1, "expected a probability in [0, 1), got '1.0'"),
+        ("--split 1,x", 1, "expected up to three weights"),
+        ("--tensor-model-parallel-size 2", 3, "world size (3) must be divisible by tensor (2)"),
+        ("--pipeline-model-parallel-size 2", 1, "world size (1) must be divisible by"),
+        ("--pipeline-model-parallel-size 2 --num-layers 5", 2, "--num-layers (5)"),
+        ("--num-attention-heads 6", 1, "--hidden-size (64) must be divisible by"),
+        ("--num-attention-heads 4 --tensor-model-parallel-size 8", 8, "--num-attention-heads (4)"),
+        ("--group-query-attention --num-query-groups 3", 1, "--num-query-groups (3)"),
+        ("--tensor-model-parallel-size 2 --ffn-hidden-size 5", 2, "--ffn-hidden-size (5)"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 33",
+            2,
+            "--seq-length (33)",
+        ),
+        ("--sequence-parallel", 1, "--sequence-parallel needs --tensor-model-parallel-size"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+            2,
+            "layers per pipeline stage (2) must be divisible",
+        ),
+        ("--num-layers-per-virtual-pipeline-stage 1", 1, "needs --pipeline-model-parallel-size"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+            " --global-batch-size 3",
+            2,
+            "micro-batches per step (3)",
+        ),
+        ("--global-batch-size 5 --micro-batch-size 2", 1, "--global-batch-size (5)"),
+        ("--global-batch-size 3", 2, "--micro-batch-size x data-parallel size (2)"),
+        ("--max-position-embeddings 16", 1, "must not exceed --max-position-embeddings"),
+        ("--recompute-granularity full", 1, "needs --recompute-method"),
+        ("--recompute-modules core_attn", 1, "needs --recompute-granularity selective"),
+        ("--overlap-param-gather", 1, "needs --use-distributed-optimizer"),
+        ("--min-lr 1", 1, "--min-lr (1.0) must not exceed --lr"),
+        ("--lr-warmup-iters 200", 1, "--lr-warmup-iters (200)"),
+        ("--tokenizer-type HuggingFaceTokenizer", 1, "needs --tokenizer-model"),
+        ("--tokenizer-model /no/such.json", 1, "--tokenizer-model /no/such.json does not exist"),
+        ("--load /no/such/directory", 1, "--load /no/such/directory has no checkpoint"),
+        ("--data-path corpus", 1, "give either --data-path PREFIX or --mock-data"),
+        ("--activation-offload-inflight many", 1, "many"),
+    ],
+)
+def test_bad_flag(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    world_size: int,
+    expected: str,
+) -> None:
+    sentence = sentence_of(capsys, monkeypatch, TINY, flags, world_size=world_size)
+    assert expected in sentence
+
+
+def with_corpus(prefix: Path | str) -> str:
+    """The tiny model's flags with a corpus instead of mock data."""
+    return TINY.replace("--mock-data", f"--data-path {prefix}")
+
+
+def test_missing_corpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = with_corpus(tmp_path / "corpus")
+    assert "corpus.bin does not exist" in sentence_of(capsys, monkeypatch, flags)
+
+
+@pytest.mark.parametrize(
+    ("documents", "expected"),
+    [
+        ([], "corpus is empty"),
+        ([[1] * 32], "has 32 tokens; one sample of --seq-length 32 needs 33"),
+        # Half of the documents are for training, and they are the short ones.
+        ([[1], [1], [1] * 99, [1] * 99], "the training part of --split 1,1,0 holds less"),
+    ],
+    ids=["empty", "short", "short-training-part"],
+)
+def test_corpus_without_a_whole_sample(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    documents: list[list[int]],
+    expected: str,
+) -> None:
+    prefix = write_corpus(tmp_path / "corpus", documents)
+    flags = f"{with_corpus(prefix)} --split 1,1,0"
+    assert expected in sentence_of(capsys, monkeypatch, flags)
+
+
+def test_unreadable_corpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"corpus.{suffix}").write_bytes(b"not an index")
+    flags = with_corpus(tmp_path / "corpus")
+    assert "is not a Megatron index" in sentence_of(capsys, monkeypatch, flags)
+
+
+def test_tokenizer_without_end_of_document(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(path))
+    sentence = sentence_of(capsys, monkeypatch, TINY, f"--tokenizer-model {path}")
+    assert "has no <|endoftext|> token" in sentence
+
+
+def test_valid_flags_exit_with_0() -> None:
+    outcome = run_trainer(TINY, "--validate-only")
+    assert outcome.exit_codes == [0]
+    assert outcome.metrics == []
+
+
+def test_all_ranks_leave_and_one_speaks() -> None:
+    outcome = run_trainer(TINY, "--pipeline-model-parallel-size 3", world_size=2)
+    assert outcome.exit_codes == [2, 2]
+    assert outcome.output.count(PREFIX) == 1
+
+
+def test_unsupported_megatron_core_is_refused_before_it_is_imported(tmp_path: Path) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (core / "package_info.py").write_text("__version__ = '0.99.0'\n")
+    outcome = run_trainer(TINY, environment={"PYTHONPATH": str(tmp_path)})
+    assert outcome.exit_codes == [2]
+    assert outcome.errors == (
+        "pretrain_gpt.py: error: megatron-core 0.99.0 is not supported; expected 0.16.1; "
+        "install megatron-core==0.16.1\n"
+    )

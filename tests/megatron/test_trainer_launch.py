@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user sees of a run: the metrics file, the output, and an early end when a rank dies."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+from launch import TINY, Outcome, Run, train
+
+FIELDS = {
+    "step",
+    "loss",
+    "grad_norm",
+    "step_time_s",
+    "tokens_per_s",
+    "peak_activation_bytes",
+    "learning_rate",
+    "offload",
+}
+
+
+def test_metrics_hold_one_object_per_step(one_process: Outcome) -> None:
+    assert one_process.values("step") == [1, 2, 3, 4]
+    for record in one_process.metrics[:-1]:
+        assert set(record) == FIELDS
+    assert set(one_process.metrics[-1]) == FIELDS | {"model"}
+    for record in one_process.metrics:
+        assert math.isfinite(record["loss"]) and record["grad_norm"] > 0
+        assert math.isclose(record["tokens_per_s"] * record["step_time_s"], 4 * 32)
+        assert record["offload"] == {}
+
+
+def test_output_says_once_that_the_cpu_runtime_is_on(one_process: Outcome) -> None:
+    assert one_process.output.count("CPU runtime on") == 1
+    assert "median step time" in one_process.output
+    assert "Warning" not in one_process.output
+
+
+def test_validation_and_tensorboard_do_not_change_training(
+    tmp_path: Path, one_process: Outcome
+) -> None:
+    outcome = train(
+        f"--train-iters 4 --eval-interval 2 --eval-iters 2 --tensorboard-dir {tmp_path}"
+    )
+    assert outcome.output.count("validation at step") == 2
+    assert outcome.values("loss") == one_process.values("loss")
+    assert outcome.model == one_process.model
+
+
+def test_dead_rank_ends_the_run_within_seconds() -> None:
+    endless = "--train-iters 1000000 --pipeline-model-parallel-size 2"
+    with Run(TINY, endless, world_size=2) as run:
+        run.wait_for_step(2)
+        run.processes[1].kill()
+        killed_at = time.monotonic()
+        outcome = run.wait()
+    assert time.monotonic() - killed_at < 15
+    assert all(code != 0 for code in outcome.exit_codes)

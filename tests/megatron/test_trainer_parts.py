@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's parts that can be wrong on their own: sample order, attention, metrics file."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from trainer.attention import _DropoutAttention, _DropoutMask
+from trainer.data import SampleOrder
+from trainer.metrics import MetricsFile, StepRecord
+
+
+def order(first_sample: int, rank: int, num_ranks: int = 2, num_samples: int = 10) -> SampleOrder:
+    return SampleOrder(num_samples, first_sample, 3, rank, num_ranks, seed=1)
+
+
+def test_ranks_share_the_samples_of_a_step_in_order() -> None:
+    assert next(iter(order(0, rank=0))) == [0, 1, 2]
+    assert next(iter(order(0, rank=1))) == [3, 4, 5]
+
+
+def test_sample_order_continues_where_a_run_stopped() -> None:
+    for rank in range(2):
+        whole = list(islice(order(0, rank), 12))
+        resumed = list(islice(order(5 * 3 * 2, rank), 7))
+        assert resumed == whole[5:]
+
+
+def test_every_epoch_has_every_sample_once_in_another_order() -> None:
+    batches = list(islice(order(0, rank=0, num_ranks=1), 10))
+    samples = [sample for batch in batches for sample in batch]
+    epochs = [samples[begin : begin + 10] for begin in range(0, 30, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("query_heads", [4, 8])
+def test_dropout_attention_equals_autograd_through_the_unfused_form(query_heads: int) -> None:
+    """Against softmax, the same mask, and matmul in fp64: fp32 rounding is all that is left."""
+    torch.manual_seed(0)
+    groups, seq, width, probability, seed = 4, 24, 16, 0.25, 99
+    shapes = ((2, groups, query_heads // groups, seq, width), (2, groups, 1, seq, width))
+    query, key, value = (
+        torch.randn(shapes[0 if i == 0 else 1], requires_grad=True) for i in range(3)
+    )
+    mask = torch.ones(seq, seq, dtype=torch.bool).triu_(1).view(1, 1, seq, seq)
+    output = _DropoutAttention.apply(query, key, value, mask, 0.25, probability, seed)
+    upstream = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, (query, key, value), upstream)
+
+    inputs = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    scores = (inputs[0] * 0.25) @ inputs[1].transpose(-1, -2)
+    weights = torch.softmax(scores.masked_fill(mask, float("-inf")), dim=-1)
+    dropout = _DropoutMask(probability, seed)
+    keep = torch.stack([dropout.draw(sample.shape) for sample in weights])
+    expected = (weights * keep * dropout.scale) @ inputs[2]
+    expected_gradients = torch.autograd.grad(expected, inputs, upstream.double())
+
+    torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
+    for gradient, other in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_attention_with_nothing_dropped_is_the_fused_kernel() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 1, 16, 8) for _ in range(3))
+    mask = torch.ones(16, 16, dtype=torch.bool).triu_(1).view(1, 1, 16, 16)
+    output = _DropoutAttention.apply(query, key, value, mask, 8**-0.5, 0.0, 1)
+    fused = F.scaled_dot_product_attention(
+        query.squeeze(2), key.squeeze(2), value.squeeze(2), is_causal=True
+    )
+    torch.testing.assert_close(output.squeeze(2), fused)
+
+
+def test_dropout_attention_saves_nothing_of_sequence_by_sequence() -> None:
+    saved: list[torch.Tensor] = []
+    query, key, value = (torch.randn(1, 2, 1, 64, 4, requires_grad=True) for _ in range(3))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _DropoutAttention.apply(query, key, value, None, 0.5, 0.1, 3)
+    assert len(saved) == 3
+    assert max(tensor.numel() for tensor in saved) == query.numel()
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+def test_dropout_mask_keeps_the_right_share(probability: float) -> None:
+    num_elements = 1 << 20
+    kept = int(_DropoutMask(probability, 1).draw(torch.Size((num_elements,))).sum())
+    deviation = (num_elements * probability * (1 - probability)) ** 0.5
+    assert abs(kept - num_elements * (1 - probability)) < 6 * deviation
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(step, 0.1 + 0.2, 1.0, 1.0, 1.0, 0, 1e-3)
+
+
+def test_metrics_of_a_resumed_run_are_continued_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "metrics.jsonl"
+    first = MetricsFile(path, first_step=0)
+    for step in (1, 2, 3):
+        first.write(record(step))
+    first.close()
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')  # a run that was killed in the middle of a line
+    resumed = MetricsFile(path, first_step=2)
+    resumed.write(record(3))
+    resumed.close()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [entry["step"] for entry in records] == [1, 2, 3]
+    assert records[0]["loss"] == 0.1 + 0.2

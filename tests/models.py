@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small plain-torch model and one step of it, with and without an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatron.offload import OffloadEngine, Scope
+
+
+class Block(torch.nn.Module):
+    """Attention, a norm and an MLP with dropout: views, shared inputs, masks."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(hidden)
+        self.qkv = torch.nn.Linear(hidden, 3 * hidden)
+        self.up = torch.nn.Linear(hidden, 4 * hidden)
+        self.down = torch.nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        hidden = torch.nn.functional.gelu(self.up(self.norm(x)))
+        return x + torch.nn.functional.dropout(self.down(hidden), 0.1, self.training)
+
+
+class Model(torch.nn.Module):
+    """A stack of blocks; each is captured as one layer."""
+
+    def __init__(self, hidden: int = 32, num_layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = torch.nn.ModuleList(Block(hidden) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor, engine: OffloadEngine | None = None) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            y = block(x)
+            if engine is not None and torch.is_grad_enabled():
+                engine.capture(Scope(layer=str(index)), outputs=[y], inputs=[x])
+            x = y
+        return x
+
+
+def settle(engine: OffloadEngine, timeout_s: float = 10.0) -> None:
+    """Waits until no write is queued or running, so that a test sees bytes on the tier."""
+    deadline = time.monotonic() + timeout_s
+    while engine._tier._budget.taken_bytes:
+        assert time.monotonic() < deadline, "writes did not end"
+        time.sleep(0.001)
+
+
+def run_step(
+    model: Model,
+    x: torch.Tensor,
+    engine: OffloadEngine | None = None,
+    between: Callable[[], None] = lambda: None,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One forward and backward; `between` runs before backward. Loss and gradients."""
+    torch.manual_seed(5)
+    model.zero_grad()
+    if engine is None:
+        loss = model(x).square().mean()
+        loss.backward()
+    else:
+        engine.exclude(model.parameters())
+        with engine.step():
+            with engine.forward(Scope()) as tape:
+                loss = model(x, engine).square().mean()
+            settle(engine)
+            between()
+            with engine.backward(tape):
+                loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def assert_same(
+    ours: tuple[torch.Tensor, list[torch.Tensor]], plain: tuple[torch.Tensor, list[torch.Tensor]]
+) -> None:
+    """Loss and every gradient, bit for bit."""
+    assert torch.equal(ours[0], plain[0])
+    for mine, theirs in zip(ours[1], plain[1], strict=True):
+        assert torch.equal(mine, theirs)

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Runs every check: lint, format, types, shell scripts, tests. Arguments go to pytest:
+#   tests/run.sh                     everything
+#   tests/run.sh -k forwarding -x    some of the tests (lint and types still run)
+# All checks run even if one fails; the exit code is 0 only if all passed.
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+# shellcheck source=tools/bootstrap.sh
+source "$ROOT/tools/bootstrap.sh"
+bootstrap
+cd "$ROOT"
+
+failed=()
+durations=()
+
+check() {
+    local name="$1" started=$SECONDS
+    shift
+    printf '\n== %s\n' "$name"
+    if "$@"; then
+        durations+=("$(printf '%-8s passed in %4d s' "$name" $((SECONDS - started)))")
+    else
+        durations+=("$(printf '%-8s FAILED in %4d s' "$name" $((SECONDS - started)))")
+        failed+=("$name")
+    fi
+}
+
+if ! "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
+    echo "tests: no CUDA device here; tests marked gpu are skipped and say so"
+fi
+check lint "$PYTHON" -m ruff check .
+check format "$PYTHON" -m ruff format --check .
+check types "$PYTHON" -m mypy megatron/offload
+if [[ -x "$(dirname "$PYTHON")/shellcheck" ]]; then
+    check shell "$(dirname "$PYTHON")/shellcheck" -x \
+        tools/bootstrap.sh examples/pretrain_gpt.sh tests/run.sh .ci/run
+fi
+check pytest "$PYTHON" -m pytest --durations=10 "$@"
+
+printf '\n'
+printf '%s\n' "${durations[@]}"
+if ((${#failed[@]})); then
+    printf 'tests: failed: %s\n' "${failed[*]}" >&2
+    exit 1
+fi
