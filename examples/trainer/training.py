@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import OffloadError
 from megatron.offload.integration.megatron import arguments as offload_arguments
-from megatron.offload.integration.megatron import cpu_runtime, install
+from megatron.offload.integration.megatron import check, cpu_runtime, install
+from megatron.offload.integration.megatron.estimate import activation_bytes
 from megatron.offload.report.memory import PeakMemory
 
 from . import checkpointing, distributed, model, optimizer
@@ -44,6 +47,16 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
             (task.add_arguments, offload_arguments.add_offload_arguments),
         )
         offload_config = offload_arguments.config_from_args(args)
+        settings = model.transformer_config(args)
+        reserve_bytes = activation_bytes(
+            settings, args.seq_length, args.micro_batch_size, args.num_microbatches
+        )
+        check(
+            offload_config,
+            settings,
+            reserve_bytes=reserve_bytes,
+            num_local_ranks=args.local_world_size,
+        )
         check_corpus(args)
         checkpointing.check_load(args)
         tokenizer = build_tokenizer(args)
@@ -56,7 +69,7 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
     device = distributed.initialize_distributed(args)
     run = _Run(args, task, tokenizer, device)
     try:
-        run.start(offload_config)
+        run.start(settings, offload_config, reserve_bytes)
     except (UserError, OffloadError, ValueError) as error:
         fail(str(error))
     run.train()
@@ -86,7 +99,9 @@ class _Run:
 
     # -------------------------------------------------------------- set-up
 
-    def start(self, offload_config: Any) -> None:
+    def start(
+        self, settings: TransformerConfig, offload_config: OffloadConfig, reserve_bytes: int
+    ) -> None:
         """Builds everything, reads the checkpoint and installs activation offload.
 
         Raises:
@@ -94,16 +109,15 @@ class _Run:
         """
         args = self.args
         self.train_data, self.valid_data = build_datasets(args, self.task, self.tokenizer)
-        self.config = model.transformer_config(args)
         vocab_size = self.tokenizer.padded_vocab_size(
             args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
         )
-        self.chunks = model.build_model_chunks(args, self.config, self.task, vocab_size)
+        self.chunks = model.build_model_chunks(args, settings, self.task, vocab_size)
         self.optimizer = optimizer.build_optimizer(args, self.chunks)
         self.scheduler = optimizer.build_scheduler(args, self.optimizer)
         if args.load is not None:
             self.progress = checkpointing.load_checkpoint(args.load, self._state())
-        self.offload = install(offload_config, self.chunks)
+        self.offload = install(offload_config, self.chunks, reserve_bytes=reserve_bytes)
         _log.info(
             "%s: %.1f M parameters on rank 0, tensor %d x pipeline %d x data %d, %s, %d thread(s)",
             self.task.name,

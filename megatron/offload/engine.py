@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
 import torch
@@ -197,7 +198,7 @@ class OffloadEngine:
             return
         block, transfer = started
         record.begin_writing(block, transfer)
-        transfer.add_done_callback(lambda done: record.end_writing(_failed(done)))
+        transfer.add_done_callback(_end_of_write(record))
         self.statistics.offloaded_bytes += record.num_bytes
         self.statistics.offloaded_storages += 1
 
@@ -235,5 +236,13 @@ class OffloadEngine:
             self.statistics.stall_s += time.perf_counter() - began
 
 
-def _failed(transfer: Future[None]) -> bool:
-    return transfer.cancelled() or transfer.exception() is not None
+def _end_of_write(record: SavedStorage) -> Callable[[Future[None]], None]:
+    """Tells the record how its write ended, if it is still there: a queue holds none alive."""
+    reference = weakref.ref(record)
+
+    def end(transfer: Future[None]) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.end_writing(failed=transfer.cancelled() or transfer.exception() is not None)
+
+    return end

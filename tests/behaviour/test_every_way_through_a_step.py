@@ -19,6 +19,7 @@ def check(engine):
     plain = run_step(model, x)
     yield model, x
     gc.collect()
+    settle(engine)
     assert engine._tier.used_bytes == 0
     assert_same(run_step(model, x, engine), plain)
     assert engine.statistics.tier_used_bytes == 0

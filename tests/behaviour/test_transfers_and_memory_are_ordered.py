@@ -21,6 +21,18 @@ def test_space_of_a_dead_record_is_not_reused_while_its_write_runs(engine, write
         assert torch.equal(engine._hooks.unpack(second), torch.full((1024,), 2.0))
 
 
+def test_a_graph_dropped_without_backward_cancels_its_queued_writes(make_engine, write_gate):
+    engine = make_engine(io="buffered", threads=1)
+    with engine.step():
+        packed = [engine._hooks.pack(torch.randn(1024)) for _ in range(5)]
+        write_gate.wait_for_arrival()  # the first is being written, four wait behind it
+        del packed
+        write_gate.open.set()
+        settle(engine)
+    assert engine.statistics.written_bytes == 4096
+    assert engine.statistics.tier_used_bytes == 0
+
+
 def test_memory_of_a_running_write_stays_alive(engine, write_gate):
     with engine.step():
         tensor = torch.full((1024,), 3.0)

@@ -36,6 +36,10 @@ class Pending(Protocol):
         """Takes it off the queue; False once it has started."""
         ...
 
+    def abandon(self) -> None:
+        """Lets it be cancelled later; takes no lock."""
+        ...
+
     def wait(self) -> None:
         """Blocks until the end; raises what the worker raised."""
         ...
@@ -69,6 +73,11 @@ class SavedStorage:
         self._memory: torch.UntypedStorage | None = storage
         self._pending: Pending | None = None
         self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        # The graph is gone. May run in any thread at any moment: takes no lock.
+        if self._pending is not None:
+            self._pending.abandon()
 
     def begin_writing(self, block: Any, pending: Pending) -> None:
         """A write of the bytes was queued."""

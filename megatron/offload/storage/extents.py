@@ -22,6 +22,7 @@ class ExtentAllocator:
         self.granule = granule
         self.size_bytes = 0  # of the whole space
         self.used_bytes = 0
+        self._taken: dict[int, int] = {}  # size by start
         # Free extents three ways: by (size, offset) for best fit, by either end for coalescing.
         self._by_size: list[tuple[int, int]] = []
         self._size_at: dict[int, int] = {}
@@ -49,20 +50,19 @@ class ExtentAllocator:
         self._remove(start, size)
         if size > wanted:
             self._insert(start + wanted, size - wanted)
+        self._taken[start] = wanted
         self.used_bytes += wanted
         return start
 
-    def free(self, start: int, num_bytes: int) -> None:
+    def free(self, start: int) -> None:
         """Gives an extent back; it merges with free neighbours.
 
         Raises:
-            ValueError: the extent is outside the space or overlaps a free one.
+            ValueError: no extent that starts there is taken.
         """
-        size = self.round_up(num_bytes)
-        if start % self.granule or start < 0 or start + size > self.size_bytes:
-            raise ValueError(f"extent [{start}, {start + size}) is outside the space")
-        if start in self._size_at or start + size in self._start_of_end:
-            raise ValueError(f"extent [{start}, {start + size}) is already free")
+        size = self._taken.pop(start, None)
+        if size is None:
+            raise ValueError(f"no extent at offset {start} is taken")
         self.used_bytes -= size
         before = self._start_of_end.get(start)
         if before is not None:

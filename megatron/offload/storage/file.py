@@ -96,6 +96,18 @@ class UnlinkedFile:
         os.close(self.fd)
 
 
+def check_room(directory: Path, io: str, num_bytes: int) -> None:
+    """Tries the directory and the I/O mode, and looks for `num_bytes` of free space.
+
+    Raises:
+        ConfigurationError: the directory, the mode or the space cannot work.
+    """
+    UnlinkedFile(directory, io).close()
+    disk = os.statvfs(directory)
+    if disk.f_bavail * disk.f_frsize < num_bytes:
+        raise no_space(directory, num_bytes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
 def _check_directory(directory: Path) -> None:
     advice = "give an existing, writable directory on an SSD with --activation-offload-dir"
     if not directory.exists():
@@ -159,7 +171,7 @@ def no_space(directory: Path, wanted_bytes: int, error: OSError) -> Configuratio
     free_bytes = disk.f_bavail * disk.f_frsize
     return ConfigurationError(
         f"{directory} cannot hold the activations ({error.strerror}); needed "
-        f"{format_size(wanted_bytes)} for each rank, free {format_size(free_bytes)}; "
+        f"{format_size(wanted_bytes)}, free {format_size(free_bytes)}; "
         "free some space, choose another disk with --activation-offload-dir, or set a smaller "
         "--activation-offload-ssd-budget"
     )

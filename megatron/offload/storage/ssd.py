@@ -43,7 +43,7 @@ class SsdBlock:
 
     def __del__(self) -> None:
         # May run in any thread, even inside an allocation under the tier's lock: only append.
-        self._tier._freed.append((self.offset, self.edges.body_bytes))
+        self._tier._freed.append(self.offset)
 
     def __str__(self) -> str:
         return (
@@ -86,7 +86,7 @@ class SsdTier:
         self._arena = Arena()
         self._budget = ByteBudget(inflight_bytes)
         # Extents of dead blocks, taken in at the next allocation.
-        self._freed: collections.deque[tuple[int, int]] = collections.deque()
+        self._freed: collections.deque[int] = collections.deque()
         # Protects extents, statistics and the two flags. Held for microseconds (or one fallocate,
         # when the file grows); nothing waits for I/O or takes another lock under it.
         self._lock = threading.Lock()
@@ -219,4 +219,4 @@ class SsdTier:
     def _take_in_freed(self) -> None:
         """Called under the lock."""
         while self._freed:
-            self._extents.free(*self._freed.popleft())
+            self._extents.free(self._freed.popleft())

@@ -26,6 +26,15 @@ class Priority(enum.IntEnum):
 class Transfer(Future[None]):
     """A transfer that may be queued, running or done. `done()`, `cancel()` as in `Future`."""
 
+    abandoned = False
+
+    def abandon(self) -> None:
+        """Nobody wants it any more: a thread that finds it still queued cancels it.
+
+        Safe in a finalizer, unlike `cancel`, which takes locks.
+        """
+        self.abandoned = True
+
     def wait(self) -> None:
         """Blocks until the bytes have moved.
 
@@ -73,6 +82,8 @@ class IoThreads:
             _, _, transfer, work = self._queue.get()
             if transfer is None or work is None:
                 return
+            if transfer.abandoned:
+                transfer.cancel()
             if transfer.set_running_or_notify_cancel():
                 try:
                     work()

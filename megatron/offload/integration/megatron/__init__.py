@@ -5,6 +5,6 @@ Import order matters to nobody here: `install` imports megatron-core only when i
 """
 
 from megatron.offload.integration.megatron import arguments, cpu_runtime
-from megatron.offload.integration.megatron.install import MegatronOffload, install
+from megatron.offload.integration.megatron.install import MegatronOffload, check, install
 
-__all__ = ["MegatronOffload", "arguments", "cpu_runtime", "install"]
+__all__ = ["MegatronOffload", "arguments", "check", "cpu_runtime", "install"]

@@ -19,6 +19,7 @@ from megatron.offload.config import OffloadConfig, format_size
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.report.statistics import StepStatistics
+from megatron.offload.storage.file import check_room
 
 SUPPORTED_VERSIONS = ("0.16.1",)
 
@@ -139,6 +140,27 @@ def install(
     device = next(model_chunks[0].parameters()).device
     engine = OffloadEngine(config, device, rank=rank, reserve_bytes=reserve_bytes)
     return MegatronOffload(engine, model_chunks)
+
+
+def check(
+    config: OffloadConfig, settings: Any, *, reserve_bytes: int = 0, num_local_ranks: int = 1
+) -> None:
+    """Everything that can be found wrong before a model is built.
+
+    Args:
+        config: what the flags ask for.
+        settings: the model's `TransformerConfig`.
+        reserve_bytes: SSD space that each rank will allocate.
+        num_local_ranks: ranks on this machine, which share the directory.
+
+    Raises:
+        ConfigurationError: the version, a setting or the directory cannot work.
+    """
+    if config.enabled:
+        check_version()
+        check_settings(settings)
+        wanted_bytes = config.ssd_budget_bytes or reserve_bytes
+        check_room(config.directories[0], config.io, wanted_bytes * num_local_ranks)
 
 
 def check_version() -> None:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes of activations a rank will put on its SSD: `activation_bytes`.
+
+Trainers pass the result to `install` as `reserve_bytes`, so that a disk that is too small shows
+before training. The count follows Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (2022), section 4: per layer the inputs of every operation that needs them in
+backward, here term by term for any element size, GQA and gated MLPs, without the s x s attention
+scores that fused attention does not save.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+MARGIN = 1.15  # statistics of norms, log-sum-exp of attention, rounding to file-system blocks
+
+
+def layer_bytes(settings: Any, tokens: int) -> int:
+    """Bytes that one layer saves for one micro-batch on one tensor-parallel rank.
+
+    Args:
+        settings: a `TransformerConfig`.
+        tokens: sequence length x micro-batch size.
+    """
+    element = 2 if settings.bf16 or settings.fp16 else 4
+    tp = settings.tensor_model_parallel_size
+    hidden, ffn = settings.hidden_size, settings.ffn_hidden_size
+    head = settings.kv_channels
+    query = settings.num_attention_heads * head
+    key_value = 2 * settings.num_query_groups * head
+    # Split over tensor-parallel ranks: q, k, v; attention's output; around the activation function.
+    split = query + key_value + query + (4 if settings.gated_linear_unit else 2) * ffn
+    # Whole on each rank without sequence parallelism: input and output of both norms.
+    whole = 4 * hidden
+    masks = 2 * hidden if settings.hidden_dropout > 0 else 0  # one byte an element
+    if settings.sequence_parallel:
+        whole, masks = whole / tp, masks / tp
+    return int(tokens * ((split / tp + whole) * element + masks))
+
+
+def passes_in_flight(settings: Any, num_microbatches: int) -> int:
+    """Most forward passes of a model chunk whose backward is still to come, on the first stage.
+
+    1F1B holds one micro-batch for each stage from here to the last; the interleaved schedule holds
+    its warm-up (see `get_pp_rank_microbatches` in megatron-core) plus the one that runs.
+    """
+    stages = settings.pipeline_model_parallel_size
+    chunks = settings.virtual_pipeline_model_parallel_size or 1
+    if chunks == 1:
+        return min(stages, num_microbatches)
+    group = settings.microbatch_group_size_per_vp_stage or stages
+    warm_up = (stages - 1) * 2 + (chunks - 1) * group
+    return min(warm_up + 1, num_microbatches * chunks)
+
+
+def activation_bytes(
+    settings: Any, seq_length: int, micro_batch_size: int, num_microbatches: int
+) -> int:
+    """Bytes that the fullest rank keeps on its SSD at the worst moment of a step.
+
+    Args:
+        settings: a `TransformerConfig`.
+        seq_length: tokens of one sample.
+        micro_batch_size: samples of one micro-batch.
+        num_microbatches: micro-batches of one step on each data-parallel rank.
+    """
+    chunks = settings.virtual_pipeline_model_parallel_size or 1
+    layers = -(-settings.num_layers // (settings.pipeline_model_parallel_size * chunks))
+    per_pass = layers * layer_bytes(settings, seq_length * micro_batch_size)
+    return int(MARGIN * per_pass * passes_in_flight(settings, num_microbatches))

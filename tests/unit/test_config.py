@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes, flags and the errors of bad values."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron.offload import ConfigurationError, OffloadConfig
+from megatron.offload.config import format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("0", 0),
+        ("1048576", 1 << 20),
+        ("512MiB", 512 << 20),
+        ("1.5 GB", 1_500_000_000),
+        ("2kib", 2048),
+    ],
+)
+def test_sizes(text, num_bytes):
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 apple", "1MiB2", "0x10", "1e9"])
+def test_what_is_not_a_size_says_so(text):
+    with pytest.raises(ConfigurationError, match="is not a size; write"):
+        parse_size(text)
+
+
+def test_sizes_for_people():
+    assert [format_size(n) for n in (0, 1000, 1536, 3 << 20, 5 << 29)] == [
+        "0 B", "1000 B", "1.5 KiB", "3 MiB", "2.5 GiB",
+    ]  # fmt: skip
+
+
+def parse(*argv: str) -> OffloadConfig:
+    parser = argparse.ArgumentParser()
+    OffloadConfig.add_arguments(parser)
+    return OffloadConfig.from_args(parser.parse_args(argv))
+
+
+def test_every_field_has_a_flag_and_the_defaults_agree():
+    assert parse() == OffloadConfig()
+    for spec in dataclasses.fields(OffloadConfig):
+        assert spec.metadata["flag"].startswith("--activation-offload")
+        assert len(spec.metadata["help"]) > 30
+
+
+def test_flags_reach_the_config():
+    config = parse(
+        "--activation-offload", "ssd", "--activation-offload-dir", "/a",
+        "--activation-offload-min-bytes", "4KiB", "--activation-offload-threads", "2",
+        "--activation-offload-inflight", "1GiB",
+    )  # fmt: skip
+    assert config == OffloadConfig(
+        mode="ssd", directories=(Path("/a"),), min_bytes=4096, threads=2, inflight_bytes=1 << 30
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--activation-offload-min-bytes", "big"], "'big' is not a size"),
+        (["--activation-offload-threads", "0"], "the smallest value is 1"),
+        (["--activation-offload-threads", "many"], "'many' is not a whole number"),
+        (["--activation-offload", "tape"], "invalid choice: 'tape'"),
+    ],
+)
+def test_bad_values_end_with_exit_code_2(argv, sentence, capsys):
+    with pytest.raises(SystemExit) as left:
+        parse(*argv)
+    assert left.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"mode": "ssd"}, "needs a place on an SSD"),
+        ({"mode": "dvd"}, "choose one of off, ssd"),
+        ({"mode": "ssd", "directories": (Path("a"), Path("b"))}, "names 2 directories"),
+        ({"inflight_bytes": 1}, "is below"),
+    ],
+)
+def test_contradictions_are_refused(values, sentence):
+    with pytest.raises(ConfigurationError, match=sentence):
+        OffloadConfig(**values)

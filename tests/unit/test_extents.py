@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The extent allocator: no overlap, full coalescing, no growth in steady state."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.offload.storage.extents import ExtentAllocator
+
+GRANULE = 4096
+
+
+def filled(num_granules: int) -> ExtentAllocator:
+    allocator = ExtentAllocator(GRANULE)
+    allocator.grow(num_granules * GRANULE)
+    return allocator
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 20 * GRANULE)), max_size=200))
+def test_random_lifetimes_never_overlap_and_coalesce_fully(operations):
+    allocator = filled(256)
+    live: list[tuple[int, int]] = []
+    for frees, num_bytes in operations:
+        if frees and live:
+            allocator.free(live.pop(num_bytes % len(live))[0])
+            continue
+        offset = allocator.allocate(num_bytes)
+        if offset is None:
+            assert allocator.largest_free_bytes < num_bytes
+            continue
+        size = allocator.round_up(num_bytes)
+        assert offset % GRANULE == 0 and offset + size <= allocator.size_bytes
+        for other, other_bytes in live:
+            assert offset + size <= other or other + allocator.round_up(other_bytes) <= offset
+        live.append((offset, num_bytes))
+        assert allocator.used_bytes == sum(allocator.round_up(n) for _, n in live)
+    for extent in live:
+        allocator.free(extent[0])
+    assert allocator.used_bytes == 0
+    assert allocator.largest_free_bytes == allocator.size_bytes
+
+
+def test_the_smallest_extent_that_fits_is_taken():
+    allocator = filled(10)
+    offsets = [allocator.allocate(n * GRANULE) for n in (3, 1, 2, 1, 3)]
+    allocator.free(offsets[0])
+    allocator.free(offsets[2])
+    assert allocator.allocate(2 * GRANULE) == offsets[2]
+
+
+def test_growth_merges_with_a_free_tail():
+    allocator = filled(2)
+    assert allocator.allocate(3 * GRANULE) is None
+    allocator.grow(GRANULE)
+    assert allocator.allocate(3 * GRANULE) == 0
+
+
+@pytest.mark.parametrize("offset", [GRANULE, 2 * GRANULE, -GRANULE, 9 * GRANULE, 1])
+def test_freeing_what_is_not_taken_is_an_error(offset):
+    allocator = filled(4)
+    assert allocator.allocate(1) == 0
+    with pytest.raises(ValueError, match="is taken"):
+        allocator.free(offset)
+    allocator.free(0)
+    with pytest.raises(ValueError, match="is taken"):
+        allocator.free(0)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `report` command."""
+
+from __future__ import annotations
+
+import json
+
+from megatron.offload import cli
+
+
+def write_run(path, losses):
+    path.parent.mkdir()
+    with path.open("w") as file:
+        for step, loss in enumerate(losses, start=1):
+            record = {
+                "step": step,
+                "loss": loss,
+                "step_time_s": step,
+                "peak_activation_bytes": 1 << 20,
+            }
+            print(json.dumps({**record, "offload": {"written_bytes": 2048}}), file=file)
+    return str(path)
+
+
+def test_runs_are_compared_with_the_first(tmp_path, capsys):
+    first = write_run(tmp_path / "a" / "m.jsonl", [3.0, 2.0, 1.0])
+    same = write_run(tmp_path / "b" / "m.jsonl", [3.0, 2.0])
+    other = write_run(tmp_path / "c" / "m.jsonl", [3.0, 2.0000000001])
+    assert cli.main(["report", first, same, other]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "identical" in lines[2] and "differ from step 2" in lines[3]
+    assert "2.500" in lines[1] and "1 MiB" in lines[1] and "2 KiB" in lines[1]
+
+
+def test_what_is_no_run_ends_with_exit_code_2(tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.touch()
+    for path in (empty, tmp_path / "missing"):
+        assert cli.main(["report", str(path)]) == 2
+    assert "holds no training steps" in capsys.readouterr().err
