@@ -9,12 +9,15 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine
 from tests.models import Model, assert_same, run_step, settle
+
+RESERVED = 4 << 30
 
 
 def free_bytes(directory):
@@ -37,17 +40,23 @@ def test_kill_9_in_mid_step_leaves_nothing(tmp_path):
         from megatron.offload import OffloadConfig, OffloadEngine
         config = OffloadConfig(mode="ssd", directories=(pathlib.Path({str(tmp_path)!r}),),
                                min_bytes=1)
-        engine = OffloadEngine(config, reserve_bytes=256 << 20)
+        engine = OffloadEngine(config, reserve_bytes={RESERVED})
         with engine.step():
             packed = [engine._hooks.pack(torch.randn(1 << 20)) for _ in range(8)]
             os.kill(os.getpid(), signal.SIGKILL)
         """
     )
     before = free_bytes(tmp_path)
+    if before < 2 * RESERVED:
+        pytest.skip(f"needs {2 * RESERVED >> 30} GiB of free disk space")
     done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
-    assert free_bytes(tmp_path) > before - (128 << 20), "the file's space was not given back"
+    # Others use this disk too, so the file is large, and freeing it may take the kernel a moment.
+    deadline = time.monotonic() + 20
+    while free_bytes(tmp_path) < before - RESERVED // 2:
+        assert time.monotonic() < deadline, "the file's space was not given back"
+        time.sleep(0.1)
 
 
 def test_a_file_system_without_o_tmpfile_gets_a_file_that_is_unlinked_at_once(
