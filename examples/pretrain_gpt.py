@@ -26,7 +26,9 @@ def main() -> int:
         fail(str(error))
     # megatron-core warns on import about each optional package that is not there.
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
-    warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
+    # Deprecations that megatron-core 0.16.1 runs into with newer torch: nothing a user can do.
+    for message in ("Please use DTensor", r"`torch\.distributed\.\w+` is deprecated"):
+        warnings.filterwarnings("ignore", message=message, category=FutureWarning)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     from trainer.gpt import GPT
     from trainer.training import pretrain

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for all tests."""
+"""Fixtures for all tests; tests marked `gpu` skip, with the reason, without a CUDA device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine
 from megatron.offload.storage.file import UnlinkedFile
@@ -72,3 +73,13 @@ def write_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(UnlinkedFile, "write", gated)
     yield gate
     gate.open.set()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device; torch sees none on this machine")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

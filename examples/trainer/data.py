@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
 from torch.utils.data import DataLoader
 
@@ -100,10 +100,17 @@ def check_corpus(args: argparse.Namespace) -> None:
                 )
             if Path(prefix + suffix).stat().st_size == 0:
                 raise UserError(f"corpus {prefix}{suffix} is empty; give it some text")
+        # Core's reader fails on a wrong header too, but then again, aloud, when it is collected.
+        with Path(prefix + ".idx").open("rb") as index:
+            if index.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
+                raise UserError(
+                    f"corpus {prefix}.idx is not a Megatron index; make it with "
+                    "tools/preprocess_data.py"
+                )
         try:
             num_tokens = int(_sequence_lengths(prefix).sum())
         except Exception as error:
-            raise UserError(f"corpus {prefix}.idx is not a Megatron index: {error}") from error
+            raise UserError(f"corpus {prefix}.idx is damaged: {error}; make it again") from error
         if num_tokens == 0:
             raise UserError(f"corpus {prefix} is empty; give it some text")
         if num_tokens <= args.seq_length:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,20 +16,8 @@ for directory in (ROOT / "examples", Path(__file__).parent):
 
 from launch import Outcome, train  # noqa: E402
 
-from megatron.offload.integration.megatron import cpu_runtime  # noqa: E402
-
 
 @pytest.fixture(scope="session")
 def one_process() -> Outcome:
     """Four uninterrupted steps of the tiny model on one rank, dropout on."""
     return train("--train-iters 4")
-
-
-@pytest.fixture
-def on_cpu() -> Iterator[None]:
-    """The CPU runtime, for the length of a test."""
-    was_active = cpu_runtime.is_active()
-    assert cpu_runtime.activate()
-    yield
-    if not was_active:
-        cpu_runtime.deactivate()

@@ -118,7 +118,7 @@ def test_missing_corpus(
 @pytest.mark.parametrize(
     ("documents", "expected"),
     [
-        ([], "corpus is empty"),
+        ([], "is empty; give it some text"),
         ([[1] * 32], "has 32 tokens; one sample of --seq-length 32 needs 33"),
         # Half of the documents are for training, and they are the short ones.
         ([[1], [1], [1] * 99, [1] * 99], "the training part of --split 1,1,0 holds less"),

@@ -9,21 +9,13 @@ import pytest
 from launch import TINY, Outcome, run_trainer, train
 
 
-def resume_in_the_middle(directory: Path, *flags: str, world_size: int = 1) -> Outcome:
-    """Trains to step 2, saves, and goes on to step 4; one metrics file for both."""
-    metrics = f"--metrics-file {directory}/metrics.jsonl"
-    train(*flags, metrics, f"--save {directory} --train-iters 2", world_size=world_size)
-    return train(*flags, metrics, f"--load {directory} --train-iters 4", world_size=world_size)
-
-
-def assert_bit_identical(resumed: Outcome, whole: Outcome) -> None:
+def test_prolonged_run_is_bit_identical_on_one_rank(tmp_path: Path, one_process: Outcome) -> None:
+    metrics = f"--metrics-file {tmp_path}/metrics.jsonl"  # one file for both parts
+    train(metrics, f"--save {tmp_path} --train-iters 2")
+    resumed = train(metrics, f"--load {tmp_path} --train-iters 4")
     for name in ("step", "loss", "grad_norm"):
-        assert resumed.values(name) == whole.values(name), name
-    assert resumed.model == whole.model
-
-
-def test_resumed_run_is_bit_identical_on_one_rank(tmp_path: Path, one_process: Outcome) -> None:
-    assert_bit_identical(resume_in_the_middle(tmp_path), one_process)
+        assert resumed.values(name) == one_process.values(name), name
+    assert resumed.model == one_process.model
 
 
 @pytest.mark.parametrize(
@@ -37,8 +29,14 @@ def test_resumed_run_is_bit_identical_on_one_rank(tmp_path: Path, one_process: O
 def test_resumed_run_is_bit_identical_with_the_distributed_optimizer(
     tmp_path: Path, flags: str
 ) -> None:
-    whole = train(flags, "--train-iters 4", world_size=2)
-    assert_bit_identical(resume_in_the_middle(tmp_path, flags, world_size=2), whole)
+    save = f"--save {tmp_path} --save-interval 2"
+    whole = train(flags, save, "--train-iters 4", world_size=2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2\n")
+    resumed = train(flags, f"--load {tmp_path} --train-iters 4", world_size=2)
+    assert resumed.values("step") == [3, 4]
+    assert resumed.values("loss") == whole.values("loss")[2:]
+    assert resumed.values("grad_norm") == whole.values("grad_norm")[2:]
+    assert resumed.model == whole.model
 
 
 def test_exit_interval_ends_the_run_and_saves(tmp_path: Path) -> None:

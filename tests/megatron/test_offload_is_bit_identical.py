@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariant 1 on megatron-core: losses, gradient norms and final weights are the same bits with
+activations on the SSD, in every parallel layout, with dropout on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from launch import Run, train
+
+STEPS = 4
+LAYOUTS = {
+    "TP1": (1, ""),
+    "TP2": (2, "--tensor-model-parallel-size 2"),
+    "TP2+SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "PP2xVPP2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "DP2+distributed-optimizer": (
+        2,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "bf16": (1, "--bf16"),
+    "TP2 bf16 llama-like": (
+        2,
+        "--bf16 --tensor-model-parallel-size 2 --swiglu --normalization RMSNorm"
+        " --position-embedding-type rope --group-query-attention --num-query-groups 2"
+        " --disable-bias-linear --untie-embeddings-and-output-weights",
+    ),
+    "selective recompute": (1, "--recompute-granularity selective"),
+}
+
+
+def ssd(directory: Path) -> str:
+    """Flags that put every activation of more than a kilobyte on the disk."""
+    return (
+        f"--activation-offload ssd --activation-offload-dir {directory}"
+        " --activation-offload-min-bytes 1KiB"
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
+    world_size, flags = LAYOUTS[layout]
+    flags += f" --train-iters {STEPS}"
+    off = train(flags, world_size=world_size)
+    offloaded = train(flags, ssd(tmp_path), world_size=world_size)
+    for name in ("step", "loss", "grad_norm", "model"):
+        assert [record.get(name) for record in offloaded.metrics] == [
+            record.get(name) for record in off.metrics
+        ], name
+    assert len(off.metrics) == STEPS
+    for record in offloaded.metrics:
+        # Bytes really left memory: they came from the disk, or were needed before the write ended.
+        moved = record["offload"]
+        assert moved["offloaded_bytes"] > 0
+        assert moved["read_bytes"] + moved["forwarded_bytes"] > 0
+        assert moved["tier_used_bytes"] == 0
+    assert sum(record["offload"]["read_bytes"] for record in offloaded.metrics) > 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_resumed_run_with_offload_equals_an_uninterrupted_one_without(tmp_path: Path) -> None:
+    whole = train("--train-iters 6")
+    saved, offload = f"--save {tmp_path / 'checkpoint'}", ssd(tmp_path)
+    train(saved, offload, "--train-iters 3 --lr-decay-iters 6")
+    resumed = train(saved, offload, f"--load {tmp_path / 'checkpoint'} --train-iters 6")
+    for name in ("loss", "grad_norm"):
+        assert resumed.values(name)[-3:] == whole.values(name)[-3:]
+    assert resumed.model == whole.model
+
+
+def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
+    flags = "--train-iters 4 --eval-interval 2 --eval-iters 2"
+    off, offloaded = train(flags), train(flags, ssd(tmp_path))
+    assert offloaded.values("loss") == off.values("loss")
+    assert offloaded.model == off.model
+    validation = [line for line in off.output.splitlines() if line.startswith("validation at")]
+    assert len(validation) == 2
+    assert all(line in offloaded.output for line in validation)
+
+
+def test_kill_9_in_mid_training_leaves_the_directory_empty(tmp_path: Path) -> None:
+    with Run(ssd(tmp_path), "--train-iters 1000", world_size=1) as run:
+        run.wait_for_step(2)
+        run.processes[0].send_signal(signal.SIGKILL)
+        assert run.processes[0].wait(timeout=10) == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--activation-offload ssd", "needs a place on an SSD"),
+        ("--activation-offload ssd --activation-offload-dir {tmp}/missing", "does not exist"),
+        ("--activation-offload ssd --activation-offload-dir {tmp}/file", "is not a directory"),
+        (
+            "--activation-offload ssd --activation-offload-dir {tmp}"
+            " --activation-offload-ssd-budget 900TiB",
+            "cannot hold the activations",
+        ),
+        (
+            "--activation-offload ssd --activation-offload-dir {tmp} --recompute-granularity full"
+            " --recompute-method uniform --recompute-num-layers 1",
+            "leaves no activations to offload",
+        ),
+        ("--activation-offload-min-bytes 1apple", "is not a size"),
+        ("--activation-offload-io tape", "invalid choice"),
+    ],
+)
+@pytest.mark.parametrize("validate", ["", "--validate-only"])
+def test_bad_offload_flags_are_one_sentence_and_exit_code_2(
+    flags: str, sentence: str, validate: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with Run(flags.format(tmp=tmp_path), validate, "--train-iters 1") as run:
+        outcome = run.wait()
+    assert outcome.exit_codes == [2]
+    assert sentence in outcome.errors
+    assert len(outcome.errors.strip().splitlines()) == 1
+    assert outcome.metrics == []
