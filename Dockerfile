@@ -6,14 +6,14 @@
 ARG BASE=nvcr.io/nvidia/pytorch:25.09-py3
 FROM ${BASE}
 
-WORKDIR /workspace/megatron-offload
+WORKDIR /srv/megatron-offload
 COPY . .
 # The image's own torch stays: megatron-core and this package are installed without their dependencies.
 RUN pip install --no-cache-dir --no-deps megatron-core==0.16.1 \
     && pip install --no-cache-dir tokenizers tqdm tabulate psutil pytest pytest-timeout hypothesis \
     && pip install --no-cache-dir --no-deps --no-build-isolation --editable .
 
-RUN useradd --create-home trainer && chown -R trainer /workspace/megatron-offload
+RUN useradd --create-home trainer && chown -R trainer /srv/megatron-offload
 USER trainer
 # The scripts use the image's Python instead of making an environment of their own.
 ENV MEGATRON_OFFLOAD_PYTHON=python3

@@ -25,7 +25,8 @@ def test_the_peak_of_each_step_is_its_own():
         peak.begin_step()
         touch(megabytes * MIB)
         grown = peak.end_step()
-        assert megabytes * MIB <= grown < (megabytes + 16) * MIB
+        # The kernel counts pages in batches for each thread, so a few may be missing.
+        assert (megabytes - 1) * MIB <= grown < (megabytes + 16) * MIB
 
 
 def test_memory_kept_from_an_earlier_step_counts():
