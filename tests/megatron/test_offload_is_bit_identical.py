@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from launch import Run, train
+from launch import TINY, Run, run_trainer, train
 
 STEPS = 4
 LAYOUTS = {
@@ -84,7 +84,7 @@ def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_kill_9_in_mid_training_leaves_the_directory_empty(tmp_path: Path) -> None:
-    with Run(ssd(tmp_path), "--train-iters 1000", world_size=1) as run:
+    with Run(TINY, ssd(tmp_path), "--train-iters 100000") as run:
         run.wait_for_step(2)
         run.processes[0].send_signal(signal.SIGKILL)
         assert run.processes[0].wait(timeout=10) == -signal.SIGKILL
@@ -111,13 +111,11 @@ def test_kill_9_in_mid_training_leaves_the_directory_empty(tmp_path: Path) -> No
         ("--activation-offload-io tape", "invalid choice"),
     ],
 )
-@pytest.mark.parametrize("validate", ["", "--validate-only"])
 def test_bad_offload_flags_are_one_sentence_and_exit_code_2(
-    flags: str, sentence: str, validate: str, tmp_path: Path
+    flags: str, sentence: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    with Run(flags.format(tmp=tmp_path), validate, "--train-iters 1") as run:
-        outcome = run.wait()
+    outcome = run_trainer(TINY, flags.format(tmp=tmp_path), "--validate-only")
     assert outcome.exit_codes == [2]
     assert sentence in outcome.errors
     assert len(outcome.errors.strip().splitlines()) == 1
