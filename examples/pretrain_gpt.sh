@@ -61,19 +61,16 @@ build_quickstart_corpus() {
         --output-prefix "$CORPUS/corpus" >&2
 }
 
-# On a CPU, memory that offload frees leaves the process only with these settings of the C library,
-# and they have to be there before Python starts. What the caller has set stays as it is.
-apply_cpu_allocator_settings() {
-    local settings="$ROOT/megatron/offload/integration/megatron/cpu_allocator.py" line
+# On a CPU, memory that offload frees leaves the process only with an allocator that returns it, and
+# that has to be there before Python starts. What the caller has set stays as it is.
+use_cpu_allocator() {
+    local settings="$ROOT/megatron/offload/storage/allocator.py" line
     if [[ -e /dev/nvidiactl || "$(flag_value --activation-offload ssd "$@")" == off ]]; then
         return
     fi
     while IFS= read -r line; do
         [[ -v "${line%%=*}" ]] || export "${line?}"
-    done < <("$PYTHON" -c '
-import runpy, sys
-for name, value in runpy.run_path(sys.argv[1])["ALLOCATOR_ENV"].items():
-    print(f"{name}={value}")' "$settings")
+    done < <("$PYTHON" -I "$settings")
 }
 
 # shellcheck source=tools/bootstrap.sh
@@ -89,6 +86,7 @@ train_iters="$(flag_value --train-iters 100 "$@")"
 flags=(
     --num-layers 12 --hidden-size 512 --num-attention-heads 8
     --seq-length 512 --micro-batch-size 4
+    --attention-dropout 0 --hidden-dropout 0
     --train-iters 100 --lr 6e-4 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --log-interval 1 --eval-interval 50 --eval-iters 4
     --activation-offload ssd --activation-offload-dir "$ROOT/runs/offload"
@@ -105,7 +103,7 @@ if ! has_flag --metrics-file "$@" && ! has_flag --save "$@"; then
     flags+=(--metrics-file "$ROOT/runs/gpt-$(date +%Y%m%d-%H%M%S)/metrics.jsonl")
 fi
 mkdir -p "$ROOT/runs/offload"
-apply_cpu_allocator_settings "$@"
+use_cpu_allocator "$@"
 
 processes="${NPROC_PER_NODE:-1}" nodes="${NNODES:-1}"
 if ! [[ "$processes" =~ ^[1-9][0-9]*$ && "$nodes" =~ ^[1-9][0-9]*$ ]]; then

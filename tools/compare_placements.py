@@ -7,8 +7,8 @@
 Each round runs every variant once, in an order that rotates from round to round. Losses, gradient
 norms and the final weights are compared bit by bit over all runs. Time is compared within a round,
 against the faster `off` of that round, and the median over the rounds is shown. On a CPU `off` and
-`recompute` run both with the C library's default allocator settings and with those that `ssd` uses
-(they give memory back to the system and cost page faults). Memory is compared against the smaller
+`recompute` run both with the C library's default allocator and with the one that `ssd` uses (it
+gives memory back to the system, which costs page faults). Memory is compared against the smaller
 of the two `off` peaks, each the median over the rounds of the largest step.
 
 Exit code: 0 all identical, 1 a run differs, 2 the comparison could not be made.
@@ -42,7 +42,7 @@ from comparison import (
 )
 from tqdm import tqdm
 
-from megatron.offload.integration.megatron.cpu_allocator import ALLOCATOR_ENV
+from megatron.offload.storage.allocator import allocator_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,9 +84,10 @@ def run_trainer(
         *("--activation-offload-dir", str(args.activation_offload_dir)),
         *("--metrics-file", str(metrics)),
     ]
-    environment = {k: v for k, v in os.environ.items() if k not in ALLOCATOR_ENV}
+    ours = allocator_environment()
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
     if variant.allocator == "offload":
-        environment |= ALLOCATOR_ENV
+        environment |= ours
     bar.set_description(f"round {round_ + 1}/{args.rounds} {variant.name}")
     before = bar.n
     with log.open("wb") as output:
@@ -233,7 +234,7 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 def compare(args: argparse.Namespace, command: list[str]) -> int:
     """Runs everything, prints the table; returns 1 if any run differs, else 0."""
     variants = parse_placements(
-        args.placements, both_allocators=bool(ALLOCATOR_ENV) and not torch.cuda.is_available()
+        args.placements, both_allocators=not torch.cuda.is_available()
     )
     args.activation_offload_dir.mkdir(parents=True, exist_ok=True)
     shape = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
@@ -241,6 +242,7 @@ def compare(args: argparse.Namespace, command: list[str]) -> int:
         *(part for name in shape for part in (_flag_of(name), str(getattr(args, name)))),
         *("--train-iters", str(args.train_iters), "--lr", "6e-4", "--lr-warmup-iters", "2"),
         *("--log-interval", "1", "--eval-iters", "0"),
+        *("--attention-dropout", "0", "--hidden-dropout", "0"),
         *prepare_data(args),
         *shlex.split(args.extra_args),
     ]
@@ -268,7 +270,7 @@ def compare(args: argparse.Namespace, command: list[str]) -> int:
         result = {
             "command": shlex.join(command),
             "trainer_flags": args.trainer_flags,
-            "allocator_env": ALLOCATOR_ENV,
+            "allocator_environment": allocator_environment(),
             "skip_steps": args.skip_steps,
             "machine": machine,
             "identical": not differences,

@@ -32,7 +32,7 @@ from megatron.offload.storage.tier import Tier
 
 logger = logging.getLogger(__name__)
 
-READ_AHEAD_BYTES = 64 * MIB
+READ_AHEAD_BYTES = 32 * MIB
 
 
 class OffloadEngine:
@@ -103,7 +103,6 @@ class OffloadEngine:
         finally:
             self._prefetcher.stop()
             self.statistics.long_lived_bytes = self._cache.end_step()
-            self._tier.end_step()
             self.statistics.tier_used_bytes = self._tier.used_bytes
             self.statistics.written_bytes = drive.written_bytes - before[0]
             self.statistics.read_bytes = drive.read_bytes - before[1]

@@ -23,7 +23,6 @@ def check(engine):
     assert engine._tier.used_bytes == 0
     assert_same(run_step(model, x, engine), plain)
     assert engine.statistics.tier_used_bytes == 0
-    assert engine._tier._arena.idle_bytes == 0
 
 
 def test_a_forward_without_backward(engine, check):

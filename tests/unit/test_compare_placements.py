@@ -156,7 +156,7 @@ with Path(flags["--metrics-file"]).open("w") as out:
         peak = 10 if mode == "ssd" else 100
         line = {"step": step, "loss": loss, "grad_norm": 1.0, "step_time_s": 0.5,
                 "peak_activation_bytes": peak,
-                "threshold": os.environ.get("MALLOC_MMAP_THRESHOLD_")}
+                "environment": dict(os.environ)}
         print(json.dumps(line), file=out)
 """
 
@@ -185,10 +185,11 @@ def test_a_whole_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert result["identical"]
     assert len(result["runs"]) == 2 * 5
     assert [row["peak_ratio"] for row in result["summary"]] == [1.0, 1.0, 1.0, 1.0, 0.1]
-    expected = compare_placements.ALLOCATOR_ENV["MALLOC_MMAP_THRESHOLD_"]
+    expected = compare_placements.allocator_environment()
     for run in result["runs"]:
         default = run["variant"]["allocator"] == "default"
-        assert run["steps"][0]["threshold"] == (None if default else expected)
+        environment = run["steps"][0]["environment"]
+        assert all((environment.get(n) == value) is not default for n, value in expected.items())
     assert "--seed 7" in " ".join(result["trainer_flags"])
     assert result["machine"]["cores"] >= 1
 

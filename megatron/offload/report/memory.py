@@ -6,18 +6,19 @@ a CPU device memory is process memory: the growth of the resident set over the s
 step. The kernel tracks its peak (VmHWM), so short peaks are not missed.
 
 Note [The state before the step]
-The C library may keep freed memory for reuse, so the resident set before a later step can hold
+The allocator may keep freed memory for reuse, so the resident set before a later step can hold
 memory of the step before it, and growth over it would say too little. So the base is taken only at
-the first two steps (in the second the optimizer's state exists), after asking the C library to
+the first two steps (in the second the optimizer's state exists), after asking the allocator to
 return what it holds; later steps are measured against the lowest base seen since.
 """
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import torch
+
+from megatron.offload.storage.allocator import return_freed_memory
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -41,7 +42,7 @@ class PeakMemory:
             self._base_bytes = torch.cuda.memory_allocated()
             return
         if self._num_steps < self.NUM_BASE_STEPS:
-            _return_freed_memory()
+            return_freed_memory()
             self._base_bytes = _status_bytes("VmRSS")
         else:
             self._base_bytes = min(self._base_bytes, _status_bytes("VmRSS"))
@@ -60,9 +61,3 @@ def _status_bytes(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise OSError(f"{_STATUS} has no {field}: peak memory on a CPU needs Linux")
-
-
-def _return_freed_memory() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

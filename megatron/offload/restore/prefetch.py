@@ -53,9 +53,13 @@ class Prefetcher:
         self._ahead: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
 
     def start(self, tape: Tape) -> None:
-        """Backward of this tape begins."""
+        """Backward of this tape begins: reads what is needed first, and no more.
+
+        Before it reaches the layers, backward goes through the loss, where memory is scarcest. The
+        window opens when the first storage is used.
+        """
         self._tape = tape
-        self.advance()
+        self._fill(0)
 
     def stop(self) -> None:
         """The backward pass is over."""
@@ -67,13 +71,17 @@ class Prefetcher:
 
     def advance(self) -> None:
         """Starts reads until the window is full."""
+        self._fill(self._window_bytes)
+
+    def _fill(self, window_bytes: int) -> None:
+        """Starts reads until so many bytes are ahead; one storage always fits."""
         while self._tape is not None:
             record = self._tape.last()
             if record is None:
                 return
             if record.state is State.ON_TIER and record.take_back() is None:
                 ahead_bytes = sum(other.num_bytes for other in self._ahead)
-                if ahead_bytes and ahead_bytes + record.num_bytes > self._window_bytes:
+                if ahead_bytes and ahead_bytes + record.num_bytes > window_bytes:
                     return
                 self._begin_read(record)
                 self._ahead.add(record)

@@ -16,6 +16,8 @@ import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _MASK_AT, _MEM_ALIGN_AT, _OFFSET_ALIGN_AT = 0x00, 0x98, 0x9C  # struct statx
@@ -65,6 +67,19 @@ def cut(address: int, num_bytes: int, alignment: Alignment) -> Edges:
     head = min(-address % alignment.memory, num_bytes)
     body = (num_bytes - head) // alignment.offset * alignment.offset
     return Edges(head, body, num_bytes - head - body)
+
+
+def aligned_storage(num_bytes: int, head_bytes: int, alignment: Alignment) -> torch.UntypedStorage:
+    """A fresh storage whose body, after `head_bytes`, is aligned as `alignment` asks.
+
+    Its memory comes from torch's own allocator, so what one activation gives back serves the next
+    one, saved or restored. Contents are undefined.
+    """
+    owner = torch.empty(num_bytes + alignment.memory, dtype=torch.uint8)
+    start = owner.data_ptr() + -(owner.data_ptr() + head_bytes) % alignment.memory
+    window = (ctypes.c_char * num_bytes).from_address(start)
+    window.owner = owner  # type: ignore[attr-defined]  # lives as long as the storage
+    return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
 
 
 def memory_at(address: int, num_bytes: int) -> memoryview:

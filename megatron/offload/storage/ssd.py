@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations in a file on an SSD: `SsdTier`.
 
-The engine opens one per rank. It owns the file, the extents in it, the I/O threads and the memory
-that reads come back to. On a CPU it writes straight from, and reads straight into, the memory that
+The engine opens one per rank. It owns the file, the extents in it and the I/O threads. On a CPU it writes straight from, and reads straight into, the memory that
 tensors use (`direct.py` says how).
 """
 
@@ -17,8 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron.offload.config import MIB, format_size
-from megatron.offload.storage.arena import Arena
-from megatron.offload.storage.direct import Edges, cut, memory_at
+from megatron.offload.storage.direct import Edges, aligned_storage, cut, memory_at
 from megatron.offload.storage.extents import ExtentAllocator
 from megatron.offload.storage.file import UnlinkedFile, no_space
 from megatron.offload.storage.tier import TierStatistics
@@ -83,7 +81,6 @@ class SsdTier:
         self._full = False
         self._file = UnlinkedFile(directory, io)
         self._extents = ExtentAllocator(max(self._file.alignment.offset, FILE_BLOCK_BYTES))
-        self._arena = Arena()
         self._budget = ByteBudget(inflight_bytes)
         # Extents of dead blocks, taken in at the next allocation.
         self._freed: collections.deque[int] = collections.deque()
@@ -134,19 +131,13 @@ class SsdTier:
         return block, transfer
 
     def begin_read(self, block: SsdBlock) -> tuple[torch.UntypedStorage, Transfer]:
-        """See `Tier.begin_read`. The target lies in the arena, aligned like the source was."""
-        start = -block.edges.head_bytes % self._file.alignment.memory
-        target = self._arena.take(block.num_bytes, start)
+        """See `Tier.begin_read`. The target is aligned like the source was."""
+        target = aligned_storage(block.num_bytes, block.edges.head_bytes, self._file.alignment)
         return target, self._threads.submit(Priority.READ, lambda: self._read(target, block))
-
-    def end_step(self) -> None:
-        """Returns the arena's idle memory to the system."""
-        self._arena.trim()
 
     def close(self) -> None:
         """Waits for the transfers under way, then closes the file, which frees its space."""
         self._threads.close()
-        self._arena.trim()
         self._file.close()
 
     # Runs in an I/O thread.

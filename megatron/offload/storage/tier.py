@@ -54,10 +54,6 @@ class Tier(Protocol):
         """Starts to read a block into a fresh storage, which is valid when the transfer is done."""
         ...
 
-    def end_step(self) -> None:
-        """Gives back memory that only served transfers of the step."""
-        ...
-
     def close(self) -> None:
         """Waits for transfers under way and gives everything back."""
         ...
