@@ -233,9 +233,7 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 def compare(args: argparse.Namespace, command: list[str]) -> int:
     """Runs everything, prints the table; returns 1 if any run differs, else 0."""
-    variants = parse_placements(
-        args.placements, both_allocators=not torch.cuda.is_available()
-    )
+    variants = parse_placements(args.placements, both_allocators=not torch.cuda.is_available())
     args.activation_offload_dir.mkdir(parents=True, exist_ok=True)
     shape = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
     args.trainer_flags = [

@@ -133,8 +133,8 @@ class OffloadConfig:
     inflight_bytes: int = _flag(
         "--activation-offload-inflight",
         512 * MIB,
-        "most bytes on their way to the SSD at any time. Beyond it the forward pass waits for the "
-        "drive (counted as stall) instead of letting memory grow.",
+        "most bytes on their way to the SSD at any time, and most bytes read ahead of the backward "
+        "pass. Beyond it the forward pass waits for the drive instead of letting memory grow.",
         parse=parse_size,
         metavar="SIZE",
     )

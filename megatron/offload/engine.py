@@ -17,7 +17,7 @@ from concurrent.futures import Future
 
 import torch
 
-from megatron.offload.config import MIB, OffloadConfig
+from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError, StorageError
 from megatron.offload.placement.policy import OffloadAll, Placement, Policy
 from megatron.offload.report.statistics import StepStatistics
@@ -31,8 +31,6 @@ from megatron.offload.storage.ssd import SsdTier
 from megatron.offload.storage.tier import Tier
 
 logger = logging.getLogger(__name__)
-
-READ_AHEAD_BYTES = 32 * MIB
 
 
 class OffloadEngine:
@@ -80,9 +78,7 @@ class OffloadEngine:
         )
         self._cache = TensorCache(device)
         self._hooks = SavedTensorHooks(self._cache, mover=self)
-        self._prefetcher = Prefetcher(
-            self._begin_read, min(READ_AHEAD_BYTES, config.inflight_bytes)
-        )
+        self._prefetcher = Prefetcher(self._begin_read, limit_bytes=config.inflight_bytes)
         self._scope = Scope()
         self._tape: Tape | None = None  # of the forward pass under way
 

@@ -19,10 +19,12 @@ class Tape:
 
     def __init__(self) -> None:
         self._saves: list[SavedReference] = []
+        self.largest_bytes = 0
 
     def append(self, record: SavedStorage) -> None:
         """Notes a save."""
         self._saves.append(weakref.ref(record))
+        self.largest_bytes = max(self.largest_bytes, record.num_bytes)
 
     def last(self) -> SavedStorage | None:
         """The latest save that is still there and of use; None at the tape's beginning."""
@@ -41,14 +43,17 @@ class Tape:
 class Prefetcher:
     """Keeps a window of restored bytes ahead of the backward pass.
 
+    The window holds two of the tape's largest storages: one ready, one being read (double
+    buffering).
+
     Args:
         begin_read: starts the read of a record that is on a tier.
-        window_bytes: most bytes that are read, or being read, before anybody has used them.
+        limit_bytes: most bytes that are read, or being read, before anybody has used them.
     """
 
-    def __init__(self, begin_read: Callable[[SavedStorage], None], window_bytes: int) -> None:
+    def __init__(self, begin_read: Callable[[SavedStorage], None], limit_bytes: int) -> None:
         self._begin_read = begin_read
-        self._window_bytes = window_bytes
+        self._limit_bytes = limit_bytes
         self._tape: Tape | None = None
         self._ahead: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
 
@@ -71,7 +76,8 @@ class Prefetcher:
 
     def advance(self) -> None:
         """Starts reads until the window is full."""
-        self._fill(self._window_bytes)
+        if self._tape is not None:
+            self._fill(min(2 * self._tape.largest_bytes, self._limit_bytes))
 
     def _fill(self, window_bytes: int) -> None:
         """Starts reads until so many bytes are ahead; one storage always fits."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations in a file on an SSD: `SsdTier`.
 
-The engine opens one per rank. It owns the file, the extents in it and the I/O threads. On a CPU it writes straight from, and reads straight into, the memory that
-tensors use (`direct.py` says how).
+The engine opens one per rank. It owns the file, the extents in it and the I/O threads. On a CPU it
+writes straight from, and reads straight into, the memory that tensors use (`direct.py` says how).
 """
 
 from __future__ import annotations

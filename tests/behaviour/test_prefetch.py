@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations come back in the order in which backward needs them, a bounded window ahead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.offload import Scope
+from megatron.offload.saved.record import State
+from tests.models import settle
+
+
+def save_on(engine, sizes):
+    with engine.forward(Scope()) as tape:
+        packed = [engine._hooks.pack(torch.full((size,), float(size))) for size in sizes]
+        settle(engine)
+    return tape, packed
+
+
+def on_their_way(packed):
+    return [index for index, view in enumerate(packed) if view.saved.state is not State.ON_TIER]
+
+
+def test_the_window_opens_at_the_first_use_and_moves_in_reverse_order(engine):
+    with engine.step():
+        tape, packed = save_on(engine, [1024] * 6)
+        assert on_their_way(packed) == []
+        with engine.backward(tape):
+            assert on_their_way(packed) == [5]
+            for used in (5, 4, 3):
+                engine._hooks.unpack(packed.pop())
+                assert on_their_way(packed) == [used - 2, used - 1]
+            while packed:
+                engine._hooks.unpack(packed.pop())
+    assert engine.statistics.read_bytes == 6 * 4096
+
+
+@pytest.mark.parametrize(("inflight_bytes", "ahead_bytes"), [(1 << 20, 32768), (16384, 16384)])
+def test_the_window_holds_two_of_the_largest_within_the_inflight_budget(
+    make_engine, inflight_bytes, ahead_bytes
+):
+    engine = make_engine(io="buffered", inflight_bytes=inflight_bytes)
+    with engine.step():
+        tape, packed = save_on(engine, [4096] + [1024] * 12)  # the largest has 16384 bytes
+        with engine.backward(tape):
+            engine._hooks.unpack(packed.pop())
+            ahead = [packed[index].saved.num_bytes for index in on_their_way(packed)]
+            assert sum(ahead) == ahead_bytes
+        del packed
+
+
+def test_a_storage_saved_twice_is_brought_back_for_its_last_save(engine):
+    with engine.step():
+        with engine.forward(Scope()) as tape:
+            shared = torch.ones(1024)
+            first = [engine._hooks.pack(shared), engine._hooks.pack(torch.zeros(1024))]
+            again = engine._hooks.pack(shared)
+            del shared
+            settle(engine)
+        with engine.backward(tape):
+            assert again.saved is first[0].saved
+            assert on_their_way(first) == [0]
+            for view, value in ((again, 1.0), (first[1], 0.0), (first[0], 1.0)):
+                assert torch.equal(engine._hooks.unpack(view), torch.full((1024,), value))
+        del view, again, first
+    assert engine.statistics.read_bytes == 2 * 4096
+    assert engine.statistics.deduplicated_bytes == 4096
