@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # NVIDIA's PyTorch image (PyTorch, CUDA, NCCL, Transformer Engine) with megatron-core and this package.
-#   docker build -t megatron-offload .
+#   docker build -t megatron-offload --build-arg BASE=IMAGE .
+# IMAGE: a PyTorch image from NVIDIA's catalogue, 25.09 or later, by its full name.
 #   docker run --gpus all --rm -it -v /path/on/ssd:/ssd megatron-offload \
 #       ./examples/pretrain_gpt.sh --activation-offload-dir /ssd
-ARG BASE=nvcr.io/nvidia/pytorch:25.09-py3
+ARG BASE
 FROM ${BASE}
 
 WORKDIR /srv/megatron-offload

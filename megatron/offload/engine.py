@@ -27,6 +27,7 @@ from megatron.offload.saved.graph import saved_tensors_between
 from megatron.offload.saved.hooks import SavedTensorHooks
 from megatron.offload.saved.record import SavedStorage, State
 from megatron.offload.saved.scope import Scope
+from megatron.offload.storage.allocator import MIMALLOC, allocator_name
 from megatron.offload.storage.ssd import SsdTier
 from megatron.offload.storage.tier import Tier
 
@@ -81,6 +82,12 @@ class OffloadEngine:
         self._prefetcher = Prefetcher(self._begin_read, limit_bytes=config.inflight_bytes)
         self._scope = Scope()
         self._tape: Tape | None = None  # of the forward pass under way
+        logger.info(
+            "activation offload: to %s; memory comes from %s%s",
+            self._tier,
+            allocator_name(),
+            "" if allocator_name() == MIMALLOC else ", which may keep what offload frees",
+        )
 
     # -- The step, as an integration tells it ---------------------------------------------------
 

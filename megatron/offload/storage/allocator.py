@@ -20,6 +20,7 @@ import ctypes
 import importlib.metadata
 from pathlib import Path
 
+MIMALLOC = "mimalloc"
 _MIMALLOC_PACKAGE = "cmeel-mimalloc"
 _GLIBC_ENVIRONMENT = {
     # Blocks from 64 KiB up are mapped on their own and unmapped when freed.
@@ -53,7 +54,7 @@ def return_freed_memory() -> None:
 
 def allocator_name() -> str:
     """The allocator that this process runs on."""
-    return "mimalloc" if hasattr(ctypes.CDLL(None), "mi_collect") else "the C library's malloc"
+    return MIMALLOC if hasattr(ctypes.CDLL(None), "mi_collect") else "the C library's malloc"
 
 
 def _mimalloc_library() -> Path | None:

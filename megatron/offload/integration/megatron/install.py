@@ -9,16 +9,15 @@ anything, and `uninstall` leaves Megatron as it was.
 from __future__ import annotations
 
 import contextlib
-import statistics as stats
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from megatron.offload.config import OffloadConfig, format_size
+from megatron.offload.config import OffloadConfig
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.report.statistics import StepStatistics
+from megatron.offload.report.history import StepHistory
 from megatron.offload.storage.file import check_room
 
 SUPPORTED_VERSIONS = ("0.16.1",)
@@ -45,7 +44,7 @@ class MegatronOffload:
     def __init__(self, engine: OffloadEngine | None, model_chunks: Sequence[torch.nn.Module]):
         self._engine = engine
         self._model_chunks = list(model_chunks)
-        self._finished_steps: list[StepStatistics] = []
+        self._history = StepHistory()
         self._restore: list[Any] = []
         if engine is not None:
             from megatron.offload.integration.megatron.layer import wrap_layers
@@ -70,37 +69,16 @@ class MegatronOffload:
                 yield
         finally:
             self._tapes.clear()
-            self._finished_steps.append(self._engine.statistics)
+            self._history.add(self._engine.statistics)
 
     @property
     def statistics(self) -> dict[str, int | float]:
         """Counters of the last step, see `StepStatistics`; empty with offload off."""
-        return self._finished_steps[-1].as_dict() if self._finished_steps else {}
+        return self._history.last()
 
     def summary(self) -> str:
         """A few lines for the end of a run; empty with offload off."""
-        steps = self._finished_steps[1:] or self._finished_steps
-        if self._engine is None or not steps:
-            return ""
-
-        def median(name: str) -> float:
-            return float(stats.median(getattr(step, name) for step in steps))
-
-        total_written = sum(step.written_bytes for step in self._finished_steps)
-        return "\n".join(
-            (
-                f"activation offload to {self._engine.where}, median of {len(steps)} steps:",
-                f"  offloaded     {format_size(median('offloaded_bytes'))} "
-                f"({format_size(median('deduplicated_bytes'))} more were duplicates)",
-                f"  written       {format_size(median('written_bytes'))}",
-                f"  read          {format_size(median('read_bytes'))}",
-                f"  forwarded     {format_size(median('forwarded_bytes'))} (needed before its "
-                "memory was gone: no read)",
-                f"  stall         {median('stall_s'):.3f} s waiting for reads, "
-                f"{median('write_wait_s'):.3f} s for writes",
-                f"  drive writes  {format_size(total_written)} in this run",
-            )
-        )
+        return self._history.summary(self._engine.where) if self._engine is not None else ""
 
     def uninstall(self) -> None:
         """Restores Megatron's functions; activations stay in memory from now on."""
