@@ -276,7 +276,8 @@ def compare(args: argparse.Namespace, command: list[str]) -> int:
             "summary": [asdict(row) for row in rows],
             "runs": [asdict(run) for run in runs],
         }
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        # Paths relative to the checkout, so that a committed file names no machine's folders.
+        args.json.write_text(json.dumps(result, indent=1).replace(f"{ROOT}/", "") + "\n")
     return 1 if differences else 0
 
 
