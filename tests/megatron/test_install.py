@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connecting the engine: refusals before anything is touched, and everything restored after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron.offload import ConfigurationError, OffloadConfig
+from megatron.offload.integration.megatron import install
+from megatron.offload.integration.megatron.estimate import (
+    activation_bytes,
+    layer_bytes,
+    passes_in_flight,
+)
+
+
+def hooked() -> tuple[Any, ...]:
+    """Megatron's functions that offload replaces."""
+    return TransformerLayer.forward, schedules.forward_step, schedules.backward_step
+
+
+def model(**settings: Any) -> list[torch.nn.Module]:
+    module = torch.nn.Linear(2, 2)
+    module.config = SimpleNamespace(**settings)  # type: ignore[assignment]
+    return [module]
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    """Whatever a test does, Megatron is as it was."""
+    before = hooked()
+    yield
+    assert hooked() == before
+
+
+def test_install_replaces_and_close_restores(tmp_path: Path) -> None:
+    before = hooked()
+    offload = install(OffloadConfig(mode="ssd", directories=(tmp_path,)), model())
+    assert not any(new is old for new, old in zip(hooked(), before, strict=True))
+    offload.close()
+    assert hooked() == before
+
+
+def test_off_touches_nothing() -> None:
+    before = hooked()
+    offload = install(OffloadConfig(), model(recompute_granularity="full"))
+    assert hooked() == before
+    with offload.step():
+        pass
+    assert offload.statistics == {} and offload.summary() == ""
+    offload.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute_granularity": "full"},
+        {"cpu_offloading": True},
+        {"fine_grained_activation_offloading": True},
+        {"distribute_saved_activations": True},
+        {"overlap_moe_expert_parallel_comm": True},
+        {"enable_cuda_graph": True},
+        {"external_cuda_graph": True},
+        {"hybrid_context_parallel": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_that_offload_cannot_join_are_refused(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match="drop") as refused:
+        install(OffloadConfig(mode="ssd", directories=(tmp_path,)), model(**settings))
+    assert "\n" not in str(refused.value)
+
+
+def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.__version__", "0.99.0")
+    with pytest.raises(ConfigurationError, match=r"megatron-core 0\.99\.0 is not supported"):
+        install(OffloadConfig(mode="ssd", directories=(tmp_path,)), model())
+
+
+def settings(**changes: Any) -> SimpleNamespace:
+    defaults = {
+        "num_layers": 24,
+        "hidden_size": 1024,
+        "ffn_hidden_size": 4096,
+        "num_attention_heads": 16,
+        "num_query_groups": 16,
+        "kv_channels": 64,
+        "gated_linear_unit": False,
+        "bf16": True,
+        "fp16": False,
+        "hidden_dropout": 0.1,
+        "sequence_parallel": False,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "microbatch_group_size_per_vp_stage": None,
+    }
+    return SimpleNamespace(**{**defaults, **changes})
+
+
+def test_the_estimate_is_the_papers_34_sbh_and_its_parallel_forms() -> None:
+    tokens, hidden = 2048, 1024  # Korthikanti et al. 2022, equations 1 to 4, without the scores
+    assert layer_bytes(settings(), tokens) == 34 * tokens * hidden
+    tensor = settings(tensor_model_parallel_size=2)
+    assert layer_bytes(tensor, tokens) == (10 + 24 / 2) * tokens * hidden
+    sequence = settings(tensor_model_parallel_size=2, sequence_parallel=True)
+    assert layer_bytes(sequence, tokens) == 34 / 2 * tokens * hidden
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "num_microbatches", "passes"),
+    [(1, None, 8, 1), (4, None, 8, 4), (4, None, 2, 2), (2, 2, 4, 5), (2, 2, 2, 4)],
+)
+def test_passes_in_flight(
+    stages: int, chunks: int | None, num_microbatches: int, passes: int
+) -> None:
+    layout = settings(
+        pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=chunks
+    )
+    assert passes_in_flight(layout, num_microbatches) == passes
+    assert activation_bytes(layout, 512, 4, num_microbatches) > 0
