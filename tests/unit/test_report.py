@@ -32,9 +32,19 @@ def test_runs_are_compared_with_the_first(tmp_path, capsys):
     assert "2.500" in lines[1] and "1 MiB" in lines[1] and "2 KiB" in lines[1]
 
 
+def test_a_run_without_a_step_is_a_row_of_dashes(tmp_path, capsys):
+    empty = write_run(tmp_path / "a" / "m.jsonl", [])
+    other = write_run(tmp_path / "b" / "m.jsonl", [1.0])
+    assert cli.main(["report", empty, other]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == ["a", "0", "-"] and "identical" in lines[2]
+
+
 def test_what_is_no_run_ends_with_exit_code_2(tmp_path, capsys):
-    empty = tmp_path / "empty"
-    empty.touch()
-    for path in (empty, tmp_path / "missing"):
+    text = tmp_path / "text"
+    text.write_text("hello\n")
+    no_loss = tmp_path / "no_loss"
+    no_loss.write_text('{"step": 1}\n')
+    for path in (text, no_loss, tmp_path / "missing"):
         assert cli.main(["report", str(path)]) == 2
-    assert "holds no training steps" in capsys.readouterr().err
+        assert str(path) in capsys.readouterr().err

@@ -16,32 +16,36 @@ _HEADER = ("run", "steps", "last loss", "losses", "s/step", "peak", "written/ste
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The steps of one run.
+    """The steps of one run; none if it ended in its first.
 
     Raises:
-        ConfigurationError: the file holds no steps.
+        ConfigurationError: the file is not a metrics.jsonl.
     """
     try:
         steps = [json.loads(line) for line in path.read_text().splitlines()]
     except ValueError as error:
         raise ConfigurationError(f"{path} is not a metrics.jsonl: {error}") from None
-    if not steps or not all(isinstance(step, dict) and "loss" in step for step in steps):
-        raise ConfigurationError(f"{path} holds no training steps; give a run's metrics.jsonl")
+    if not all(isinstance(step, dict) and "loss" in step for step in steps):
+        raise ConfigurationError(f"{path} is not a metrics.jsonl: a line has no loss")
     return steps
 
 
 def compare_runs(paths: Sequence[Path]) -> str:
-    """A table with a row for each run, compared with the first."""
+    """A table with a row for each run, compared with the first that has a step."""
     runs = [read_steps(path) for path in paths]
+    first = next((steps for steps in runs if steps), [])
     rows = [_HEADER]
     for path, steps in zip(paths, runs, strict=True):
+        if not steps:
+            rows.append((path.parent.name or path.name, "0", *("-",) * (len(_HEADER) - 2)))
+            continue
         steady = steps[1:] or steps
         rows.append(
             (
                 path.parent.name or path.name,
                 str(len(steps)),
                 f"{steps[-1]['loss']:.4f}",
-                _same_losses(runs[0], steps),
+                _same_losses(first, steps),
                 f"{_median(steady, 'step_time_s'):.3f}",
                 format_size(max(step["peak_activation_bytes"] for step in steady)),
                 format_size(_median(steady, "written_bytes")),
