@@ -34,7 +34,7 @@ def compare_runs(paths: Sequence[Path]) -> str:
     """A table with a row for each run, compared with the first that has a step."""
     runs = [read_steps(path) for path in paths]
     first = next((steps for steps in runs if steps), [])
-    rows = [_HEADER]
+    rows: list[tuple[str, ...]] = [_HEADER]
     for path, steps in zip(paths, runs, strict=True):
         if not steps:
             rows.append((path.parent.name or path.name, "0", *("-",) * (len(_HEADER) - 2)))
