@@ -49,7 +49,7 @@ def plot(axes: Any, result: dict[str, Any]) -> None:
     axes.set_title(title_of(result))
     axes.set_xlabel("peak activation memory, MiB")
     axes.set_ylabel("speed relative to the fastest off")
-    axes.set_xlim(left=0, right=1.4 * axes.get_xlim()[1])
+    axes.set_xlim(left=0, right=1.6 * axes.get_xlim()[1])
     axes.set_ylim(bottom=0, top=1.25)
     axes.grid(alpha=0.3)
 
