@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.offload.errors import ConfigurationError
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 _UNITS = {
     "": 1,
@@ -30,7 +30,7 @@ _UNITS = {
     "kib": KIB,
     "mib": MIB,
     "gib": GIB,
-    "tib": 1 << 40,
+    "tib": TIB,
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
@@ -52,7 +52,7 @@ def parse_size(text: str | int) -> int:
 
 def format_size(num_bytes: float) -> str:
     """`1.5 GiB`: for people; machine-readable output carries plain bytes."""
-    for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= scale:
             return f"{num_bytes / scale:.4g} {unit}"
     return f"{num_bytes:.0f} B"

@@ -34,8 +34,8 @@ def test_what_is_not_a_size_says_so(text):
 
 
 def test_sizes_for_people():
-    assert [format_size(n) for n in (0, 1000, 1536, 3 << 20, 5 << 29)] == [
-        "0 B", "1000 B", "1.5 KiB", "3 MiB", "2.5 GiB",
+    assert [format_size(n) for n in (0, 1000, 1536, 3 << 20, 5 << 29, 900 << 40)] == [
+        "0 B", "1000 B", "1.5 KiB", "3 MiB", "2.5 GiB", "900 TiB",
     ]  # fmt: skip
 
 
