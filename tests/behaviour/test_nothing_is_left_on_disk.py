@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,3 +111,8 @@ def test_an_unwritable_directory_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ValueError, match="not writable"):
         OffloadEngine(OffloadConfig(mode="ssd", directories=(tmp_path,)))
+
+
+def test_a_directory_in_which_no_file_can_be_made_is_refused_even_for_root():
+    with pytest.raises(ValueError, match="no file can be created in /proc"):
+        OffloadEngine(OffloadConfig(mode="ssd", directories=(Path("/proc"),)))

@@ -31,15 +31,6 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True)
-class KeepAll:
-    """Nothing leaves device memory: the hooks' own cost, for measurements."""
-
-    def place(self, scope: Scope, num_bytes: int) -> Placement:
-        """Always `KEEP`."""
-        return Placement.KEEP
-
-
-@dataclass(frozen=True)
 class OffloadAll:
     """Everything of at least `min_bytes` goes to the SSD."""
 
