@@ -146,11 +146,6 @@ class SavedStorage:
         assert self._memory is not None
         return self._memory
 
-    @property
-    def read_is_done(self) -> bool:
-        """Whether `end_reading` would return at once."""
-        return self._pending is None or self._pending.done()
-
     def view_used(self) -> None:
         """A view was handed to backward. After the last one the restored memory is let go.
 
