@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 
 from megatron.offload import OffloadEngine, Scope
+from megatron.offload.placement.policy import Placement
+from megatron.offload.storage.ssd import SsdTier
 
 
 class Block(torch.nn.Module):
@@ -45,10 +47,17 @@ class Model(torch.nn.Module):
         return x
 
 
+def ssd(engine: OffloadEngine) -> SsdTier:
+    """The engine's SSD tier."""
+    tier = engine._tiers[Placement.SSD]
+    assert isinstance(tier, SsdTier)
+    return tier
+
+
 def settle(engine: OffloadEngine, timeout_s: float = 10.0) -> None:
     """Waits until no write is queued or running, so that a test sees bytes on the tier."""
     deadline = time.monotonic() + timeout_s
-    while engine._tier._budget.taken_bytes:
+    while engine._inflight.taken_bytes:
         assert time.monotonic() < deadline, "writes did not end"
         time.sleep(0.001)
 

@@ -117,7 +117,12 @@ class _Run:
         self.scheduler = optimizer.build_scheduler(args, self.optimizer)
         if args.load is not None:
             self.progress = checkpointing.load_checkpoint(args.load, self._state())
-        self.offload = install(offload_config, self.chunks, reserve_bytes=reserve_bytes)
+        self.offload = install(
+            offload_config,
+            self.chunks,
+            reserve_bytes=reserve_bytes,
+            num_local_ranks=args.local_world_size,
+        )
         _log.info(
             "%s: %.1f M parameters on rank 0, tensor %d x pipeline %d x data %d, %s, %d thread(s)",
             self.task.name,

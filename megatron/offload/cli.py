@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `megatron-offload`. Each subcommand reads its flags and calls one function.
 
+megatron-offload doctor [--activation-offload-dir DIR ...] [--json]
 megatron-offload report runs/NAME/metrics.jsonl [...]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.megatron.install import SUPPORTED_VERSIONS
+from megatron.offload.report.doctor.examine import examine
 from megatron.offload.report.runs import compare_runs
+
+_OFFLOADS_CUDA = False  # the engine refuses other devices than the CPU
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,9 +28,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="megatron-offload",
         description="Activation offload for Megatron. Training is started by your own script or "
-        "examples/pretrain_gpt.sh; this command shows what runs did.",
+        "examples/pretrain_gpt.sh; this command checks the machine before and shows what runs did.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor = commands.add_parser(
+        "doctor",
+        help="whether the flags can work on this machine: disks, memory, GPU, versions",
+        description="Checks this machine and says what to do where something is missing. Takes "
+        "the flags that a trainer takes. Exit code 1: they cannot work.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    doctor.add_argument(
+        "--no-bandwidth",
+        action="store_true",
+        help="do not measure the drives, which takes up to 10 seconds for each directory",
+    )
+    OffloadConfig.add_arguments(doctor)
     report = commands.add_parser(
         "report",
         help="table of runs: losses, step time, peak activation memory, bytes moved",
@@ -32,11 +53,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.add_argument("metrics", nargs="+", type=Path, help="a run's metrics.jsonl")
     args = parser.parse_args(argv)
     try:
+        if args.command == "doctor":
+            return _doctor(args)
         print(compare_runs(args.metrics))
     except (ConfigurationError, OSError) as error:
         print(f"megatron-offload: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """Exit code 0: the flags can work; 1: they cannot."""
+    try:
+        found = examine(
+            args,
+            supported_megatron=SUPPORTED_VERSIONS,
+            offloads_cuda=_OFFLOADS_CUDA,
+            measures_bandwidth=not args.no_bandwidth,
+        )
+    except KeyboardInterrupt:
+        return 130
+    if args.json:
+        print(found.as_json())
+    else:
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(found.as_text(colour, min(shutil.get_terminal_size((100, 24)).columns, 100)))
+    return 0 if found.works else 1
 
 
 if __name__ == "__main__":

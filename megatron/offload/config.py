@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.offload.errors import ConfigurationError
 
-KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+KIB, MIB, GIB, TIB, PIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40, 1 << 50
 
 _UNITS = {
     "": 1,
@@ -27,10 +27,12 @@ _UNITS = {
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
+    "pb": 10**15,
     "kib": KIB,
     "mib": MIB,
     "gib": GIB,
     "tib": TIB,
+    "pib": PIB,
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
@@ -52,10 +54,42 @@ def parse_size(text: str | int) -> int:
 
 def format_size(num_bytes: float) -> str:
     """`1.5 GiB`: for people; machine-readable output carries plain bytes."""
-    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    for unit, scale in (("PiB", PIB), ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= scale:
             return f"{num_bytes / scale:.4g} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def parse_rate(text: str | float) -> float:
+    """Bytes a second from `500MB/s`, `1.5GiB/s` (or a size without the `/s`).
+
+    Raises:
+        ConfigurationError: the text is not a rate above 0.
+    """
+    rate = parse_size(str(text).strip().removesuffix("/s"))
+    if rate <= 0:
+        raise ConfigurationError(f"{text!r} lets nothing through; write for example 500MB/s")
+    return float(rate)
+
+
+def parse_budget(text: str | int) -> int | float:
+    """Bytes as `parse_size`, or a fraction from 0.0 to 1.0 written with a decimal point.
+
+    Raises:
+        ConfigurationError: the text is neither.
+    """
+    try:
+        fraction = float(str(text)) if "." in str(text) else None
+    except ValueError:
+        fraction = None
+    if fraction is None:
+        return parse_size(text)
+    if not 0.0 <= fraction <= 1.0:
+        raise ConfigurationError(
+            f"{text} is neither a fraction nor a size; write a number from 0.0 to 1.0, or a size "
+            "with a unit, for example 16GiB"
+        )
+    return fraction
 
 
 def _parse_count(text: str | int) -> int:
@@ -105,16 +139,19 @@ class OffloadConfig:
         "off",
         "off: activations stay in device memory. ssd: every activation of at least "
         "--activation-offload-min-bytes is written to --activation-offload-dir during the forward "
-        "pass and read back before the backward pass needs it. Results are bit-identical.",
-        choices=("off", "ssd"),
+        "pass and read back before the backward pass needs it. host: the same, to host memory. "
+        "tiered: to host memory and SSD side by side, in proportion to their measured bandwidth. "
+        "Results are bit-identical.",
+        choices=("off", "ssd", "host", "tiered"),
     )
     directories: tuple[Path, ...] = _flag(
         "--activation-offload-dir",
         (),
-        "directory on the SSD for activations. Each rank keeps one unlinked file there, so nothing "
-        "is left behind however the run ends.",
+        "directory on the SSD for activations, or several on different SSDs, over which large "
+        "storages are striped. Each rank keeps one unlinked file in each, so nothing is left "
+        "behind however the run ends.",
         parse=_parse_directories,
-        metavar="DIR",
+        metavar="DIR[,DIR...]",
     )
     min_bytes: int = _flag(
         "--activation-offload-min-bytes",
@@ -126,15 +163,15 @@ class OffloadConfig:
     threads: int = _flag(
         "--activation-offload-threads",
         4,
-        "I/O threads of each rank: how many reads and writes the drive sees at once.",
+        "I/O threads of each rank and directory: how many reads and writes a drive sees at once.",
         parse=_parse_count,
         metavar="N",
     )
     inflight_bytes: int = _flag(
         "--activation-offload-inflight",
         512 * MIB,
-        "most bytes on their way to the SSD at any time, and most bytes read ahead of the backward "
-        "pass. Beyond it the forward pass waits for the drive instead of letting memory grow.",
+        "most bytes on their way to the tiers at any time, and most bytes read ahead of backward. "
+        "Beyond it the forward pass waits for the drive instead of letting memory grow.",
         parse=parse_size,
         metavar="SIZE",
     )
@@ -146,13 +183,46 @@ class OffloadConfig:
         parse=parse_size,
         metavar="SIZE",
     )
+    host_budget: int | float | None = _flag(
+        "--activation-offload-host-budget",
+        None,
+        "most bytes of host memory that a rank may take, or a fraction of the machine's (or the "
+        "container's) memory for all its ranks together, for example 0.4. Default: half of what is "
+        "free at the start. Activations beyond it go to the SSD or stay in device memory.",
+        parse=parse_budget,
+        metavar="SIZE",
+    )
     io: str = _flag(
         "--activation-offload-io",
         "auto",
         "direct: O_DIRECT, past the page cache, or an error where the file system lacks it. "
-        "buffered: through the page cache. auto: direct where it works, else buffered with a line "
-        "in the log.",
-        choices=("auto", "direct", "buffered"),
+        "buffered: through the page cache, which is emptied behind each transfer. auto: direct "
+        "where it works, else buffered with a line in the log. gds: GPUDirect Storage, between the "
+        "GPU's memory and the SSD without host memory (needs a CUDA device and kvikio).",
+        choices=("auto", "direct", "buffered", "gds"),
+    )
+    write_bytes_per_s: float | None = _flag(
+        "--activation-offload-write-limit",
+        None,
+        "most bytes a second that a rank writes to its SSDs, for example 500MB/s: leaves the disk "
+        "to others and spares the drive. Default: no limit.",
+        parse=parse_rate,
+        metavar="RATE",
+    )
+    verify: str = _flag(
+        "--activation-offload-verify",
+        "off",
+        "checksum: keep a checksum of everything written to an SSD and compare it when it is read; "
+        "other bytes end the training with an error. off: trust the drive.",
+        choices=("off", "checksum"),
+    )
+    drive_endurance_bytes: int | None = _flag(
+        "--activation-offload-drive-tbw",
+        None,
+        "bytes that each SSD is rated to endure, as its data sheet says (TBW), for example 1200TB. "
+        "The summary then says how long it lasts at this run's pace; under a year is a warning.",
+        parse=parse_size,
+        metavar="SIZE",
     )
 
     def __post_init__(self) -> None:
@@ -163,15 +233,20 @@ class OffloadConfig:
                 raise ConfigurationError(
                     f"{spec.metadata['flag']} is {value!r}; choose one of {', '.join(choices)}"
                 )
-        if self.mode == "ssd" and not self.directories:
+        if self.uses_ssd and not self.directories:
             raise ConfigurationError(
-                "--activation-offload ssd needs a place on an SSD; "
+                f"--activation-offload {self.mode} needs a place on an SSD; "
                 "give it with --activation-offload-dir DIR"
             )
-        if len(self.directories) > 1:
+        if self.io == "gds" and self.verify == "checksum":
             raise ConfigurationError(
-                f"--activation-offload-dir names {len(self.directories)} directories; "
-                "this version writes to one; give one"
+                "--activation-offload-verify checksum reads every byte in host memory, where "
+                "--activation-offload-io gds never has it; drop one of the two"
+            )
+        if len(set(self.directories)) < len(self.directories):
+            raise ConfigurationError(
+                "--activation-offload-dir names a directory twice; striping needs directories on "
+                "different drives"
             )
         if self.inflight_bytes < self.min_bytes:
             raise ConfigurationError(
@@ -184,6 +259,16 @@ class OffloadConfig:
     def enabled(self) -> bool:
         """Whether any activation may leave device memory."""
         return self.mode != "off"
+
+    @property
+    def uses_ssd(self) -> bool:
+        """Whether activations may go to an SSD."""
+        return self.mode in ("ssd", "tiered")
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether activations may go to host memory."""
+        return self.mode in ("host", "tiered")
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:

@@ -28,10 +28,14 @@ from megatron.offload.saved.hooks import SavedTensorHooks
 from megatron.offload.saved.record import SavedStorage, State
 from megatron.offload.saved.scope import Scope
 from megatron.offload.storage.allocator import MIMALLOC, allocator_name
+from megatron.offload.storage.budget import ByteBudget
+from megatron.offload.storage.open import open_tiers
 from megatron.offload.storage.ssd import SsdTier
 from megatron.offload.storage.tier import Tier
 
 logger = logging.getLogger(__name__)
+
+_NOW = float("-inf")  # the deadline of a read that compute waits for
 
 
 class OffloadEngine:
@@ -41,11 +45,13 @@ class OffloadEngine:
         config: must have offload enabled.
         device: where activations live; a CPU in this version.
         rank: global rank, for error messages.
+        num_local_ranks: processes on this machine, which share its memory.
         reserve_bytes: SSD space to allocate at once; more is allocated when it is needed.
-        policy: chooses placements; default: everything of at least `config.min_bytes` to the SSD.
+        policy: chooses placements; default: everything of at least `config.min_bytes` to where
+            the mode says.
 
     Raises:
-        ConfigurationError: the directory or the device cannot work.
+        ConfigurationError: a directory, a budget or the device cannot work.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class OffloadEngine:
         device: torch.device | str = "cpu",
         *,
         rank: int = 0,
+        num_local_ranks: int = 1,
         reserve_bytes: int = 0,
         policy: Policy | None = None,
     ) -> None:
@@ -68,14 +75,10 @@ class OffloadEngine:
         self.config = config
         self.rank = rank
         self.statistics = StepStatistics()  # of the step under way, or the last one
-        self._policy = policy or OffloadAll(config.min_bytes)
-        self._tier: Tier = SsdTier(
-            config.directories[0],
-            reserve_bytes=config.ssd_budget_bytes or reserve_bytes,
-            budget_bytes=config.ssd_budget_bytes,
-            inflight_bytes=config.inflight_bytes,
-            num_threads=config.threads,
-            io=config.io,
+        self._policy = policy or OffloadAll(config.min_bytes, Placement(config.mode))
+        self._inflight = ByteBudget(config.inflight_bytes)
+        self._tiers = open_tiers(
+            config, self._inflight, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks
         )
         self._cache = TensorCache(device)
         self._hooks = SavedTensorHooks(self._cache, mover=self)
@@ -84,7 +87,7 @@ class OffloadEngine:
         self._tape: Tape | None = None  # of the forward pass under way
         logger.info(
             "activation offload: to %s; memory comes from %s%s",
-            self._tier,
+            self.where,
             allocator_name(),
             "" if allocator_name() == MIMALLOC else ", which may keep what offload frees",
         )
@@ -99,16 +102,13 @@ class OffloadEngine:
     def step(self) -> Iterator[None]:
         """Around all forward and backward passes of a training step."""
         self.statistics = StepStatistics()
-        drive = self._tier.statistics
-        before = (drive.written_bytes, drive.read_bytes)
+        before = self._moved_bytes()
         try:
             yield
         finally:
             self._prefetcher.stop()
             self.statistics.long_lived_bytes = self._cache.end_step()
-            self.statistics.tier_used_bytes = self._tier.used_bytes
-            self.statistics.written_bytes = drive.written_bytes - before[0]
-            self.statistics.read_bytes = drive.read_bytes - before[1]
+            self._count_tiers(before)
 
     @contextlib.contextmanager
     def forward(self, scope: Scope) -> Iterator[Tape]:
@@ -159,8 +159,9 @@ class OffloadEngine:
             self._prefetcher.stop()
 
     def close(self) -> None:
-        """Waits for transfers, ends the threads and gives the disk space back."""
-        self._tier.close()
+        """Waits for transfers, ends the threads and gives memory and disk space back."""
+        for tier in self._own_tiers.values():
+            tier.close()
 
     # -- What the hooks ask (`saved.hooks.Mover`) -----------------------------------------------
 
@@ -177,11 +178,11 @@ class OffloadEngine:
     @property
     def where(self) -> str:
         """Where activations go, for people."""
-        return str(self._tier)
+        return " and ".join(str(tier) for tier in self._own_tiers.values())
 
     def wants(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the policy sends this storage to the SSD."""
-        return self._policy.place(self._scope, storage.nbytes()) is Placement.SSD
+        """Whether the policy sends this storage to a tier."""
+        return self._policy.place(self._scope, storage.nbytes()) in self._tiers
 
     def saved(self, record: SavedStorage, *, is_new: bool) -> None:
         """Starts the write of a new record; notes every save on the tape."""
@@ -192,8 +193,9 @@ class OffloadEngine:
             return
         memory = record.take_back()
         assert memory is not None
+        tier = self._tiers[self._policy.place(self._scope, record.num_bytes)]
         began = time.perf_counter()
-        started = self._tier.begin_write(memory)
+        started = tier.begin_write(memory)
         self.statistics.write_wait_s += time.perf_counter() - began
         if started is None:
             self.statistics.kept_bytes += record.num_bytes
@@ -218,17 +220,17 @@ class OffloadEngine:
 
     # -- How bytes come back --------------------------------------------------------------------
 
-    def _begin_read(self, record: SavedStorage) -> None:
-        memory, transfer = self._tier.begin_read(record.block)
+    def _begin_read(self, record: SavedStorage, deadline: float) -> None:
+        memory, transfer = record.block.tier.begin_read(record.block, deadline)
         record.begin_reading(memory, transfer)
 
     def _wait_for_read(self, record: SavedStorage) -> torch.UntypedStorage:
         if record.state is State.ON_TIER:
-            self._begin_read(record)
+            self._begin_read(record, _NOW)
         began = time.perf_counter()
         try:
             return record.end_reading()
-        except OSError as error:
+        except Exception as error:
             raise StorageError(
                 f"rank {self.rank} could not read an activation of {record.scope} back "
                 f"({record.block}): {error}; its gradient would be wrong, so training stops; "
@@ -236,6 +238,44 @@ class OffloadEngine:
             ) from error
         finally:
             self.statistics.stall_s += time.perf_counter() - began
+
+    # -- What the tiers did ---------------------------------------------------------------------
+
+    @property
+    def drive_written_bytes(self) -> dict[str, int]:
+        """Bytes written to each SSD directory since the engine was opened."""
+        ssd = self._tiers.get(Placement.SSD)
+        if not isinstance(ssd, SsdTier):
+            return {}
+        return {str(d.directory): d.statistics.writes.total_bytes for d in ssd.drives}
+
+    @property
+    def _own_tiers(self) -> dict[Placement, Tier]:
+        """Without the one that only chooses among the others."""
+        return {p: tier for p, tier in self._tiers.items() if p is not Placement.TIERED}
+
+    def _moved_bytes(self) -> dict[Placement, tuple[int, int]]:
+        """Bytes written and read since the tiers were opened."""
+        return {
+            placement: (tier.statistics.writes.total_bytes, tier.statistics.reads.total_bytes)
+            for placement, tier in self._own_tiers.items()
+        }
+
+    def _count_tiers(self, before: dict[Placement, tuple[int, int]]) -> None:
+        """Fills the step's counters that tell of the tiers."""
+        step = self.statistics
+        moved = {
+            placement: (written - before[placement][0], read - before[placement][1])
+            for placement, (written, read) in self._moved_bytes().items()
+        }
+        step.host_written_bytes, step.host_read_bytes = moved.get(Placement.HOST, (0, 0))
+        step.written_bytes, step.read_bytes = moved.get(Placement.SSD, (0, 0))
+        step.tier_used_bytes = sum(tier.used_bytes for tier in self._own_tiers.values())
+        ssd = self._tiers.get(Placement.SSD)
+        if ssd is not None:
+            statistics = ssd.statistics
+            step.write_bytes_per_s = statistics.writes.bytes_per_s or 0.0
+            step.read_bytes_per_s = statistics.reads.bytes_per_s or 0.0
 
 
 def _end_of_write(record: SavedStorage) -> Callable[[Future[None]], None]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.offload import Scope
-from tests.models import Model, assert_same, run_step, settle
+from tests.models import Model, assert_same, run_step, settle, ssd
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def check(engine):
     yield model, x
     gc.collect()
     settle(engine)
-    assert engine._tier.used_bytes == 0
+    assert ssd(engine).used_bytes == 0
     assert_same(run_step(model, x, engine), plain)
     assert engine.statistics.tier_used_bytes == 0
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron.offload import StorageError
 from megatron.offload.storage import file as file_module
-from tests.models import Model, assert_same, run_step, settle
+from tests.models import Model, assert_same, run_step, settle, ssd
 
 
 def test_failed_writes_keep_the_bytes_and_warn_once(make_engine, monkeypatch, caplog):
@@ -27,7 +27,7 @@ def test_failed_writes_keep_the_bytes_and_warn_once(make_engine, monkeypatch, ca
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert_same(run_step(model, x, engine), plain)
-    assert engine._tier.degraded
+    assert ssd(engine).degraded
     assert sum("nothing is lost" in message for message in caplog.messages) == 1
     assert engine.statistics.kept_bytes > 0 and engine.statistics.written_bytes == 0
 
@@ -37,9 +37,9 @@ def test_short_reads_and_writes_are_continued(engine, monkeypatch):
     calls = []
 
     def shorten(call):
-        def short(fd, buffers, offset):
+        def short(fd, buffers, offset, flags):
             calls.append(offset)
-            return call(fd, [buffers[0][:1000]], offset)
+            return call(fd, [buffers[0][:1000]], offset, flags)
 
         return short
 

@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-from tests.models import Model, assert_same, run_step, settle
+from tests.models import Model, assert_same, run_step, settle, ssd
 
 
 def test_forward_waits_while_too_many_bytes_are_in_flight(make_engine, write_gate):
@@ -21,7 +21,7 @@ def test_forward_waits_while_too_many_bytes_are_in_flight(make_engine, write_gat
         )
         thread.start()
         thread.join(timeout=0.2)
-        assert thread.is_alive() and engine._tier._budget.taken_bytes == 8192
+        assert thread.is_alive() and engine._inflight.taken_bytes == 8192
         write_gate.open.set()
         thread.join(timeout=10)
         assert len(third) == 1
@@ -45,20 +45,20 @@ def test_over_the_ssd_budget_activations_stay_in_memory(make_engine, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert_same(run_step(model, x, engine), plain)
-    assert engine._tier.capacity_bytes == 65536
+    assert ssd(engine).capacity_bytes == 65536
     assert engine.statistics.kept_bytes > 0 and engine.statistics.written_bytes > 0
     assert sum("ssd-budget is used up" in message for message in caplog.messages) == 1
-    assert not engine._tier.degraded
+    assert not ssd(engine).degraded
 
 
 def test_the_file_stops_growing_after_the_first_step(make_engine):
     model, x = Model(), torch.randn(3, 17, 32)
     engine = make_engine(io="buffered", ssd_budget_bytes=64 << 20)
     run_step(model, x, engine)
-    size = engine._tier.capacity_bytes
-    high_water = engine._tier._extents
+    size = ssd(engine).capacity_bytes
+    high_water = ssd(engine).drives[0].extents
     for _ in range(3):
         run_step(model, x, engine)
-        assert engine._tier.capacity_bytes == size
+        assert ssd(engine).capacity_bytes == size
         assert engine.statistics.tier_used_bytes == 0
         assert high_water.largest_free_bytes == size, "the space fell into pieces"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine
-from tests.models import Model, assert_same, run_step, settle
+from tests.models import Model, assert_same, run_step, settle, ssd
 
 RESERVED = 4 << 30
 
@@ -30,7 +30,7 @@ def test_the_file_has_no_name_and_mode_0600(engine, tmp_path):
     engine._hooks.pack(torch.randn(1000))
     settle(engine)
     assert os.listdir(tmp_path) == []
-    status = os.fstat(engine._tier._file.fd)
+    status = os.fstat(ssd(engine).drives[0].file.fd)
     assert status.st_nlink == 0 and stat.S_IMODE(status.st_mode) == 0o600
 
 

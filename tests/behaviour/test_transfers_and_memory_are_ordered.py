@@ -12,10 +12,10 @@ def test_space_of_a_dead_record_is_not_reused_while_its_write_runs(engine, write
     with engine.step():
         first = engine._hooks.pack(torch.full((1024,), 1.0))
         write_gate.wait_for_arrival()  # the write runs, in its thread
-        first_offset = first.saved.block.offset
+        first_offset = first.saved.block.extents[0].offset
         del first  # the graph is dropped
         second = engine._hooks.pack(torch.full((1024,), 2.0))
-        assert second.saved.block.offset != first_offset
+        assert second.saved.block.extents[0].offset != first_offset
         write_gate.open.set()
         settle(engine)
         assert torch.equal(engine._hooks.unpack(second), torch.full((1024,), 2.0))

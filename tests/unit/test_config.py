@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.offload import ConfigurationError, OffloadConfig
-from megatron.offload.config import format_size, parse_size
+from megatron.offload.config import format_size, parse_budget, parse_rate, parse_size
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,31 @@ def test_bad_values_end_with_exit_code_2(argv, sentence, capsys):
     ("values", "sentence"),
     [
         ({"mode": "ssd"}, "needs a place on an SSD"),
-        ({"mode": "dvd"}, "choose one of off, ssd"),
-        ({"mode": "ssd", "directories": (Path("a"), Path("b"))}, "names 2 directories"),
+        ({"mode": "dvd"}, "choose one of off, ssd, host, tiered"),
+        ({"mode": "tiered"}, "tiered needs a place on an SSD"),
+        ({"mode": "ssd", "directories": (Path("a"), Path("a"))}, "names a directory twice"),
         ({"inflight_bytes": 1}, "is below"),
     ],
 )
 def test_contradictions_are_refused(values, sentence):
     with pytest.raises(ConfigurationError, match=sentence):
         OffloadConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"), [("0.4", 0.4), ("1.0", 1.0), ("0", 0), ("1.5GiB", 3 << 29), ("4096", 4096)]
+)
+def test_a_budget_is_a_size_or_a_fraction(text, budget):
+    assert parse_budget(text) == budget and type(parse_budget(text)) is type(budget)
+
+
+@pytest.mark.parametrize("text", ["1.5", "-0.5", "half", "0.5.0"])
+def test_what_is_neither_a_fraction_nor_a_size_is_refused(text):
+    with pytest.raises(ConfigurationError):
+        parse_budget(text)
+
+
+def test_a_rate_is_a_size_a_second():
+    assert parse_rate("500MB/s") == parse_rate("500MB") == 5e8
+    with pytest.raises(ConfigurationError, match="lets nothing through"):
+        parse_rate("0")

@@ -1,27 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary of a run: medians without the first step, totals with it."""
+"""The summary of a run: medians without the first step, drive writes with it."""
 
 from __future__ import annotations
 
+from megatron.offload.report.endurance import Endurance
 from megatron.offload.report.history import StepHistory
 from megatron.offload.report.statistics import StepStatistics
 
 
-def test_medians_leave_the_first_step_out_and_totals_do_not():
-    history = StepHistory()
+def test_medians_leave_the_first_step_out_and_drive_writes_do_not():
+    history = StepHistory(Endurance(None))
     assert history.last() == {} and history.summary("/ssd") == ""
     for mebibytes in (1024, 1, 3, 2):
         history.add(StepStatistics(written_bytes=mebibytes << 20, stall_s=mebibytes / 8))
+        history.endurance.add_step({"/ssd": mebibytes << 20}, seconds=1.0)
     assert history.last()["written_bytes"] == 2 << 20
     lines = history.summary("/ssd").splitlines()
     assert "/ssd" in lines[0] and "3 steps" in lines[0]
-    assert any(line.split() == ["written", "2", "MiB"] for line in lines)
+    assert any(line.split()[:4] == ["to", "SSD", "2", "MiB"] for line in lines)
     assert any("0.250 s waiting" in line for line in lines)
-    assert lines[-1].split()[:4] == ["drive", "writes", "1.006", "GiB"]
+    assert lines[-1].split()[:3] == ["drive", "1.006", "GiB"]
+
+
+def test_tiers_that_were_not_used_are_not_mentioned():
+    history = StepHistory(Endurance(None))
+    history.add(StepStatistics(host_written_bytes=1 << 20))
+    summary = history.summary("host memory")
+    assert "to host" in summary and "SSD" not in summary and "drive" not in summary
 
 
 def test_memory_does_not_grow_with_the_run():
-    history = StepHistory()
+    history = StepHistory(Endurance(None))
     for _ in range(3000):
         history.add(StepStatistics())
     assert "median of 1000 steps" in history.summary("/ssd")

@@ -19,7 +19,8 @@ class Placement(enum.Enum):
     KEEP = "keep"  # stays in device memory
     RECOMPUTE = "recompute"  # dropped; its layer's forward runs again in backward
     HOST = "host"  # host DRAM
-    SSD = "ssd"  # a file on an SSD
+    SSD = "ssd"  # files on SSDs
+    TIERED = "tiered"  # host DRAM or SSD, whichever is behind its share
 
 
 class Policy(Protocol):
@@ -32,10 +33,11 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class OffloadAll:
-    """Everything of at least `min_bytes` goes to the SSD."""
+    """Everything of at least `min_bytes` gets one placement."""
 
     min_bytes: int
+    placement: Placement = Placement.SSD
 
     def place(self, scope: Scope, num_bytes: int) -> Placement:
-        """`SSD` from `min_bytes` up, else `KEEP`."""
-        return Placement.SSD if num_bytes >= self.min_bytes else Placement.KEEP
+        """The placement from `min_bytes` up, else `KEEP`."""
+        return self.placement if num_bytes >= self.min_bytes else Placement.KEEP

@@ -10,23 +10,23 @@ import collections
 import statistics
 
 from megatron.offload.config import format_size
+from megatron.offload.report.endurance import Endurance
 from megatron.offload.report.statistics import StepStatistics
 
 _REMEMBERED_STEPS = 1000
 
 
 class StepHistory:
-    """The latest steps, and totals over all of them."""
+    """The latest steps, and what all of them wrote to the drives."""
 
-    def __init__(self) -> None:
+    def __init__(self, endurance: Endurance) -> None:
+        self.endurance = endurance
         self._steps: collections.deque[StepStatistics] = collections.deque(maxlen=_REMEMBERED_STEPS)
         self._num_steps = 0
-        self._written_bytes = 0
 
     def add(self, step: StepStatistics) -> None:
         """Notes a finished step."""
         self._num_steps += 1
-        self._written_bytes += step.written_bytes
         if self._num_steps == 2:
             self._steps.clear()  # the first step is not like the others: files grow, caches fill
         self._steps.append(step)
@@ -43,20 +43,33 @@ class StepHistory:
         def size(name: str) -> str:
             return format_size(self._median(name))
 
-        return "\n".join(
+        rows = [
             (
-                f"activation offload to {where}, median of {len(self._steps)} steps:",
-                f"  offloaded     {size('offloaded_bytes')} "
-                f"({size('deduplicated_bytes')} more were duplicates)",
-                f"  written       {size('written_bytes')}",
-                f"  read          {size('read_bytes')}",
-                f"  forwarded     {size('forwarded_bytes')} (needed while in memory: no read)",
-                f"  kept          {size('kept_bytes')} (the disk was full or failed)",
-                f"  stall         {self._median('stall_s'):.3f} s waiting for reads, "
+                "offloaded",
+                f"{size('offloaded_bytes')} ({size('deduplicated_bytes')} more were duplicates)",
+            ),
+        ]
+        if self._median("host_written_bytes"):
+            rows += [
+                ("to host", f"{size('host_written_bytes')}, back {size('host_read_bytes')}"),
+            ]
+        if self._median("written_bytes"):
+            rows += [
+                ("to SSD", f"{size('written_bytes')} at {size('write_bytes_per_s')}/s"),
+                ("from SSD", f"{size('read_bytes')} at {size('read_bytes_per_s')}/s"),
+            ]
+        rows += [
+            ("forwarded", f"{size('forwarded_bytes')} (needed while in memory: no read)"),
+            ("kept", f"{size('kept_bytes')} (no tier had room, or one failed)"),
+            (
+                "stall",
+                f"{self._median('stall_s'):.3f} s waiting for reads, "
                 f"{self._median('write_wait_s'):.3f} s for writes",
-                f"  drive writes  {format_size(self._written_bytes)} in this run",
-            )
-        )
+            ),
+        ]
+        rows += [("drive", line) for line in self.endurance.lines()]
+        heading = f"activation offload to {where}, median of {len(self._steps)} steps:"
+        return "\n".join([heading, *(f"  {name:<12}{text}" for name, text in rows)])
 
     def _median(self, name: str) -> float:
         return float(statistics.median(getattr(step, name) for step in self._steps))

@@ -14,13 +14,17 @@ class StepStatistics:
     offloaded_bytes: int = 0  # handed to a tier
     offloaded_storages: int = 0
     deduplicated_bytes: int = 0  # saved again while already taken: moved no second time
-    kept_bytes: int = 0  # wanted by the policy, but the tier was full or degraded
+    kept_bytes: int = 0  # wanted by the policy, but the tiers were full or failed
     forwarded_bytes: int = 0  # needed while still in memory: no read
-    written_bytes: int = 0  # reached the drive
-    read_bytes: int = 0  # came from the drive
+    written_bytes: int = 0  # reached the SSDs
+    read_bytes: int = 0  # came from the SSDs
+    host_written_bytes: int = 0  # reached host memory
+    host_read_bytes: int = 0  # came from host memory
+    write_bytes_per_s: float = 0.0  # of the SSDs together, over the last seconds of use
+    read_bytes_per_s: float = 0.0
     stall_s: float = 0.0  # compute waited for a read
     write_wait_s: float = 0.0  # forward waited because too many bytes were in flight
-    tier_used_bytes: int = 0  # still taken on the tier when the step ended: 0 unless a graph lives
+    tier_used_bytes: int = 0  # still taken on the tiers when the step ended: 0 unless a graph lives
     long_lived_bytes: int = 0  # found in this step to outlive it: excluded from now on
 
     def as_dict(self) -> dict[str, int | float]:

@@ -47,14 +47,16 @@ class Prefetcher:
     buffering).
 
     Args:
-        begin_read: starts the read of a record that is on a tier.
+        begin_read: starts the read of a record that is on a tier; the smaller the number that
+            comes with it, the sooner it is needed.
         limit_bytes: most bytes that are read, or being read, before anybody has used them.
     """
 
-    def __init__(self, begin_read: Callable[[SavedStorage], None], limit_bytes: int) -> None:
+    def __init__(self, begin_read: Callable[[SavedStorage, float], None], limit_bytes: int) -> None:
         self._begin_read = begin_read
         self._limit_bytes = limit_bytes
         self._tape: Tape | None = None
+        self._num_begun = 0
         self._ahead: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
 
     def start(self, tape: Tape) -> None:
@@ -89,7 +91,8 @@ class Prefetcher:
                 ahead_bytes = sum(other.num_bytes for other in self._ahead)
                 if ahead_bytes and ahead_bytes + record.num_bytes > window_bytes:
                     return
-                self._begin_read(record)
+                self._num_begun += 1
+                self._begin_read(record, self._num_begun)
                 self._ahead.add(record)
             # Else it is still in memory, or on its way already.
             self._tape.drop_last()

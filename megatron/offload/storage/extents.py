@@ -75,6 +75,12 @@ class ExtentAllocator:
         self._insert(start, size)
 
     @property
+    def free_at_end_bytes(self) -> int:
+        """Free bytes at the end of the space, which growth would add to."""
+        start = self._start_of_end.get(self.size_bytes)
+        return 0 if start is None else self.size_bytes - start
+
+    @property
     def largest_free_bytes(self) -> int:
         """The largest request that would succeed without growing."""
         return self._by_size[-1][0] if self._by_size else 0

@@ -8,6 +8,7 @@ Reads and writes move whole ranges, whatever the kernel returns per call.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import mmap
@@ -17,9 +18,12 @@ from pathlib import Path
 
 from megatron.offload.config import format_size
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage.direct import BUFFERED, Alignment, direct_alignment
+from megatron.offload.storage.direct import BUFFERED, direct_alignment
 
 logger = logging.getLogger(__name__)
+
+_RWF_DONTCACHE = 0x80  # Linux 6.14: buffered I/O that leaves nothing in the page cache
+_WRITE_AND_WAIT = 1 | 2 | 4  # of sync_file_range: what is under way, start the rest, wait
 
 
 class UnlinkedFile:
@@ -36,11 +40,17 @@ class UnlinkedFile:
     def __init__(self, directory: Path, io: str = "auto") -> None:
         self.directory = directory
         self.size_bytes = 0
+        self._flags = 0  # of every read and write
+        self._drops_cache_itself = False
         _check_directory(directory)
         fd = None if io == "buffered" else _open_unnamed(directory, os.O_DIRECT)
         alignment = direct_alignment(fd) if fd is not None else None
-        if fd is not None and alignment is not None and _direct_works(fd, alignment):
-            self.fd, self.alignment, self.is_direct = fd, alignment, True
+        if (
+            fd is not None
+            and alignment is not None
+            and _works(fd, max(alignment.offset, mmap.PAGESIZE))
+        ):
+            self.fd, self.alignment, self.kind = fd, alignment, "direct I/O"
             return
         if fd is not None:
             os.close(fd)
@@ -57,7 +67,11 @@ class UnlinkedFile:
             )
         buffered_fd = _open_unnamed(directory, 0)
         assert buffered_fd is not None  # only O_DIRECT may be refused
-        self.fd, self.alignment, self.is_direct = buffered_fd, BUFFERED, False
+        self.fd, self.alignment, self.kind = buffered_fd, BUFFERED, "buffered I/O"
+        if _works(buffered_fd, mmap.PAGESIZE, _RWF_DONTCACHE):
+            self._flags = _RWF_DONTCACHE
+        else:
+            self._drops_cache_itself = True
 
     def grow(self, num_bytes: int) -> None:
         """Allocates `num_bytes` more on the disk.
@@ -77,23 +91,34 @@ class UnlinkedFile:
         """Writes all of `body` at `offset`. Raises OSError."""
         done = 0
         while done < len(body):
-            count = os.pwritev(self.fd, [body[done:]], offset + done)
+            count = os.pwritev(self.fd, [body[done:]], offset + done, self._flags)
             if count == 0:
                 raise OSError(errno.EIO, f"the drive took {done} of {len(body)} bytes")
             done += count
+        if self._drops_cache_itself:
+            self._drop_cache(offset, len(body), written=True)
 
     def read(self, body: memoryview, offset: int) -> None:
         """Fills all of `body` from `offset`. Raises OSError, also when the file ends early."""
         done = 0
         while done < len(body):
-            count = os.preadv(self.fd, [body[done:]], offset + done)
+            count = os.preadv(self.fd, [body[done:]], offset + done, self._flags)
             if count == 0:
                 raise OSError(errno.EIO, f"short read: got {done} of {len(body)} bytes")
             done += count
+        if self._drops_cache_itself:
+            self._drop_cache(offset, len(body), written=False)
 
     def close(self) -> None:
-        """Closes the file, which frees its space."""
-        os.close(self.fd)
+        """Closes the file, which frees its space. Later calls fail: the number may be reused."""
+        fd, self.fd = self.fd, -1
+        os.close(fd)
+
+    def _drop_cache(self, offset: int, num_bytes: int, written: bool) -> None:
+        """Frees the page cache of a range, else buffered offload would only rename the memory."""
+        if written and _sync_file_range(self.fd, offset, num_bytes, _WRITE_AND_WAIT):
+            os.fdatasync(self.fd)  # this file system cannot sync a range
+        os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def check_room(directory: Path, io: str, num_bytes: int) -> None:
@@ -149,20 +174,25 @@ def _cannot_create(directory: Path, error: OSError) -> ConfigurationError:
     )
 
 
-def _direct_works(fd: int, alignment: Alignment) -> bool:
-    """Tries one direct write: some file systems accept the flag and refuse the I/O."""
-    size = max(alignment.offset, mmap.PAGESIZE)
-    with mmap.mmap(-1, size) as page:
+def _works(fd: int, num_bytes: int, flags: int = 0) -> bool:
+    """Tries one write: some file systems accept a flag when opened and refuse the I/O."""
+    with mmap.mmap(-1, num_bytes) as page:
         try:
-            return os.pwritev(fd, [page], 0) == size
+            return os.pwritev(fd, [page], 0, flags) == num_bytes
         except OSError as error:
-            if error.errno == errno.EINVAL:
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                 return False
             raise ConfigurationError(
                 f"a trial write failed: {error.strerror}; free some space or choose another disk"
             ) from None
         finally:
             os.ftruncate(fd, 0)
+
+
+def _sync_file_range(fd: int, offset: int, num_bytes: int, flags: int) -> int:
+    """The system call of that name, which Python lacks; not 0 if it failed."""
+    call = ctypes.CDLL(None, use_errno=True).sync_file_range
+    return int(call(fd, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags))
 
 
 def no_space(directory: Path, wanted_bytes: int, error: OSError) -> ConfigurationError:

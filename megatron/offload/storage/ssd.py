@@ -1,213 +1,220 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations in a file on an SSD: `SsdTier`.
+"""Activations on SSDs: `SsdTier`, one drive per mount point and large storages striped over them.
 
-The engine opens one per rank. It owns the file, the extents in it and the I/O threads. On a CPU it
-writes straight from, and reads straight into, the memory that tensors use (`direct.py` says how).
+On a CPU it writes straight from, and reads straight into, the memory that tensors use (`direct.py`
+says how). The I/O itself is the drives'.
 """
 
 from __future__ import annotations
 
-import collections
 import ctypes
-import logging
-import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron.offload.config import MIB, format_size
-from megatron.offload.storage.direct import Edges, aligned_storage, cut, memory_at
-from megatron.offload.storage.extents import ExtentAllocator
-from megatron.offload.storage.file import UnlinkedFile, no_space
-from megatron.offload.storage.tier import TierStatistics
-from megatron.offload.storage.transfer import ByteBudget, IoThreads, Priority, Transfer
+from megatron.offload.config import MIB
+from megatron.offload.storage.bandwidth import BandwidthMeter
+from megatron.offload.storage.budget import ByteBudget, RateLimit, SpaceBudget
+from megatron.offload.storage.checksum import load_checksum
+from megatron.offload.storage.direct import Alignment, Edges, aligned_storage, cut, memory_at
+from megatron.offload.storage.drive import Drive, DriveFile, Extent, Health
+from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.storage.striping import Lane, stripe
+from megatron.offload.storage.tier import Block, TierStatistics
+from megatron.offload.storage.transfer import Transfer, gather
 
-logger = logging.getLogger(__name__)
 
-GROWTH_BYTES = 256 * MIB  # the file grows by so much at a time, to lie on the disk in few pieces
-FILE_BLOCK_BYTES = 4096
+class SsdBlock(Block):
+    """One storage's bytes: extents that hold the aligned body, the two edges in memory."""
 
-
-class SsdBlock:
-    """One storage's bytes in the file: an extent for the aligned body, the edges in memory."""
-
-    def __init__(self, tier: SsdTier, offset: int, edges: Edges, head: bytes, tail: bytes) -> None:
-        self._tier = tier
-        self.offset = offset
+    def __init__(
+        self, tier: SsdTier, edges: Edges, head: bytes, tail: bytes, extents: list[Extent]
+    ) -> None:
+        super().__init__(tier, sum(edges))
         self.edges = edges
         self.head = head
         self.tail = tail
-        self.num_bytes = sum(edges)
-
-    def __del__(self) -> None:
-        # May run in any thread, even inside an allocation under the tier's lock: only append.
-        self._tier._freed.append(self.offset)
+        self.extents = extents
 
     def __str__(self) -> str:
-        return (
-            f"file in {self._tier.directory}, offset {self.offset}, length {self.edges.body_bytes}"
-        )
+        return "; ".join(str(extent) for extent in self.extents)
 
 
 class SsdTier:
-    """One preallocated, unlinked file on one mount point. See `Tier` for the calls.
+    """Unlinked files on one or several mount points. See `Tier` for the calls.
 
     Args:
-        directory: an existing directory on the SSD.
-        reserve_bytes: allocated now, so that a disk that is too small shows before training.
-        budget_bytes: the file never grows beyond it; None: until the disk is full.
-        inflight_bytes: most bytes queued or being written; beyond it `begin_write` waits.
-        num_threads: I/O threads, the queue depth that the drive sees.
+        directories: existing directories, each on an SSD of its own.
+        reserve_bytes: allocated now, in equal parts, so that a disk that is too small shows before
+            training.
+        budget_bytes: the files never grow beyond it together; None: until the disks are full.
+        inflight: bounds the bytes queued or being written; beyond it `begin_write` waits.
+        num_threads: I/O threads per directory, the queue depth that each drive sees.
         io: `auto`, `direct` or `buffered`, see `OffloadConfig.io`.
+        write_bytes_per_s: bounds the write bandwidth of all drives together; None: no bound.
+        verify: compare a checksum of what is read with that of what was written.
 
     Raises:
-        ConfigurationError: the directory cannot hold the file; the message says why.
+        ConfigurationError: a directory cannot hold its file; the message says why.
     """
 
     def __init__(
         self,
-        directory: Path,
+        directories: Sequence[Path],
         *,
         reserve_bytes: int = 0,
         budget_bytes: int | None = None,
-        inflight_bytes: int = 512 * MIB,
+        inflight: ByteBudget | None = None,
         num_threads: int = 4,
         io: str = "auto",
+        write_bytes_per_s: float | None = None,
+        verify: bool = False,
     ) -> None:
-        self.directory = directory
-        self.budget_bytes = budget_bytes
-        self.statistics = TierStatistics()
-        self.degraded = False
-        self._full = False
-        self._file = UnlinkedFile(directory, io)
-        self._extents = ExtentAllocator(max(self._file.alignment.offset, FILE_BLOCK_BYTES))
-        self._budget = ByteBudget(inflight_bytes)
-        # Extents of dead blocks, taken in at the next allocation.
-        self._freed: collections.deque[int] = collections.deque()
-        # Protects extents, statistics and the two flags. Held for microseconds (or one fallocate,
-        # when the file grows); nothing waits for I/O or takes another lock under it.
-        self._lock = threading.Lock()
-        reserve = self._extents.round_up(reserve_bytes) if reserve_bytes else 0
+        self.limit_bytes = budget_bytes
+        space = SpaceBudget(budget_bytes)
+        write_limit = RateLimit(write_bytes_per_s) if write_bytes_per_s else None
+        checksum = load_checksum() if verify else None
+        self.drives: list[Drive] = []
         try:
-            self._file.grow(reserve)
-        except OSError as error:
-            self._file.close()
-            raise no_space(directory, reserve, error) from None
-        if reserve:
-            self._extents.grow(reserve)
-        self._threads = IoThreads(num_threads, name="activation-offload-io")
+            for directory in directories:
+                drive = Drive(
+                    self._open_file(directory, io),
+                    space=space,
+                    num_threads=num_threads,
+                    write_limit=write_limit,
+                    checksum=checksum,
+                )
+                self.drives.append(drive)
+                if reserve_bytes:
+                    drive.reserve(-(-reserve_bytes // len(directories)))
+        except BaseException:
+            self.close()
+            raise
+        self._inflight = inflight or ByteBudget(512 * MIB)
+        # An address or offset that suits every drive: alignments are powers of two.
+        self._alignment = Alignment(
+            max(drive.file.alignment.memory for drive in self.drives),
+            max(drive.file.alignment.offset for drive in self.drives),
+        )
 
     def __str__(self) -> str:
-        kind = "direct I/O" if self._file.is_direct else "buffered I/O"
-        return f"{self.directory} ({kind})"
+        return ", ".join(str(drive) for drive in self.drives)
+
+    @property
+    def statistics(self) -> TierStatistics:
+        """Sums over the drives. Their bandwidths add up: they work side by side."""
+        return TierStatistics(
+            writes=BandwidthMeter.side_by_side([d.statistics.writes for d in self.drives]),
+            reads=BandwidthMeter.side_by_side([d.statistics.reads for d in self.drives]),
+            failed_writes=sum(drive.statistics.failed_writes for drive in self.drives),
+        )
+
+    @property
+    def degraded(self) -> bool:
+        """A drive is full or failed."""
+        return any(drive.health is not Health.GOOD for drive in self.drives)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the file taken by live blocks."""
-        with self._lock:
-            self._take_in_freed()
-            return self._extents.used_bytes
+        """Bytes of the files taken by live blocks."""
+        return sum(drive.used_bytes for drive in self.drives)
 
     @property
     def capacity_bytes(self) -> int:
-        """The file's present size; it grows up to the budget."""
-        return self._file.size_bytes
+        """The files' present size; they grow up to the budget."""
+        return sum(drive.file.size_bytes for drive in self.drives)
 
     def begin_write(self, source: torch.UntypedStorage) -> tuple[SsdBlock, Transfer] | None:
-        """See `Tier.begin_write`. The edges are copied now, the body by an I/O thread."""
+        """See `Tier.begin_write`. The edges are copied now, the body by I/O threads."""
         address, num_bytes = source.data_ptr(), source.nbytes()
-        edges = cut(address, num_bytes, self._file.alignment)
-        with self._lock:
-            self._take_in_freed()
-            offset = None if self.degraded else self._allocate(edges.body_bytes)
-        if offset is None:
+        edges = self._cut(address, num_bytes)
+        extents = self._allocate(edges.body_bytes)
+        if extents is None:
             return None
         head = ctypes.string_at(address, edges.head_bytes)
         tail = ctypes.string_at(address + num_bytes - edges.tail_bytes, edges.tail_bytes)
-        block = SsdBlock(self, offset, edges, head, tail)
-        self._budget.acquire(num_bytes)
-        transfer = self._threads.submit(Priority.WRITE, lambda: self._write(source, block))
-        transfer.add_done_callback(lambda _: self._budget.release(num_bytes))
+        block = SsdBlock(self, edges, head, tail, extents)
+        self._inflight.acquire(num_bytes)
+        try:
+            transfer = gather(
+                [
+                    extent.drive.begin_write(memory, extent, keep_alive=(source, block))
+                    for memory, extent in self._places(address, block)
+                ]
+            )
+        except BaseException:
+            self._inflight.release(num_bytes)
+            raise
+        transfer.add_done_callback(lambda _: self._inflight.release(num_bytes))
         return block, transfer
 
-    def begin_read(self, block: SsdBlock) -> tuple[torch.UntypedStorage, Transfer]:
+    def begin_read(
+        self, block: SsdBlock, deadline: float = 0.0
+    ) -> tuple[torch.UntypedStorage, Transfer]:
         """See `Tier.begin_read`. The target is aligned like the source was."""
-        target = aligned_storage(block.num_bytes, block.edges.head_bytes, self._file.alignment)
-        return target, self._threads.submit(Priority.READ, lambda: self._read(target, block))
-
-    def close(self) -> None:
-        """Waits for the transfers under way, then closes the file, which frees its space."""
-        self._threads.close()
-        self._file.close()
-
-    # Runs in an I/O thread.
-    def _write(self, source: torch.UntypedStorage, block: SsdBlock) -> None:
-        head, body, _ = block.edges
-        try:
-            self._file.write(memory_at(source.data_ptr() + head, body), block.offset)
-        except OSError as error:
-            with self._lock:
-                self._degrade(error)
-            raise
-        with self._lock:
-            self.statistics.written_bytes += body
-
-    # Runs in an I/O thread.
-    def _read(self, target: torch.UntypedStorage, block: SsdBlock) -> None:
-        address = target.data_ptr()
         head, body, tail = block.edges
+        target = self._new_storage(block.num_bytes, head)
+        address = target.data_ptr()
         ctypes.memmove(address, block.head, head)
         ctypes.memmove(address + head + body, block.tail, tail)
-        self._file.read(memory_at(address + head, body), block.offset)
-        with self._lock:
-            self.statistics.read_bytes += body
+        return target, gather(
+            [
+                extent.drive.begin_read(memory, extent, deadline, keep_alive=(target, block))
+                for memory, extent in self._places(address, block)
+            ]
+        )
 
-    def _allocate(self, num_bytes: int) -> int | None:
-        """Called under the lock. An extent, growing the file where there is none free."""
-        offset = self._extents.allocate(num_bytes)
-        if offset is not None:
-            return offset
-        wanted = max(self._extents.round_up(num_bytes), GROWTH_BYTES)
-        if self.budget_bytes is not None:
-            granule = self._extents.granule
-            left = (self.budget_bytes - self._file.size_bytes) // granule * granule
-            wanted = min(wanted, left)
-        try:
-            if wanted > 0:
-                self._file.grow(wanted)
-                self._extents.grow(wanted)
-        except OSError as error:
-            self._warn_full(f"the disk is full ({error.strerror})")
-            return None
-        offset = self._extents.allocate(num_bytes)
-        if offset is None:
-            self._warn_full("--activation-offload-ssd-budget is used up")
-        return offset
+    def free(self, block: SsdBlock) -> None:
+        """See `Tier.free`."""
+        extents, block.extents = block.extents, []
+        for extent in extents:
+            extent.free()
 
-    def _warn_full(self, reason: str) -> None:
-        if not self._full:
-            self._full = True
-            logger.warning(
-                "activation offload: %s: %s; the file holds %s; what does not fit stays in device "
-                "memory",
-                self.directory,
-                reason,
-                format_size(self._file.size_bytes),
-            )
+    def close(self) -> None:
+        """Cancels what is queued, waits for what is under way, frees the files' space."""
+        for drive in self.drives:
+            drive.close()
 
-    def _degrade(self, error: OSError) -> None:
-        """Called under the lock."""
-        self.statistics.failed_writes += 1
-        if not self.degraded:
-            self.degraded = True
-            logger.warning(
-                "activation offload: a write in %s failed (%s); its bytes are still in memory and "
-                "nothing is lost; from now on activations stay in device memory; check the disk",
-                self.directory,
-                error,
-            )
+    def _allocate(self, num_bytes: int) -> list[Extent] | None:
+        """Extents for a body, on drives that take it; None: no drive has room."""
+        drives = [drive for drive in self.drives if drive.health is not Health.FAILED]
+        while drives:
+            lanes = [Lane(d.statistics.writes.bytes_per_s, d.queued_bytes) for d in drives]
+            parts = stripe(num_bytes, lanes, self._alignment.offset)
+            extents: list[Extent] = []
+            for drive, part in zip(drives, parts, strict=True):
+                if part:
+                    extent = drive.allocate(part)
+                    if extent is None:
+                        refused = drive
+                        break
+                    extents.append(extent)
+            else:
+                return extents
+            for extent in extents:
+                extent.free()
+            drives.remove(refused)
+        return None
 
-    def _take_in_freed(self) -> None:
-        """Called under the lock."""
-        while self._freed:
-            self._extents.free(self._freed.popleft())
+    def _places(self, address: int, block: SsdBlock) -> Iterator[tuple[Any, Extent]]:
+        """Each extent with the memory of its bytes, for a storage that begins at `address`."""
+        start = address + block.edges.head_bytes
+        for extent in block.extents:
+            yield self._memory_at(start, extent.num_bytes), extent
+            start += extent.num_bytes
+
+    # What depends on where the bytes come from; a tier for other memory overrides these.
+
+    def _open_file(self, directory: Path, io: str) -> DriveFile:
+        return UnlinkedFile(directory, io)
+
+    def _cut(self, address: int, num_bytes: int) -> Edges:
+        return cut(address, num_bytes, self._alignment)
+
+    def _memory_at(self, address: int, num_bytes: int) -> Any:
+        return memory_at(address, num_bytes)
+
+    def _new_storage(self, num_bytes: int, head_bytes: int) -> torch.UntypedStorage:
+        return aligned_storage(num_bytes, head_bytes, self._alignment)

@@ -1,36 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A place outside device memory: the `Tier` protocol.
+"""A place outside device memory: the `Tier` protocol, and the `Block` that it hands out.
 
 Async first: `begin_*` return at once. The engine calls; a tier never knows what it stores. What it
-keeps of a storage is a block, an object of its own: `str(block)` says where the bytes are, and its
-space is given back when the last reference to it is gone. A transfer holds one, so no space is
+keeps of a storage is a block; `str(block)` says where the bytes are. A block that nobody refers to
+any more frees its space by itself, and a transfer under way refers to its block, so no space is
 reused while a transfer still touches it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from megatron.offload.storage.bandwidth import BandwidthMeter
 from megatron.offload.storage.transfer import Transfer
+
+
+class Block:
+    """Where a tier keeps the bytes of one storage. Tiers derive their own kind."""
+
+    def __init__(self, tier: Tier, num_bytes: int) -> None:
+        self.tier = tier
+        self.num_bytes = num_bytes
+
+    def __del__(self) -> None:
+        self.tier.free(self)
 
 
 @dataclass
 class TierStatistics:
-    """Counters since the tier was opened. Bytes are those that reached or left the drive."""
+    """What a tier moved since it was opened: bytes that reached it or came from it."""
 
-    written_bytes: int = 0
-    read_bytes: int = 0
+    writes: BandwidthMeter = field(default_factory=BandwidthMeter)
+    reads: BandwidthMeter = field(default_factory=BandwidthMeter)
     failed_writes: int = 0
 
 
 class Tier(Protocol):
     """Stores the bytes of saved storages. `str(tier)` says where, for people."""
 
-    statistics: TierStatistics
-    degraded: bool  # a write failed: takes no more writes, still serves reads
+    @property
+    def statistics(self) -> TierStatistics:
+        """Bytes, bandwidth and failures so far."""
+        ...
+
+    @property
+    def degraded(self) -> bool:
+        """A write failed or the disk is full: what is there can be read, the rest is bounded."""
+        ...
 
     @property
     def used_bytes(self) -> int:
@@ -39,21 +58,38 @@ class Tier(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that it has room for at present."""
+        """Bytes that it has room for at present, taken or free; it may grow up to its budget."""
+        ...
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Bytes that it may ever hold; None: until the disk is full."""
         ...
 
     def begin_write(self, source: torch.UntypedStorage) -> tuple[Any, Transfer] | None:
-        """Starts to write a whole storage. None: the tier is full or degraded, keep the bytes.
+        """Starts to write a whole storage. None: the tier is full or failed, keep the bytes.
 
         `source` must not change or be freed until the transfer is done; the transfer keeps it
         alive. Waits while the bytes in flight are over budget.
         """
         ...
 
-    def begin_read(self, block: Any) -> tuple[torch.UntypedStorage, Transfer]:
-        """Starts to read a block into a fresh storage, which is valid when the transfer is done."""
+    def begin_read(
+        self, block: Any, deadline: float = 0.0
+    ) -> tuple[torch.UntypedStorage, Transfer]:
+        """Starts to read a block into a fresh storage, which is valid when the transfer is done.
+
+        Args:
+            block: from this tier's `begin_write`, whose transfer has ended well.
+            deadline: of several queued reads the one with the smallest goes first; any scale that
+                all callers share.
+        """
+        ...
+
+    def free(self, block: Any) -> None:
+        """Gives a block's space back; its bytes are lost. Takes no lock: finalizers call it."""
         ...
 
     def close(self) -> None:
-        """Waits for transfers under way and gives everything back."""
+        """Cancels what is queued, waits for what is under way, gives everything back."""
         ...

@@ -9,6 +9,8 @@ anything, and `uninstall` leaves Megatron as it was.
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,8 +19,11 @@ import torch
 from megatron.offload.config import OffloadConfig
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.report.endurance import Endurance
 from megatron.offload.report.history import StepHistory
-from megatron.offload.storage.file import check_room
+from megatron.offload.storage.open import check_tiers
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED_VERSIONS = ("0.16.1",)
 
@@ -41,10 +46,17 @@ _REFUSED_SETTINGS = {
 class MegatronOffload:
     """Activation offload in a running trainer. Made by `install`."""
 
-    def __init__(self, engine: OffloadEngine | None, model_chunks: Sequence[torch.nn.Module]):
+    def __init__(
+        self,
+        engine: OffloadEngine | None,
+        model_chunks: Sequence[torch.nn.Module],
+        endurance: Endurance | None = None,
+    ) -> None:
         self._engine = engine
         self._model_chunks = list(model_chunks)
-        self._history = StepHistory()
+        self._history = StepHistory(endurance or Endurance(None))
+        self._drive_written_bytes: dict[str, int] = {}
+        self._step_ended_s = time.monotonic()
         self._restore: list[Any] = []
         if engine is not None:
             from megatron.offload.integration.megatron.layer import wrap_layers
@@ -70,6 +82,19 @@ class MegatronOffload:
         finally:
             self._tapes.clear()
             self._history.add(self._engine.statistics)
+            self._count_drive_writes(self._engine)
+
+    def _count_drive_writes(self, engine: OffloadEngine) -> None:
+        written, before = engine.drive_written_bytes, self._drive_written_bytes
+        now_s, before_s = time.monotonic(), self._step_ended_s
+        self._drive_written_bytes, self._step_ended_s = written, now_s
+        self._history.endurance.add_step(
+            {name: count - before.get(name, 0) for name, count in written.items()},
+            now_s - before_s,
+        )
+        warning = self._history.endurance.warning()
+        if warning is not None:
+            logger.warning(warning)
 
     @property
     def statistics(self) -> dict[str, int | float]:
@@ -98,6 +123,7 @@ def install(
     model_chunks: Sequence[torch.nn.Module],
     *,
     reserve_bytes: int = 0,
+    num_local_ranks: int = 1,
 ) -> MegatronOffload:
     """Makes the model's activations go where `config` says.
 
@@ -105,6 +131,7 @@ def install(
         config: with mode `off` nothing is touched and every call of the result does nothing.
         model_chunks: the model chunks of this rank, wrapped in DistributedDataParallel or not.
         reserve_bytes: SSD space to allocate before training, see `estimate.activation_bytes`.
+        num_local_ranks: ranks on this machine, which share its memory.
 
     Raises:
         ConfigurationError: the version, a setting or the directory cannot work.
@@ -116,8 +143,16 @@ def install(
     check_settings(settings)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     device = next(model_chunks[0].parameters()).device
-    engine = OffloadEngine(config, device, rank=rank, reserve_bytes=reserve_bytes)
-    return MegatronOffload(engine, model_chunks)
+    engine = OffloadEngine(
+        config,
+        device,
+        rank=rank,
+        num_local_ranks=num_local_ranks,
+        reserve_bytes=reserve_bytes,
+    )
+    # One rank of each machine speaks for its drives.
+    rated_bytes = config.drive_endurance_bytes if rank % num_local_ranks == 0 else None
+    return MegatronOffload(engine, model_chunks, Endurance(rated_bytes, num_local_ranks))
 
 
 def check(
@@ -129,7 +164,7 @@ def check(
         config: what the flags ask for.
         settings: the model's `TransformerConfig`.
         reserve_bytes: SSD space that each rank will allocate.
-        num_local_ranks: ranks on this machine, which share the directory.
+        num_local_ranks: ranks on this machine, which share the directories and the memory.
 
     Raises:
         ConfigurationError: the version, a setting or the directory cannot work.
@@ -137,8 +172,7 @@ def check(
     if config.enabled:
         check_version()
         check_settings(settings)
-        wanted_bytes = config.ssd_budget_bytes or reserve_bytes
-        check_room(config.directories[0], config.io, wanted_bytes * num_local_ranks)
+        check_tiers(config, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
 
 
 def check_version() -> None:

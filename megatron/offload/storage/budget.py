@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What bounds a tier: bytes on their way (`ByteBudget`), bytes a second (`RateLimit`), space
+(`SpaceBudget`).
+
+One of each may be shared by several drives or tiers. Over budget means waiting or keeping, never
+growth.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class ByteBudget:
+    """Bounds the bytes on their way: `acquire` waits while too many are.
+
+    One transfer larger than the whole budget is let through alone, else it could never run.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.taken_bytes = 0
+        # Protects taken_bytes. Held for a few instructions; no other lock is taken under it.
+        self._changed = threading.Condition()
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self.taken_bytes == 0 or self.taken_bytes + num_bytes <= self.limit_bytes
+
+    def acquire(self, num_bytes: int) -> None:
+        """Takes `num_bytes`, waiting for others to be given back."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._fits(num_bytes))
+            self.taken_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Gives `num_bytes` back."""
+        with self._changed:
+            self.taken_bytes -= num_bytes
+            self._changed.notify_all()
+
+
+class RateLimit:
+    """Bounds bytes a second: who moves bytes charges for them, and waits until they are paid.
+
+    A transfer is never cut: it runs at once when nothing is owed, and the next one waits for as
+    long as this one should have taken.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._paid_at = 0.0
+        # Protects the above. Held for a few instructions; no other lock is taken under it.
+        self._lock = threading.Lock()
+
+    def delay_s(self) -> float:
+        """Seconds until the next transfer may start; 0 if it may now."""
+        with self._lock:
+            return max(self._paid_at - time.monotonic(), 0.0)
+
+    def charge(self, num_bytes: int) -> None:
+        """A transfer of `num_bytes` starts."""
+        with self._lock:
+            start = max(self._paid_at, time.monotonic())
+            self._paid_at = start + num_bytes / self.bytes_per_s
+
+
+class SpaceBudget:
+    """Bounds the space that files may take together. Not given back: files only grow."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._left_bytes = limit_bytes  # None: as much as the disks hold
+        # Protects the above. Held for a few instructions; no other lock is taken under it.
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int, granule: int) -> int:
+        """Up to `num_bytes` of what is left, in whole granules; 0 if nothing is."""
+        with self._lock:
+            if self._left_bytes is None:
+                return num_bytes
+            granted = min(num_bytes, self._left_bytes // granule * granule)
+            self._left_bytes -= granted
+            return granted
+
+    def give_back(self, num_bytes: int) -> None:
+        """Returns what was taken and could not be had from the disk."""
+        with self._lock:
+            if self._left_bytes is not None:
+                self._left_bytes += num_bytes

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One mount point: `Drive`, an unlinked file with its free space, its I/O threads and its health.
+
+The SSD tier owns one per directory and spreads storages over them. A drive moves byte ranges
+between memory and extents of its file; it knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import errno
+import logging
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.offload.config import MIB, format_size
+from megatron.offload.storage.budget import RateLimit, SpaceBudget
+from megatron.offload.storage.checksum import Checksum
+from megatron.offload.storage.direct import Alignment
+from megatron.offload.storage.extents import ExtentAllocator
+from megatron.offload.storage.file import no_space
+from megatron.offload.storage.io_threads import IoThreads
+from megatron.offload.storage.tier import TierStatistics
+from megatron.offload.storage.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+GROWTH_BYTES = 256 * MIB  # the file grows by so much at a time, to lie on the disk in few pieces
+FILE_BLOCK_BYTES = 4096
+
+
+class Health(enum.Enum):
+    """What a drive is still good for. Members name the transitions into them."""
+
+    GOOD = "good"
+    FULL = "full"  # the disk refused to let the file grow: what the file has is used on
+    FAILED = "failed"  # a write failed: no more writes, what is there can be read
+
+
+class Extent:
+    """A range of a drive's file. Freed with `free`, by whoever owns it."""
+
+    __slots__ = ("checksum", "drive", "num_bytes", "offset")
+
+    def __init__(self, drive: Drive, offset: int, num_bytes: int) -> None:
+        self.drive = drive
+        self.offset = offset
+        self.num_bytes = num_bytes
+        self.checksum: int | None = None  # of what was written, if somebody wants it
+
+    def __str__(self) -> str:
+        return f"file in {self.drive.directory}, offset {self.offset}, length {self.num_bytes}"
+
+    def free(self) -> None:
+        """Gives the range back. Takes no lock: finalizers call it."""
+        self.drive._freed.append(self.offset)
+
+
+class DriveFile(Protocol):
+    """A file as a drive needs it: `UnlinkedFile`, or one that takes device memory."""
+
+    directory: Path
+    kind: str  # of I/O, for people
+    alignment: Alignment
+    size_bytes: int
+
+    def grow(self, num_bytes: int) -> None:
+        """Allocates so much more. Raises OSError and stays as it was."""
+        ...
+
+    def write(self, body: Any, offset: int) -> None:
+        """Writes all of `body`. Raises OSError."""
+        ...
+
+    def read(self, body: Any, offset: int) -> None:
+        """Fills all of `body`. Raises OSError."""
+        ...
+
+    def close(self) -> None:
+        """Frees the space."""
+        ...
+
+
+class Drive:
+    """A preallocated, unlinked file on one mount point.
+
+    Args:
+        file: empty; the drive closes it.
+        space: what the file may grow by; shared with the other drives.
+        num_threads: I/O threads, the queue depth that the drive sees.
+        write_limit: bounds the write bandwidth of all drives together; None: no bound.
+        checksum: computed when writing and compared when reading; None: neither.
+    """
+
+    def __init__(
+        self,
+        file: DriveFile,
+        *,
+        space: SpaceBudget,
+        num_threads: int,
+        write_limit: RateLimit | None = None,
+        checksum: Checksum | None = None,
+    ) -> None:
+        self.file = file
+        self.directory = file.directory
+        self.health = Health.GOOD
+        self.statistics = TierStatistics()
+        self.queued_bytes = 0  # accepted and not yet written
+        self.extents = ExtentAllocator(max(file.alignment.offset, FILE_BLOCK_BYTES))
+        self._space = space
+        self._space_is_used_up = False
+        self._checksum = checksum
+        # Extents that nobody needs any more, taken in at the next allocation.
+        self._freed: collections.deque[int] = collections.deque()
+        # Protects extents, queued_bytes and health. Held for microseconds (or one fallocate, when
+        # the file grows); the space budget's lock is taken under it, no other.
+        self._lock = threading.Lock()
+        self._threads = IoThreads(num_threads, f"activation-offload {file.directory}", write_limit)
+
+    def __str__(self) -> str:
+        state = "" if self.health is Health.GOOD else f", {self.health.value}"
+        return f"{self.directory} ({self.file.kind}{state})"
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file that are taken."""
+        with self._lock:
+            self._take_in_freed()
+            return self.extents.used_bytes
+
+    def reserve(self, num_bytes: int) -> None:
+        """Lets the file grow now, so that a disk that is too small shows before training.
+
+        Raises:
+            ConfigurationError: the disk is too small.
+        """
+        wanted = self.extents.round_up(num_bytes)
+        granted = self._space.take(wanted, self.extents.granule)
+        try:
+            self._grow(granted)
+        except OSError as error:
+            raise no_space(self.directory, wanted, error) from None
+
+    def allocate(self, num_bytes: int) -> Extent | None:
+        """A free extent, growing the file where there is none; None: the drive takes no more."""
+        with self._lock:
+            self._take_in_freed()
+            if self.health is Health.FAILED:
+                return None
+            offset = self.extents.allocate(num_bytes)
+            if offset is None and self._make_room(num_bytes):
+                offset = self.extents.allocate(num_bytes)
+            return None if offset is None else Extent(self, offset, num_bytes)
+
+    def begin_write(self, body: Any, extent: Extent, keep_alive: object) -> Transfer:
+        """Starts to write `body`: memory that the file can take, of the extent's length.
+
+        The transfer holds `keep_alive`, the owner of that memory and of the extent, until it ends.
+        """
+        num_bytes = extent.num_bytes
+        with self._lock:
+            self.queued_bytes += num_bytes
+
+        def work(_: object = keep_alive) -> None:
+            self._write(body, extent)
+
+        transfer = self._threads.submit_write(work, num_bytes)
+        transfer.add_done_callback(lambda _: self._left_queue(num_bytes))
+        return transfer
+
+    def begin_read(
+        self, body: Any, extent: Extent, deadline: float, keep_alive: object
+    ) -> Transfer:
+        """Starts to fill `body`: memory that the file can take, of the extent's length."""
+
+        def work(_: object = keep_alive) -> None:
+            self._read(body, extent)
+
+        return self._threads.submit_read(work, deadline)
+
+    def close(self) -> None:
+        """Cancels what is queued, waits for what is under way, frees the file's space."""
+        self._threads.close()
+        self.file.close()
+
+    # Runs in an I/O thread.
+    def _write(self, body: Any, extent: Extent) -> None:
+        done_bytes = 0
+        self.statistics.writes.begin()
+        try:
+            self.file.write(body, extent.offset)
+            done_bytes = extent.num_bytes
+        except Exception as error:
+            self._fail(error)
+            raise
+        finally:
+            self.statistics.writes.end(done_bytes)
+        if self._checksum is not None:
+            extent.checksum = self._checksum(body)
+
+    # Runs in an I/O thread.
+    def _read(self, body: Any, extent: Extent) -> None:
+        done_bytes = 0
+        self.statistics.reads.begin()
+        try:
+            self.file.read(body, extent.offset)
+            done_bytes = extent.num_bytes
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror} ({extent})") from None
+        finally:
+            self.statistics.reads.end(done_bytes)
+        if self._checksum is not None and self._checksum(body) != extent.checksum:
+            raise OSError(
+                errno.EBADMSG, f"checksum mismatch: the drive gave back other bytes ({extent})"
+            )
+
+    def _left_queue(self, num_bytes: int) -> None:
+        with self._lock:
+            self.queued_bytes -= num_bytes
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Called under the lock. Lets the file grow for a request; whether it did."""
+        if self.health is Health.FULL:
+            return False
+        missing = self.extents.round_up(num_bytes) - self.extents.free_at_end_bytes
+        granted = self._space.take(max(missing, GROWTH_BYTES), self.extents.granule)
+        if granted < missing:
+            self._space.give_back(granted)
+            self._warn_used_up()
+            return False
+        for wanted in (granted, missing):  # a whole step of growth, or just what is needed
+            try:
+                self._grow(wanted)
+            except OSError as error:
+                # Not the error itself: its traceback holds this frame and what its callers hold,
+                # memory that is to be freed soon.
+                reason = str(error)
+                continue
+            self._space.give_back(granted - wanted)
+            return True
+        self._space.give_back(granted)
+        self.health = Health.FULL
+        logger.warning(
+            "activation offload: %s is full (%s); its file holds %s, and what does not fit goes to "
+            "another tier or stays in device memory; nothing is lost",
+            self.directory,
+            reason,
+            format_size(self.file.size_bytes),
+        )
+        return False
+
+    def _grow(self, num_bytes: int) -> None:
+        self.file.grow(num_bytes)
+        self.extents.grow(num_bytes)
+
+    def _warn_used_up(self) -> None:
+        if not self._space_is_used_up:
+            self._space_is_used_up = True
+            logger.warning(
+                "activation offload: %s: --activation-offload-ssd-budget is used up; the file "
+                "holds %s, and what does not fit goes to another tier or stays in device memory",
+                self.directory,
+                format_size(self.file.size_bytes),
+            )
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self.statistics.failed_writes += 1
+            if self.health is Health.FAILED:
+                return
+            self.health = Health.FAILED
+        logger.warning(
+            "activation offload: a write in %s failed (%s); its bytes are still in memory and "
+            "nothing is lost; from now on nothing is written there; check the disk",
+            self.directory,
+            error,
+        )
+
+    def _take_in_freed(self) -> None:
+        """Called under the lock."""
+        while self._freed:
+            self.extents.free(self._freed.popleft())

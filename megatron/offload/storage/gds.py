@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From device memory to SSD without host memory: `GdsTier`, on NVIDIA's GPUDirect Storage (GDS).
+
+An `SsdTier` whose files take device memory, through kvikio, which is imported only when a tier is
+opened or `gds_status` asked. Where GPUDirect itself does not work, kvikio copies through host
+memory (compatibility mode): slower, never wrong, and said in the log.
+
+Note [Who waits for whom]
+kvikio knows nothing of torch's streams. A write must not read what a kernel has still to produce,
+and a read must not fill memory that the allocator has handed on while kernels of its former user
+are still queued. Both kernels were queued on the stream that is current when the transfer begins.
+So an event is recorded there, and the I/O thread waits for it before kvikio touches the memory; the
+thread that trains waits for nothing. Before each GPUDirect transfer kvikio waits for the default
+stream of its own accord, and its Python interface has no way to leave that out.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.storage.direct import Alignment, Edges
+from megatron.offload.storage.drive import FILE_BLOCK_BYTES, DriveFile
+from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.storage.ssd import SsdTier
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GdsStatus:
+    """Whether kvikio can be used here, and how it would move bytes.
+
+    It speaks for the machine. A file system that GPUDirect cannot serve still makes kvikio use
+    compatibility mode for its files.
+    """
+
+    available: bool
+    is_gpudirect: bool  # else through host memory
+    line: str  # says which and why
+
+
+def gds_status() -> GdsStatus:
+    """Asks torch, kvikio and cuFile. Never raises."""
+    if not torch.cuda.is_available():
+        return _unavailable(
+            "GPUDirect Storage needs a CUDA device, and torch sees none; "
+            "use --activation-offload-io direct"
+        )
+    try:
+        kvikio, defaults, driver = _import_kvikio()
+        prefers_compatibility = defaults.is_compat_mode_preferred()
+    except Exception as error:  # whatever its shared libraries and settings raise
+        if isinstance(error, ModuleNotFoundError) and error.name == "kvikio":
+            return _unavailable(
+                "GPUDirect Storage needs the package kvikio, which is not installed; "
+                "pip install 'megatron-offload[gds]', or use --activation-offload-io direct"
+            )
+        return _unavailable(
+            f"GPUDirect Storage needs kvikio, which cannot be loaded ({error}); install the one "
+            "built for this CUDA version, or use --activation-offload-io direct"
+        )
+    through_host = f"kvikio {kvikio.__version__} in compatibility mode, through host memory: "
+    if prefers_compatibility:
+        return GdsStatus(
+            True,
+            False,
+            f"{through_host}KVIKIO_COMPAT_MODE asks for it, libcufile or /run/udev cannot be read, "
+            "or this is WSL",
+        )
+    try:
+        has_driver = driver.get("is_gds_available")
+    except RuntimeError as error:
+        return GdsStatus(True, False, f"{through_host}cuFile does not start ({error})")
+    if not has_driver:
+        return GdsStatus(
+            True,
+            False,
+            f"kvikio {kvikio.__version__}, through host memory: the kernel module nvidia_fs is not "
+            "loaded (unless cuFile is set to PCI peer-to-peer)",
+        )
+    return GdsStatus(True, True, f"kvikio {kvikio.__version__} with GPUDirect (nvidia_fs)")
+
+
+class DeviceMemory:
+    """A range of device memory, as kvikio takes it.
+
+    Args:
+        address: in device memory; the caller keeps its owner alive.
+        ready: nobody may touch the memory before this event has happened.
+    """
+
+    def __init__(self, address: int, num_bytes: int, ready: torch.cuda.Event) -> None:
+        self.address = address
+        self.num_bytes = num_bytes
+        self.ready = ready
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self.address, False),
+            "shape": (self.num_bytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def without_first(self, num_bytes: int) -> DeviceMemory:
+        """The range from `num_bytes` on."""
+        return DeviceMemory(self.address + num_bytes, self.num_bytes - num_bytes, self.ready)
+
+
+class GdsFile:
+    """An unlinked file that kvikio reads and writes. See `DriveFile` for the calls.
+
+    Raises:
+        ConfigurationError: the directory cannot work, or kvikio cannot open a file in it.
+    """
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self.directory = directory
+        self.kind = kind
+        # Memory may start anywhere; kvikio is fast where offsets are multiples of a GPU page.
+        self.alignment = Alignment(memory=1, offset=FILE_BLOCK_BYTES)
+        self.size_bytes = 0
+        self._owner = UnlinkedFile(directory)
+        try:
+            kvikio = importlib.import_module("kvikio")
+            # Reading and writing; the modes with "w" would truncate.
+            self._file = kvikio.CuFile(f"/proc/self/fd/{self._owner.fd}", "r+")
+        except (RuntimeError, OSError) as error:
+            self._owner.close()
+            raise ConfigurationError(
+                f"kvikio cannot open a file in {directory} ({error}); choose a directory on a "
+                "local SSD, or use --activation-offload-io direct"
+            ) from None
+
+    def grow(self, num_bytes: int) -> None:
+        """Allocates `num_bytes` more. Raises OSError and stays as it was."""
+        self._owner.grow(num_bytes)
+        self.size_bytes = self._owner.size_bytes
+
+    def write(self, body: DeviceMemory, offset: int) -> None:
+        """Writes all of `body` at `offset`. Raises OSError."""
+        self._move(self._file.pwrite, body, offset, "the drive took")
+
+    def read(self, body: DeviceMemory, offset: int) -> None:
+        """Fills all of `body` from `offset`. Raises OSError, also when the file ends early."""
+        self._move(self._file.pread, body, offset, "short read: got")
+
+    def close(self) -> None:
+        """Closes the file, which frees its space."""
+        self._file.close()
+        self._owner.close()
+
+    def _move(self, begin: Callable[..., Any], body: DeviceMemory, offset: int, short: str) -> None:
+        """Repeats a kvikio call until the whole body has moved."""
+        body.ready.synchronize()  # see Note [Who waits for whom]
+        done = 0
+        while done < body.num_bytes:
+            try:
+                count = begin(body.without_first(done), file_offset=offset + done).get()
+            except RuntimeError as error:
+                raise OSError(errno.EIO, str(error)) from None
+            if count == 0:
+                raise OSError(errno.EIO, f"{short} {done} of {body.num_bytes} bytes")
+            done += count
+
+
+class GdsTier(SsdTier):
+    """Device memory on SSDs. See `Tier` for the calls and `SsdTier` for all other arguments.
+
+    It sets two of kvikio's process-wide defaults: at least as many threads as this tier has I/O
+    threads (kvikio starts with 1 for all), and reads past the page cache in compatibility mode.
+
+    Args:
+        device: where the storages are that come back; None: the current CUDA device.
+        num_threads: I/O threads per directory, the queue depth that each drive sees.
+        verify: must be False: checksums are computed in host memory.
+
+    Raises:
+        ConfigurationError: no CUDA device, no kvikio, or a directory that cannot hold its file.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        *,
+        device: torch.device | None = None,
+        num_threads: int = 4,
+        verify: bool = False,
+        **options: Any,
+    ) -> None:
+        status = gds_status()
+        if not status.available:
+            raise ConfigurationError(status.line)
+        if verify:
+            raise ConfigurationError(
+                "--activation-offload-verify checksum reads every byte in host memory, where "
+                "--activation-offload-io gds never has it; drop one of the two"
+            )
+        logger.log(
+            logging.INFO if status.is_gpudirect else logging.WARNING,
+            "activation offload: %s",
+            status.line,
+        )
+        self._device = device or torch.device("cuda", torch.cuda.current_device())
+        self._kind = "GPUDirect" if status.is_gpudirect else "kvikio through host memory"
+        _set_defaults(num_threads * len(directories))
+        super().__init__(directories, num_threads=num_threads, **options)
+
+    def _open_file(self, directory: Path, io: str) -> DriveFile:
+        return GdsFile(directory, self._kind)
+
+    def _cut(self, address: int, num_bytes: int) -> Edges:
+        return Edges(0, num_bytes, 0)
+
+    def _memory_at(self, address: int, num_bytes: int) -> DeviceMemory:
+        """Called when a transfer begins, in the thread whose current stream uses the memory."""
+        ready = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
+        ready.record(torch.cuda.current_stream(self._device))
+        return DeviceMemory(address, num_bytes, ready)
+
+    def _new_storage(self, num_bytes: int, head_bytes: int) -> torch.UntypedStorage:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
+
+
+def _unavailable(line: str) -> GdsStatus:
+    return GdsStatus(available=False, is_gpudirect=False, line=line)
+
+
+def _import_kvikio() -> tuple[Any, Any, Any]:
+    """kvikio, its settings, and what it knows of cuFile's driver. Raises what importing raises."""
+    names = ("kvikio", "kvikio.defaults", "kvikio.cufile_driver")
+    kvikio, defaults, driver = (importlib.import_module(name) for name in names)
+    return kvikio, defaults, driver
+
+
+def _set_defaults(num_threads: int) -> None:
+    kvikio, defaults, _ = _import_kvikio()
+    defaults.set("num_threads", max(defaults.get("num_threads"), num_threads))
+    try:
+        defaults.set("auto_direct_io_read", True)
+    except KeyError:
+        raise ConfigurationError(
+            f"kvikio {kvikio.__version__} would read through the page cache; 25.12 or later is "
+            "needed; pip install --upgrade 'megatron-offload[gds]'"
+        ) from None

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations in host memory: `HostTier`. The engine opens one for the modes `host` and `tiered`.
+
+I/O threads copy between a storage's memory and an arena that reuses freed ranges. It takes
+storages in host memory only; on a CPU "device memory" is such memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+import torch
+
+from megatron.offload.config import MIB, format_size
+from megatron.offload.storage.arena import HostArena
+from megatron.offload.storage.bandwidth import BandwidthMeter
+from megatron.offload.storage.budget import ByteBudget
+from megatron.offload.storage.io_threads import IoThreads
+from megatron.offload.storage.tier import Block, TierStatistics
+from megatron.offload.storage.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+class HostBlock(Block):
+    """One storage's bytes: a range of the arena."""
+
+    def __init__(self, tier: HostTier, offset: int, num_bytes: int) -> None:
+        super().__init__(tier, num_bytes)
+        self.offset: int | None = offset  # None: freed
+
+    def __str__(self) -> str:
+        return f"host memory, offset {self.offset}, length {self.num_bytes}"
+
+
+class HostTier:
+    """Host memory within a budget. See `Tier` for the calls.
+
+    Args:
+        budget_bytes: most bytes that it may ever hold; 0: it takes nothing.
+        inflight: bounds the bytes queued or being written; beyond it `begin_write` waits.
+        num_threads: copies that run at the same time.
+        pinned: page-locked memory, for CUDA.
+
+    Raises:
+        ConfigurationError: memory of that kind or size cannot be had; the message says why.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        inflight: ByteBudget | None = None,
+        num_threads: int = 2,
+        pinned: bool = False,
+    ) -> None:
+        self.statistics = TierStatistics()
+        self.limit_bytes: int | None = budget_bytes
+        self._arena = HostArena(budget_bytes, pinned)
+        self._inflight = inflight or ByteBudget(512 * MIB)
+        self._is_used_up = False
+        # They copy; they wait for the queue and for nothing else.
+        self._threads = IoThreads(num_threads, "activation-offload host memory")
+
+    def __str__(self) -> str:
+        pinned = ", pinned" if self._arena.pinned else ""
+        state = ", cannot grow" if self.degraded else ""
+        return f"host memory ({format_size(self._arena.budget_bytes)} budget{pinned}{state})"
+
+    @property
+    def degraded(self) -> bool:
+        """Memory was refused although budget was left."""
+        return self._arena.growth_failed
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken by live blocks, in whole pages."""
+        return self._arena.used_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The arena's present size; it grows up to the budget."""
+        return self._arena.size_bytes
+
+    def begin_write(self, source: torch.UntypedStorage) -> tuple[HostBlock, Transfer] | None:
+        """See `Tier.begin_write`."""
+        assert source.device.type == "cpu", source.device
+        num_bytes = source.nbytes()
+        offset = self._arena.allocate(num_bytes)
+        if offset is None:
+            self._warn_used_up()
+            return None
+        block = HostBlock(self, offset, num_bytes)
+        address = self._arena.address(offset)
+        self._inflight.acquire(num_bytes)
+
+        def work(_: HostBlock = block) -> None:  # the block holds the range until the copy is done
+            self._write(address, source)
+
+        transfer = self._threads.submit_write(work, num_bytes)
+        transfer.add_done_callback(lambda _: self._inflight.release(num_bytes))
+        return block, transfer
+
+    def begin_read(
+        self, block: HostBlock, deadline: float = 0.0
+    ) -> tuple[torch.UntypedStorage, Transfer]:
+        """See `Tier.begin_read`."""
+        assert block.offset is not None, "the block was freed"
+        target = torch.empty(block.num_bytes, dtype=torch.uint8).untyped_storage()
+        address = self._arena.address(block.offset)
+
+        def work(_: HostBlock = block) -> None:
+            _copy(target.data_ptr(), address, target.nbytes(), self.statistics.reads)
+
+        return target, self._threads.submit_read(work, deadline)
+
+    def free(self, block: HostBlock) -> None:
+        """See `Tier.free`."""
+        offset, block.offset = block.offset, None
+        if offset is not None:
+            self._arena.free(offset)
+
+    def close(self) -> None:
+        """Cancels what is queued, waits for what is under way, gives the memory back."""
+        self._threads.close()
+        self._arena.close()
+
+    # Runs in an I/O thread.
+    def _write(self, address: int, source: torch.UntypedStorage) -> None:
+        try:
+            _copy(address, source.data_ptr(), source.nbytes(), self.statistics.writes)
+        except Exception:
+            self.statistics.failed_writes += 1
+            raise
+
+    def _warn_used_up(self) -> None:
+        """Once, and only where the arena has not said already why it does not grow."""
+        if self._is_used_up or self._arena.growth_failed or not self._arena.budget_bytes:
+            return
+        self._is_used_up = True
+        logger.warning(
+            "activation offload: --activation-offload-host-budget is used up; host memory holds "
+            "%s, and what does not fit goes to another tier or stays in device memory",
+            format_size(self._arena.size_bytes),
+        )
+
+
+def _copy(target: int, source: int, num_bytes: int, meter: BandwidthMeter) -> None:
+    """Copies between addresses; releases the interpreter lock meanwhile."""
+    done_bytes = 0
+    meter.begin()
+    try:
+        ctypes.memmove(target, source, num_bytes)
+        done_bytes = num_bytes
+    finally:
+        meter.end(done_bytes)

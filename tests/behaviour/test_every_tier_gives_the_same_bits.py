@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariant 1 for every mode and setting of the tiers, with everything really moved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.offload import ConfigurationError
+from tests.models import Model, assert_same, run_step
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "host"},
+        {"mode": "tiered"},
+        {"mode": "ssd", "verify": "checksum"},
+        {"mode": "ssd", "verify": "checksum", "io": "buffered"},
+        {"mode": "tiered", "host_budget": 65536},
+        {"mode": "ssd", "write_bytes_per_s": 20e6},
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_equal(make_engine, settings):
+    settings = dict(settings)
+    model, x = Model(), torch.randn(3, 17, 32)
+    plain = run_step(model, x)
+    host_budget = settings.pop("host_budget", 64 * MIB)
+    engine = make_engine(host_budget=host_budget, **settings)
+    for _ in range(3):
+        assert_same(run_step(model, x, engine), plain)
+        step = engine.statistics
+        assert (step.host_written_bytes > 0) is engine.config.uses_host
+        # With room for all in host memory, the SSD's share of so few bytes may be none.
+        if not engine.config.uses_host or host_budget < MIB:
+            assert step.written_bytes > 0
+        assert step.host_read_bytes == step.host_written_bytes
+        assert step.read_bytes == step.written_bytes
+        assert step.kept_bytes == 0 and step.tier_used_bytes == 0
+
+
+def test_several_directories_share_the_bytes(make_engine, tmp_path):
+    directories = tuple(tmp_path / name for name in "abc")
+    for directory in directories:
+        directory.mkdir()
+    model, x = Model(), torch.randn(3, 17, 32)
+    plain = run_step(model, x)
+    engine = make_engine(directories=directories)
+    assert_same(run_step(model, x, engine), plain)
+    written = engine.drive_written_bytes
+    assert sum(written.values()) == engine.statistics.written_bytes
+    assert all(count > 0 for count in written.values()) and len(written) == 3
+
+
+def test_a_large_storage_is_striped_over_the_directories(make_engine, tmp_path):
+    directories = tuple(tmp_path / name for name in "ab")
+    for directory in directories:
+        directory.mkdir()
+    engine = make_engine(directories=directories, verify="checksum")
+    tensor = torch.randn(5 * MIB + 3)
+    with engine.step():
+        packed = engine._hooks.pack(tensor)
+        engine._inflight.acquire(engine.config.inflight_bytes)  # returns when the write is done
+        engine._inflight.release(engine.config.inflight_bytes)
+        assert [e.num_bytes > 8 * MIB for e in packed.saved.block.extents] == [True, True]
+        assert torch.equal(engine._hooks.unpack(packed), tensor)
+
+
+def test_a_host_budget_of_zero_keeps_everything_where_it_is(make_engine):
+    model, x = Model(), torch.randn(3, 17, 32)
+    plain = run_step(model, x)
+    engine = make_engine(mode="host", host_budget=0)
+    assert_same(run_step(model, x, engine), plain)
+    assert engine.statistics.host_written_bytes == 0 and engine.statistics.kept_bytes > 0
+
+
+def test_gpudirect_without_a_gpu_is_refused_in_one_sentence(make_engine):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(ConfigurationError, match="CUDA device"):
+        make_engine(io="gds")

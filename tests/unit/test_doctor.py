@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `doctor` command: what it calls a problem, a warning, or fine; text and JSON."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.offload import cli
+from megatron.offload.config import GIB, MIB
+from megatron.offload.report.doctor import directory as directory_part
+from megatron.offload.report.doctor.check import Check, Diagnosis, Section, Status
+from megatron.offload.report.doctor.gpu import (
+    Cuda,
+    DirectStorage,
+    Gpu,
+    cuda_checks,
+    direct_storage_check,
+    find_cuda,
+    find_direct_storage,
+)
+from megatron.offload.report.doctor.machine import (
+    megatron_check,
+    megatron_version,
+    memory_checks,
+    version_checks,
+)
+from megatron.offload.storage import file as file_part
+from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.storage.memory_limit import MemoryLimit
+from megatron.offload.storage.mounts import BlockDevice, Mount
+from megatron.offload.storage.probe import BLOCK_BYTES, has_fallocate, measure_bandwidth
+
+EXAMINE = "megatron.offload.report.doctor.examine"
+GPU = Gpu("Large GPU", 80 * GIB, numa_node=0)
+
+
+@pytest.fixture(autouse=True)
+def a_machine_without_gpu(monkeypatch):
+    monkeypatch.setattr(f"{EXAMINE}.find_cuda", Cuda)
+
+
+@pytest.fixture
+def on_a_disk(monkeypatch):
+    """Temporary directories may be in memory, which is not measured."""
+    monkeypatch.setattr(f"{EXAMINE}._mount_of", lambda directory: None)
+
+
+@pytest.fixture
+def diagnose(capsys):
+    """Runs the command with --json: the exit code and the checks by name."""
+
+    def run(*flags):
+        code = cli.main(["doctor", "--json", "--no-bandwidth", *map(str, flags)])
+        document = json.loads(capsys.readouterr().out)
+        assert document["works"] == (code == 0)
+        for check in document["checks"]:
+            assert check["advice"] or check["status"] in ("ok", "info"), check
+        return code, {check["name"]: check for check in document["checks"]}
+
+    return run
+
+
+@pytest.fixture
+def no_direct_io(monkeypatch):
+    monkeypatch.setattr(file_part, "direct_alignment", lambda fd: None)
+
+
+def test_without_flags_the_current_directory_is_checked(diagnose, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, checks = diagnose()
+    assert code == 0
+    assert checks["flags"]["facts"]["directories"] == [str(tmp_path)]
+    assert "current" in checks["space"]["section"]
+    assert checks["space"]["facts"]["free_bytes"] > 0
+    assert checks["memory"]["facts"]["available_bytes"] > 0
+
+
+def test_a_directory_is_taken_for_ssd(diagnose, tmp_path):
+    code, checks = diagnose("--activation-offload-dir", tmp_path)
+    assert code == 0
+    assert (
+        checks["flags"]["facts"]["mode"] == "ssd" and "checked as ssd" in checks["flags"]["value"]
+    )
+
+
+def test_flags_that_contradict_each_other_are_a_problem_and_the_rest_is_checked(diagnose):
+    code, checks = diagnose("--activation-offload", "ssd")
+    assert code == 1
+    assert checks["flags"]["status"] == "problem"
+    assert "--activation-offload-dir" in checks["flags"]["advice"]
+    assert "memory" in checks and "torch" in checks
+
+
+def test_a_value_that_is_none_ends_with_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--activation-offload-ssd-budget", "much"])
+    assert ended.value.code == 2
+    assert "much" in capsys.readouterr().err
+
+
+def test_a_bad_directory_is_one_line(diagnose, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for bad in (tmp_path / "missing", file, Path("/proc")):
+        code, checks = diagnose("--activation-offload-dir", bad)
+        assert code == 1
+        assert (
+            checks["directory"]["status"] == "problem" and str(bad) in checks["directory"]["value"]
+        )
+        assert "space" not in checks
+
+
+def test_a_directory_that_is_closed_to_us_is_one_line(diagnose, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(directory_part, "UnlinkedFile", refuse)
+    code, checks = diagnose("--activation-offload-dir", tmp_path)
+    assert code == 1 and "Permission denied" in checks["directory"]["value"]
+
+
+def test_a_bad_current_directory_is_only_a_warning(diagnose, monkeypatch):
+    monkeypatch.chdir("/proc")
+    code, checks = diagnose("--activation-offload-ssd-budget", "1000TiB")
+    assert code == 0 and checks["directory"]["status"] == "warning"
+
+
+@pytest.mark.usefixtures("no_direct_io")
+@pytest.mark.parametrize(
+    ("io", "status"), [("auto", "warning"), ("direct", "problem"), ("buffered", "info")]
+)
+def test_missing_direct_io_matters_as_much_as_it_was_asked_for(diagnose, tmp_path, io, status):
+    code, checks = diagnose("--activation-offload-dir", tmp_path, "--activation-offload-io", io)
+    assert checks["direct I/O"]["status"] == status
+    assert code == (1 if status == "problem" else 0)
+
+
+def test_an_ssd_budget_above_the_free_space_is_a_problem(diagnose, tmp_path):
+    flags = ("--activation-offload-dir", tmp_path, "--activation-offload-ssd-budget")
+    code, checks = diagnose(*flags, "1000TiB")
+    assert code == 1 and checks["SSD budget"]["status"] == "problem"
+    code, checks = diagnose(*flags, "1MiB")
+    assert code == 0 and checks["SSD budget"]["facts"]["budget_bytes"] == MIB
+
+
+def test_directories_on_one_disk_share_its_space(diagnose, tmp_path):
+    names = [tmp_path / "a", tmp_path / "b"]
+    for name in names:
+        name.mkdir()
+    free_bytes = diagnose("--activation-offload-dir", tmp_path)[1]["space"]["facts"]["free_bytes"]
+    budget = f"--activation-offload-ssd-budget={free_bytes * 3 // 2}"
+    code, checks = diagnose("--activation-offload-dir", ",".join(map(str, names)), budget)
+    assert code == 1 and checks["SSD budget"]["status"] == "problem"
+
+
+def test_a_limit_of_the_file_size_stops_a_larger_budget(diagnose, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "megatron.offload.report.doctor.examine.file_size_limit_bytes", lambda: 100 * MIB
+    )
+    flags = ("--activation-offload-dir", tmp_path, "--activation-offload-ssd-budget", "200MiB")
+    code, checks = diagnose(*flags)
+    assert code == 1 and "ulimit -f" in checks["SSD budget"]["value"]
+
+
+def test_a_host_budget_above_memory_is_a_problem(diagnose):
+    flags = ("--activation-offload", "host", "--activation-offload-host-budget")
+    code, checks = diagnose(*flags, "1000TiB")
+    assert code == 1 and checks["host budget"]["status"] == "problem"
+    assert "space" not in checks  # no directory is needed
+    code, checks = diagnose(*flags, "0.01")
+    assert code == 0 and checks["host budget"]["status"] == "ok"
+
+
+def test_gpudirect_without_a_gpu_is_a_problem(diagnose, tmp_path):
+    flags = ("--activation-offload-dir", tmp_path)
+    code, checks = diagnose(*flags, "--activation-offload-io", "gds")
+    assert code == 1 and checks["GPUDirect"]["status"] == "problem"
+    code, checks = diagnose(*flags)
+    assert code == 0 and checks["GPUDirect"]["status"] == checks["CUDA"]["status"] == "info"
+
+
+@pytest.mark.usefixtures("on_a_disk")
+def test_bandwidth_is_measured_at_three_depths(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(directory_part, "SAMPLE_BYTES", 4 * BLOCK_BYTES)
+    monkeypatch.setattr(directory_part, "_MIN_SAMPLE_BYTES", 0)
+    assert cli.main(["doctor", "--json", "--activation-offload-dir", str(tmp_path)]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    rates = {check["name"]: check["facts"] for check in checks}
+    for direction in ("write", "read"):
+        found = rates[f"{direction} speed"][f"{direction}_bytes_per_s"]
+        assert list(found) == ["1", "4", "16"] and min(found.values()) > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("io", ["auto", "buffered"])
+def test_a_measurement_stops_when_its_time_is_up(tmp_path, io):
+    file = UnlinkedFile(tmp_path, io)
+    assert has_fallocate(file) and file.size_bytes == 0
+    passes = []
+    figures = measure_bandwidth(
+        file, 64 * BLOCK_BYTES, depths=(1, 2), limit_s=0.0, advance=lambda: passes.append(1)
+    )
+    assert [figure.depth for figure in figures] == [1, 2] and len(passes) == 5
+    file.close()
+
+
+@pytest.mark.usefixtures("on_a_disk")
+def test_a_disk_that_fails_while_it_is_measured_is_a_warning(tmp_path, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(directory_part, "measure_bandwidth", fail)
+    assert cli.main(["doctor", "--activation-offload-dir", str(tmp_path)]) == 0
+    assert "not measured: Input/output error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file_system", "source", "word"),
+    [
+        ("nfs4", "server:/export", "network"),
+        ("overlay", "overlay", "container"),
+        ("tmpfs", "tmpfs", "memory"),
+    ],
+)
+def test_what_is_no_local_disk_is_a_warning(file_system, source, word):
+    mount = Mount("0:50", "/", Path("/mnt"), file_system, source, ())
+    check = directory_part._file_system_check(mount)
+    assert check.status is Status.WARNING and word in check.value
+
+
+def test_drives_are_judged_by_their_kind():
+    def judge(is_rotational, is_virtual=False):
+        device = BlockDevice("sda", "Some Disk", is_virtual, is_rotational, None)
+        return directory_part._device_check(device).status
+
+    assert judge(False) is judge(None) is Status.OK
+    assert judge(True) is Status.WARNING
+    assert judge(True, is_virtual=True) is Status.INFO
+
+
+def test_a_drive_on_another_node_than_the_gpu_is_a_warning(monkeypatch):
+    monkeypatch.setattr(directory_part, "num_numa_nodes", lambda: 2)
+    drive = BlockDevice("nvme0n1", None, False, False, numa_node=1)
+    assert directory_part._numa_check([drive], [0, 0]).status is Status.WARNING
+    assert directory_part._numa_check([drive], [0, 1]).status is Status.INFO
+    assert "unknown" in directory_part._numa_check([], [None]).value
+
+
+def test_cuda_devices_and_why_there_are_none():
+    def judge(cuda, **changes):
+        settings = {"is_offloaded": True, "is_wanted": True, **changes}
+        return [check.status for check in cuda_checks(cuda, **settings)]
+
+    working = Cuda((GPU, GPU), driver="580.95", runtime="13.0")
+    assert judge(working) == [Status.OK] * 3
+    assert judge(working, is_offloaded=False)[-1] is Status.PROBLEM
+    assert judge(working, is_offloaded=False, is_wanted=False)[-1] is Status.WARNING
+    assert judge(Cuda()) == [Status.INFO]
+    (cpu_build,) = cuda_checks(Cuda(driver="580.95"), True, True)
+    assert cpu_build.status is Status.WARNING and "built for the CPU" in cpu_build.value
+    (old,) = cuda_checks(Cuda(driver="470.1", runtime="13.0", failure="too old."), True, True)
+    assert old.status is Status.WARNING and "too old" in old.value
+
+
+def test_the_driver_is_found_in_proc(tmp_path):
+    (tmp_path / "driver/nvidia").mkdir(parents=True)
+    (tmp_path / "driver/nvidia/version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
+        "GCC version:  gcc version 13.3.0\n"
+    )
+    assert find_cuda(tmp_path).driver == "580.95.05"
+
+
+def test_every_way_that_gpudirect_can_be_missing(monkeypatch):
+    monkeypatch.setenv("KVIKIO_COMPAT_MODE", "ON")
+    settings, path = '  // off\n "use_pci_p2pdma" : true', Path("/etc/cufile.json")
+    cases = [
+        (DirectStorage(), Status.PROBLEM, "not installed"),
+        (DirectStorage("26.2", None, "ImportError: libcudart"), Status.PROBLEM, "libcudart"),
+        (DirectStorage("26.2", True), Status.WARNING, "KVIKIO_COMPAT_MODE"),
+        (DirectStorage("26.2", False), Status.WARNING, "nvidia_fs"),
+        (DirectStorage("26.2", False, settings=path), Status.WARNING, str(path)),
+        (DirectStorage("26.2", False, has_nvidia_fs=True), Status.OK, "nvidia_fs"),
+        (DirectStorage("26.2", False, settings_text=settings), Status.OK, "peer"),
+        (DirectStorage("26.2", False, settings_text="// " + settings[9:]), Status.WARNING, "fs"),
+    ]
+    for found, status, word in cases:
+        wanted = direct_storage_check(found, has_gpu=True, is_wanted=True)
+        assert wanted.status is status and word in wanted.value
+        unwanted = direct_storage_check(found, has_gpu=True, is_wanted=False)
+        assert unwanted.status in (Status.OK, Status.INFO)
+
+
+def test_a_package_that_cannot_be_imported_is_a_line(tmp_path, monkeypatch):
+    (tmp_path / "kvikio").mkdir()
+    (tmp_path / "kvikio/__init__.py").write_text("raise ImportError('no libcuda.so.1')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "none.json"))
+    found = find_direct_storage(has_gpu=True, kvikio="26.2", proc=tmp_path)
+    assert found.failure == "ImportError: no libcuda.so.1" and found.settings is None
+    assert find_direct_storage(has_gpu=False, kvikio="26.2", proc=tmp_path).failure == ""
+
+
+def test_versions_say_what_is_missing_and_what_it_is_for():
+    imported = set(sys.modules)
+    installed = {"kvikio-cu13": "26.2", "nvidia-dali-cuda130": "2.0", "kvikio-extras": "1"}
+    checks = {check.name: check for check in version_checks(installed, ("0.16.1",))}
+    assert checks["python"].status is checks["torch"].status is Status.OK
+    assert (checks["kvikio"].value, checks["nvidia-dali"].value) == ("26.2", "2.0")
+    assert checks["apex"].status is Status.INFO and "optional" in checks["apex"].value
+    assert set(sys.modules) == imported  # megatron.core and others take seconds
+
+
+def test_an_unknown_megatron_is_a_problem_and_a_missing_one_a_warning():
+    assert megatron_check("0.16.1", ("0.16.1",)).status is Status.OK
+    assert megatron_check("0.15.0", ("0.16.1",)).status is Status.PROBLEM
+    assert megatron_check(None, ("0.16.1",)).status is Status.WARNING
+
+
+def test_the_version_is_that_of_the_megatron_that_an_import_finds(tmp_path, monkeypatch):
+    spec = importlib.machinery.ModuleSpec("megatron.core", None, origin=str(tmp_path / "x.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    assert megatron_version({"megatron-core": "0.1"}) == "0.1"
+    info = tmp_path / "package_info.py"
+    info.write_text('MAJOR = 0\nMINOR = 17\nPATCH = 0\nPRE_RELEASE = "rc1"\nVERSION = (MAJOR,)\n')
+    assert megatron_version({"megatron-core": "0.1"}) == "0.17.0rc1"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert megatron_version({}) is None
+
+
+def test_a_container_limit_is_named():
+    limit = MemoryLimit(8 * GIB, 2 * GIB, "cgroup /sys/fs/cgroup/job", 64 * GIB)
+    memory = memory_checks(limit, has_gpu=False)[0]
+    assert memory.value.startswith("8 GiB, 2 GiB available; limited by cgroup /sys/fs/cgroup/job")
+
+
+def test_words_carry_the_meaning_and_colours_repeat_it():
+    checks = [
+        Check("one", Status.OK, "fine"),
+        Check("two", Status.WARNING, "so so", "improve it"),
+        Check("three", Status.PROBLEM, "bad " * 30, "mend it"),
+    ]
+    diagnosis = Diagnosis([Section("Heading", checks)])
+    plain = diagnosis.as_text()
+    assert "\033" not in plain and "\033[31m" in diagnosis.as_text(colour=True)
+    assert "-> improve it" in plain and max(map(len, plain.splitlines())) <= 100
+    assert plain.splitlines()[-1] == "These flags cannot work on this machine; to put right: three"
+
+
+def test_the_verdict_names_warnings_and_the_next_step():
+    section = Section("Heading", [Check("two", Status.WARNING, "so so", "improve it")])
+    assert Diagnosis([section]).verdict == "These flags can work on this machine; warnings: two"
+    nothing = Diagnosis([], "activation offload", "begin")
+    assert nothing.verdict == "Activation offload can work on this machine; begin"
+
+
+def test_without_tqdm_a_terminal_gets_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with directory_part._progress(3, Path("/mnt/ssd")) as advance:
+        advance()
+    assert capsys.readouterr().err == "measuring /mnt/ssd ...\n"
