@@ -24,6 +24,7 @@ from megatron.offload.integration.megatron import arguments as offload_arguments
 from megatron.offload.integration.megatron import check, cpu_runtime, install
 from megatron.offload.integration.megatron.estimate import activation_bytes
 from megatron.offload.report.memory import PeakMemory
+from megatron.offload.storage.device import open_device
 
 from . import checkpointing, distributed, model, optimizer
 from .arguments import UserError, fail, parse_arguments
@@ -91,7 +92,7 @@ class _Run:
         self.tokenizer = tokenizer
         self.device = device
         self.progress = Progress()
-        self.peak = PeakMemory(device)
+        self.peak = PeakMemory(open_device(device))
         self.forward_backward = get_forward_backward_func(
             pp_size=args.pipeline_model_parallel_size,
             vp_size=args.virtual_pipeline_model_parallel_size,

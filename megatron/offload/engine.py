@@ -29,6 +29,7 @@ from megatron.offload.saved.record import SavedStorage, State
 from megatron.offload.saved.scope import Scope
 from megatron.offload.storage.allocator import MIMALLOC, allocator_name
 from megatron.offload.storage.budget import ByteBudget
+from megatron.offload.storage.device import Device, open_device
 from megatron.offload.storage.open import open_tiers
 from megatron.offload.storage.ssd import SsdTier
 from megatron.offload.storage.tier import Tier
@@ -43,7 +44,7 @@ class OffloadEngine:
 
     Args:
         config: must have offload enabled.
-        device: where activations live; a CPU in this version.
+        device: where activations live.
         rank: global rank, for error messages.
         num_local_ranks: processes on this machine, which share its memory.
         reserve_bytes: SSD space to allocate at once; more is allocated when it is needed.
@@ -57,30 +58,30 @@ class OffloadEngine:
     def __init__(
         self,
         config: OffloadConfig,
-        device: torch.device | str = "cpu",
+        device: Device | torch.device | str = "cpu",
         *,
         rank: int = 0,
         num_local_ranks: int = 1,
         reserve_bytes: int = 0,
         policy: Policy | None = None,
     ) -> None:
-        device = torch.device(device)
         if not config.enabled:
             raise ConfigurationError("the engine was asked for with --activation-offload off")
-        if device.type != "cpu":
-            raise ConfigurationError(
-                f"activations on a {device.type} device cannot be offloaded by this version, only "
-                "on a cpu; use --activation-offload off"
-            )
+        if isinstance(device, str | torch.device):
+            device = open_device(device)
         self.config = config
         self.rank = rank
         self.statistics = StepStatistics()  # of the step under way, or the last one
         self._policy = policy or OffloadAll(config.min_bytes, Placement(config.mode))
         self._inflight = ByteBudget(config.inflight_bytes)
         self._tiers = open_tiers(
-            config, self._inflight, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks
+            config,
+            device,
+            self._inflight,
+            reserve_bytes=reserve_bytes,
+            num_local_ranks=num_local_ranks,
         )
-        self._cache = TensorCache(device)
+        self._cache = TensorCache(device.device)
         self._hooks = SavedTensorHooks(self._cache, mover=self)
         self._prefetcher = Prefetcher(self._begin_read, limit_bytes=config.inflight_bytes)
         self._scope = Scope()

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import mmap
 
-import torch
-
 from megatron.offload.report.memory import PeakMemory
+from megatron.offload.storage.device import CpuDevice
 
 MIB = 1 << 20
 
@@ -20,7 +19,7 @@ def touch(num_bytes: int) -> None:
 
 
 def test_the_peak_of_each_step_is_its_own():
-    peak = PeakMemory(torch.device("cpu"))
+    peak = PeakMemory(CpuDevice())
     for megabytes in (64, 128, 32, 96):
         peak.begin_step()
         touch(megabytes * MIB)
@@ -30,7 +29,7 @@ def test_the_peak_of_each_step_is_its_own():
 
 
 def test_memory_kept_from_an_earlier_step_counts():
-    peak = PeakMemory(torch.device("cpu"))
+    peak = PeakMemory(CpuDevice())
     for _ in range(PeakMemory.NUM_BASE_STEPS):
         peak.begin_step()
         peak.end_step()

@@ -3,7 +3,7 @@
 
 Trainers and benchmarks call it around forward and backward. CUDA has its allocator's counters. On
 a CPU device memory is process memory: the growth of the resident set over the state before the
-step. The kernel tracks its peak (VmHWM), so short peaks are not missed.
+step.
 
 Note [The state before the step]
 The allocator may keep freed memory for reuse, so the resident set before a later step can hold
@@ -14,15 +14,7 @@ return what it holds; later steps are measured against the lowest base seen sinc
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import torch
-
-from megatron.offload.storage.allocator import return_freed_memory
-
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
+from megatron.offload.storage.device import Device
 
 
 class PeakMemory:
@@ -30,34 +22,21 @@ class PeakMemory:
 
     NUM_BASE_STEPS = 2
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._base_bytes = 0
         self._num_steps = 0
 
     def begin_step(self) -> None:
         """Call before the forward pass."""
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
-            self._base_bytes = torch.cuda.memory_allocated()
-            return
         if self._num_steps < self.NUM_BASE_STEPS:
-            return_freed_memory()
-            self._base_bytes = _status_bytes("VmRSS")
+            self._device.return_freed_memory()
+            self._base_bytes = self._device.allocated_bytes()
         else:
-            self._base_bytes = min(self._base_bytes, _status_bytes("VmRSS"))
+            self._base_bytes = min(self._base_bytes, self._device.allocated_bytes())
         self._num_steps += 1
-        _CLEAR_REFS.write_text(_RESET_PEAK)
+        self._device.reset_peak()
 
     def end_step(self) -> int:
         """Call after the backward pass. The most bytes above the base at any moment since."""
-        if self._cuda:
-            return torch.cuda.max_memory_allocated() - self._base_bytes
-        return max(_status_bytes("VmHWM") - self._base_bytes, 0)
-
-
-def _status_bytes(field: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{_STATUS} has no {field}: peak memory on a CPU needs Linux")
+        return max(self._device.peak_bytes() - self._base_bytes, 0)

@@ -14,7 +14,6 @@ import ctypes
 import os
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -32,12 +31,14 @@ class Alignment:
     offset: int
 
 
-class Edges(NamedTuple):
-    """How a buffer is cut: bytes before and after the aligned body."""
+@dataclass(frozen=True)
+class Cut:
+    """A storage cut in three: the body can go to a drive, the two edges stay in memory."""
 
-    head_bytes: int
-    body_bytes: int
-    tail_bytes: int
+    num_bytes: int  # of the storage
+    head: bytes
+    body_bytes: int  # may reach beyond the storage's end, in a buffer that is larger
+    tail: bytes
 
 
 BUFFERED = Alignment(memory=1, offset=1)
@@ -62,11 +63,22 @@ def direct_alignment(fd: int) -> Alignment | None:
     return Alignment(max(memory, 1), max(offset, min(block, _UNKNOWN_ALIGNMENT)))
 
 
-def cut(address: int, num_bytes: int, alignment: Alignment) -> Edges:
-    """Cuts `num_bytes` at `address` into head, aligned body and tail."""
+def cut(address: int, num_bytes: int, alignment: Alignment) -> Cut:
+    """Cuts the `num_bytes` at `address`; the edges' bytes are copied."""
+    head, body, tail = parts(address, num_bytes, alignment)
+    return Cut(
+        num_bytes,
+        ctypes.string_at(address, head),
+        body,
+        ctypes.string_at(address + head + body, tail),
+    )
+
+
+def parts(address: int, num_bytes: int, alignment: Alignment) -> tuple[int, int, int]:
+    """Bytes of head, aligned body and tail of the `num_bytes` at `address`."""
     head = min(-address % alignment.memory, num_bytes)
     body = (num_bytes - head) // alignment.offset * alignment.offset
-    return Edges(head, body, num_bytes - head - body)
+    return head, body, num_bytes - head - body
 
 
 def aligned_storage(num_bytes: int, head_bytes: int, alignment: Alignment) -> torch.UntypedStorage:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.offload.config import MIB, format_size
+from megatron.offload.storage.access import View
 from megatron.offload.storage.budget import RateLimit, SpaceBudget
 from megatron.offload.storage.checksum import Checksum
 from megatron.offload.storage.direct import Alignment
@@ -27,6 +28,8 @@ from megatron.offload.storage.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # any other error is the drive's
+
 GROWTH_BYTES = 256 * MIB  # the file grows by so much at a time, to lie on the disk in few pieces
 FILE_BLOCK_BYTES = 4096
 
@@ -36,7 +39,7 @@ class Health(enum.Enum):
 
     GOOD = "good"
     FULL = "full"  # the disk refused to let the file grow: what the file has is used on
-    FAILED = "failed"  # a write failed: no more writes, what is there can be read
+    FAILED = "failed"  # a write or growth failed: no more writes, what is there can be read
 
 
 class Extent:
@@ -154,29 +157,29 @@ class Drive:
                 offset = self.extents.allocate(num_bytes)
             return None if offset is None else Extent(self, offset, num_bytes)
 
-    def begin_write(self, body: Any, extent: Extent, keep_alive: object) -> Transfer:
-        """Starts to write `body`: memory that the file can take, of the extent's length.
+    def begin_write(self, view: View, start: int, extent: Extent, owner: object) -> Transfer:
+        """Starts to write the part of a view's body that begins at `start`, into `extent`.
 
-        The transfer holds `keep_alive`, the owner of that memory and of the extent, until it ends.
+        The transfer holds the view, and the extent's owner, until it ends.
         """
         num_bytes = extent.num_bytes
         with self._lock:
             self.queued_bytes += num_bytes
 
-        def work(_: object = keep_alive) -> None:
-            self._write(body, extent)
+        def work(_: object = owner) -> None:
+            self._write(view, start, extent)
 
         transfer = self._threads.submit_write(work, num_bytes)
         transfer.add_done_callback(lambda _: self._left_queue(num_bytes))
         return transfer
 
     def begin_read(
-        self, body: Any, extent: Extent, deadline: float, keep_alive: object
+        self, view: View, start: int, extent: Extent, owner: object, deadline: float
     ) -> Transfer:
-        """Starts to fill `body`: memory that the file can take, of the extent's length."""
+        """Starts to fill that part of a view's body."""
 
-        def work(_: object = keep_alive) -> None:
-            self._read(body, extent)
+        def work(_: object = owner) -> None:
+            self._read(view, start, extent)
 
         return self._threads.submit_read(work, deadline)
 
@@ -186,7 +189,9 @@ class Drive:
         self.file.close()
 
     # Runs in an I/O thread.
-    def _write(self, body: Any, extent: Extent) -> None:
+    def _write(self, view: View, start: int, extent: Extent) -> None:
+        view.before_write()
+        body = view.memory(start, extent.num_bytes)
         done_bytes = 0
         self.statistics.writes.begin()
         try:
@@ -201,7 +206,8 @@ class Drive:
             extent.checksum = self._checksum(body)
 
     # Runs in an I/O thread.
-    def _read(self, body: Any, extent: Extent) -> None:
+    def _read(self, view: View, start: int, extent: Extent) -> None:
+        body = view.memory(start, extent.num_bytes)
         done_bytes = 0
         self.statistics.reads.begin()
         try:
@@ -215,6 +221,7 @@ class Drive:
             raise OSError(
                 errno.EBADMSG, f"checksum mismatch: the drive gave back other bytes ({extent})"
             )
+        view.after_read()
 
     def _left_queue(self, num_bytes: int) -> None:
         with self._lock:
@@ -236,11 +243,14 @@ class Drive:
             except OSError as error:
                 # Not the error itself: its traceback holds this frame and what its callers hold,
                 # memory that is to be freed soon.
-                reason = str(error)
+                reason, number = str(error), error.errno
                 continue
             self._space.give_back(granted - wanted)
             return True
         self._space.give_back(granted)
+        if number not in _NO_ROOM:
+            self._become_failed("the file cannot grow", reason)
+            return False
         self.health = Health.FULL
         logger.warning(
             "activation offload: %s is full (%s); its file holds %s, and what does not fit goes to "
@@ -268,14 +278,18 @@ class Drive:
     def _fail(self, error: Exception) -> None:
         with self._lock:
             self.statistics.failed_writes += 1
-            if self.health is Health.FAILED:
-                return
-            self.health = Health.FAILED
+            if self.health is not Health.FAILED:
+                self._become_failed("a write failed", str(error))
+
+    def _become_failed(self, what: str, reason: str) -> None:
+        """Called under the lock."""
+        self.health = Health.FAILED
         logger.warning(
-            "activation offload: a write in %s failed (%s); its bytes are still in memory and "
-            "nothing is lost; from now on nothing is written there; check the disk",
+            "activation offload: %s: %s (%s); what was to go there is still in memory and nothing "
+            "is lost; from now on nothing is written there; check the disk",
             self.directory,
-            error,
+            what,
+            reason,
         )
 
     def _take_in_freed(self) -> None:

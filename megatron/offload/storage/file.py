@@ -3,7 +3,8 @@
 
 The SSD tier owns one. The file is never reachable by name (O_TMPFILE, or unlinked at once) and has
 mode 0600: the kernel gives its space back however the process ends, and nobody else can open it.
-Reads and writes move whole ranges, whatever the kernel returns per call.
+Reads and writes move whole ranges, whatever the kernel returns per call. A write that returns has
+reached the disk: the page cache is no place to offload to, and it reports no errors.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import mmap
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 from megatron.offload.config import format_size
@@ -23,7 +25,8 @@ from megatron.offload.storage.direct import BUFFERED, direct_alignment
 logger = logging.getLogger(__name__)
 
 _RWF_DONTCACHE = 0x80  # Linux 6.14: buffered I/O that leaves nothing in the page cache
-_WRITE_AND_WAIT = 1 | 2 | 4  # of sync_file_range: what is under way, start the rest, wait
+_START = 2  # of sync_file_range: start to write what is not under way
+_START_AND_WAIT = 1 | 2 | 4  # and wait for all of it
 
 
 class UnlinkedFile:
@@ -42,6 +45,10 @@ class UnlinkedFile:
         self.size_bytes = 0
         self._flags = 0  # of every read and write
         self._drops_cache_itself = False
+        # Serialises the question whether buffered writes reached the disk; the answer is below it.
+        # Held while the disk works on what was written, which needs no thread of ours.
+        self._sync_lock = threading.Lock()
+        self._write_error: OSError | None = None  # of any buffered write so far
         _check_directory(directory)
         fd = None if io == "buffered" else _open_unnamed(directory, os.O_DIRECT)
         alignment = direct_alignment(fd) if fd is not None else None
@@ -81,7 +88,7 @@ class UnlinkedFile:
         """
         if num_bytes:
             try:
-                os.posix_fallocate(self.fd, self.size_bytes, num_bytes)
+                _allocate(self.fd, self.size_bytes, num_bytes)
             except OSError:
                 os.ftruncate(self.fd, self.size_bytes)
                 raise
@@ -95,8 +102,10 @@ class UnlinkedFile:
             if count == 0:
                 raise OSError(errno.EIO, f"the drive took {done} of {len(body)} bytes")
             done += count
+        if self.alignment == BUFFERED:
+            self._wait_for_disk(offset, len(body))
         if self._drops_cache_itself:
-            self._drop_cache(offset, len(body), written=True)
+            self._drop_cache(offset, len(body))
 
     def read(self, body: memoryview, offset: int) -> None:
         """Fills all of `body` from `offset`. Raises OSError, also when the file ends early."""
@@ -107,17 +116,36 @@ class UnlinkedFile:
                 raise OSError(errno.EIO, f"short read: got {done} of {len(body)} bytes")
             done += count
         if self._drops_cache_itself:
-            self._drop_cache(offset, len(body), written=False)
+            self._drop_cache(offset, len(body))
 
     def close(self) -> None:
         """Closes the file, which frees its space. Later calls fail: the number may be reused."""
         fd, self.fd = self.fd, -1
         os.close(fd)
 
-    def _drop_cache(self, offset: int, num_bytes: int, written: bool) -> None:
+    def _wait_for_disk(self, offset: int, num_bytes: int) -> None:
+        """Returns when a buffered range is on the disk. Raises OSError if it, or another, is not.
+
+        The kernel tells of a failed write once, to whoever waits next, though it be for another
+        range. So threads wait in turn, and what one was told holds for all that come later.
+        """
+        _sync_file_range(self.fd, offset, num_bytes, _START)  # all ranges at once; errors: below
+        with self._sync_lock:
+            if self._write_error is None:
+                code = _sync_file_range(self.fd, offset, num_bytes, _START_AND_WAIT)
+                try:
+                    if code in (errno.ENOSYS, errno.ESPIPE):
+                        os.fdatasync(self.fd)  # this system cannot sync a range
+                    elif code:
+                        raise OSError(code, os.strerror(code))
+                except OSError as error:
+                    self._write_error = OSError(error.errno, error.strerror)
+            failed = self._write_error
+        if failed is not None:
+            raise OSError(failed.errno, failed.strerror)
+
+    def _drop_cache(self, offset: int, num_bytes: int) -> None:
         """Frees the page cache of a range, else buffered offload would only rename the memory."""
-        if written and _sync_file_range(self.fd, offset, num_bytes, _WRITE_AND_WAIT):
-            os.fdatasync(self.fd)  # this file system cannot sync a range
         os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
@@ -189,10 +217,30 @@ def _works(fd: int, num_bytes: int, flags: int = 0) -> bool:
             os.ftruncate(fd, 0)
 
 
+def _allocate(fd: int, offset: int, num_bytes: int) -> None:
+    """Reserves space on the disk. Raises OSError."""
+    try:
+        os.posix_fallocate(fd, offset, num_bytes)
+        return
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # No fallocate here (NFS, ext3): the C library writes a byte into every block instead, which
+    # direct I/O refuses. A second, buffered descriptor of the same file takes them.
+    buffered_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(buffered_fd, offset, num_bytes)
+        os.fdatasync(buffered_fd)
+        os.posix_fadvise(buffered_fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(buffered_fd)
+
+
 def _sync_file_range(fd: int, offset: int, num_bytes: int, flags: int) -> int:
-    """The system call of that name, which Python lacks; not 0 if it failed."""
+    """The system call of that name, which Python lacks; 0 or an error number."""
     call = ctypes.CDLL(None, use_errno=True).sync_file_range
-    return int(call(fd, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags))
+    failed = call(fd, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags)
+    return ctypes.get_errno() if failed else 0
 
 
 def no_space(directory: Path, wanted_bytes: int, error: OSError) -> ConfigurationError:

@@ -27,7 +27,9 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage.direct import Alignment, Edges
+from megatron.offload.storage.access import Access, View
+from megatron.offload.storage.device import Device
+from megatron.offload.storage.direct import Alignment, Cut
 from megatron.offload.storage.drive import FILE_BLOCK_BYTES, DriveFile
 from megatron.offload.storage.file import UnlinkedFile
 from megatron.offload.storage.ssd import SsdTier
@@ -182,7 +184,7 @@ class GdsTier(SsdTier):
     threads (kvikio starts with 1 for all), and reads past the page cache in compatibility mode.
 
     Args:
-        device: where the storages are that come back; None: the current CUDA device.
+        device: where the storages are.
         num_threads: I/O threads per directory, the queue depth that each drive sees.
         verify: must be False: checksums are computed in host memory.
 
@@ -194,7 +196,7 @@ class GdsTier(SsdTier):
         self,
         directories: Sequence[Path],
         *,
-        device: torch.device | None = None,
+        device: Device,
         num_threads: int = 4,
         verify: bool = False,
         **options: Any,
@@ -212,25 +214,47 @@ class GdsTier(SsdTier):
             "activation offload: %s",
             status.line,
         )
-        self._device = device or torch.device("cuda", torch.cuda.current_device())
         self._kind = "GPUDirect" if status.is_gpudirect else "kvikio through host memory"
         _set_defaults(num_threads * len(directories))
-        super().__init__(directories, num_threads=num_threads, **options)
+        super().__init__(directories, num_threads=num_threads, device=device, **options)
 
     def _open_file(self, directory: Path, io: str) -> DriveFile:
         return GdsFile(directory, self._kind)
 
-    def _cut(self, address: int, num_bytes: int) -> Edges:
-        return Edges(0, num_bytes, 0)
+    def _open_access(self, alignment: Alignment) -> Access:
+        return _FromDevice(self._device)
 
-    def _memory_at(self, address: int, num_bytes: int) -> DeviceMemory:
-        """Called when a transfer begins, in the thread whose current stream uses the memory."""
-        ready = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
-        ready.record(torch.cuda.current_stream(self._device))
-        return DeviceMemory(address, num_bytes, ready)
 
-    def _new_storage(self, num_bytes: int, head_bytes: int) -> torch.UntypedStorage:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
+class _FromDevice:
+    """The drive works on the device's own memory. See `Access` for the calls."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def for_writing(self, source: torch.UntypedStorage) -> View:
+        return _DeviceView(source, self._device.mark())
+
+    def for_reading(self, cut: Cut, num_parts: int) -> tuple[torch.UntypedStorage, View]:
+        target = self._device.new_storage(cut.num_bytes)
+        return target, _DeviceView(target, self._device.mark())
+
+
+class _DeviceView:
+    """See `View`. kvikio takes any address and size, so all is body."""
+
+    def __init__(self, storage: torch.UntypedStorage, ready: torch.cuda.Event) -> None:
+        self._storage = storage
+        self._ready = ready
+        self.cut = Cut(storage.nbytes(), b"", storage.nbytes(), b"")
+
+    def memory(self, start: int, num_bytes: int) -> DeviceMemory:
+        return DeviceMemory(self._storage.data_ptr() + start, num_bytes, self._ready)
+
+    def before_write(self) -> None:
+        pass
+
+    def after_read(self) -> None:
+        pass
 
 
 def _unavailable(line: str) -> GdsStatus:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations in host memory: `HostTier`. The engine opens one for the modes `host` and `tiered`.
 
-I/O threads copy between a storage's memory and an arena that reuses freed ranges. It takes
-storages in host memory only; on a CPU "device memory" is such memory.
+I/O threads have the device copy between a storage's memory and an arena that reuses freed ranges.
+On a CPU that is one part of host memory and another, which frees none: for trying things out.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from megatron.offload.config import MIB, format_size
 from megatron.offload.storage.arena import HostArena
 from megatron.offload.storage.bandwidth import BandwidthMeter
 from megatron.offload.storage.budget import ByteBudget
+from megatron.offload.storage.device import CpuDevice, Device
 from megatron.offload.storage.io_threads import IoThreads
 from megatron.offload.storage.tier import Block, TierStatistics
 from megatron.offload.storage.transfer import Transfer
@@ -41,7 +44,7 @@ class HostTier:
         budget_bytes: most bytes that it may ever hold; 0: it takes nothing.
         inflight: bounds the bytes queued or being written; beyond it `begin_write` waits.
         num_threads: copies that run at the same time.
-        pinned: page-locked memory, for CUDA.
+        device: where the storages are; None: in host memory.
 
     Raises:
         ConfigurationError: memory of that kind or size cannot be had; the message says why.
@@ -53,11 +56,12 @@ class HostTier:
         *,
         inflight: ByteBudget | None = None,
         num_threads: int = 2,
-        pinned: bool = False,
+        device: Device | None = None,
     ) -> None:
         self.statistics = TierStatistics()
         self.limit_bytes: int | None = budget_bytes
-        self._arena = HostArena(budget_bytes, pinned)
+        self._device = device or CpuDevice()
+        self._arena = HostArena(budget_bytes, pinned=self._device.pins_host_memory)
         self._inflight = inflight or ByteBudget(512 * MIB)
         self._is_used_up = False
         # They copy; they wait for the queue and for nothing else.
@@ -85,7 +89,6 @@ class HostTier:
 
     def begin_write(self, source: torch.UntypedStorage) -> tuple[HostBlock, Transfer] | None:
         """See `Tier.begin_write`."""
-        assert source.device.type == "cpu", source.device
         num_bytes = source.nbytes()
         offset = self._arena.allocate(num_bytes)
         if offset is None:
@@ -93,12 +96,17 @@ class HostTier:
             return None
         block = HostBlock(self, offset, num_bytes)
         address = self._arena.address(offset)
+        mark = self._device.mark()
         self._inflight.acquire(num_bytes)
 
         def work(_: HostBlock = block) -> None:  # the block holds the range until the copy is done
-            self._write(address, source)
+            self._write(source, address, mark)
 
-        transfer = self._threads.submit_write(work, num_bytes)
+        try:
+            transfer = self._threads.submit_write(work, num_bytes)
+        except BaseException:
+            self._inflight.release(num_bytes)
+            raise
         transfer.add_done_callback(lambda _: self._inflight.release(num_bytes))
         return block, transfer
 
@@ -107,11 +115,13 @@ class HostTier:
     ) -> tuple[torch.UntypedStorage, Transfer]:
         """See `Tier.begin_read`."""
         assert block.offset is not None, "the block was freed"
-        target = torch.empty(block.num_bytes, dtype=torch.uint8).untyped_storage()
+        target = self._device.new_storage(block.num_bytes)
         address = self._arena.address(block.offset)
+        mark = self._device.mark()
 
         def work(_: HostBlock = block) -> None:
-            _copy(target.data_ptr(), address, target.nbytes(), self.statistics.reads)
+            with _counted(self.statistics.reads, block.num_bytes):
+                self._device.copy_from_host(address, target, mark)
 
         return target, self._threads.submit_read(work, deadline)
 
@@ -127,9 +137,10 @@ class HostTier:
         self._arena.close()
 
     # Runs in an I/O thread.
-    def _write(self, address: int, source: torch.UntypedStorage) -> None:
+    def _write(self, source: torch.UntypedStorage, address: int, mark: Any) -> None:
         try:
-            _copy(address, source.data_ptr(), source.nbytes(), self.statistics.writes)
+            with _counted(self.statistics.writes, source.nbytes()):
+                self._device.copy_to_host(source, address, mark)
         except Exception:
             self.statistics.failed_writes += 1
             raise
@@ -146,12 +157,13 @@ class HostTier:
         )
 
 
-def _copy(target: int, source: int, num_bytes: int, meter: BandwidthMeter) -> None:
-    """Copies between addresses; releases the interpreter lock meanwhile."""
+@contextlib.contextmanager
+def _counted(meter: BandwidthMeter, num_bytes: int) -> Iterator[None]:
+    """Around a transfer of so many bytes."""
     done_bytes = 0
     meter.begin()
     try:
-        ctypes.memmove(target, source, num_bytes)
+        yield
         done_bytes = num_bytes
     finally:
         meter.end(done_bytes)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.policy import Placement
+from megatron.offload.storage.arena import HostArena
 from megatron.offload.storage.budget import ByteBudget
 from megatron.offload.storage.checksum import load_checksum
+from megatron.offload.storage.device import Device
 from megatron.offload.storage.file import check_room
 from megatron.offload.storage.gds import GdsTier, gds_status
 from megatron.offload.storage.host import HostTier
@@ -23,12 +25,18 @@ from megatron.offload.storage.tiered import TieredTier
 
 
 def open_tiers(
-    config: OffloadConfig, inflight: ByteBudget, *, reserve_bytes: int, num_local_ranks: int
+    config: OffloadConfig,
+    device: Device,
+    inflight: ByteBudget,
+    *,
+    reserve_bytes: int,
+    num_local_ranks: int,
 ) -> dict[Placement, Tier]:
     """A tier for every placement that the mode allows.
 
     Args:
         config: must have offload enabled.
+        device: where activations live.
         inflight: bounds the bytes on their way to all tiers together.
         reserve_bytes: SSD space to allocate at once, unless the budget says otherwise.
         num_local_ranks: processes on this machine, which share its memory.
@@ -39,9 +47,13 @@ def open_tiers(
     tiers: dict[Placement, Tier] = {}
     if config.uses_host:
         budget_bytes = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
-        tiers[Placement.HOST] = HostTier(budget_bytes, inflight=inflight)
+        tiers[Placement.HOST] = HostTier(budget_bytes, inflight=inflight, device=device)
     if config.uses_ssd:
         kind = GdsTier if config.io == "gds" else SsdTier
+        staging = None
+        if not device.is_host and config.io != "gds":
+            # What is being written and what is being read ahead, each at its bound.
+            staging = HostArena(2 * config.inflight_bytes, pinned=device.pins_host_memory)
         budget = config.ssd_budget_bytes
         tiers[Placement.SSD] = kind(
             config.directories,
@@ -52,6 +64,8 @@ def open_tiers(
             io=config.io,
             write_bytes_per_s=config.write_bytes_per_s,
             verify=config.verify == "checksum",
+            device=device,
+            staging=staging,
         )
     if len(tiers) > 1:
         tiers[Placement.TIERED] = TieredTier(list(tiers.values()))

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations on SSDs: `SsdTier`, one drive per mount point and large storages striped over them.
 
-On a CPU it writes straight from, and reads straight into, the memory that tensors use (`direct.py`
-says how). The I/O itself is the drives'.
+How a drive gets at a storage's bytes is `access.py`'s part, the I/O itself the drives'.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron.offload.config import MIB
+from megatron.offload.storage.access import Access, InPlace, Staged
+from megatron.offload.storage.arena import HostArena
 from megatron.offload.storage.bandwidth import BandwidthMeter
 from megatron.offload.storage.budget import ByteBudget, RateLimit, SpaceBudget
 from megatron.offload.storage.checksum import load_checksum
-from megatron.offload.storage.direct import Alignment, Edges, aligned_storage, cut, memory_at
+from megatron.offload.storage.device import CpuDevice, Device
+from megatron.offload.storage.direct import Alignment, Cut
 from megatron.offload.storage.drive import Drive, DriveFile, Extent, Health
 from megatron.offload.storage.file import UnlinkedFile
 from megatron.offload.storage.striping import Lane, stripe
@@ -27,15 +27,11 @@ from megatron.offload.storage.transfer import Transfer, gather
 
 
 class SsdBlock(Block):
-    """One storage's bytes: extents that hold the aligned body, the two edges in memory."""
+    """One storage's bytes: extents that hold the body, the edges in memory."""
 
-    def __init__(
-        self, tier: SsdTier, edges: Edges, head: bytes, tail: bytes, extents: list[Extent]
-    ) -> None:
-        super().__init__(tier, sum(edges))
-        self.edges = edges
-        self.head = head
-        self.tail = tail
+    def __init__(self, tier: SsdTier, cut: Cut, extents: list[Extent]) -> None:
+        super().__init__(tier, cut.num_bytes)
+        self.cut = cut
         self.extents = extents
 
     def __str__(self) -> str:
@@ -55,6 +51,8 @@ class SsdTier:
         io: `auto`, `direct` or `buffered`, see `OffloadConfig.io`.
         write_bytes_per_s: bounds the write bandwidth of all drives together; None: no bound.
         verify: compare a checksum of what is read with that of what was written.
+        device: where the storages are; None: in host memory.
+        staging: host buffers for a device whose memory is not host memory; closed with the tier.
 
     Raises:
         ConfigurationError: a directory cannot hold its file; the message says why.
@@ -71,8 +69,12 @@ class SsdTier:
         io: str = "auto",
         write_bytes_per_s: float | None = None,
         verify: bool = False,
+        device: Device | None = None,
+        staging: HostArena | None = None,
     ) -> None:
         self.limit_bytes = budget_bytes
+        self._device = device or CpuDevice()
+        self._staging = staging
         space = SpaceBudget(budget_bytes)
         write_limit = RateLimit(write_bytes_per_s) if write_bytes_per_s else None
         checksum = load_checksum() if verify else None
@@ -93,11 +95,12 @@ class SsdTier:
             self.close()
             raise
         self._inflight = inflight or ByteBudget(512 * MIB)
-        # An address or offset that suits every drive: alignments are powers of two.
+        # What suits every drive: alignments are powers of two.
         self._alignment = Alignment(
             max(drive.file.alignment.memory for drive in self.drives),
             max(drive.file.alignment.offset for drive in self.drives),
         )
+        self._access = self._open_access(self._alignment)
 
     def __str__(self) -> str:
         return ", ".join(str(drive) for drive in self.drives)
@@ -127,22 +130,17 @@ class SsdTier:
         return sum(drive.file.size_bytes for drive in self.drives)
 
     def begin_write(self, source: torch.UntypedStorage) -> tuple[SsdBlock, Transfer] | None:
-        """See `Tier.begin_write`. The edges are copied now, the body by I/O threads."""
-        address, num_bytes = source.data_ptr(), source.nbytes()
-        edges = self._cut(address, num_bytes)
-        extents = self._allocate(edges.body_bytes)
+        """See `Tier.begin_write`."""
+        view = self._access.for_writing(source)
+        extents = self._allocate(view.cut.body_bytes)
         if extents is None:
             return None
-        head = ctypes.string_at(address, edges.head_bytes)
-        tail = ctypes.string_at(address + num_bytes - edges.tail_bytes, edges.tail_bytes)
-        block = SsdBlock(self, edges, head, tail, extents)
+        block = SsdBlock(self, view.cut, extents)
+        num_bytes = block.num_bytes
         self._inflight.acquire(num_bytes)
         try:
             transfer = gather(
-                [
-                    extent.drive.begin_write(memory, extent, keep_alive=(source, block))
-                    for memory, extent in self._places(address, block)
-                ]
+                [e.drive.begin_write(view, start, e, block) for start, e in _places(block)]
             )
         except BaseException:
             self._inflight.release(num_bytes)
@@ -153,17 +151,10 @@ class SsdTier:
     def begin_read(
         self, block: SsdBlock, deadline: float = 0.0
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """See `Tier.begin_read`. The target is aligned like the source was."""
-        head, body, tail = block.edges
-        target = self._new_storage(block.num_bytes, head)
-        address = target.data_ptr()
-        ctypes.memmove(address, block.head, head)
-        ctypes.memmove(address + head + body, block.tail, tail)
+        """See `Tier.begin_read`."""
+        target, view = self._access.for_reading(block.cut, len(block.extents))
         return target, gather(
-            [
-                extent.drive.begin_read(memory, extent, deadline, keep_alive=(target, block))
-                for memory, extent in self._places(address, block)
-            ]
+            [e.drive.begin_read(view, start, e, block, deadline) for start, e in _places(block)]
         )
 
     def free(self, block: SsdBlock) -> None:
@@ -176,6 +167,8 @@ class SsdTier:
         """Cancels what is queued, waits for what is under way, frees the files' space."""
         for drive in self.drives:
             drive.close()
+        if self._staging is not None:
+            self._staging.close()
 
     def _allocate(self, num_bytes: int) -> list[Extent] | None:
         """Extents for a body, on drives that take it; None: no drive has room."""
@@ -198,23 +191,19 @@ class SsdTier:
             drives.remove(refused)
         return None
 
-    def _places(self, address: int, block: SsdBlock) -> Iterator[tuple[Any, Extent]]:
-        """Each extent with the memory of its bytes, for a storage that begins at `address`."""
-        start = address + block.edges.head_bytes
-        for extent in block.extents:
-            yield self._memory_at(start, extent.num_bytes), extent
-            start += extent.num_bytes
-
-    # What depends on where the bytes come from; a tier for other memory overrides these.
-
     def _open_file(self, directory: Path, io: str) -> DriveFile:
         return UnlinkedFile(directory, io)
 
-    def _cut(self, address: int, num_bytes: int) -> Edges:
-        return cut(address, num_bytes, self._alignment)
+    def _open_access(self, alignment: Alignment) -> Access:
+        if self._device.is_host:
+            return InPlace(alignment)
+        assert self._staging is not None
+        return Staged(alignment, self._device, self._staging)
 
-    def _memory_at(self, address: int, num_bytes: int) -> Any:
-        return memory_at(address, num_bytes)
 
-    def _new_storage(self, num_bytes: int, head_bytes: int) -> torch.UntypedStorage:
-        return aligned_storage(num_bytes, head_bytes, self._alignment)
+def _places(block: SsdBlock) -> Iterator[tuple[int, Extent]]:
+    """Each extent, and where in the body its bytes begin."""
+    start = 0
+    for extent in block.extents:
+        yield start, extent
+        start += extent.num_bytes

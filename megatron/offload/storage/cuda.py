@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CUDA GPU as the tiers see it: `CudaDevice`. The only file that copies with `torch.cuda`.
+
+See Note [Who waits for whom] in `device.py`. Copies run on two streams of their own, so that they
+overlap compute and each other; host memory should be pinned, else CUDA copies through a buffer of
+its own and holds the copying thread up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from megatron.offload.storage.direct import memory_at
+
+
+class CudaDevice:
+    """See `Device` for the calls. Thread-safe."""
+
+    is_host = False
+    pins_host_memory = True
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._store = torch.cuda.Stream(self.device)  # device to host, while forward computes
+        self._load = torch.cuda.Stream(self.device)  # host to device, while backward computes
+
+    def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
+        """See `Device`. Belongs to the current stream, as memory that compute allocates does."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def mark(self) -> torch.cuda.Event:
+        """See `Device`."""
+        event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def copy_to_host(
+        self, source: torch.UntypedStorage, address: int, after: torch.cuda.Event
+    ) -> None:
+        """See `Device`."""
+        self._copy(_bytes_at(address, source.nbytes()), _bytes_of(source), self._store, after)
+
+    def copy_from_host(
+        self, address: int, target: torch.UntypedStorage, after: torch.cuda.Event
+    ) -> None:
+        """See `Device`."""
+        self._copy(_bytes_of(target), _bytes_at(address, target.nbytes()), self._load, after)
+
+    def allocated_bytes(self) -> int:
+        """What tensors take; the allocator's reserve does not count."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        """See `Device`."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int:
+        """See `Device`."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def return_freed_memory(self) -> None:
+        """Nothing to do: `allocated_bytes` counts no freed memory."""
+
+    @contextlib.contextmanager
+    def annotate(self, name: str) -> Iterator[None]:
+        """Both in NVTX (Nsight) and in torch's profiler."""
+        with torch.profiler.record_function(name), torch.cuda.nvtx.range(name):
+            yield
+
+    def _copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        stream: torch.cuda.Stream,
+        after: torch.cuda.Event,
+    ) -> None:
+        """Runs in an I/O thread. Its own event, not the stream: other threads queue copies too."""
+        with torch.cuda.stream(stream):
+            stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # the thread sleeps instead of spinning
+            done.record(stream)
+        done.synchronize()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(memory_at(address, num_bytes), dtype=torch.uint8)

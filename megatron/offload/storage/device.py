@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tiers need of the device that computes: the `Device` protocol, and `CpuDevice`.
+
+`cuda.py` has the CUDA one; the tests have one that only simulates an asynchronous device. Nothing
+outside these files calls a device's own interface.
+
+Note [Who waits for whom]
+Compute queues its operations and runs ahead of the device. A `Mark` is a moment in that queue.
+- A copy to the host must not read what is still being produced: it waits for the mark set when the
+  storage was saved.
+- A copy from the host must not fill memory that the allocator took from a storage whose last
+  operations are still queued: it waits for the mark set when the memory was allocated.
+- Both copies return when the bytes have arrived, in the I/O thread that made them. So whoever waits
+  for a transfer may use its memory at once, or let it be reused, and needs no mark of its own.
+The thread that trains waits for transfers only, never for the device. A transfer holds the memory
+at both of its ends, so the allocator never sees a storage that a copy still touches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.storage.allocator import return_freed_memory
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+
+
+class Device(Protocol):
+    """The memory that activations live in, and the queue of work that uses it."""
+
+    device: torch.device
+    is_host: bool  # its memory is host memory: I/O may work on it in place
+    pins_host_memory: bool  # copies overlap only with page-locked host memory
+
+    def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
+        """Fresh memory on the device, contents undefined. Called by threads that compute."""
+        ...
+
+    def mark(self) -> Any:
+        """This moment in the queue of the thread that calls, which computes."""
+        ...
+
+    def copy_to_host(self, source: torch.UntypedStorage, address: int, after: Any) -> None:
+        """Copies a whole storage to host memory, after a mark. Returns when it is done."""
+        ...
+
+    def copy_from_host(self, address: int, target: torch.UntypedStorage, after: Any) -> None:
+        """Fills a whole storage from host memory, after a mark. Returns when it is done."""
+        ...
+
+    def allocated_bytes(self) -> int:
+        """Device memory that this process uses."""
+        ...
+
+    def reset_peak(self) -> None:
+        """`peak_bytes` counts from now on."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most of `allocated_bytes` at any moment since `reset_peak`."""
+        ...
+
+    def return_freed_memory(self) -> None:
+        """Makes `allocated_bytes` free of what is only held for reuse, where it counts that."""
+        ...
+
+    def annotate(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """A range with this name in profiles and traces."""
+        ...
+
+
+class CpuDevice:
+    """A CPU: operations are done when they return; its memory is the process's resident set."""
+
+    device = torch.device("cpu")
+    is_host = True
+    pins_host_memory = False
+
+    def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
+        """See `Device`."""
+        return torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+
+    def mark(self) -> None:
+        """Nothing is ever queued."""
+
+    def copy_to_host(self, source: torch.UntypedStorage, address: int, after: None) -> None:
+        """See `Device`. Releases the interpreter lock meanwhile."""
+        ctypes.memmove(address, source.data_ptr(), source.nbytes())
+
+    def copy_from_host(self, address: int, target: torch.UntypedStorage, after: None) -> None:
+        """See `Device`. Releases the interpreter lock meanwhile."""
+        ctypes.memmove(target.data_ptr(), address, target.nbytes())
+
+    def allocated_bytes(self) -> int:
+        """The resident set."""
+        return _status_bytes("VmRSS")
+
+    def reset_peak(self) -> None:
+        """The kernel tracks the peak, so short ones are not missed."""
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+
+    def peak_bytes(self) -> int:
+        """The resident set's peak."""
+        return _status_bytes("VmHWM")
+
+    def return_freed_memory(self) -> None:
+        """See `allocator.py`."""
+        return_freed_memory()
+
+    def annotate(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """See `Device`."""
+        return torch.profiler.record_function(name)
+
+
+def open_device(device: torch.device | str) -> Device:
+    """The layer for a torch device.
+
+    Raises:
+        ConfigurationError: there is none for its kind.
+    """
+    from megatron.offload.storage.cuda import CudaDevice
+
+    device = torch.device(device)
+    if device.type == "cpu":
+        return CpuDevice()
+    if device.type == "cuda":
+        return CudaDevice(device)
+    raise ConfigurationError(
+        f"activations on a {device.type} device cannot be offloaded, only on cuda and cpu; use "
+        "--activation-offload off"
+    )
+
+
+def _status_bytes(field: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_STATUS} has no {field}: peak memory on a CPU needs Linux")
