@@ -12,8 +12,9 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 
@@ -22,9 +23,9 @@ from megatron.offload.errors import ConfigurationError, StorageError
 from megatron.offload.placement.policy import OffloadAll, Placement, Policy
 from megatron.offload.report.statistics import StepStatistics
 from megatron.offload.restore.prefetch import Prefetcher, Tape
-from megatron.offload.saved.cache import TensorCache
+from megatron.offload.saved.cache import LongLived, Span, TensorCache, span_of
 from megatron.offload.saved.graph import saved_tensors_between
-from megatron.offload.saved.hooks import SavedTensorHooks
+from megatron.offload.saved.hooks import SavedTensorHooks, is_small_part
 from megatron.offload.saved.record import SavedStorage, State
 from megatron.offload.saved.scope import Scope
 from megatron.offload.storage.allocator import MIMALLOC, allocator_name
@@ -37,6 +38,7 @@ from megatron.offload.storage.tier import Tier
 logger = logging.getLogger(__name__)
 
 _NOW = float("-inf")  # the deadline of a read that compute waits for
+_HAS_HOOKS = "hooks have already been set"  # autograd's words: somebody else has taken this tensor
 
 
 class OffloadEngine:
@@ -137,14 +139,30 @@ class OffloadEngine:
         inputs = list(inputs)
         # A stage's input is held by the schedule until its backward: moving it frees nothing.
         held = {t.untyped_storage()._cdata for t in inputs if t.is_leaf}
+        found = [
+            (saved, tensor, storage)
+            for saved, tensor in saved_tensors_between(outputs, inputs)
+            if (storage := self._cache.movable(tensor)) is not None and storage._cdata not in held
+        ]
+        needed_whole = _covered([(tensor, storage) for _, tensor, storage in found])
         outer, self._scope = self._scope, scope
         try:
-            for saved, tensor in saved_tensors_between(outputs, inputs):
-                if self._hooks.takes(tensor) and tensor.untyped_storage()._cdata not in held:
-                    with contextlib.suppress(RuntimeError):  # has hooks already: stays with them
-                        saved.register_hooks(self._hooks.pack, self._hooks.unpack)
+            for saved, _, storage in found:
+                if self.wants(storage.nbytes()):
+                    is_whole = storage._cdata in needed_whole
+                    pack = self._hooks.pack_whole if is_whole else self._hooks.pack
+                    self._register(saved, pack)
         finally:
             self._scope = outer
+
+    def _register(self, saved: Any, pack: Callable[[torch.Tensor], Any]) -> None:
+        """Hooks one saved tensor, which calls `pack` at once."""
+        try:
+            saved.register_hooks(pack, self._hooks.unpack)
+        except RuntimeError as error:
+            if _HAS_HOOKS not in str(error):
+                raise
+            self.statistics.foreign_hooks += 1
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """The hooks as a context, for models without layers that can be captured one by one."""
@@ -181,9 +199,9 @@ class OffloadEngine:
         """Where activations go, for people."""
         return " and ".join(str(tier) for tier in self._own_tiers.values())
 
-    def wants(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the policy sends this storage to a tier."""
-        return self._policy.place(self._scope, storage.nbytes()) in self._tiers
+    def wants(self, num_bytes: int) -> bool:
+        """Whether the policy sends so many bytes of the present scope to a tier."""
+        return self._policy.place(self._scope, num_bytes) in self._tiers
 
     def saved(self, record: SavedStorage, *, is_new: bool) -> None:
         """Starts the write of a new record; notes every save on the tape."""
@@ -243,6 +261,11 @@ class OffloadEngine:
     # -- What the tiers did ---------------------------------------------------------------------
 
     @property
+    def long_lived(self) -> list[LongLived]:
+        """Storages that were found to outlive the step and stay in memory."""
+        return self._cache.long_lived
+
+    @property
     def drive_written_bytes(self) -> dict[str, int]:
         """Bytes written to each SSD directory since the engine was opened."""
         ssd = self._tiers.get(Placement.SSD)
@@ -277,6 +300,17 @@ class OffloadEngine:
             statistics = ssd.statistics
             step.write_bytes_per_s = statistics.writes.bytes_per_s or 0.0
             step.read_bytes_per_s = statistics.reads.bytes_per_s or 0.0
+
+
+def _covered(found: Sequence[tuple[torch.Tensor, torch.UntypedStorage]]) -> set[int]:
+    """The storages of which these tensors together cover so much that all of it should move."""
+    spans: dict[int, set[Span]] = {}
+    sizes: dict[int, int] = {}
+    for tensor, storage in found:
+        if is_small_part(tensor, storage):
+            spans.setdefault(storage._cdata, set()).add(span_of(tensor))
+            sizes[storage._cdata] = storage.nbytes()
+    return {c for c, own in spans.items() if sum(s.num_bytes for s in own) * 2 > sizes[c]}
 
 
 def _end_of_write(record: SavedStorage) -> Callable[[Future[None]], None]:

@@ -14,6 +14,7 @@ class StepStatistics:
     offloaded_bytes: int = 0  # handed to a tier
     offloaded_storages: int = 0
     deduplicated_bytes: int = 0  # saved again while already taken: moved no second time
+    foreign_hooks: int = 0  # saved tensors left alone because somebody else has hooked them
     kept_bytes: int = 0  # wanted by the policy, but the tiers were full or failed
     forwarded_bytes: int = 0  # needed while still in memory: no read
     written_bytes: int = 0  # reached the SSDs

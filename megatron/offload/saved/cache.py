@@ -8,12 +8,19 @@ A storage is known by the address of its `StorageImpl`, together with a weak ref
 weak reference keeps that address from being given to another storage, so as long as an entry is
 there, an equal address is the same storage: never a new one that happens to lie where an old one
 was. The bytes are also the same only if the version counter stands where it stood.
+
+Note [Gathered views]
+A view that covers a small part of a storage would drag all of it along. Its span, from its first
+byte to its last, is copied to a storage of its own instead, and that one moves. A layer that saves
+several views of one storage usually needs all of it: whoever sees them together (the engine, at
+the end of a layer) asks for the whole.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,13 +29,41 @@ from megatron.offload.saved.record import SavedReference, SavedStorage, storage_
 from megatron.offload.saved.scope import Scope
 
 
+class Span(NamedTuple):
+    """A range of a storage, in bytes."""
+
+    start_bytes: int
+    num_bytes: int
+
+
+class LongLived(NamedTuple):
+    """A storage that was found to outlive the step: it stays in memory from then on."""
+
+    scope: Scope
+    dtype: torch.dtype
+    shape: torch.Size
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {tuple(self.shape)}, first saved in {self.scope}"
+
+
+class _Entry(NamedTuple):
+    storage: StorageWeakRef  # that autograd saved; the record's own may be a copy of a part
+    record: SavedReference
+    dtype: torch.dtype
+    shape: torch.Size
+    scope: Scope
+
+
 class TensorCache:
     """Records by storage identity, and the storages that stay where they are."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._records: dict[int, tuple[StorageWeakRef, SavedReference]] = {}
+        self._entries: dict[tuple[int, Span], _Entry] = {}
         self._excluded: dict[int, StorageWeakRef] = {}
+        self.long_lived: list[LongLived] = []  # learned so far
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors' storages never move: parameters, buffers, optimizer state, inputs."""
@@ -57,16 +92,25 @@ class TensorCache:
             return None
         return storage
 
-    def find(self, storage: torch.UntypedStorage, version: int) -> SavedStorage | None:
+    def find(self, storage: torch.UntypedStorage, span: Span, version: int) -> SavedStorage | None:
         """The live record of exactly these bytes, if they were saved before."""
-        entry = self._records.get(storage._cdata)
-        record = entry[1]() if entry is not None else None
+        entry = self._entries.get((storage._cdata, span))
+        record = entry.record() if entry is not None else None
         return record if record is not None and record.version == version else None
 
-    def add(self, storage: torch.UntypedStorage, scope: Scope, version: int) -> SavedStorage:
-        """A new record for a storage that `find` does not know."""
-        record = SavedStorage(storage, scope, version)
-        self._records[storage._cdata] = (record.origin, weakref.ref(record))
+    def add(
+        self, storage: torch.UntypedStorage, span: Span, tensor: torch.Tensor, scope: Scope
+    ) -> SavedStorage:
+        """A new record for a span that `find` does not know, a copy unless it is the whole."""
+        own = storage if span == whole(storage) else _copy_of(storage, span)
+        record = SavedStorage(own, scope, tensor._version)
+        self._entries[storage._cdata, span] = _Entry(
+            record.origin if own is storage else StorageWeakRef(storage),
+            weakref.ref(record),
+            tensor.dtype,
+            tensor.shape,
+            scope,
+        )
         return record
 
     def end_step(self) -> int:
@@ -76,19 +120,50 @@ class TensorCache:
         from step to step (an attention mask, a rotary table): moving it never frees anything.
         """
         learned_bytes = 0
-        for cdata, (weak, reference) in list(self._records.items()):
-            record = reference()
-            if record is not None and not weak.expired():
+        for key, entry in list(self._entries.items()):
+            cdata, _ = key
+            record = entry.record()
+            if record is not None and not entry.storage.expired():
                 continue  # its graph is still alive
-            del self._records[cdata]
-            if record is None and not weak.expired() and cdata not in self._excluded:
-                storage = storage_if_alive(weak)
+            del self._entries[key]
+            if record is None and not entry.storage.expired() and cdata not in self._excluded:
+                storage = storage_if_alive(entry.storage)
                 if storage is not None:
-                    self._excluded[cdata] = weak
+                    self._excluded[cdata] = entry.storage
                     learned_bytes += storage.nbytes()
+                    self._note_long_lived(entry, storage.nbytes())
         for cdata in [c for c, weak in self._excluded.items() if weak.expired()]:
             del self._excluded[cdata]
         return learned_bytes
+
+    def _note_long_lived(self, entry: _Entry, num_bytes: int) -> None:
+        if len(self.long_lived) < _MOST_LONG_LIVED:
+            found = LongLived(entry.scope, entry.dtype, entry.shape, num_bytes)
+            self.long_lived.append(found)
+
+
+_MOST_LONG_LIVED = (
+    100  # a list for people; a trainer that makes new ones each step must not grow it
+)
+
+
+def whole(storage: torch.UntypedStorage) -> Span:
+    """All of it."""
+    return Span(0, storage.nbytes())
+
+
+def span_of(tensor: torch.Tensor) -> Span:
+    """From the tensor's first byte in its storage to its last."""
+    if tensor.numel() == 0:
+        return Span(0, 0)
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    size = tensor.element_size()
+    return Span(int(tensor.storage_offset()) * size, (int(last) + 1) * size)
+
+
+def _copy_of(storage: torch.UntypedStorage, span: Span) -> torch.UntypedStorage:
+    source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return source[span.start_bytes :][: span.num_bytes].clone().untyped_storage()
 
 
 def _has_plain_storage(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from megatron.offload.saved.cache import TensorCache
+from megatron.offload.saved.cache import TensorCache, span_of, whole
 from megatron.offload.saved.record import SavedStorage, SavedView
 from megatron.offload.saved.scope import Scope
 
@@ -24,8 +24,8 @@ class Mover(Protocol):
         """Where in the step we are."""
         ...
 
-    def wants(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the policy moves this storage out of device memory."""
+    def wants(self, num_bytes: int) -> bool:
+        """Whether the policy moves so many bytes of this scope out of device memory."""
         ...
 
     def saved(self, record: SavedStorage, *, is_new: bool) -> None:
@@ -44,23 +44,15 @@ class SavedTensorHooks:
         self._cache = cache
         self._mover = mover
 
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether `pack` would replace this tensor."""
-        storage = self._cache.movable(tensor)
-        return storage is not None and self._mover.wants(storage)
-
     def pack(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
         """What autograd keeps instead of `tensor`: a view record, or the tensor if it stays."""
         storage = self._cache.movable(tensor)
-        if storage is None or not self._mover.wants(storage):
-            return tensor
-        record = self._cache.find(storage, tensor._version)
-        is_new = record is None
-        if record is None:
-            record = self._cache.add(storage, self._mover.scope, tensor._version)
-        view = SavedView(record, tensor)
-        self._mover.saved(record, is_new=is_new)
-        return view
+        return tensor if storage is None else self._take(tensor, storage, moves_whole=False)
+
+    def pack_whole(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
+        """The same for a tensor whose whole storage is needed, by it and others together."""
+        storage = self._cache.movable(tensor)
+        return tensor if storage is None else self._take(tensor, storage, moves_whole=True)
 
     def unpack(self, packed: SavedView | torch.Tensor) -> torch.Tensor:
         """The saved tensor, bit for bit.
@@ -76,3 +68,28 @@ class SavedTensorHooks:
         tensor = packed.rebuild(memory)
         packed.saved.view_used()
         return tensor
+
+    def _take(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, *, moves_whole: bool
+    ) -> SavedView | torch.Tensor:
+        span, version = whole(storage), tensor._version
+        record = self._cache.find(storage, span, version)
+        if record is None and not moves_whole and is_small_part(tensor, storage):
+            span = span_of(tensor)
+            record = self._cache.find(storage, span, version)
+        is_new = record is None
+        if record is None:
+            if not self._mover.wants(span.num_bytes):
+                return tensor
+            record = self._cache.add(storage, span, tensor, self._mover.scope)
+        view = SavedView(record, tensor, span.start_bytes)
+        self._mover.saved(record, is_new=is_new)
+        return view
+
+
+def is_small_part(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a view covers so little of its storage that a copy of its span should move."""
+    # Cheap first: most saved tensors are all of their storage.
+    return (
+        tensor.nbytes * 2 <= storage.nbytes() and span_of(tensor).num_bytes * 2 <= storage.nbytes()
+    )

@@ -95,7 +95,10 @@ class SavedStorage:
             if self.state is not State.WRITING:
                 return  # taken back by `take_back` meanwhile
             self._pending = None
-            if failed:
+            # Somebody may free a storage under everybody's hands and fill it again before its use
+            # (recomputation does): then what was written may be anything, and memory is right.
+            assert self._memory is not None
+            if failed or self._memory.nbytes() != self.num_bytes:
                 self.state, self.block = State.IN_MEMORY, None
             else:
                 self.state = State.ON_TIER
@@ -114,8 +117,9 @@ class SavedStorage:
                 pending, self._pending = self._pending, None
                 self.state, self.block = State.IN_MEMORY, None
             elif self.state is State.ON_TIER:
-                self._memory = storage_if_alive(self.origin)
-                if self._memory is not None:
+                alive = storage_if_alive(self.origin)
+                if alive is not None and alive.nbytes() == self.num_bytes:
+                    self._memory = alive
                     self.state, self.block = State.IN_MEMORY, None
             memory = self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
         if pending is not None:
@@ -158,16 +162,22 @@ class SavedStorage:
 
 
 class SavedView:
-    """What autograd holds in place of a saved tensor: how to see it in its storage again."""
+    """What autograd holds in place of a saved tensor: how to see it in its storage again.
+
+    Args:
+        saved: the bytes.
+        tensor: the saved tensor.
+        start_bytes: where in the tensor's storage the saved bytes begin.
+    """
 
     __slots__ = ("_dtype", "_offset", "_shape", "_stride", "_version", "_witness", "saved")
 
-    def __init__(self, saved: SavedStorage, tensor: torch.Tensor) -> None:
+    def __init__(self, saved: SavedStorage, tensor: torch.Tensor, start_bytes: int = 0) -> None:
         self.saved = saved
         self._dtype = tensor.dtype
         self._shape = tensor.shape
         self._stride = tensor.stride()
-        self._offset = tensor.storage_offset()
+        self._offset = tensor.storage_offset() - start_bytes // tensor.element_size()
         self._version = tensor._version
         # Shares the tensor's version counter and none of its memory: `detach` keeps the counter,
         # assigning `data` keeps it too but swaps the storage.

@@ -91,7 +91,9 @@ class _InPlaceView:
         return memory_at(self._body_address + start, num_bytes)
 
     def before_write(self) -> None:
-        pass
+        # A storage that was freed under our hands (recomputation does that) holds nothing to write.
+        if self._storage.nbytes() != self.cut.num_bytes:
+            raise RuntimeError("the storage was resized before it could be written")
 
     def after_read(self) -> None:
         pass

@@ -106,7 +106,8 @@ class IoThreads:
             while (job := self._next()) is not None:
                 job.transfer.run()
         except BaseException as error:  # only from outside: `run` lets none of its own through
-            logger.warning("activation offload: an I/O thread died (%r); starting another", error)
+            # Not the error itself: who keeps log records would keep its traceback, and the buffer.
+            logger.warning("activation offload: an I/O thread died (%s); starting another", repr(error))
         finally:
             self._thread_ended(job)
 

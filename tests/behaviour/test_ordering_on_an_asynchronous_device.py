@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariant 5 without a GPU: on a device whose work lags behind, every missing wait shows.
+
+`tests/simulated_device.py` says how. The first tests show that it would find one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.offload import OffloadEngine
+from megatron.offload.storage import open as open_module
+from megatron.offload.storage.direct import memory_at
+from tests.models import Model, assert_same, run_step
+from tests.simulated_device import POISON, PoisoningArena, SimulatedDevice
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(open_module, "HostArena", PoisoningArena)
+    return SimulatedDevice()
+
+
+@pytest.fixture
+def make_simulated_engine(offload_config, device):
+    engines = []
+
+    def build(**changes):
+        engines.append(OffloadEngine(offload_config(**changes), device))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def storage_of(value, device):
+    with device.computing():
+        return torch.full((64,), value, dtype=torch.uint8).untyped_storage()
+
+
+def test_a_copy_that_does_not_wait_for_the_producer_finds_poison(device):
+    buffer = bytearray(64)
+    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    too_early = device.mark()
+    source = storage_of(3, device)
+    for mark, found in ((device.mark(), 3), (too_early, POISON), (None, POISON)):
+        device.copy_to_host(source, address, mark)
+        assert set(buffer) == {found}
+
+
+def test_a_copy_into_memory_that_is_still_in_use_is_overwritten(device):
+    buffer = bytearray([3]) * 64
+    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    too_early = device.mark()
+    target = device.new_storage(64)
+    for mark, found in ((device.mark(), 3), (too_early, POISON), (None, POISON)):
+        device.copy_from_host(address, target, mark)
+        assert set(memory_at(target.data_ptr(), 64)) == {found}
+
+
+def test_memory_that_was_given_back_is_poison(device):
+    arena = PoisoningArena(MIB)
+    offset = arena.allocate(64)
+    memory = memory_at(arena.address(offset), 64)
+    memory[:] = bytes(64)
+    arena.free(offset)
+    assert set(memory) == {POISON}
+    memory.release()
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "ssd"},
+        {"mode": "ssd", "io": "buffered", "verify": "checksum"},
+        {"mode": "ssd", "threads": 1},
+        {"mode": "ssd", "inflight_bytes": 20_000},
+        {"mode": "host", "host_budget": 64 * MIB},
+        {"mode": "tiered", "host_budget": 100_000},
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_equal(make_simulated_engine, device, settings):
+    model, x = Model(), torch.randn(3, 17, 32)
+    plain = run_step(model, x)
+    engine = make_simulated_engine(**settings)
+    for _ in range(2):
+        with device.computing():
+            assert_same(run_step(model, x, engine), plain)
+    moved = engine.statistics.written_bytes + engine.statistics.host_written_bytes
+    assert moved >= engine.statistics.offloaded_bytes > 0
+    assert device.num_copies >= 4 * engine.statistics.offloaded_storages
+    assert engine.statistics.tier_used_bytes == 0
+
+
+def test_large_storages_striped_over_directories_come_back(make_simulated_engine, device, tmp_path):
+    directories = tuple(tmp_path / name for name in "ab")
+    for directory in directories:
+        directory.mkdir()
+    engine = make_simulated_engine(directories=directories)
+    with device.computing(), engine.step():
+        tensor = torch.randn(3 * MIB + 5)
+        packed = engine._hooks.pack(tensor)
+        engine._inflight.acquire(engine.config.inflight_bytes)  # returns when the write is done
+        engine._inflight.release(engine.config.inflight_bytes)
+        assert len(packed.saved.block.extents) == 2
+        expected = tensor.clone()
+        del tensor
+        assert torch.equal(engine._hooks.unpack(packed), expected)
+
+
+def test_without_waiting_for_writes_the_bytes_come_from_memory(make_simulated_engine, device):
+    engine = make_simulated_engine()
+    with device.computing(), engine.step():
+        tensor = torch.randn(5000)
+        packed = engine._hooks.pack(tensor)
+        assert torch.equal(engine._hooks.unpack(packed), tensor)
+    assert engine.statistics.forwarded_bytes == tensor.nbytes

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device whose work lags behind, on a CPU: `SimulatedDevice`.
+
+Its memory is host memory that nothing outside it may touch directly. It keeps the time at which
+each storage was last written by an operation and makes every missing wait visible as poison:
+- a copy to the host that does not wait for a mark set after the storage's last operation finds
+  poison in the host buffer, as if the producer had still been queued;
+- a copy from the host that does not wait for a mark set after its target was allocated leaves
+  poison in the target, as if an operation of the memory's former user had run late;
+- fresh memory is poison, and copies take a while, so whoever does not wait for one reads poison;
+- a staging buffer is poisoned when it is given back, so whoever still needed it reads poison.
+Copies of different threads end out of order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import threading
+import time
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.offload.storage.arena import HostArena
+from megatron.offload.storage.device import CpuDevice
+
+POISON = 0xDB
+
+
+class Mark(NamedTuple):
+    """A moment in the queue: how many operations had been queued."""
+
+    time: int
+
+
+class SimulatedDevice(CpuDevice):
+    """See `Device` for the calls. Run the model under `computing()`."""
+
+    is_host = False
+
+    def __init__(self, slowest_copy_s: float = 0.002) -> None:
+        self.num_copies = 0
+        self._time = 0
+        self._written_at: dict[int, int] = {}  # by storage identity, until it is freed
+        self._slowest_copy_s = slowest_copy_s
+        self._random = random.Random(7)
+        self._lock = threading.Lock()  # protects the above
+
+    def computing(self) -> TorchDispatchMode:
+        """A context in which every operation is queued work of this device."""
+        return _Recording(self)
+
+    def queued(self, storage: torch.UntypedStorage) -> None:
+        """An operation that writes a storage was queued."""
+        with self._lock:
+            self._time += 1
+            if storage._cdata not in self._written_at:
+                weakref.finalize(storage, self._written_at.pop, storage._cdata, None)
+            self._written_at[storage._cdata] = self._time
+
+    def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
+        storage = super().new_storage(num_bytes)
+        ctypes.memset(storage.data_ptr(), POISON, num_bytes)
+        self.queued(storage)  # the last operation of the memory's former user
+        return storage
+
+    def mark(self) -> Any:
+        with self._lock:
+            return Mark(self._time)
+
+    def copy_to_host(self, source: torch.UntypedStorage, address: int, after: Any) -> None:
+        self._take_a_while()
+        if self._is_in_time(source, after):
+            super().copy_to_host(source, address, None)
+        else:
+            ctypes.memset(address, POISON, source.nbytes())
+
+    def copy_from_host(self, address: int, target: torch.UntypedStorage, after: Any) -> None:
+        self._take_a_while()
+        if self._is_in_time(target, after):
+            super().copy_from_host(address, target, None)
+        else:
+            ctypes.memset(target.data_ptr(), POISON, target.nbytes())
+
+    def _is_in_time(self, storage: torch.UntypedStorage, after: Any) -> bool:
+        with self._lock:
+            self.num_copies += 1
+            written_at = self._written_at.get(storage._cdata, 0)
+            return isinstance(after, Mark) and after.time >= written_at
+
+    def _take_a_while(self) -> None:
+        with self._lock:
+            duration_s = self._random.uniform(0.0005, self._slowest_copy_s)
+        time.sleep(duration_s)
+
+    def annotate(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+
+class _Recording(TorchDispatchMode):
+    """Notes which storages each operation writes."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        read = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            # A view writes nothing; an operation in place writes what it was given.
+            if storage._cdata not in read or func._schema.is_mutable:
+                self._device.queued(storage)
+        return result
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    leaves = torch.utils._pytree.tree_leaves(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
+
+
+class PoisoningArena(HostArena):
+    """Host memory that turns to poison as soon as it is given back."""
+
+    def allocate(self, num_bytes: int) -> int | None:
+        offset = super().allocate(num_bytes)
+        if offset is not None:
+            self._num_bytes_at = {**getattr(self, "_num_bytes_at", {}), offset: num_bytes}
+        return offset
+
+    def free(self, offset: int) -> None:
+        ctypes.memset(self.address(offset), POISON, self._num_bytes_at[offset])
+        super().free(offset)
