@@ -38,6 +38,7 @@ from megatron.offload.storage.tier import Tier
 logger = logging.getLogger(__name__)
 
 _NOW = float("-inf")  # the deadline of a read that compute waits for
+_NOTICEABLE_S = 0.0002  # a shorter wait is the hand-over between threads
 _HAS_HOOKS = "hooks have already been set"  # autograd's words: somebody else has taken this tensor
 
 
@@ -75,6 +76,7 @@ class OffloadEngine:
         self.rank = rank
         self.statistics = StepStatistics()  # of the step under way, or the last one
         self._policy = policy or OffloadAll(config.min_bytes, Placement(config.mode))
+        self._device = device
         self._inflight = ByteBudget(config.inflight_bytes)
         self._tiers = open_tiers(
             config,
@@ -248,7 +250,8 @@ class OffloadEngine:
             self._begin_read(record, _NOW)
         began = time.perf_counter()
         try:
-            return record.end_reading()
+            with self._device.annotate("activation offload: wait for a read"):
+                return record.end_reading()
         except Exception as error:
             raise StorageError(
                 f"rank {self.rank} could not read an activation of {record.scope} back "
@@ -256,7 +259,11 @@ class OffloadEngine:
                 "check the disk and resume from the last checkpoint"
             ) from error
         finally:
-            self.statistics.stall_s += time.perf_counter() - began
+            waited_s = time.perf_counter() - began
+            self.statistics.stall_s += waited_s
+            if waited_s > _NOTICEABLE_S:
+                reads = record.block.tier.statistics.reads
+                self._prefetcher.waited(waited_s, reads.bytes_per_s or 0.0)
 
     # -- What the tiers did ---------------------------------------------------------------------
 

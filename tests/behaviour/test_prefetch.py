@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron.offload import Scope
-from megatron.offload.saved.record import State
+from megatron.offload.restore.prefetch import Prefetcher, Tape
+from megatron.offload.saved.record import SavedStorage, State
 from tests.models import settle
 
 
@@ -20,6 +21,12 @@ def save_on(engine, sizes):
 
 def on_their_way(packed):
     return [index for index, view in enumerate(packed) if view.saved.state is not State.ON_TIER]
+
+
+@pytest.fixture(autouse=True)
+def no_stalls(monkeypatch):
+    """Waits on a busy machine must not change the window under test."""
+    monkeypatch.setattr("megatron.offload.engine._NOTICEABLE_S", float("inf"))
 
 
 def test_the_window_opens_at_the_first_use_and_moves_in_reverse_order(engine):
@@ -66,3 +73,18 @@ def test_a_storage_saved_twice_is_brought_back_for_its_last_save(engine):
         del view, again, first
     assert engine.statistics.read_bytes == 2 * 4096
     assert engine.statistics.deduplicated_bytes == 4096
+
+
+def test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again():
+    tape = Tape()
+    tape.largest_bytes = 1000
+    prefetcher = Prefetcher(lambda record, deadline: None, limit_bytes=10**6)
+    prefetcher.start(tape)
+    prefetcher.waited(1.0, 500.0)  # for the first storage no window would have helped
+    assert prefetcher.window_bytes == 2000
+    prefetcher.used(SavedStorage(torch.UntypedStorage(1), Scope(), 0))
+    prefetcher.waited(0.5, 500.0)
+    assert prefetcher.window_bytes == 2250
+    for _ in range(30):
+        prefetcher.start(tape)
+    assert prefetcher.window_bytes == pytest.approx(2000, abs=1)

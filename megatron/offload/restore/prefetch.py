@@ -14,6 +14,9 @@ from collections.abc import Callable
 from megatron.offload.saved.record import SavedReference, SavedStorage, State
 
 
+_FORGETTING = 0.7  # of what was missing, from one backward pass to the next
+
+
 class Tape:
     """What one forward pass saved, in order. A storage saved again appears again."""
 
@@ -43,8 +46,9 @@ class Tape:
 class Prefetcher:
     """Keeps a window of restored bytes ahead of the backward pass.
 
-    The window holds two of the tape's largest storages: one ready, one being read (double
-    buffering).
+    The window holds two of the tape's largest storages, one ready and one being read (double
+    buffering), and what turned out to be missing: where compute waited t seconds for a read, a
+    window larger by t times the read bandwidth would have had it in time.
 
     Args:
         begin_read: starts the read of a record that is on a tier; the smaller the number that
@@ -57,6 +61,8 @@ class Prefetcher:
         self._limit_bytes = limit_bytes
         self._tape: Tape | None = None
         self._num_begun = 0
+        self._missing_bytes = 0.0
+        self._has_used_one = False  # of this tape
         self._ahead: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
 
     def start(self, tape: Tape) -> None:
@@ -66,6 +72,8 @@ class Prefetcher:
         window opens when the first storage is used.
         """
         self._tape = tape
+        self._has_used_one = False
+        self._missing_bytes *= _FORGETTING
         self._fill(0)
 
     def stop(self) -> None:
@@ -74,14 +82,28 @@ class Prefetcher:
 
     def used(self, record: SavedStorage) -> None:
         """Backward has used a storage: it leaves the window."""
+        self._has_used_one = True
         self._ahead.discard(record)
+
+    def waited(self, seconds: float, bytes_per_s: float) -> None:
+        """Compute had to wait for the storage that it is about to use.
+
+        For the first one of a backward pass no window would have helped.
+        """
+        if self._has_used_one:
+            self._missing_bytes += seconds * bytes_per_s
 
     def advance(self) -> None:
         """Starts reads until the window is full."""
         if self._tape is not None:
-            self._fill(min(2 * self._tape.largest_bytes, self._limit_bytes))
+            self._fill(min(self.window_bytes, self._limit_bytes))
 
-    def _fill(self, window_bytes: int) -> None:
+    @property
+    def window_bytes(self) -> float:
+        """How far ahead it reads, were there no limit."""
+        return (2 * self._tape.largest_bytes if self._tape else 0) + self._missing_bytes
+
+    def _fill(self, window_bytes: float) -> None:
         """Starts reads until so many bytes are ahead; one storage always fits."""
         while self._tape is not None:
             record = self._tape.last()

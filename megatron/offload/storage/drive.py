@@ -114,6 +114,7 @@ class Drive:
         self.extents = ExtentAllocator(max(file.alignment.offset, FILE_BLOCK_BYTES))
         self._space = space
         self._space_is_used_up = False
+        self._growth_bytes = GROWTH_BYTES  # halved when the disk refuses it
         self._checksum = checksum
         # Extents that nobody needs any more, taken in at the next allocation.
         self._freed: collections.deque[int] = collections.deque()
@@ -232,21 +233,26 @@ class Drive:
         if self.health is Health.FULL:
             return False
         missing = self.extents.round_up(num_bytes) - self.extents.free_at_end_bytes
-        granted = self._space.take(max(missing, GROWTH_BYTES), self.extents.granule)
+        granted = self._space.take(max(missing, self._growth_bytes), self.extents.granule)
         if granted < missing:
             self._space.give_back(granted)
             self._warn_used_up()
             return False
-        for wanted in (granted, missing):  # a whole step of growth, or just what is needed
+        wanted = granted
+        while True:
             try:
                 self._grow(wanted)
             except OSError as error:
                 # Not the error itself: its traceback holds this frame and what its callers hold,
                 # memory that is to be freed soon.
                 reason, number = str(error), error.errno
-                continue
-            self._space.give_back(granted - wanted)
-            return True
+            else:
+                self._space.give_back(granted - wanted)
+                return True
+            if wanted == missing:
+                break
+            self._growth_bytes = wanted // 2
+            wanted = max(missing, self.extents.round_up(self._growth_bytes))
         self._space.give_back(granted)
         if number not in _NO_ROOM:
             self._become_failed("the file cannot grow", reason)

@@ -87,6 +87,7 @@ class UnlinkedFile:
             OSError: there is no room (ENOSPC, EFBIG, EDQUOT); the file is as it was.
         """
         if num_bytes:
+            _check_free(self.fd, num_bytes)
             try:
                 _allocate(self.fd, self.size_bytes, num_bytes)
             except OSError:
@@ -215,6 +216,16 @@ def _works(fd: int, num_bytes: int, flags: int = 0) -> bool:
             ) from None
         finally:
             os.ftruncate(fd, 0)
+
+
+def _check_free(fd: int, num_bytes: int) -> None:
+    """Raises OSError if the disk has less free space, before anything is allocated.
+
+    Else the kernel takes all there is before it finds out, and others meet a full disk meanwhile.
+    """
+    disk = os.fstatvfs(fd)
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < num_bytes:  # 0 blocks: it does not say
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _allocate(fd: int, offset: int, num_bytes: int) -> None:

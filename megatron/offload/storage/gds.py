@@ -2,16 +2,13 @@
 """From device memory to SSD without host memory: `GdsTier`, on NVIDIA's GPUDirect Storage (GDS).
 
 An `SsdTier` whose files take device memory, through kvikio, which is imported only when a tier is
-opened or `gds_status` asked. Where GPUDirect itself does not work, kvikio copies through host
-memory (compatibility mode): slower, never wrong, and said in the log.
+opened. Where GPUDirect itself does not work, kvikio copies through host memory (compatibility
+mode): slower, never wrong, and said in the log; `gds_status.py` says why.
 
-Note [Who waits for whom]
-kvikio knows nothing of torch's streams. A write must not read what a kernel has still to produce,
-and a read must not fill memory that the allocator has handed on while kernels of its former user
-are still queued. Both kernels were queued on the stream that is current when the transfer begins.
-So an event is recorded there, and the I/O thread waits for it before kvikio touches the memory; the
-thread that trains waits for nothing. Before each GPUDirect transfer kvikio waits for the default
-stream of its own accord, and its Python interface has no way to leave that out.
+kvikio knows nothing of torch's streams, so the I/O thread waits for the mark of Note [Who waits for
+whom] in `device.py` before kvikio touches the memory. Before each GPUDirect transfer kvikio also
+waits for the default stream of its own accord, and its Python interface has no way to leave that
+out.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import errno
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,78 +28,18 @@ from megatron.offload.storage.device import Device
 from megatron.offload.storage.direct import Alignment, Cut
 from megatron.offload.storage.drive import FILE_BLOCK_BYTES, DriveFile
 from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.storage.gds_status import gds_status, import_kvikio
 from megatron.offload.storage.ssd import SsdTier
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GdsStatus:
-    """Whether kvikio can be used here, and how it would move bytes.
-
-    It speaks for the machine. A file system that GPUDirect cannot serve still makes kvikio use
-    compatibility mode for its files.
-    """
-
-    available: bool
-    is_gpudirect: bool  # else through host memory
-    line: str  # says which and why
-
-
-def gds_status() -> GdsStatus:
-    """Asks torch, kvikio and cuFile. Never raises."""
-    if not torch.cuda.is_available():
-        return _unavailable(
-            "GPUDirect Storage needs a CUDA device, and torch sees none; "
-            "use --activation-offload-io direct"
-        )
-    try:
-        kvikio, defaults, driver = _import_kvikio()
-        prefers_compatibility = defaults.is_compat_mode_preferred()
-    except Exception as error:  # whatever its shared libraries and settings raise
-        if isinstance(error, ModuleNotFoundError) and error.name == "kvikio":
-            return _unavailable(
-                "GPUDirect Storage needs the package kvikio, which is not installed; "
-                "pip install 'megatron-offload[gds]', or use --activation-offload-io direct"
-            )
-        return _unavailable(
-            f"GPUDirect Storage needs kvikio, which cannot be loaded ({error}); install the one "
-            "built for this CUDA version, or use --activation-offload-io direct"
-        )
-    through_host = f"kvikio {kvikio.__version__} in compatibility mode, through host memory: "
-    if prefers_compatibility:
-        return GdsStatus(
-            True,
-            False,
-            f"{through_host}KVIKIO_COMPAT_MODE asks for it, libcufile or /run/udev cannot be read, "
-            "or this is WSL",
-        )
-    try:
-        has_driver = driver.get("is_gds_available")
-    except RuntimeError as error:
-        return GdsStatus(True, False, f"{through_host}cuFile does not start ({error})")
-    if not has_driver:
-        return GdsStatus(
-            True,
-            False,
-            f"kvikio {kvikio.__version__}, through host memory: the kernel module nvidia_fs is not "
-            "loaded (unless cuFile is set to PCI peer-to-peer)",
-        )
-    return GdsStatus(True, True, f"kvikio {kvikio.__version__} with GPUDirect (nvidia_fs)")
-
-
 class DeviceMemory:
-    """A range of device memory, as kvikio takes it.
+    """A range of device memory, as kvikio takes it. Whoever holds it keeps its owner alive."""
 
-    Args:
-        address: in device memory; the caller keeps its owner alive.
-        ready: nobody may touch the memory before this event has happened.
-    """
-
-    def __init__(self, address: int, num_bytes: int, ready: torch.cuda.Event) -> None:
+    def __init__(self, address: int, num_bytes: int) -> None:
         self.address = address
         self.num_bytes = num_bytes
-        self.ready = ready
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -117,7 +53,7 @@ class DeviceMemory:
 
     def without_first(self, num_bytes: int) -> DeviceMemory:
         """The range from `num_bytes` on."""
-        return DeviceMemory(self.address + num_bytes, self.num_bytes - num_bytes, self.ready)
+        return DeviceMemory(self.address + num_bytes, self.num_bytes - num_bytes)
 
 
 class GdsFile:
@@ -165,7 +101,6 @@ class GdsFile:
 
     def _move(self, begin: Callable[..., Any], body: DeviceMemory, offset: int, short: str) -> None:
         """Repeats a kvikio call until the whole body has moved."""
-        body.ready.synchronize()  # see Note [Who waits for whom]
         done = 0
         while done < body.num_bytes:
             try:
@@ -201,19 +136,16 @@ class GdsTier(SsdTier):
         verify: bool = False,
         **options: Any,
     ) -> None:
-        status = gds_status()
+        status = gds_status(has_gpu=device.device.type == "cuda")
         if not status.available:
-            raise ConfigurationError(status.line)
+            raise ConfigurationError(str(status))
         if verify:
             raise ConfigurationError(
                 "--activation-offload-verify checksum reads every byte in host memory, where "
                 "--activation-offload-io gds never has it; drop one of the two"
             )
-        logger.log(
-            logging.INFO if status.is_gpudirect else logging.WARNING,
-            "activation offload: %s",
-            status.line,
-        )
+        level = logging.INFO if status.is_gpudirect else logging.WARNING
+        logger.log(level, "activation offload: %s", status)
         self._kind = "GPUDirect" if status.is_gpudirect else "kvikio through host memory"
         _set_defaults(num_threads * len(directories))
         super().__init__(directories, num_threads=num_threads, device=device, **options)
@@ -248,7 +180,9 @@ class _DeviceView:
         self.cut = Cut(storage.nbytes(), b"", storage.nbytes(), b"")
 
     def memory(self, start: int, num_bytes: int) -> DeviceMemory:
-        return DeviceMemory(self._storage.data_ptr() + start, num_bytes, self._ready)
+        """Called in the I/O thread, which waits here and not in what is timed as the drive's."""
+        self._ready.synchronize()
+        return DeviceMemory(self._storage.data_ptr() + start, num_bytes)
 
     def before_write(self) -> None:
         pass
@@ -257,24 +191,7 @@ class _DeviceView:
         pass
 
 
-def _unavailable(line: str) -> GdsStatus:
-    return GdsStatus(available=False, is_gpudirect=False, line=line)
-
-
-def _import_kvikio() -> tuple[Any, Any, Any]:
-    """kvikio, its settings, and what it knows of cuFile's driver. Raises what importing raises."""
-    names = ("kvikio", "kvikio.defaults", "kvikio.cufile_driver")
-    kvikio, defaults, driver = (importlib.import_module(name) for name in names)
-    return kvikio, defaults, driver
-
-
 def _set_defaults(num_threads: int) -> None:
-    kvikio, defaults, _ = _import_kvikio()
+    _, defaults, _ = import_kvikio()
     defaults.set("num_threads", max(defaults.get("num_threads"), num_threads))
-    try:
-        defaults.set("auto_direct_io_read", True)
-    except KeyError:
-        raise ConfigurationError(
-            f"kvikio {kvikio.__version__} would read through the page cache; 25.12 or later is "
-            "needed; pip install --upgrade 'megatron-offload[gds]'"
-        ) from None
+    defaults.set("auto_direct_io_read", True)

@@ -105,9 +105,11 @@ class IoThreads:
         try:
             while (job := self._next()) is not None:
                 job.transfer.run()
+                job = None  # while this thread waits, it keeps no error and no frame alive
         except BaseException as error:  # only from outside: `run` lets none of its own through
             # Not the error itself: who keeps log records would keep its traceback, and the buffer.
-            logger.warning("activation offload: an I/O thread died (%s); starting another", repr(error))
+            reason = repr(error)
+            logger.warning("activation offload: an I/O thread died (%s); starting another", reason)
         finally:
             self._thread_ended(job)
 

@@ -15,7 +15,8 @@ from megatron.offload.storage.budget import ByteBudget
 from megatron.offload.storage.checksum import load_checksum
 from megatron.offload.storage.device import Device
 from megatron.offload.storage.file import check_room
-from megatron.offload.storage.gds import GdsTier, gds_status
+from megatron.offload.storage.gds import GdsTier
+from megatron.offload.storage.gds_status import gds_status
 from megatron.offload.storage.host import HostTier
 from megatron.offload.storage.host_budget import host_budget_bytes
 from megatron.offload.storage.memory_limit import memory_limit

@@ -69,7 +69,10 @@ class Transfer(Future[None]):
             Exception: whatever stopped the worker that moved them, an OSError as a rule.
             concurrent.futures.CancelledError: it never ran.
         """
-        self.result()
+        try:
+            self.result()
+        finally:
+            self = None  # type: ignore[assignment]  # an error refers to this frame, and we to it
 
 
 def gather(parts: Sequence[Transfer]) -> Transfer:
