@@ -20,8 +20,6 @@ from megatron.offload.integration.megatron.install import SUPPORTED_VERSIONS
 from megatron.offload.report.doctor.examine import examine
 from megatron.offload.report.runs import compare_runs
 
-_OFFLOADS_CUDA = False  # the engine refuses other devices than the CPU
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; the exit code (2: bad input, said in one sentence)."""
@@ -68,7 +66,6 @@ def _doctor(args: argparse.Namespace) -> int:
         found = examine(
             args,
             supported_megatron=SUPPORTED_VERSIONS,
-            offloads_cuda=_OFFLOADS_CUDA,
             measures_bandwidth=not args.no_bandwidth,
         )
     except KeyboardInterrupt:

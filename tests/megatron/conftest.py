@@ -19,5 +19,8 @@ from launch import Outcome, train  # noqa: E402
 
 @pytest.fixture(scope="session")
 def one_process() -> Outcome:
-    """Four uninterrupted steps of the tiny model on one rank, dropout on."""
-    return train("--train-iters 4")
+    """Four uninterrupted steps of the tiny model on one rank, dropout on.
+
+    In a new interpreter: what the script prints while it imports is in the output.
+    """
+    return train("--train-iters 4", fresh=True)

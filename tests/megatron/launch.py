@@ -2,11 +2,15 @@
 """Runs the example trainer in several processes over gloo, and never hangs.
 
 One process per rank, a free port, a deadline. When a rank fails, the others get a moment to notice
-and are then killed; the outcome holds every exit code and what the ranks wrote.
+and are then killed; the outcome holds every exit code and what the ranks wrote. Ranks come from the
+fork server (`fork_server.py`), or are new interpreters (`fresh`) where a test is about starting the
+trainer, and where the environment has to be there before Python starts.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import shlex
@@ -19,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from fork_server import ForkedProcess, ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
@@ -61,6 +67,7 @@ class Run:
         world_size: Number of ranks.
         timeout_s: All ranks are killed after this time.
         environment: Added to the environment of every rank.
+        fresh: Start a new interpreter per rank even where forking would do.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class Run:
         world_size: int = 1,
         timeout_s: float = 60.0,
         environment: dict[str, str] | None = None,
+        fresh: bool = False,
     ) -> None:
         flags = [flag for line in lines for flag in shlex.split(line)]
         self._directory = tempfile.TemporaryDirectory(prefix="trainer-test-")
@@ -78,35 +86,29 @@ class Run:
         else:
             flags = [*flags, "--metrics-file", str(self.metrics_path)]
         self._deadline = time.monotonic() + timeout_s
-        port = _free_port()
+        ranks = {
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            **(environment or {}),
+        }
         self.processes = [
-            self._start(flags, rank, world_size, port, environment or {})
+            self._start(flags, rank, {"RANK": str(rank), "LOCAL_RANK": str(rank), **ranks}, fresh)
             for rank in range(world_size)
         ]
 
     def _start(
-        self, flags: list[str], rank: int, world_size: int, port: int, added: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
-        search = [added.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")]
-        environment = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            **added,
-            "PYTHONPATH": os.pathsep.join(path for path in search if path),
-        }
+        self, flags: list[str], rank: int, added: dict[str, str], fresh: bool
+    ) -> ForkedProcess | subprocess.Popen[bytes]:
+        argv, environment = [str(SCRIPT), *flags], rank_environment(added)
         with (
             self._path(rank, "out").open("wb") as output,
             self._path(rank, "err").open("wb") as errors,
         ):
+            if not fresh and server().suits(environment):
+                return server().start(argv, environment, Path(output.name), Path(errors.name))
             return subprocess.Popen(
-                [sys.executable, str(SCRIPT), *flags], env=environment, stdout=output, stderr=errors
+                [sys.executable, *argv], env=environment, stdout=output, stderr=errors
             )
 
     def _path(self, rank: int, stream: str) -> Path:
@@ -186,17 +188,44 @@ def run_trainer(
     world_size: int = 1,
     timeout_s: float = 60.0,
     environment: dict[str, str] | None = None,
+    fresh: bool = False,
 ) -> Outcome:
-    """Runs the trainer to its end, whatever that is."""
-    with Run(*lines, world_size=world_size, timeout_s=timeout_s, environment=environment) as run:
+    """Runs the trainer to its end, whatever that is; see `Run`."""
+    with Run(
+        *lines, world_size=world_size, timeout_s=timeout_s, environment=environment, fresh=fresh
+    ) as run:
         return run.wait()
 
 
-def train(*lines: str, world_size: int = 1, timeout_s: float = 60.0) -> Outcome:
+def train(
+    *lines: str, world_size: int = 1, timeout_s: float = 60.0, fresh: bool = False
+) -> Outcome:
     """Trains the tiny model; later flags override. Fails unless every rank ends well."""
-    outcome = run_trainer(TINY, *lines, world_size=world_size, timeout_s=timeout_s)
+    outcome = run_trainer(TINY, *lines, world_size=world_size, timeout_s=timeout_s, fresh=fresh)
     assert outcome.exit_codes == [0] * world_size, outcome.output
     return outcome
+
+
+def rank_environment(added: dict[str, str]) -> dict[str, str]:
+    """What a rank starts with: this process's, no GPU, loopback, this checkout's modules."""
+    search = [added.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")]
+    return {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        **added,
+        "PYTHONPATH": os.pathsep.join(path for path in search if path),
+    }
+
+
+@functools.cache
+def server() -> ForkServer:
+    """The one fork server of this pytest session; it starts with the first launch."""
+    modules = ("trainer.gpt", "trainer.training")  # as the script imports them
+    started = ForkServer(SCRIPT, modules, rank_environment({}))
+    atexit.register(started.close)
+    return started
 
 
 def _free_port() -> int:

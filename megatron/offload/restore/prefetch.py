@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from megatron.offload.saved.record import SavedReference, SavedStorage, State
 
-
 _FORGETTING = 0.7  # of what was missing, from one backward pass to the next
 
 

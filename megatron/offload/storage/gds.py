@@ -14,7 +14,6 @@ out.
 from __future__ import annotations
 
 import errno
-import importlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -71,14 +70,14 @@ class GdsFile:
         self.size_bytes = 0
         self._owner = UnlinkedFile(directory)
         try:
-            kvikio = importlib.import_module("kvikio")
+            kvikio, _, _ = import_kvikio()
             # Reading and writing; the modes with "w" would truncate.
             self._file = kvikio.CuFile(f"/proc/self/fd/{self._owner.fd}", "r+")
         except (RuntimeError, OSError) as error:
             self._owner.close()
             raise ConfigurationError(
                 f"kvikio cannot open a file in {directory} ({error}); choose a directory on a "
-                "local SSD, or use --activation-offload-io direct"
+                "local SSD, or use --activation-offload-io auto"
             ) from None
 
     def grow(self, num_bytes: int) -> None:
@@ -136,14 +135,10 @@ class GdsTier(SsdTier):
         verify: bool = False,
         **options: Any,
     ) -> None:
+        assert not verify  # the configuration refuses it
         status = gds_status(has_gpu=device.device.type == "cuda")
         if not status.available:
             raise ConfigurationError(str(status))
-        if verify:
-            raise ConfigurationError(
-                "--activation-offload-verify checksum reads every byte in host memory, where "
-                "--activation-offload-io gds never has it; drop one of the two"
-            )
         level = logging.INFO if status.is_gpudirect else logging.WARNING
         logger.log(level, "activation offload: %s", status)
         self._kind = "GPUDirect" if status.is_gpudirect else "kvikio through host memory"

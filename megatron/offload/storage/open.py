@@ -7,6 +7,8 @@ kind of tier stands behind a placement.
 
 from __future__ import annotations
 
+import torch
+
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.policy import Placement
@@ -82,8 +84,10 @@ def check_tiers(config: OffloadConfig, *, reserve_bytes: int, num_local_ranks: i
     if config.uses_host:
         host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
     if config.uses_ssd:
-        if config.io == "gds" and not (status := gds_status()).available:
-            raise ConfigurationError(status.line)
+        if config.io == "gds":
+            status = gds_status(has_gpu=torch.cuda.is_available())
+            if not status.available:
+                raise ConfigurationError(str(status))
         if config.verify == "checksum":
             load_checksum()
         wanted = reserve_bytes if config.ssd_budget_bytes is None else config.ssd_budget_bytes

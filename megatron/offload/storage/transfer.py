@@ -36,7 +36,9 @@ class Transfer(Future[None]):
             self._work()
         except Exception as error:
             self._work = None
-            # The traceback would keep the frame of `work`, and with it the buffer, alive.
+            # The traceback, and that of an error behind this one, would keep the frame of `work`
+            # alive, and with it the buffer.
+            error.__context__ = error.__cause__ = None
             self.set_exception(error.with_traceback(None))
         else:
             self._work = None

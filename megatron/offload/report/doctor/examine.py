@@ -23,7 +23,6 @@ from megatron.offload.report.doctor.gpu import (
     cuda_checks,
     direct_storage_check,
     find_cuda,
-    find_direct_storage,
 )
 from megatron.offload.report.doctor.machine import (
     allocator_check,
@@ -31,9 +30,9 @@ from megatron.offload.report.doctor.machine import (
     installed_versions,
     memory_checks,
     version_checks,
-    version_of,
 )
 from megatron.offload.storage.checksum import load_checksum
+from megatron.offload.storage.gds_status import gds_status
 from megatron.offload.storage.host_budget import host_budget_bytes
 from megatron.offload.storage.memory_limit import MemoryLimit, memory_limit
 from megatron.offload.storage.mounts import Mount, block_devices, mount_of, parse_mountinfo
@@ -81,7 +80,6 @@ def examine(
     args: argparse.Namespace,
     *,
     supported_megatron: Sequence[str],
-    offloads_cuda: bool,
     measures_bandwidth: bool = True,
 ) -> Diagnosis:
     """Looks at everything, and measures each directory's bandwidth for a few seconds.
@@ -89,18 +87,15 @@ def examine(
     Args:
         args: parsed flags of `OffloadConfig.add_arguments`.
         supported_megatron: versions of megatron-core that the hooks fit.
-        offloads_cuda: whether the engine takes CUDA devices.
     """
     flags = Flags.from_args(args)
     limit, cuda, installed = memory_limit(), find_cuda(), installed_versions()
     has_gpu = bool(cuda.gpus)
-    storage = find_direct_storage(has_gpu, version_of("kvikio", installed))
     sections = [Section("Flags", [_flags_check(args, flags)])]
     if flags.uses_disk:
         sections += _disk_sections(flags, cuda, measures_bandwidth)
     memory = [*memory_checks(limit, has_gpu), *_host_budget_checks(flags, limit)]
-    gpu = cuda_checks(cuda, offloads_cuda, flags.mode != "off")
-    gpu.append(direct_storage_check(storage, has_gpu, flags.io == "gds"))
+    gpu = [*cuda_checks(cuda), direct_storage_check(gds_status(has_gpu), flags.io == "gds")]
     sections += [
         Section("Memory", [*memory, allocator_check(has_gpu)]),
         Section("GPU", gpu),
