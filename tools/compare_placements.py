@@ -55,6 +55,14 @@ PLACEMENT_FLAGS: dict[str, list[str]] = {
         *("--recompute-num-layers", "1"),
     ],
     "ssd": ["--activation-offload", "ssd"],
+    "host": ["--activation-offload", "host"],
+    "tiered": ["--activation-offload", "tiered"],
+    # Everything is hooked and nothing moves: what the hooks cost.
+    "keep": [
+        *("--activation-offload", "ssd"),
+        *("--activation-offload-min-bytes", "1TiB"),
+        *("--activation-offload-inflight", "1TiB"),
+    ],
 }
 
 

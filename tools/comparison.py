@@ -15,7 +15,7 @@ from typing import Any
 from tabulate import tabulate
 
 MIB = 1 << 20
-PLACEMENTS = ("off", "recompute", "ssd")
+PLACEMENTS = ("off", "recompute", "ssd", "host", "tiered", "keep")
 COMPARED_FIELDS = ("loss", "grad_norm", "model")
 
 

@@ -224,8 +224,9 @@ def test_growth_is_pinned_range_by_range_and_unpinned_before_it_is_unmapped(cuda
     assert not runtime.registered  # nothing is pinned before it is needed
     assert [arena.allocate(PAGE) for _ in range(3)] == [0, PAGE, 2 * PAGE]
     assert runtime.num_bytes == [GROWTH_BYTES]  # one call for three allocations
-    assert arena.allocate(GROWTH_BYTES) == 3 * PAGE
-    assert arena.allocate(GROWTH_BYTES - PAGE) is not None
+    assert arena.allocate(GROWTH_BYTES) == GROWTH_BYTES  # a block lies in one range
+    assert arena.allocate(GROWTH_BYTES - 3 * PAGE) == 3 * PAGE
+    assert arena.allocate(3 * PAGE) == 2 * GROWTH_BYTES
     assert runtime.num_bytes == [GROWTH_BYTES, GROWTH_BYTES, 3 * PAGE]  # the rest of the budget
     starts = sorted(runtime.registered)
     assert starts == [

@@ -16,12 +16,10 @@ from megatron.offload.report.doctor import directory as directory_part
 from megatron.offload.report.doctor.check import Check, Diagnosis, Section, Status
 from megatron.offload.report.doctor.gpu import (
     Cuda,
-    DirectStorage,
     Gpu,
     cuda_checks,
     direct_storage_check,
     find_cuda,
-    find_direct_storage,
 )
 from megatron.offload.report.doctor.machine import (
     megatron_check,
@@ -31,6 +29,7 @@ from megatron.offload.report.doctor.machine import (
 )
 from megatron.offload.storage import file as file_part
 from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.storage.gds_status import GdsStatus
 from megatron.offload.storage.memory_limit import MemoryLimit
 from megatron.offload.storage.mounts import BlockDevice, Mount
 from megatron.offload.storage.probe import BLOCK_BYTES, has_fallocate, measure_bandwidth
@@ -251,19 +250,23 @@ def test_a_drive_on_another_node_than_the_gpu_is_a_warning(monkeypatch):
     assert "unknown" in directory_part._numa_check([], [None]).value
 
 
-def test_cuda_devices_and_why_there_are_none():
-    def judge(cuda, **changes):
-        settings = {"is_offloaded": True, "is_wanted": True, **changes}
-        return [check.status for check in cuda_checks(cuda, **settings)]
+def test_a_machine_with_a_gpu_works(diagnose, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{EXAMINE}.find_cuda", lambda: Cuda((GPU,), "580.95", "13.0"))
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    code, checks = diagnose("--activation-offload-dir", tmp_path)
+    assert code == 0 and checks["CUDA"]["status"] == "ok"
+    assert checks["device 0"]["value"] == "Large GPU, 80 GiB; offload runs on this GPU"
+    assert checks["GPUDirect"]["status"] == "info" and "not install" in checks["GPUDirect"]["value"]
 
-    working = Cuda((GPU, GPU), driver="580.95", runtime="13.0")
-    assert judge(working) == [Status.OK] * 3
-    assert judge(working, is_offloaded=False)[-1] is Status.PROBLEM
-    assert judge(working, is_offloaded=False, is_wanted=False)[-1] is Status.WARNING
-    assert judge(Cuda()) == [Status.INFO]
-    (cpu_build,) = cuda_checks(Cuda(driver="580.95"), True, True)
+
+def test_cuda_devices_and_why_there_are_none():
+    working = cuda_checks(Cuda((GPU, GPU), driver="580.95", runtime="13.0"))
+    assert [check.status for check in working] == [Status.OK] * 3
+    (none,) = cuda_checks(Cuda())
+    assert none.status is Status.INFO
+    (cpu_build,) = cuda_checks(Cuda(driver="580.95"))
     assert cpu_build.status is Status.WARNING and "built for the CPU" in cpu_build.value
-    (old,) = cuda_checks(Cuda(driver="470.1", runtime="13.0", failure="too old."), True, True)
+    (old,) = cuda_checks(Cuda(driver="470.1", runtime="13.0", failure="too old."))
     assert old.status is Status.WARNING and "too old" in old.value
 
 
@@ -276,34 +279,14 @@ def test_the_driver_is_found_in_proc(tmp_path):
     assert find_cuda(tmp_path).driver == "580.95.05"
 
 
-def test_every_way_that_gpudirect_can_be_missing(monkeypatch):
-    monkeypatch.setenv("KVIKIO_COMPAT_MODE", "ON")
-    settings, path = '  // off\n "use_pci_p2pdma" : true', Path("/etc/cufile.json")
-    cases = [
-        (DirectStorage(), Status.PROBLEM, "not installed"),
-        (DirectStorage("26.2", None, "ImportError: libcudart"), Status.PROBLEM, "libcudart"),
-        (DirectStorage("26.2", True), Status.WARNING, "KVIKIO_COMPAT_MODE"),
-        (DirectStorage("26.2", False), Status.WARNING, "nvidia_fs"),
-        (DirectStorage("26.2", False, settings=path), Status.WARNING, str(path)),
-        (DirectStorage("26.2", False, has_nvidia_fs=True), Status.OK, "nvidia_fs"),
-        (DirectStorage("26.2", False, settings_text=settings), Status.OK, "peer"),
-        (DirectStorage("26.2", False, settings_text="// " + settings[9:]), Status.WARNING, "fs"),
-    ]
-    for found, status, word in cases:
-        wanted = direct_storage_check(found, has_gpu=True, is_wanted=True)
-        assert wanted.status is status and word in wanted.value
-        unwanted = direct_storage_check(found, has_gpu=True, is_wanted=False)
-        assert unwanted.status in (Status.OK, Status.INFO)
+def test_missing_gpudirect_matters_as_much_as_it_was_asked_for():
+    def judge(available, is_gpudirect, advice):
+        found = GdsStatus(available, is_gpudirect, "what was found", advice, {})
+        return [direct_storage_check(found, is_wanted).status for is_wanted in (True, False)]
 
-
-def test_a_package_that_cannot_be_imported_is_a_line(tmp_path, monkeypatch):
-    (tmp_path / "kvikio").mkdir()
-    (tmp_path / "kvikio/__init__.py").write_text("raise ImportError('no libcuda.so.1')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "none.json"))
-    found = find_direct_storage(has_gpu=True, kvikio="26.2", proc=tmp_path)
-    assert found.failure == "ImportError: no libcuda.so.1" and found.settings is None
-    assert find_direct_storage(has_gpu=False, kvikio="26.2", proc=tmp_path).failure == ""
+    assert judge(True, True, "") == [Status.OK, Status.OK]
+    assert judge(True, False, "do this") == [Status.WARNING, Status.INFO]
+    assert judge(False, False, "do this") == [Status.PROBLEM, Status.INFO]
 
 
 def test_versions_say_what_is_missing_and_what_it_is_for():

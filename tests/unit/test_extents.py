@@ -66,3 +66,15 @@ def test_freeing_what_is_not_taken_is_an_error(offset):
     allocator.free(0)
     with pytest.raises(ValueError, match="is taken"):
         allocator.free(0)
+
+
+def test_extents_never_cross_a_border():
+    extents = ExtentAllocator(4096)
+    extents.grow(8192)
+    extents.grow(8192, apart=True)
+    assert extents.allocate(12288) is None
+    offsets = [extents.allocate(4096) for _ in range(4)]
+    for offset in (offsets[1], offsets[2], offsets[0], offsets[3]):
+        extents.free(offset)
+    assert extents.largest_free_bytes == 8192
+    assert {extents.allocate(8192), extents.allocate(8192)} == {0, 8192}

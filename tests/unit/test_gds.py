@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GDS tier, against stand-ins for kvikio and for CUDA's streams and events.
+"""The GDS tier, against stand-ins for kvikio and for a GPU.
 
 "Device memory" is host memory here. What this shows is our side only: the order of calls, offsets,
-what becomes of errors and what is refused. It does not show that kvikio, cuFile or a GPU behave as
-the stand-ins do, nor anything about speed.
+what becomes of errors, what is refused and what is said of a machine. It does not show that kvikio,
+cuFile or a GPU behave as the stand-ins do, nor anything about speed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 import errno
 import logging
 import os
+import platform
 import sys
 import threading
 import types
@@ -21,29 +22,38 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.offload.config import MIB
+from megatron.offload.config import MIB, OffloadConfig
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage.gds import GdsTier, gds_status
+from megatron.offload.storage import gds_status as status_part
+from megatron.offload.storage.device import CpuDevice
+from megatron.offload.storage.gds import GdsTier
+from megatron.offload.storage.gds_status import gds_status
 
-CPU = torch.device("cpu")
 
+class Gpu(CpuDevice):
+    """Its marks happen when the machine lets them."""
 
-class Event:
-    """Happens at once, unless the machine holds its events back."""
+    device = torch.device("cuda", 0)
+    is_host = False
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.stream: object = None
 
-    def record(self, stream: object) -> None:
-        self.stream = stream
-        self.machine.calls.append(("record", stream))
+    def mark(self) -> Event:
+        self.machine.calls.append("mark")
+        return Event(self.machine)
+
+
+class Event:
+    """Happens at once, unless the machine holds its kernels back."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
 
     def synchronize(self) -> None:
-        assert self.stream is not None, "an event that was never recorded has always happened"
         self.machine.waiting.release()
         assert self.machine.kernels_done.wait(timeout=10)
-        self.machine.calls.append(("synchronize", self.stream))
+        self.machine.calls.append("synchronize")
         if self.machine.cuda_error is not None:
             raise self.machine.cuda_error
 
@@ -77,12 +87,12 @@ class CuFile:
         return (ctypes.c_char * num_bytes).from_address(address)
 
     def pwrite(self, buffer, size=None, file_offset=0, task_size=None) -> Future:
-        self.machine.calls.append(("pwrite", file_offset))
+        self.machine.calls.append("pwrite")
         memory = self._memory(buffer, size, file_offset)
         return Future(lambda: self.machine.check() and os.pwrite(self.fd, memory, file_offset))
 
     def pread(self, buffer, size=None, file_offset=0, task_size=None) -> Future:
-        self.machine.calls.append(("pread", file_offset))
+        self.machine.calls.append("pread")
         memory = self._memory(buffer, size, file_offset)
         return Future(lambda: self.machine.check() and os.preadv(self.fd, [memory], file_offset))
 
@@ -95,7 +105,7 @@ class CuFile:
 class Machine:
     """What the stand-ins do, and what was asked of them."""
 
-    calls: list = field(default_factory=list)  # of events and of kvikio, in order
+    calls: list = field(default_factory=list)  # of the device, its marks and kvikio, in order
     transfers: list = field(default_factory=list)  # file offset and bytes asked for
     files: list = field(default_factory=list)
     settings: dict = field(default_factory=lambda: {"num_threads": 1, "auto_direct_io_read": False})
@@ -125,8 +135,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """A machine with a CUDA device and kvikio, as this process sees it."""
+def machine(monkeypatch, tmp_path):
+    """A machine with a GPU and kvikio, as this process sees it; cuFile has no settings."""
     machine = Machine()
     machine.kernels_done.set()
     kvikio = types.ModuleType("kvikio")
@@ -140,9 +150,10 @@ def machine(monkeypatch):
     kvikio.cufile_driver.get = machine.driver_property
     for module in (kvikio, kvikio.defaults, kvikio.cufile_driver):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Event(machine))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.delenv("KVIKIO_COMPAT_MODE", raising=False)
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "cufile.json"))
+    monkeypatch.setattr(status_part, "UDEV", tmp_path)
+    monkeypatch.setattr(platform, "release", lambda: "6.8.0-generic")
     yield machine
     machine.kernels_done.set()
 
@@ -152,7 +163,7 @@ def open_tier(machine, tmp_path):
     tiers = []
 
     def build(*directories: Path, **options: object) -> GdsTier:
-        tier = GdsTier(directories or (tmp_path,), device=CPU, io="gds", **options)
+        tier = GdsTier(directories or (tmp_path,), device=Gpu(machine), io="gds", **options)
         tiers.append(tier)
         return tier
 
@@ -181,10 +192,6 @@ def read_back(tier: GdsTier, block) -> bytes:
     return bytes_of(target)
 
 
-def names(machine: Machine) -> list[str]:
-    return [name for name, _ in machine.calls]
-
-
 # -- Bytes and offsets --------------------------------------------------------------------------
 
 
@@ -200,7 +207,7 @@ def test_whole_storages_go_to_kvikio_at_aligned_offsets_without_overlap(open_tie
     tier = open_tier()
     blocks = [written(tier, random_storage(size)) for size in (10_000, 1, 4096)]
     assert machine.transfers == [(0, 10_000), (12288, 1), (16384, 4096)]
-    assert all(block.edges == (0, block.num_bytes, 0) for block in blocks)  # nothing on the host
+    assert all(block.cut.body_bytes == block.num_bytes for block in blocks)  # none on the host
 
 
 def test_large_storages_are_striped_and_come_back(open_tier, machine, tmp_path):
@@ -219,11 +226,11 @@ def test_short_transfers_are_continued_where_they_stopped(open_tier, machine):
     block = written(tier, source)
     assert machine.transfers == [(0, 10_000), (4096, 5904), (8192, 1808)]
     assert read_back(tier, block) == bytes_of(source)
-    assert names(machine).count("synchronize") == 2  # once for each transfer
+    assert machine.calls.count("synchronize") == 2  # once for each transfer
 
 
 def test_the_file_has_no_name_and_its_space_is_freed_on_close(machine, tmp_path):
-    tier = GdsTier([tmp_path], device=CPU, reserve_bytes=MIB)
+    tier = GdsTier([tmp_path], device=Gpu(machine), reserve_bytes=MIB)
     assert list(tmp_path.iterdir()) == []
     fd = machine.files[0].fd
     assert os.fstat(fd).st_nlink == 0 and os.fstat(fd).st_size == MIB
@@ -235,20 +242,20 @@ def test_the_file_has_no_name_and_its_space_is_freed_on_close(machine, tmp_path)
             os.fstat(closed)
 
 
-# -- Order, see Note [Who waits for whom] in gds.py ------------------------------------------
+# -- Order, see Note [Who waits for whom] in device.py----------------------------------------
 
 
 def test_a_write_waits_for_the_kernels_queued_before_it_and_the_caller_does_not(open_tier, machine):
     tier, source = open_tier(), torch.zeros(4096, dtype=torch.uint8)
     machine.kernels_done.clear()
     block, transfer = tier.begin_write(source.untyped_storage())  # returns although kernels run
-    assert machine.calls == [("record", "stream of cpu")]
+    assert machine.calls == ["mark"]
     assert machine.waiting.acquire(timeout=10)
-    assert not transfer.done() and "pwrite" not in names(machine)
+    assert not transfer.done() and "pwrite" not in machine.calls
     source.fill_(5)  # the kernel that the write waits for
     machine.kernels_done.set()
     transfer.wait()
-    assert names(machine) == ["record", "synchronize", "pwrite"]
+    assert machine.calls == ["mark", "synchronize", "pwrite"]
     assert read_back(tier, block) == b"\5" * 4096
 
 
@@ -260,10 +267,10 @@ def test_a_read_leaves_its_memory_to_the_former_user_until_that_one_is_done(open
     machine.kernels_done.clear()
     target, transfer = tier.begin_read(block)
     assert machine.waiting.acquire(timeout=10)
-    assert machine.calls == [("record", "stream of cpu")]
+    assert machine.calls == ["mark"]
     machine.kernels_done.set()
     transfer.wait()
-    assert names(machine) == ["record", "synchronize", "pread"]
+    assert machine.calls == ["mark", "synchronize", "pread"]
     assert target.nbytes() == 4096
 
 
@@ -322,7 +329,7 @@ def test_a_transfer_that_makes_no_progress_is_an_error(open_tier, machine, direc
         transfer.wait()
 
 
-def test_a_cuda_error_of_earlier_kernels_surfaces_as_itself_and_nothing_is_written(
+def test_a_cuda_error_of_earlier_kernels_is_not_the_drives_and_nothing_is_written(
     open_tier, machine
 ):
     tier = open_tier()
@@ -330,57 +337,52 @@ def test_a_cuda_error_of_earlier_kernels_surfaces_as_itself_and_nothing_is_writt
     _, transfer = tier.begin_write(random_storage(4096))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         transfer.wait()
-    assert "pwrite" not in names(machine)
+    assert "pwrite" not in machine.calls and not tier.degraded
 
 
 # -- What is refused ----------------------------------------------------------------------------
 
 
-def test_without_a_cuda_device_it_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigurationError, match=r"needs a CUDA device.*offload-io direct"):
-        GdsTier([tmp_path])
-    status = gds_status()
-    assert not status.available and not status.is_gpudirect
+def test_without_a_cuda_device_it_is_refused_and_kvikio_left_alone(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    with pytest.raises(ConfigurationError, match=r"needs a CUDA device.*; use .*offload-io auto"):
+        GdsTier([tmp_path], device=CpuDevice())
 
 
 def test_without_kvikio_it_is_refused(machine, monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, "kvikio")
-    monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(ConfigurationError, match=r"not installed; pip install .*\[gds\]"):
-        GdsTier([tmp_path])
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    with pytest.raises(ConfigurationError, match="not installed; pip install kvikio-cu13"):
+        GdsTier([tmp_path], device=Gpu(machine))
 
 
-@pytest.mark.parametrize(
-    "error", [ImportError("libcuda.so.1: cannot open"), OSError("libcuda.so.1: cannot open")]
-)
+@pytest.mark.parametrize("kind", [ImportError, OSError, RuntimeError])
 def test_a_kvikio_that_cannot_be_loaded_is_refused_with_its_reason(
-    machine, monkeypatch, tmp_path, error
+    machine, monkeypatch, tmp_path, kind
 ):
     def fail() -> bool:
-        raise error
+        raise kind("libcuda.so.1: cannot open\nand more")
 
     monkeypatch.setattr(sys.modules["kvikio.defaults"], "is_compat_mode_preferred", fail)
-    with pytest.raises(ConfigurationError, match=r"cannot be loaded \(libcuda.so.1"):
-        GdsTier([tmp_path])
+    with pytest.raises(ConfigurationError, match=r"loaded \(libcuda.so.1: cannot open\); install"):
+        GdsTier([tmp_path], device=Gpu(machine))
 
 
 def test_a_kvikio_that_would_fill_the_page_cache_is_refused(machine, tmp_path):
     del machine.settings["auto_direct_io_read"]
     with pytest.raises(ConfigurationError, match=r"26\.2 would read through the page cache"):
-        GdsTier([tmp_path], device=CPU)
+        GdsTier([tmp_path], device=Gpu(machine))
 
 
-def test_checksums_are_refused(machine, tmp_path):
+def test_checksums_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="checksum"):
-        GdsTier([tmp_path], device=CPU, verify=True)
+        OffloadConfig(mode="ssd", directories=(tmp_path,), io="gds", verify="checksum")
 
 
 def test_a_file_that_kvikio_cannot_open_is_refused_and_closed(machine, tmp_path):
     open_files = os.listdir("/proc/self/fd")
     machine.open_error = RuntimeError("Unable to open file")
     with pytest.raises(ConfigurationError, match=r"cannot open a file in .*Unable to open file"):
-        GdsTier([tmp_path], device=CPU)
+        GdsTier([tmp_path], device=Gpu(machine))
     assert os.listdir("/proc/self/fd") == open_files
 
 
@@ -390,10 +392,14 @@ def test_a_file_that_kvikio_cannot_open_is_refused_and_closed(machine, tmp_path)
 @pytest.mark.parametrize(
     ("changes", "is_gpudirect", "words"),
     [
-        ({}, True, "with GPUDirect"),
+        ({}, True, "with GPUDirect (nvidia_fs)"),
         ({"prefers_compatibility": True}, False, "compatibility mode, through host memory"),
-        ({"has_driver": False}, False, "nvidia_fs is not loaded"),
-        ({"has_driver": RuntimeError("no driver")}, False, "cuFile does not start (no driver)"),
+        ({"has_driver": False}, False, "nvidia_fs is not loaded; install"),
+        (
+            {"has_driver": RuntimeError("no driver")},
+            False,
+            "cuFile does not start (no driver); see",
+        ),
     ],
 )
 def test_the_way_that_bytes_go_is_said_once_at_the_start(
@@ -401,15 +407,43 @@ def test_the_way_that_bytes_go_is_said_once_at_the_start(
 ):
     for name, value in changes.items():
         setattr(machine, name, value)
-    status = gds_status()
+    status = gds_status(has_gpu=True)
     assert status.available and status.is_gpudirect is is_gpudirect
-    assert words in status.line and "\n" not in status.line
+    assert words in str(status) and "\n" not in str(status)
     with caplog.at_level(logging.INFO, logger="megatron.offload.storage.gds"):
         tier = open_tier()
     (line,) = [record for record in caplog.records if record.name.endswith("gds")]
     assert line.levelno == (logging.INFO if is_gpudirect else logging.WARNING)
-    assert line.getMessage() == f"activation offload: {status.line}"
+    assert line.getMessage() == f"activation offload: {status}"
     assert ("host memory" in str(tier)) is not is_gpudirect
+
+
+def test_compatibility_mode_has_a_reason_and_a_way_out(machine, monkeypatch, tmp_path):
+    machine.prefers_compatibility = True
+    assert "libcufile.so; install" in str(gds_status(has_gpu=True))
+    monkeypatch.setattr(status_part, "UDEV", tmp_path / "udev")
+    assert "udev is missing; in a container: docker run" in str(gds_status(has_gpu=True))
+    monkeypatch.setattr(platform, "release", lambda: "5.15.0-microsoft-standard-WSL2")
+    assert "WSL; use --activation-offload-io auto" in str(gds_status(has_gpu=True))
+    monkeypatch.setenv("KVIKIO_COMPAT_MODE", "ON")
+    assert "asks for it; unset KVIKIO_COMPAT_MODE" in str(gds_status(has_gpu=True))
+
+
+def test_cufile_may_use_pci_peer_to_peer_instead_of_the_kernel_module(machine, tmp_path):
+    machine.has_driver = False
+    settings = tmp_path / "cufile.json"
+    settings.write_text('{ // "use_pci_p2pdma": true\n "use_pci_p2pdma" : false }')
+    status = gds_status(has_gpu=True)
+    assert not status.is_gpudirect and f"nor use_pci_p2pdma set in {settings}" in status.line
+    settings.write_text('{ // off\n "use_pci_p2pdma" : true }')
+    status = gds_status(has_gpu=True)
+    assert status.is_gpudirect and "peer-to-peer" in status.line
+    assert status.facts == {
+        "kvikio": "26.2",
+        "compatibility_mode": False,
+        "nvidia_fs": False,
+        "settings": str(settings),
+    }
 
 
 def test_kvikio_gets_a_thread_for_each_io_thread_and_keeps_more(open_tier, machine):

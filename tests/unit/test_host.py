@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from megatron.offload.config import MIB
 from megatron.offload.storage import host
 from megatron.offload.storage.budget import ByteBudget
+from megatron.offload.storage.device import CpuDevice
 from megatron.offload.storage.host import HostTier
 
 PAGE = mmap.PAGESIZE
@@ -46,25 +47,46 @@ def read_back(tier: HostTier, block: host.HostBlock) -> bytes:
     return bytes_of(storage)
 
 
+class GatedDevice(CpuDevice):
+    """Its copies wait, in their thread, until the gate is open, and raise `error` where it is set.
+
+    `copied` has the first byte that each of them moved, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.copied: list[int] = []
+
+    def copy_to_host(self, source: torch.UntypedStorage, address: int, after: None) -> None:
+        self._pass(source.data_ptr())
+        super().copy_to_host(source, address, after)
+
+    def copy_from_host(self, address: int, target: torch.UntypedStorage, after: None) -> None:
+        self._pass(address)
+        super().copy_from_host(address, target, after)
+
+    def _pass(self, source: int) -> None:
+        assert self.gate.wait(timeout=10)
+        if self.error is not None:
+            raise self.error
+        self.copied.append(ctypes.string_at(source, 1)[0])
+
+
 @pytest.fixture
-def tier():
-    tier = HostTier(64 * MIB)
+def device():
+    device = GatedDevice()
+    yield device
+    device.gate.set()
+
+
+@pytest.fixture
+def tier(device):
+    tier = HostTier(64 * MIB, device=device)
     yield tier
+    device.gate.set()
     tier.close()
-
-
-@pytest.fixture
-def copy_gate(monkeypatch):
-    """Copies wait, in their thread, until the event is set."""
-    gate, copy = threading.Event(), host._copy
-
-    def gated(*args: object) -> None:
-        assert gate.wait(timeout=10)
-        copy(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(host, "_copy", gated)
-    yield gate
-    gate.set()
 
 
 # -- Contents -----------------------------------------------------------------------------------
@@ -144,24 +166,26 @@ def test_in_steady_state_the_tier_takes_no_new_memory(tier):
     assert all(step() == first for _ in range(5))
 
 
-def test_space_is_not_reused_while_its_write_runs(tier, copy_gate):
+def test_space_is_not_reused_while_its_write_runs(tier, device):
+    device.gate.clear()
     started = tier.begin_write(storage_of(PAGE, 1))
     offset = started[0].offset
     del started  # the graph is dropped
     block, transfer = tier.begin_write(storage_of(PAGE, 2))
     assert block.offset != offset
-    copy_gate.set()
+    device.gate.set()
     transfer.wait()
     assert read_back(tier, block) == b"\2" * PAGE
 
 
-def test_a_running_write_keeps_its_source_and_a_finished_one_does_not(tier, copy_gate):
+def test_a_running_write_keeps_its_source_and_a_finished_one_does_not(tier, device):
+    device.gate.clear()
     source = storage_of(PAGE, 1)
     weak = source._weak_ref()
     block, transfer = tier.begin_write(source)
     del source
     assert not torch.UntypedStorage._expired(weak)
-    copy_gate.set()
+    device.gate.set()
     transfer.wait()
     assert torch.UntypedStorage._expired(weak)
     torch.UntypedStorage._free_weak_ref(weak)
@@ -220,19 +244,13 @@ def test_memory_is_returned_when_the_tier_is_closed():
 
 
 @pytest.mark.parametrize("begin", ["write", "read"])
-def test_a_copy_that_fails_surfaces_in_wait(tier, monkeypatch, begin):
+def test_a_copy_that_fails_surfaces_in_wait(tier, device, begin):
     block = written(tier, storage_of(PAGE, 1))
-
-    def fail(*_: object) -> None:
-        raise OSError(14, "bad address")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(host.ctypes, "memmove", fail)
-        started = (
-            tier.begin_read(block) if begin == "read" else tier.begin_write(storage_of(PAGE, 2))
-        )
-        with pytest.raises(OSError, match="bad address"):
-            started[1].wait()
+    device.error = OSError(14, "bad address")
+    started = tier.begin_read(block) if begin == "read" else tier.begin_write(storage_of(PAGE, 2))
+    with pytest.raises(OSError, match="bad address"):
+        started[1].wait()
+    device.error = None
     del started
     assert tier.statistics.failed_writes == (begin == "write")
     assert tier.statistics.writes.total_bytes == PAGE and tier.used_bytes == PAGE
@@ -240,8 +258,9 @@ def test_a_copy_that_fails_surfaces_in_wait(tier, monkeypatch, begin):
     assert read_back(tier, block) == b"\1" * PAGE
 
 
-def test_bytes_in_flight_are_bounded_and_the_writer_waits(copy_gate):
-    tier = HostTier(64 * PAGE, inflight=ByteBudget(2 * PAGE), num_threads=1)
+def test_bytes_in_flight_are_bounded_and_the_writer_waits(device):
+    device.gate.clear()
+    tier = HostTier(64 * PAGE, inflight=ByteBudget(2 * PAGE), num_threads=1, device=device)
     started = [tier.begin_write(storage_of(PAGE, value)) for value in (1, 2)]
     third = threading.Thread(
         target=lambda: started.append(tier.begin_write(storage_of(PAGE, 3))), daemon=True
@@ -249,7 +268,7 @@ def test_bytes_in_flight_are_bounded_and_the_writer_waits(copy_gate):
     third.start()
     third.join(timeout=0.2)
     assert third.is_alive() and len(started) == 2
-    copy_gate.set()
+    device.gate.set()
     third.join(timeout=10)
     for value, (block, transfer) in enumerate(started, start=1):
         transfer.wait()
@@ -258,32 +277,27 @@ def test_bytes_in_flight_are_bounded_and_the_writer_waits(copy_gate):
     tier.close()
 
 
-def test_the_read_that_is_needed_first_goes_first(monkeypatch):
-    tier = HostTier(64 * PAGE, num_threads=1)
+def test_the_read_that_is_needed_first_goes_first(device):
+    tier = HostTier(64 * PAGE, num_threads=1, device=device)
     blocks = [written(tier, storage_of(PAGE, value)) for value in range(3)]
-    gate, order, copy = threading.Event(), [], host._copy
-
-    def noted(target: int, source: int, num_bytes: int, meter: object) -> None:
-        assert gate.wait(timeout=10)
-        order.append(ctypes.string_at(source, 1)[0])
-        copy(target, source, num_bytes, meter)
-
-    monkeypatch.setattr(host, "_copy", noted)
+    device.gate.clear()
+    device.copied.clear()
     running = tier.begin_write(storage_of(PAGE, 9))
     while tier._threads._writes:  # until the thread has taken it
         pass
     reads = [
         tier.begin_read(blocks[value], deadline) for value, deadline in ((0, 2), (1, 0), (2, 1))
     ]
-    gate.set()
+    device.gate.set()
     for _, transfer in [running, *reads]:
         transfer.wait()
-    assert order == [9, 1, 2, 0]
+    assert device.copied == [9, 1, 2, 0]
     tier.close()
 
 
-def test_closing_cancels_what_is_queued_and_refuses_more(copy_gate):
-    tier = HostTier(64 * PAGE, num_threads=1)
+def test_closing_cancels_what_is_queued_and_refuses_more(device):
+    device.gate.clear()
+    tier = HostTier(64 * PAGE, num_threads=1, device=device)
     started = [tier.begin_write(storage_of(PAGE, value)) for value in range(3)]
     while len(tier._threads._writes) > 2:  # until the thread has taken the first
         pass
@@ -291,7 +305,7 @@ def test_closing_cancels_what_is_queued_and_refuses_more(copy_gate):
     closing.start()
     while not started[2][1].cancelled():
         pass
-    copy_gate.set()
+    device.gate.set()
     closing.join(timeout=10)
     assert started[0][1].done() and not started[0][1].cancelled()
     with pytest.raises(RuntimeError, match="closed"):
@@ -308,13 +322,14 @@ def test_a_closed_tier_without_blocks_is_garbage():
     assert weak() is None
 
 
-def test_it_is_shown_to_people_with_its_budget(monkeypatch):
+def test_it_is_shown_to_people_with_its_budget(device, monkeypatch):
     tier = HostTier(12 * MIB)
     assert str(tier) == "host memory (12 MiB budget)"
     block = written(tier, storage_of(100, 1))
     assert str(block) == "host memory, offset 0, length 100"
     tier.close()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    pinned = HostTier(12 * MIB, pinned=True)  # registers nothing before it is needed
+    device.pins_host_memory = True
+    pinned = HostTier(12 * MIB, device=device)  # registers nothing before it is needed
     assert str(pinned) == "host memory (12 MiB budget, pinned)"
     pinned.close()

@@ -109,7 +109,9 @@ class HostArena:
 
     def _make_room(self, num_bytes: int) -> bool:
         """Called under the lock. Grows for a request; whether it did."""
-        missing = self._extents.round_up(num_bytes) - self._extents.free_at_end_bytes
+        missing = self._extents.round_up(num_bytes)
+        if not self.pinned:
+            missing -= self._extents.free_at_end_bytes
         left = self.budget_bytes - self._extents.size_bytes
         if missing > left or self.growth_failed:
             return False
@@ -117,7 +119,8 @@ class HostArena:
         if self.pinned and not self._pin(growth):
             self.growth_failed = True
             return False
-        self._extents.grow(growth)
+        # CUDA refuses copies of memory that was page-locked in two pieces.
+        self._extents.grow(growth, apart=self.pinned)
         return True
 
     def _pin(self, num_bytes: int) -> bool:

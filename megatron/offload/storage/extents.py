@@ -27,13 +27,19 @@ class ExtentAllocator:
         self._by_size: list[tuple[int, int]] = []
         self._size_at: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}
+        self._borders: set[int] = set()  # extents do not merge across these offsets
 
-    def grow(self, num_bytes: int) -> None:
-        """Adds `num_bytes` (a multiple of the granule) at the end of the space."""
+    def grow(self, num_bytes: int, *, apart: bool = False) -> None:
+        """Adds `num_bytes` (a multiple of the granule) at the end of the space.
+
+        `apart`: no extent will ever lie partly in them and partly in what was there before.
+        """
         if num_bytes % self.granule:
             raise ValueError(f"{num_bytes} is not a multiple of the granule {self.granule}")
         start = self.size_bytes
         self.size_bytes += num_bytes
+        if apart:
+            self._borders.add(start)
         self._insert(start, num_bytes)
 
     def round_up(self, num_bytes: int) -> int:
@@ -64,12 +70,8 @@ class ExtentAllocator:
         if size is None:
             raise ValueError(f"no extent at offset {start} is taken")
         self.used_bytes -= size
-        before = self._start_of_end.get(start)
-        if before is not None:
-            self._remove(before, start - before)
-            start, size = before, size + start - before
         after = self._size_at.get(start + size)
-        if after is not None:
+        if after is not None and start + size not in self._borders:
             self._remove(start + size, after)
             size += after
         self._insert(start, size)
@@ -87,7 +89,7 @@ class ExtentAllocator:
 
     def _insert(self, start: int, size: int) -> None:
         before = self._start_of_end.get(start)
-        if before is not None:  # only grow() meets a free neighbour here
+        if before is not None and start not in self._borders:
             self._remove(before, start - before)
             start, size = before, size + start - before
         bisect.insort(self._by_size, (size, start))

@@ -75,6 +75,8 @@ class UnlinkedFile:
         buffered_fd = _open_unnamed(directory, 0)
         assert buffered_fd is not None  # only O_DIRECT may be refused
         self.fd, self.alignment, self.kind = buffered_fd, BUFFERED, "buffered I/O"
+        # Whole ranges are asked for: what the kernel reads ahead of them nobody wants.
+        os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_RANDOM)
         if _works(buffered_fd, mmap.PAGESIZE, _RWF_DONTCACHE):
             self._flags = _RWF_DONTCACHE
         else:

@@ -18,12 +18,7 @@ from megatron.offload.config import OffloadConfig, format_size
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.report.doctor.check import Check, Diagnosis, Section, Status, in_words
 from megatron.offload.report.doctor.directory import directory_checks
-from megatron.offload.report.doctor.gpu import (
-    Cuda,
-    cuda_checks,
-    direct_storage_check,
-    find_cuda,
-)
+from megatron.offload.report.doctor.gpu import Cuda, cuda_checks, direct_storage_check, find_cuda
 from megatron.offload.report.doctor.machine import (
     allocator_check,
     file_size_limit_bytes,
