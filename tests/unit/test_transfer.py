@@ -71,6 +71,19 @@ def test_a_write_limit_holds_writes_up_and_lets_reads_through():
     threads.close()
 
 
+@pytest.mark.parametrize("verb", ["cancel", "abandon"])
+def test_a_write_that_nobody_wants_does_not_wait_for_the_limit(verb):
+    limit = RateLimit(bytes_per_s=1000)
+    threads = IoThreads(1, "test", limit)
+    threads.submit_write(lambda: None, 10**9).wait()  # pays for 11 days
+    unwanted = threads.submit_write(lambda: None, 10**9)
+    getattr(unwanted, verb)()
+    threads.submit_read(lambda: None).wait()  # wakes the thread
+    threads.submit_read(lambda: None).wait()
+    assert unwanted.cancelled() and limit.delay_s() < 1.1 * 10**6
+    threads.close()
+
+
 def test_a_write_limit_is_kept_on_average():
     limit = RateLimit(bytes_per_s=10_000_000)
     threads = IoThreads(4, "test", limit)

@@ -25,7 +25,7 @@ class StepStatistics:
     read_bytes_per_s: float = 0.0
     stall_s: float = 0.0  # compute waited for a read
     write_wait_s: float = 0.0  # forward waited because too many bytes were in flight
-    tier_used_bytes: int = 0  # still taken on the tiers when the step ended: 0 unless a graph lives
+    tier_used_bytes: int = 0  # at the step's end: 0 unless a graph or a write is still alive
     long_lived_bytes: int = 0  # found in this step to outlive it: excluded from now on
 
     def as_dict(self) -> dict[str, int | float]:

@@ -142,7 +142,7 @@ class IoThreads:
                     return heapq.heappop(self._reads)
                 if not self._writes:
                     self._changed.wait()
-                elif self._write_limit is None:
+                elif self._write_limit is None or self._writes[0].transfer.is_unwanted:
                     return self._writes.popleft()
                 elif (delay_s := self._write_limit.delay_s()) > 0:
                     self._changed.wait(delay_s)

@@ -57,6 +57,11 @@ class Transfer(Future[None]):
             self._work = None
         return cancelled
 
+    @property
+    def is_unwanted(self) -> bool:
+        """Cancelled or abandoned: running it will move nothing."""
+        return self._abandoned or self.cancelled()
+
     def abandon(self) -> None:
         """Nobody wants it any more: a thread that finds it still queued cancels it.
 
