@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from bench_allocator import churn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,3 +79,10 @@ def test_extents_never_cross_a_border():
         extents.free(offset)
     assert extents.largest_free_bytes == 8192
     assert {extents.allocate(8192), extents.allocate(8192)} == {0, 8192}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_lifetimes_lose_less_than_a_tenth_to_fragments(seed: int) -> None:
+    result = churn(operations=200_000, extents=2000, seed=seed)
+    assert result.most_extents > 2000
+    assert 0 <= result.fragmentation_loss < 0.1

@@ -62,7 +62,9 @@ class Prefetcher:
         self._num_begun = 0
         self._missing_bytes = 0.0
         self._has_used_one = False  # of this tape
-        self._ahead: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
+        # Bytes of what was read, or is being read, and not used yet. An entry goes when its record is
+        # used or dies, whichever comes first.
+        self._ahead: dict[SavedReference, int] = {}
 
     def start(self, tape: Tape) -> None:
         """Backward of this tape begins: reads what is needed first, and no more.
@@ -82,7 +84,7 @@ class Prefetcher:
     def used(self, record: SavedStorage) -> None:
         """Backward has used a storage: it leaves the window."""
         self._has_used_one = True
-        self._ahead.discard(record)
+        self._ahead.pop(weakref.ref(record), None)
 
     def waited(self, seconds: float, bytes_per_s: float) -> None:
         """Compute had to wait for the storage that it is about to use.
@@ -109,11 +111,14 @@ class Prefetcher:
             if record is None:
                 return
             if record.state is State.ON_TIER and record.take_back() is None:
-                ahead_bytes = sum(other.num_bytes for other in self._ahead)
+                ahead_bytes = sum(self._ahead.values())
                 if ahead_bytes and ahead_bytes + record.num_bytes > window_bytes:
                     return
                 self._num_begun += 1
                 self._begin_read(record, self._num_begun)
-                self._ahead.add(record)
+                self._ahead[weakref.ref(record, self._died)] = record.num_bytes
             # Else it is still in memory, or on its way already.
             self._tape.drop_last()
+
+    def _died(self, reference: SavedReference) -> None:
+        self._ahead.pop(reference, None)

@@ -14,6 +14,7 @@ transfer under way holds the memory and the block it works on, so neither is reu
 from __future__ import annotations
 
 import enum
+import functools
 import threading
 import weakref
 from typing import Any, Protocol
@@ -182,7 +183,7 @@ class SavedView:
         # Shares the tensor's version counter and none of its memory: `detach` keeps the counter,
         # assigning `data` keeps it too but swaps the storage.
         self._witness = tensor.detach()
-        self._witness.data = tensor.new_empty(0)
+        self._witness.data = _nothing_like(tensor.dtype, tensor.device)
         saved.num_unused_views += 1
 
     def check_unchanged(self) -> None:
@@ -201,6 +202,12 @@ class SavedView:
         """The tensor with its own shape, stride, offset and dtype, on `memory`."""
         tensor = torch.empty(0, dtype=self._dtype, device=memory.device)
         return tensor.set_(memory, self._offset, self._shape, self._stride)
+
+
+@functools.cache
+def _nothing_like(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor, shared by all witnesses of its kind."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 SavedReference = weakref.ReferenceType[SavedStorage]

@@ -30,7 +30,8 @@ class ByteBudget:
     def acquire(self, num_bytes: int) -> None:
         """Takes `num_bytes`, waiting for others to be given back."""
         with self._changed:
-            self._changed.wait_for(lambda: self._fits(num_bytes))
+            while not self._fits(num_bytes):
+                self._changed.wait()
             self.taken_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:

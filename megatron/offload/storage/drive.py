@@ -110,7 +110,6 @@ class Drive:
         self.directory = file.directory
         self.health = Health.GOOD
         self.statistics = TierStatistics()
-        self.queued_bytes = 0  # accepted and not yet written
         self.extents = ExtentAllocator(max(file.alignment.offset, FILE_BLOCK_BYTES))
         self._space = space
         self._space_is_used_up = False
@@ -118,7 +117,7 @@ class Drive:
         self._checksum = checksum
         # Extents that nobody needs any more, taken in at the next allocation.
         self._freed: collections.deque[int] = collections.deque()
-        # Protects extents, queued_bytes and health. Held for microseconds (or one fallocate, when
+        # Protects extents and health. Held for microseconds (or one fallocate, when
         # the file grows); the space budget's lock is taken under it, no other.
         self._lock = threading.Lock()
         self._threads = IoThreads(num_threads, f"activation-offload {file.directory}", write_limit)
@@ -133,6 +132,11 @@ class Drive:
         with self._lock:
             self._take_in_freed()
             return self.extents.used_bytes
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        return self._threads.queued_write_bytes
 
     def reserve(self, num_bytes: int) -> None:
         """Lets the file grow now, so that a disk that is too small shows before training.
@@ -163,16 +167,11 @@ class Drive:
 
         The transfer holds the view, and the extent's owner, until it ends.
         """
-        num_bytes = extent.num_bytes
-        with self._lock:
-            self.queued_bytes += num_bytes
 
         def work(_: object = owner) -> None:
             self._write(view, start, extent)
 
-        transfer = self._threads.submit_write(work, num_bytes)
-        transfer.add_done_callback(lambda _: self._left_queue(num_bytes))
-        return transfer
+        return self._threads.submit_write(work, extent.num_bytes)
 
     def begin_read(
         self, view: View, start: int, extent: Extent, owner: object, deadline: float
@@ -223,10 +222,6 @@ class Drive:
                 errno.EBADMSG, f"checksum mismatch: the drive gave back other bytes ({extent})"
             )
         view.after_read()
-
-    def _left_queue(self, num_bytes: int) -> None:
-        with self._lock:
-            self.queued_bytes -= num_bytes
 
     def _make_room(self, num_bytes: int) -> bool:
         """Called under the lock. Lets the file grow for a request; whether it did."""

@@ -51,9 +51,10 @@ class IoThreads:
         self._arrivals = itertools.count()
         self._reads: list[_Job] = []  # a heap
         self._writes: collections.deque[_Job] = collections.deque()
+        self.queued_write_bytes = 0
         self._closing = False
-        # Protects the two queues, the flag and the list of threads. Held for a few instructions;
-        # the write limit's lock is taken under it, no other.
+        # Protects all of the above and the list of threads. Held for a few instructions; the write
+        # limit's lock is taken under it, no other.
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         for _ in range(num_threads):
@@ -74,6 +75,7 @@ class IoThreads:
         with self._changed:
             self._check_open()
             self._writes.append(_Job(0.0, next(self._arrivals), num_bytes, transfer))
+            self.queued_write_bytes += num_bytes
             self._changed.notify()
         return transfer
 
@@ -143,10 +145,15 @@ class IoThreads:
                 if not self._writes:
                     self._changed.wait()
                 elif self._write_limit is None or self._writes[0].transfer.is_unwanted:
-                    return self._writes.popleft()
+                    return self._next_write()
                 elif (delay_s := self._write_limit.delay_s()) > 0:
                     self._changed.wait(delay_s)
                 else:
-                    job = self._writes.popleft()
-                    self._write_limit.charge(job.num_bytes)
-                    return job
+                    self._write_limit.charge(self._writes[0].num_bytes)
+                    return self._next_write()
+
+    def _next_write(self) -> _Job:
+        """Called under the lock."""
+        job = self._writes.popleft()
+        self.queued_write_bytes -= job.num_bytes
+        return job

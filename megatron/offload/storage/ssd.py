@@ -172,6 +172,9 @@ class SsdTier:
 
     def _allocate(self, num_bytes: int) -> list[Extent] | None:
         """Extents for a body, on drives that take it; None: no drive has room."""
+        if len(self.drives) == 1 and num_bytes:
+            extent = self.drives[0].allocate(num_bytes)
+            return None if extent is None else [extent]
         drives = [drive for drive in self.drives if drive.health is not Health.FAILED]
         while drives:
             lanes = [Lane(d.statistics.writes.bytes_per_s, d.queued_bytes) for d in drives]
