@@ -67,6 +67,7 @@ class InPlace:
 
     def __init__(self, alignment: Alignment) -> None:
         self._alignment = alignment
+        self._allocator_aligns = True  # until it is seen not to
 
     def for_writing(self, source: torch.UntypedStorage) -> View:
         """See `Access`. The edges are copied now."""
@@ -74,11 +75,22 @@ class InPlace:
 
     def for_reading(self, cut: Cut, num_parts: int) -> tuple[torch.UntypedStorage, View]:
         """See `Access`. The target is aligned like the source was, so the same cut fits it."""
-        target = aligned_storage(cut.num_bytes, len(cut.head), self._alignment)
+        target = self._new_storage(cut)
         address = target.data_ptr()
-        ctypes.memmove(address, cut.head, len(cut.head))
-        ctypes.memmove(address + cut.num_bytes - len(cut.tail), cut.tail, len(cut.tail))
+        if cut.head:
+            ctypes.memmove(address, cut.head, len(cut.head))
+        if cut.tail:
+            ctypes.memmove(address + cut.num_bytes - len(cut.tail), cut.tail, len(cut.tail))
         return target, _InPlaceView(target, cut)
+
+    def _new_storage(self, cut: Cut) -> torch.UntypedStorage:
+        """Like `aligned_storage`, with less work where the allocator aligns blocks by itself."""
+        if self._allocator_aligns:
+            plain = torch.UntypedStorage(cut.num_bytes)
+            if (plain.data_ptr() + len(cut.head)) % self._alignment.memory == 0:
+                return plain
+            self._allocator_aligns = False
+        return aligned_storage(cut.num_bytes, len(cut.head), self._alignment)
 
 
 class _InPlaceView:

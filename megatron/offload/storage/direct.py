@@ -68,9 +68,9 @@ def cut(address: int, num_bytes: int, alignment: Alignment) -> Cut:
     head, body, tail = parts(address, num_bytes, alignment)
     return Cut(
         num_bytes,
-        ctypes.string_at(address, head),
+        ctypes.string_at(address, head) if head else b"",
         body,
-        ctypes.string_at(address + head + body, tail),
+        ctypes.string_at(address + head + body, tail) if tail else b"",
     )
 
 

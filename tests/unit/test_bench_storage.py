@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/bench_storage.py and tools/soak_storage.py: their arithmetic, and tiny runs of both."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import bench_storage
+import fio
+import plot_storage
+import pytest
+import soak_storage
+import torch
+from bench_storage import Figure, Round, headline, shortfalls
+from fio import Fio, FioError, Sample, fio_environment, parse_sample
+
+from megatron.offload.config import GIB, MIB
+from megatron.offload.storage.allocator import allocator_environment
+from megatron.offload.storage.file import UnlinkedFile
+
+
+def job(**changes: Any) -> str:
+    """What fio prints for a job that wrote 3 GB in 2 s and read 1 GB in 1 s."""
+    ways = {
+        "read": {"io_bytes": 1_000_000_000, "runtime": 1000},
+        "write": {"io_bytes": 3_000_000_000, "runtime": 2000},
+    }
+    load = {"error": 0, "job_runtime": 2000, "usr_cpu": 2.5, "sys_cpu": 7.5}
+    return "a warning\n" + json.dumps({"jobs": [ways | load | changes]})
+
+
+def figure(
+    operation: str = "write",
+    gbps: tuple[tuple[float, float | None], ...] = ((1.0, 1.0),),
+    cpu: float = 1.0,
+    **changes: Any,
+) -> Figure:
+    """Rounds of 1 GB with these bandwidths; ours takes `cpu` times fio's processor time."""
+    shape = {"tier": "ssd", "reference": "fio", "block_bytes": 4 * MIB, "depth": 4} | changes
+    rounds = [
+        Round(
+            Sample(10**9, 1 / ours, 0.1 * cpu),
+            None if theirs is None else Sample(10**9, 1 / theirs, 0.1),
+        )
+        for ours, theirs in gbps
+    ]
+    return Figure(operation=operation, rounds=rounds, **shape)
+
+
+def test_fio_output_is_read() -> None:
+    sample = parse_sample(job())
+    assert sample == Sample(num_bytes=4_000_000_000, wall_s=2.0, cpu_s=0.2)
+    assert sample.gbps == pytest.approx(2.0)
+    assert sample.cpu_s_per_gb == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    "output, complaint",
+    [
+        (job(error=errno.ENOSPC), "No space left"),
+        (job(write={"io_bytes": 0, "runtime": 0}, read={"io_bytes": 0, "runtime": 0}), "too few"),
+        (job(read=None), "not understood"),
+        ("fio: unknown option", "not understood"),
+    ],
+)
+def test_fio_output_that_is_no_measurement(output: str, complaint: str) -> None:
+    with pytest.raises(FioError, match=complaint):
+        parse_sample(output)
+
+
+def test_ratios_are_paired_by_round() -> None:
+    # The machine is twice as slow in round 2: the ratio of the medians would be 4 / 4.
+    found = figure(gbps=((4.0, 5.0), (2.0, 2.5), (4.4, 4.0))).compared("gbps")
+    assert found["ours"] == pytest.approx(4.0)
+    assert found["reference"] == pytest.approx(4.0)
+    assert found["ratio"] == pytest.approx(0.8)
+
+
+def test_no_reference_no_ratio() -> None:
+    found = figure(gbps=((4.0, None), (2.0, None))).compared("cpu_s_per_gb")
+    assert found == {"ours": pytest.approx(0.1), "reference": None, "ratio": None}
+
+
+def test_headline_is_4_mib_at_one_depth() -> None:
+    figures = [
+        figure("write", ((3.0, 2.0),), cpu=0.5),
+        figure("read", ((2.0, 2.0),), cpu=1.4),
+        figure("mixed", ((1.0, 2.0),), cpu=0.9),
+        figure("write", ((9.0, 1.0),), cpu=9.0, depth=8),
+        figure("write", ((9.0, 1.0),), cpu=9.0, block_bytes=MIB),
+        figure("write", ((9.0, 1.0),), cpu=9.0, tier="tiered"),
+    ]
+    assert headline(figures, "ssd", depth=4) == pytest.approx(
+        {
+            "write_ratio_to_fio": 1.5,
+            "read_ratio_to_fio": 1.0,
+            "mixed_ratio_to_fio": 0.5,
+            "cpu_ratio_to_fio": 1.4,
+            "write_cpu_ratio_to_fio": 0.5,
+            "read_cpu_ratio_to_fio": 1.4,
+            "mixed_cpu_ratio_to_fio": 0.9,
+        }
+    )
+    # An operation that is missing may have been the most expensive one.
+    assert headline(figures[:2], "ssd", depth=4)["cpu_ratio_to_fio"] is None
+    assert set(headline(figures, "ssd", depth=1).values()) == {None}
+
+
+def test_host_memory_is_compared_with_memcpy() -> None:
+    figures = [figure(each, tier="host", reference="memcpy") for each in bench_storage.OPERATIONS]
+    assert headline(figures, "host", 4)["write_ratio_to_memcpy"] == pytest.approx(1.0)
+
+
+def test_what_is_required() -> None:
+    good = {"write_ratio_to_fio": 0.95, "cpu_ratio_to_fio": 1.5, "read_cpu_ratio_to_fio": 0.1}
+    assert shortfalls(good) == []
+    bad = {"write_ratio_to_fio": 0.94, "cpu_ratio_to_fio": 1.6, "read_ratio_to_fio": None}
+    assert [complaint.split()[0] for complaint in shortfalls(bad)] == list(bad)
+
+
+def test_fio_starts_without_our_allocator_unless_asked() -> None:
+    started_with = {"HOME": "/root", **allocator_environment()}
+    assert fio_environment(started_with, huge_pages=False) == {"HOME": "/root"}
+    assert fio_environment({"HOME": "/root"}, huge_pages=True) == started_with
+
+
+@pytest.fixture
+def fake_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program that has no io_uring and prints the file `said.json`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    said = folder / "said.json"
+    said.write_text(job())
+    program = folder / "fio"
+    program.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        '*--version*) echo "fio-9";;\n'
+        '*io_uring*) echo "fio: engine not there" >&2; exit 1;;\n'
+        f'*) cat "{said}";;\n'
+        "esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return said
+
+
+def test_fio_falls_back_to_libaio(tmp_path: Path, fake_fio: Path) -> None:
+    yardstick = Fio(tmp_path, MIB)
+    assert (yardstick.version, yardstick.engine) == ("fio-9", "libaio")
+    assert yardstick.refused is not None and "engine not there" in yardstick.refused
+    fake_fio.write_text(job(error=errno.EIO))
+    with pytest.raises(FioError, match="job failed"):
+        yardstick.run(MIB, 1, "read")
+    yardstick.close()
+    with pytest.raises(FioError, match=r"io_uring.*libaio"):
+        Fio(tmp_path, MIB)
+
+
+def bench(tmp_path: Path, *more: str) -> int:
+    """The tool's exit code after a tiny run."""
+    flags = ["--directory", str(tmp_path / "drive"), "--size", "48MiB", "--pairs", "1"]
+    flags += ["--blocks", "4MiB", "--depths", "4", "--json", str(tmp_path / "out.json"), *more]
+    try:
+        return bench_storage.main(flags)
+    except SystemExit as stop:
+        assert isinstance(stop.code, int)
+        return stop.code
+
+
+@pytest.mark.parametrize("io_bytes, exit_code", [(1000, 0), (10**15, 1)])
+def test_exit_code_says_whether_fio_was_reached(
+    tmp_path: Path, fake_fio: Path, io_bytes: int, exit_code: int
+) -> None:
+    # Its processor time for each byte is far above ours.
+    ways = {way: {"io_bytes": io_bytes, "runtime": 1000} for way in ("read", "write")}
+    fake_fio.write_text(job(**ways, usr_cpu=1e15))
+    assert bench(tmp_path, "--tiers", "ssd", "--require") == exit_code
+
+
+def test_without_fio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fio.shutil, "which", lambda name: None)
+    assert bench(tmp_path, "--tiers", "ssd", "--require") == 1
+    assert "no comparison with fio: fio is not installed" in capsys.readouterr().out
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert set(result["headline"]["ssd"].values()) == {None}
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_a_tiny_benchmark(tmp_path: Path) -> None:
+    assert bench(tmp_path, "--tiers", "ssd") == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert all(ratio for ratio in result["headline"]["ssd"].values())
+    for each in result["figures"]:
+        assert each["rounds"][0]["ours"]["num_bytes"] == 48 * MIB
+        assert each["rounds"][0]["reference"]["num_bytes"] == 48 * MIB
+    assert list((tmp_path / "drive").iterdir()) == []
+
+
+def test_every_tier_is_shown(
+    tmp_path: Path, fake_fio: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(tmp_path, "--io", "buffered") == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert list(result["headline"]) == ["ssd", "host", "tiered", "ssd-buffered"]
+    assert len(result["figures"]) == 4 * 3
+    shown = capsys.readouterr().out
+    assert "fio-9: libaio, direct=1" in shown
+    assert plot_storage.format_table(result["figures"][-3:]) in shown
+    result["figures"] = result["figures"][:3]
+    (tmp_path / "out.json").write_text(json.dumps(result))
+    picture = tmp_path / "out.png"
+    assert plot_storage.main([str(tmp_path / "out.json"), "--output", str(picture)]) == 0
+    assert picture.stat().st_size > 0
+
+
+def test_timed_pieces_end_in_time(tmp_path: Path, fake_fio: Path) -> None:
+    assert bench(tmp_path, "--seconds", "0.02", "--tiers", "ssd,host") == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    for each in result["figures"]:
+        assert each["rounds"][0]["ours"]["num_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        (["--tiers", "ssd,tape"], "unknown tape"),
+        (["--size", "16MiB"], "--size must be at least 48 MiB"),
+        (["--pairs", "0"], "must be above 0"),
+        (["--depths", "1", "--require"], "--require needs"),
+        (["--plot", "nowhere/out.png"], "no such folder"),
+    ],
+)
+def test_bad_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], complaint: str
+) -> None:
+    assert bench(tmp_path, *flags) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_tools_start_again_with_the_allocator_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(bench_storage.os, "execve", lambda *a: started.append(a[2]))
+    for name in allocator_environment():
+        monkeypatch.delenv(name, raising=False)
+    bench_storage.restart_with_allocator()
+    assert len(started) == 1
+    assert started[0].items() >= allocator_environment().items()
+    monkeypatch.setattr(bench_storage.os, "environ", started[0])
+    bench_storage.restart_with_allocator()
+    assert len(started) == 1
+
+
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    """The soak runs torch on one thread."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def soak(tmp_path: Path, *more: str) -> int:
+    """The tool's exit code after writing and reading a few MiB."""
+    flags = ["--directory", str(tmp_path / "drive"), "--total", "64MiB", "--window", "16MiB"]
+    flags += ["--storage-bytes", "1MiB", "--json", str(tmp_path / "soak.json"), *more]
+    return soak_storage.main(flags)
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--verify", "--inflight", "4MiB", "--margin", "10000"], ["--host-budget=8MiB"]]
+)
+def test_a_tiny_soak(tmp_path: Path, flags: list[str]) -> None:
+    assert soak(tmp_path, *flags) == 0
+    result = json.loads((tmp_path / "soak.json").read_text())
+    assert result["passed"]
+    assert result["written_bytes"] == result["read_bytes"] == 64 * MIB
+    assert result["largest_free_bytes"] == result["file_bytes"] >= 16 * MIB
+
+
+def test_soak_notices_one_wrong_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = UnlinkedFile.read
+
+    def corrupt(self: UnlinkedFile, body: Any, offset: int) -> None:
+        read(self, body, offset)
+        body[len(body) // 2] ^= 1
+
+    monkeypatch.setattr(UnlinkedFile, "read", corrupt)
+    assert soak(tmp_path) == 1
+    shown = capsys.readouterr().out
+    assert "other bytes came back" in shown
+    assert shown.endswith("FAIL\n")
+
+
+def test_soak_reports_a_failed_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: UnlinkedFile, body: Any, offset: int) -> None:
+        raise OSError(errno.EIO, "the drive is gone")
+
+    monkeypatch.setattr(UnlinkedFile, "write", fail)
+    assert soak(tmp_path) == 1
+    assert "the drive is gone" in capsys.readouterr().out
+
+
+def test_soak_fails_beyond_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for growth_bytes, exit_code in ((67 * MIB, 0), (68 * MIB, 1)):
+        monkeypatch.setattr(soak_storage.ResidentMemory, "stop", lambda _, n=growth_bytes: n)
+        assert soak(tmp_path, "--inflight", "64MiB") == exit_code
+    assert "memory grew by 68 MiB, expected at most 67.2 MiB" in capsys.readouterr().out
+
+
+def test_memory_that_was_given_back_is_seen() -> None:
+    memory = soak_storage.ResidentMemory()
+    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    time.sleep(5 * soak_storage.SAMPLE_S)
+    del block
+    assert memory.stop() >= 32 * MIB
+
+
+def test_every_storage_differs() -> None:
+    content = soak_storage.Content(MIB, seed=1)
+    storages = [content.make(index) for index in range(3)]
+    assert content.matches(2, storages[2])
+    assert not any(content.matches(index, storages[2]) for index in (0, 1, 3))
+    assert not soak_storage.Content(MIB, seed=2).matches(2, storages[2])
+
+
+@pytest.mark.parametrize(
+    "flags", [["--storage-bytes", "12"], ["--window", "1KiB"], ["--total", "much"]]
+)
+def test_soak_refuses_bad_flags(tmp_path: Path, flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        soak(tmp_path, *flags)
+    assert stop.value.code == 2
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    args = soak_storage.make_parser().parse_args([])
+    assert (args.total, args.window, args.inflight) == (100 * 10**9, GIB, 512 * MIB)
