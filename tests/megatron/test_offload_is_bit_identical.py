@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from launch import TINY, Run, run_trainer, train
+from launch import TINY, Outcome, Run, run_trainer, train
 
 STEPS = 4
 LAYOUTS = {
@@ -42,6 +42,15 @@ def ssd(directory: Path) -> str:
     )
 
 
+def assert_same_bits(offloaded: Outcome, off: Outcome) -> None:
+    """Every loss and gradient norm, and the final weights."""
+    assert len(off.metrics) == STEPS
+    for name in ("step", "loss", "grad_norm", "model"):
+        assert [record.get(name) for record in offloaded.metrics] == [
+            record.get(name) for record in off.metrics
+        ], name
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[layout]
@@ -51,11 +60,7 @@ def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
     # what the fork server has imported.
     fresh = layout == "DP2+distributed-optimizer"
     offloaded = train(flags, ssd(tmp_path), world_size=world_size, fresh=fresh)
-    for name in ("step", "loss", "grad_norm", "model"):
-        assert [record.get(name) for record in offloaded.metrics] == [
-            record.get(name) for record in off.metrics
-        ], name
-    assert len(off.metrics) == STEPS
+    assert_same_bits(offloaded, off)
     for record in offloaded.metrics:
         # Bytes really left memory: they came from the disk, or were needed before the write ended.
         moved = record["offload"]
@@ -65,6 +70,34 @@ def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
     assert min(record["offload"]["tier_used_bytes"] for record in offloaded.metrics) == 0
     assert sum(record["offload"]["read_bytes"] for record in offloaded.metrics) > 0
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        ("host --activation-offload-host-budget 1GiB", "TP1"),
+        ("tiered --activation-offload-host-budget 1MiB", "TP2"),
+        ("ssd --activation-offload-verify checksum --activation-offload-io buffered", "TP1"),
+    ],
+)
+def test_the_other_modes_change_no_bit_either(mode: str, layout: str, tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    world_size, model = LAYOUTS[layout]
+    model += f" --train-iters {STEPS}"
+    offload = (
+        f"--activation-offload {mode} --activation-offload-min-bytes 1KiB"
+        f" --activation-offload-dir {directories[0]},{directories[1]}"
+    )
+    offloaded = train(model, offload, world_size=world_size)
+    assert_same_bits(offloaded, train(model, world_size=world_size))
+    moved = [record["offload"] for record in offloaded.metrics]
+    uses_host, uses_ssd = not mode.startswith("ssd"), not mode.startswith("host")
+    assert (sum(step["host_read_bytes"] for step in moved) > 0) is uses_host
+    assert (sum(step["read_bytes"] for step in moved) > 0) is uses_ssd
+    assert [os.listdir(directory) for directory in directories] == [[], []]
+    assert ("to the drive of" in offloaded.output) is uses_ssd
 
 
 def test_a_resumed_run_with_offload_equals_an_uninterrupted_one_without(tmp_path: Path) -> None:
@@ -111,6 +144,15 @@ def test_kill_9_in_mid_training_leaves_the_directory_empty(tmp_path: Path) -> No
             " --recompute-method uniform --recompute-num-layers 1",
             "leaves no activations to offload",
         ),
+        (
+            "--activation-offload host --activation-offload-host-budget 900TiB",
+            "more host memory than there is",
+        ),
+        (
+            "--activation-offload ssd --activation-offload-dir {tmp} --activation-offload-io gds",
+            "needs a CUDA device",
+        ),
+        ("--activation-offload-host-budget 1.5", "neither a fraction nor a size"),
         ("--activation-offload-min-bytes 1apple", "is not a size"),
         ("--activation-offload-io tape", "invalid choice"),
     ],
