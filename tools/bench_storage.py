@@ -40,15 +40,24 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any, NoReturn
 
 from compare_placements import ROOT, machine_facts
 from fio import Fio, FioError, Memcpy, Sample, Stopwatch, huge_page_bytes, random_storage
 from plot_storage import draw, format_table, system_lines
+from storage_figures import (
+    HEADLINE_BLOCK_BYTES,
+    HOW_COMPUTED,
+    MAX_CPU_RATIO,
+    MIN_BANDWIDTH_RATIO,
+    OPERATIONS,
+    Figure,
+    Round,
+    headline,
+    shortfalls,
+)
 from tqdm import tqdm
 
 from megatron.offload.config import GIB, MIB, format_size, parse_size
@@ -63,11 +72,8 @@ from megatron.offload.storage.tier import Tier
 from megatron.offload.storage.tiered import TieredTier
 from megatron.offload.storage.transfer import Transfer
 
-OPERATIONS = ("write", "read", "mixed")
 NUM_WAITING = 2  # transfers in the queue beyond those under way
 WARM_UP_S = 0.05
-HEADLINE_BLOCK_BYTES = 4 * MIB
-MIN_BANDWIDTH_RATIO, MAX_CPU_RATIO = 0.95, 1.5
 FULL = {
     "size": 2 * GIB,
     "blocks": [MIB, 4 * MIB, 16 * MIB],
@@ -75,95 +81,11 @@ FULL = {
     "pairs": 5,
 }
 QUICK = {"size": 512 * MIB, "blocks": [4 * MIB], "depths": [4], "pairs": 3}
-HOW_COMPUTED = (
-    "Ratios are the tier's figure divided by the reference's within a round, median over the "
-    "rounds, for blocks of 4 MiB in order at --headline-depth. Bandwidth: bytes of both directions "
-    "over wall time, above 1 is faster. cpu: processor seconds for each byte, below 1 is cheaper; "
-    "cpu_ratio is the largest of the three operations. null: not measured or not compared."
-)
-
 Run = Callable[[str, float | None], Sample]  # of an operation, for so many seconds or one pass
 
 
 class BenchError(Exception):
     """It cannot be measured; the message is the sentence to print."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """The tier and what it is compared with, right after each other."""
-
-    ours: Sample
-    reference: Sample | None
-
-
-@dataclass(frozen=True)
-class Figure:
-    """All rounds of one operation with one block size and depth."""
-
-    tier: str
-    reference: str | None
-    block_bytes: int
-    depth: int
-    operation: str
-    rounds: list[Round] = field(default_factory=list)
-
-    def compared(self, value: str) -> dict[str, float | None]:
-        """`value`, a property of `Sample`: median of our rounds, median of the reference's rounds,
-        median of the rounds' own ratios of ours to the reference's."""
-        pairs = [
-            (getattr(each.ours, value), getattr(each.reference, value))
-            for each in self.rounds
-            if each.reference
-        ]
-        ratios = [ours / theirs for ours, theirs in pairs if theirs]
-        return {
-            "ours": median(getattr(each.ours, value) for each in self.rounds),
-            "reference": median(theirs for _, theirs in pairs) if pairs else None,
-            "ratio": median(ratios) if ratios else None,
-        }
-
-    def as_result(self) -> dict[str, Any]:
-        """For JSON, the table and the plot."""
-        values = {value: self.compared(value) for value in ("gbps", "cpu_s_per_gb")}
-        return asdict(self) | values
-
-
-def headline(figures: Sequence[Figure], tier: str, depth: int) -> dict[str, float | None]:
-    """A tier's ratios at 4 MiB blocks and one depth; see `HOW_COMPUTED`."""
-    chosen = {
-        figure.operation: figure
-        for figure in figures
-        if (figure.tier, figure.block_bytes, figure.depth) == (tier, HEADLINE_BLOCK_BYTES, depth)
-    }
-    name = next((figure.reference for figure in chosen.values() if figure.reference), "fio")
-
-    def ratios(value: str) -> list[float | None]:
-        found = (chosen.get(operation) for operation in OPERATIONS)
-        return [figure.compared(value)["ratio"] if figure else None for figure in found]
-
-    bandwidth, cpu = ratios("gbps"), ratios("cpu_s_per_gb")
-    known = [ratio for ratio in cpu if ratio is not None]
-    result = {
-        f"{op}_ratio_to_{name}": ratio for op, ratio in zip(OPERATIONS, bandwidth, strict=True)
-    }
-    result[f"cpu_ratio_to_{name}"] = max(known) if len(known) == len(OPERATIONS) else None
-    for operation, ratio in zip(OPERATIONS, cpu, strict=True):
-        result[f"{operation}_cpu_ratio_to_{name}"] = ratio
-    return result
-
-
-def shortfalls(ratios: dict[str, float | None]) -> list[str]:
-    """What `--require` complains about: one sentence for each ratio that is missing or bad."""
-    complaints = []
-    for name, ratio in ratios.items():
-        if ratio is None:
-            complaints.append(f"{name} was not measured")
-        elif "cpu_" in name and ratio > MAX_CPU_RATIO:
-            complaints.append(f"{name} is {ratio:.3f}, expected at most {MAX_CPU_RATIO}")
-        elif "cpu_" not in name and ratio < MIN_BANDWIDTH_RATIO:
-            complaints.append(f"{name} is {ratio:.3f}, expected at least {MIN_BANDWIDTH_RATIO}")
-    return complaints
 
 
 class TierLoad:
@@ -439,7 +361,7 @@ def bench(args: argparse.Namespace, command: list[str]) -> int:
         "size_bytes": args.size,
         "seconds": args.seconds,
         "headline_depth": args.headline_depth,
-        "headline": ratios,
+        "tiers": ratios,
         "headline_is": HOW_COMPUTED,
         "figures": [figure.as_result() for figure in figures],
     }

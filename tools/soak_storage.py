@@ -10,8 +10,8 @@ Works in phases like a training step: storages are made one at a time and writte
 bytes; when all are written they are read back in reverse order, at most --inflight bytes ahead,
 compared byte by byte with what was made, and freed. Every storage has content of its own.
 
-Meanwhile a thread reads this process's resident memory every 20 ms. Since the tiers were opened it
-may grow by the bytes in flight and the host budget together, and by --margin percent of them. An
+Meanwhile the kernel tracks the peak of this process's resident memory. Since the tiers were opened
+it may grow by the bytes in flight and the host budget together, and by --margin percent of them. An
 allocator that rounds sizes up counts: how much a storage really takes is measured first and shown.
 This program starts itself again with the allocator that training uses, so that freed memory is
 returned.
@@ -28,7 +28,6 @@ import json
 import mmap
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -43,6 +42,7 @@ from megatron.offload.config import MIB, format_size, parse_rate
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.storage.allocator import allocator_name, return_freed_memory
 from megatron.offload.storage.budget import ByteBudget
+from megatron.offload.storage.device import CpuDevice
 from megatron.offload.storage.host import HostTier
 from megatron.offload.storage.ssd import SsdTier
 from megatron.offload.storage.tier import Block, Tier
@@ -50,7 +50,6 @@ from megatron.offload.storage.tiered import TieredTier
 from megatron.offload.storage.transfer import Transfer
 
 NUM_WARM_UP = 16  # storages
-SAMPLE_S = 0.02
 PATTERN_BYTES = 64 * MIB  # random; a storage's content is a piece of it
 WORD_BYTES = 8
 
@@ -75,24 +74,16 @@ class Report:
 
 
 class ResidentMemory:
-    """Watches this process's resident memory from a thread, from now until `stop`."""
+    """The peak of this process's resident memory from now on, as the kernel tracks it."""
 
     def __init__(self) -> None:
-        self._start_bytes = self._peak_bytes = _resident_bytes()
-        self._stopped = threading.Event()
-        # Reads /proc and waits for the event, for nothing else.
-        self._thread = threading.Thread(target=self._watch, name="resident memory", daemon=True)
-        self._thread.start()
+        self._device = CpuDevice()
+        self._start_bytes = self._device.allocated_bytes()
+        self._device.reset_peak()
 
-    def stop(self) -> int:
-        """The largest growth since it was made, in bytes."""
-        self._stopped.set()
-        self._thread.join()
-        return max(self._peak_bytes, _resident_bytes()) - self._start_bytes
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(SAMPLE_S):
-            self._peak_bytes = max(self._peak_bytes, _resident_bytes())
+    def growth_bytes(self) -> int:
+        """The largest growth since it was made."""
+        return self._device.peak_bytes() - self._start_bytes
 
 
 class Content:
@@ -233,7 +224,7 @@ def soak(args: argparse.Namespace, command: list[str]) -> int:
             started = time.monotonic()
             Soak(tier, content, args.inflight, bar.update).run(num_storages, window, report)
             report.wall_s = time.monotonic() - started
-            report.peak_growth_bytes = memory.stop()
+            report.peak_growth_bytes = memory.growth_bytes()
         judge(report, tier, ssd)
     finally:
         tier.close()
