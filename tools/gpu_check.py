@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and measures activation offload on a machine with a CUDA GPU.
 
-    gpu_check.py --quick                               everything, about 3 minutes
-    gpu_check.py --json gpu.json --markdown gpu.md     everything, about 20 minutes
+    gpu_check.py --quick                               everything, sized for about 3 minutes
+    gpu_check.py --json gpu.json --markdown gpu.md     everything, sized for about 20
     gpu_check.py --only ordering --stress-seconds 600
     gpu_check.py --only overlap --trace trace.json     look at it with https://ui.perfetto.dev
     gpu_check.py --only compare --sizes 8192x6x2048x4,4096x8x8192x1
@@ -17,10 +17,10 @@ Sections, each in a process of its own, each with lines that say pass, FAIL or s
   bandwidth  copies (pinned or not), host memory, SSD and GPUDirect, in one direction and in both
   compare    step time and peak of keep, recomputation, torch's save_on_cpu, host, ssd and tiered
 
-It needs torch and this checkout; megatron-core for parity and compare; no network. What is not
-installed is skipped with a line that says so. Results are written after every section, so that a
-run that is cut short leaves what it has found. --dry-run-cpu tries the script out without a GPU, at
-sizes that measure nothing.
+It needs torch and this checkout, and megatron-core for parity and compare; no network. What kvikio
+would do is skipped without it. Results are written after every section, so that a run that is cut
+short leaves what it has found. --dry-run-cpu tries the script out without a GPU, at sizes that
+measure nothing.
 
 Exit code: 0 nothing failed, 1 something did, 2 it could not be run.
 """
@@ -254,6 +254,8 @@ def work(args: argparse.Namespace) -> int:
         section.progress.close()
         logging.getLogger("megatron.offload").removeHandler(warnings)
         save(sections, result)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     return 0
 
 

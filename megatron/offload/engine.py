@@ -90,12 +90,12 @@ class OffloadEngine:
         self._prefetcher = Prefetcher(self._begin_read, limit_bytes=config.inflight_bytes)
         self._scope = Scope()
         self._tape: Tape | None = None  # of the forward pass under way
-        logger.info(
-            "activation offload: to %s; memory comes from %s%s",
-            self.where,
-            allocator_name(),
-            "" if allocator_name() == MIMALLOC else ", which may keep what offload frees",
-        )
+        logger.info("activation offload: to %s", self.where)
+        if device.is_host and allocator_name() != MIMALLOC:
+            logger.info(
+                "activation offload: memory comes from %s, which may keep what offload frees",
+                allocator_name(),
+            )
 
     # -- The step, as an integration tells it ---------------------------------------------------
 
@@ -140,7 +140,8 @@ class OffloadEngine:
         """
         inputs = list(inputs)
         # A stage's input is held by the schedule until its backward: moving it frees nothing.
-        held = {t.untyped_storage()._cdata for t in inputs if t.is_leaf}
+        leaves = [t for t in inputs if t.is_leaf and t.layout is torch.strided]
+        held = {t.untyped_storage()._cdata for t in leaves}
         found = [
             (saved, tensor, storage)
             for saved, tensor in saved_tensors_between(outputs, inputs)

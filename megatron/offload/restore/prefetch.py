@@ -62,8 +62,8 @@ class Prefetcher:
         self._num_begun = 0
         self._missing_bytes = 0.0
         self._has_used_one = False  # of this tape
-        # Bytes of what was read, or is being read, and not used yet. An entry goes when its record is
-        # used or dies, whichever comes first.
+        # Bytes of what was read, or is being read, and not used yet. An entry goes when its record
+        # is used or dies, whichever comes first.
         self._ahead: dict[SavedReference, int] = {}
 
     def start(self, tape: Tape) -> None:

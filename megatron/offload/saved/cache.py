@@ -80,7 +80,7 @@ class TensorCache:
         """
         if (
             type(tensor) is not torch.Tensor
-            or tensor.device.type != self._device.type
+            or tensor.device != self._device
             or not _has_plain_storage(tensor)
             or tensor.is_inference()
             or tensor.is_conj()

@@ -103,9 +103,7 @@ class _InPlaceView:
         return memory_at(self._body_address + start, num_bytes)
 
     def before_write(self) -> None:
-        # A storage that was freed under our hands (recomputation does that) holds nothing to write.
-        if self._storage.nbytes() != self.cut.num_bytes:
-            raise RuntimeError("the storage was resized before it could be written")
+        check_size(self._storage, self.cut.num_bytes)
 
     def after_read(self) -> None:
         pass
@@ -201,6 +199,7 @@ class _StagedView:
     def before_write(self) -> None:
         with self._lock:
             if not self._is_staged:
+                check_size(self._storage, self.cut.num_bytes)
                 self._access.copy_to_host(self._storage, self._buffer, self._mark)
                 self._is_staged = True
 
@@ -210,3 +209,12 @@ class _StagedView:
             if self._parts_left:
                 return
         self._access.copy_from_host(self._buffer, self._storage, self._mark)
+
+
+def check_size(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """Raises RuntimeError if a storage was freed or resized since it was saved.
+
+    Recomputation does that: it frees what it will make again, so there is nothing to write.
+    """
+    if storage.nbytes() != num_bytes:
+        raise RuntimeError("the storage was resized before it could be written")

@@ -79,12 +79,13 @@ class CudaDevice:
         after: torch.cuda.Event,
     ) -> None:
         """Runs in an I/O thread. Its own event, not the stream: other threads queue copies too."""
-        with torch.cuda.stream(stream):
+        # A new thread stands on the first device, and would open a context there.
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             stream.wait_event(after)
             target.copy_(source, non_blocking=True)
             done = torch.cuda.Event(blocking=True)  # the thread sleeps instead of spinning
             done.record(stream)
-        done.synchronize()
+            done.synchronize()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron.offload.config import MIB, format_size
+from megatron.offload.storage.access import check_size
 from megatron.offload.storage.arena import HostArena
 from megatron.offload.storage.bandwidth import BandwidthMeter
 from megatron.offload.storage.budget import ByteBudget
@@ -100,7 +101,7 @@ class HostTier:
         self._inflight.acquire(num_bytes)
 
         def work(_: HostBlock = block) -> None:  # the block holds the range until the copy is done
-            self._write(source, address, mark)
+            self._write(source, num_bytes, address, mark)
 
         try:
             transfer = self._threads.submit_write(work, num_bytes)
@@ -137,9 +138,10 @@ class HostTier:
         self._arena.close()
 
     # Runs in an I/O thread.
-    def _write(self, source: torch.UntypedStorage, address: int, mark: Any) -> None:
+    def _write(self, source: torch.UntypedStorage, num_bytes: int, address: int, mark: Any) -> None:
         try:
-            with _counted(self.statistics.writes, source.nbytes()):
+            check_size(source, num_bytes)
+            with _counted(self.statistics.writes, num_bytes):
                 self._device.copy_to_host(source, address, mark)
         except Exception:
             self.statistics.failed_writes += 1
