@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariant 9: whatever ends (a pass, a step, the engine), nothing of it goes on or is lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron.offload import OffloadEngine, Scope, StorageError
+from megatron.offload.saved.record import State
+from megatron.offload.storage import file as file_module
+from tests.models import settle, ssd
+
+
+def save_on(engine, count):
+    with engine.forward(Scope()) as tape:
+        packed = [engine._hooks.pack(torch.full((1024,), float(value))) for value in range(count)]
+        settle(engine)
+    return tape, packed
+
+
+def test_what_is_still_queued_when_the_engine_is_closed_stays_in_memory(offload_config, write_gate):
+    engine = OffloadEngine(offload_config(io="buffered", threads=1))
+    with engine.step():
+        packed = [engine._hooks.pack(torch.full((1024,), float(value))) for value in range(3)]
+        write_gate.wait_for_arrival()  # the first is being written, two wait behind it
+        closing = threading.Thread(target=engine.close, daemon=True)
+        closing.start()
+        while engine._inflight.taken_bytes > 4096:
+            assert closing.is_alive()
+        write_gate.open.set()
+        closing.join(timeout=10)
+        assert not closing.is_alive()
+        for value in (1, 2):
+            view = packed[value]
+            assert torch.equal(engine._hooks.unpack(view), torch.full((1024,), float(value)))
+
+
+def test_a_view_taken_back_in_mid_write_can_be_asked_for_again_after_the_write(engine, write_gate):
+    with engine.step():
+        packed = engine._hooks.pack(torch.full((1024,), 3.0))
+        write_gate.wait_for_arrival()
+        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+        write_gate.open.set()
+        settle(engine)
+        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+    assert engine.statistics.read_bytes == 0 and ssd(engine).used_bytes == 0
+
+
+def test_a_read_that_failed_once_is_tried_again(engine, monkeypatch):
+    with engine.step():
+        packed = engine._hooks.pack(torch.full((1024,), 3.0))
+        settle(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(file_module.os, "preadv", lambda *_: 0)
+            with pytest.raises(StorageError):
+                engine._hooks.unpack(packed)
+        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+
+
+def test_any_error_of_a_read_names_the_place(engine, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with engine.step():
+        packed = engine._hooks.pack(torch.full((1024,), 3.0))
+        settle(engine)
+        monkeypatch.setattr(file_module.UnlinkedFile, "read", fail)
+        with pytest.raises(StorageError, match=r"chunk 0 micro-batch 0.*illegal memory access"):
+            engine._hooks.unpack(packed)
+
+
+@pytest.mark.parametrize("end", ["backward", "error", "step"])
+def test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead(engine, end):
+    with engine.step():
+        tape, packed = save_on(engine, 4)
+        if end == "backward":
+            with engine.backward(tape):
+                pass
+        elif end == "error":
+            with pytest.raises(ArithmeticError), engine.backward(tape):
+                raise ArithmeticError
+        else:
+            engine._prefetcher.start(tape)  # as a schedule does that an error ends in mid-pass
+        if end != "step":
+            engine._hooks.unpack(packed.pop())
+            assert all(view.saved.state is State.ON_TIER for view in packed)
+    with engine.step():
+        engine._hooks.unpack(packed.pop())
+        assert all(view.saved.state is State.ON_TIER for view in packed)
+        del packed
+
+
+def test_the_read_ahead_leaves_writes_alone(engine, write_gate):
+    with engine.step():
+        with engine.forward(Scope()) as tape:
+            packed = engine._hooks.pack(torch.zeros(1024))
+        write_gate.wait_for_arrival()
+        with engine.backward(tape):
+            assert packed.saved.state is State.WRITING
+
+
+def test_a_closed_engine_leaves_no_thread_and_no_open_file(offload_config):
+    before = set(threading.enumerate())
+    engine = OffloadEngine(offload_config(mode="tiered", host_budget=1 << 20))
+    own, fd = set(threading.enumerate()) - before, ssd(engine).drives[0].file.fd
+    assert len(own) > 2 and os.fstat(fd).st_nlink == 0
+    engine.close()
+    assert not any(thread.is_alive() for thread in own)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_an_input_that_an_earlier_layer_made_moves(engine):
+    x = torch.randn(1000, requires_grad=True)
+    with engine.step(), engine.forward(Scope()):
+        middle = x.neg()
+        engine.capture(Scope(), [middle.sin()], [middle])  # saves its input
+        settle(engine)
+    assert engine.statistics.offloaded_storages == 1
+
+
+def test_a_pass_that_ended_takes_its_tape_and_its_scope_with_it(engine):
+    x = torch.randn(1000, requires_grad=True)
+    with engine.step():
+        with engine.forward(Scope(micro_batch=1)) as outer:
+            engine.capture(Scope(layer="3"), [x.exp()], [x])
+            assert engine.scope == Scope(micro_batch=1)
+            with engine.forward(Scope(micro_batch=2)) as inner:
+                assert engine.tape is inner
+            assert engine.tape is outer and engine.scope == Scope(micro_batch=1)
+        assert engine.tape is None and engine.scope == Scope()
+
+
+def test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead(make_engine):
+    engine = make_engine(io="buffered", threads=1)
+    queue = ssd(engine).drives[0]._threads
+    gate, order = threading.Event(), []
+    with engine.step():
+        tape, packed = save_on(engine, 6)
+        begin_read = ssd(engine).begin_read
+
+        def noted(block, deadline=0.0):
+            target, transfer = begin_read(block, deadline)
+            transfer.add_done_callback(lambda _: order.append(block.extents[0].offset // 4096))
+            return target, transfer
+
+        ssd(engine).begin_read = noted
+        queue.submit_read(gate.wait, float("-inf"))
+        with engine.backward(tape):
+            engine._prefetcher.advance()  # two are ahead
+            waiting = threading.Thread(target=engine._hooks.unpack, args=(packed[0],), daemon=True)
+            waiting.start()
+            deadline = time.monotonic() + 10
+            while len(queue._reads) < 3:
+                assert time.monotonic() < deadline, "the reads were not queued"
+                time.sleep(0.001)
+            gate.set()
+            waiting.join(timeout=10)
+            for view in (packed[5], packed[4]):
+                engine._hooks.unpack(view)
+        assert order[:3] == [0, 5, 4]
+        del view, packed
+
+
+def test_what_outlived_a_step_and_then_died_is_forgotten(engine):
+    for _ in range(3):
+        excluded = torch.randn(1000)
+        engine.exclude([excluded])
+        table = torch.randn(1000)
+        x = torch.randn(1000, requires_grad=True)
+        with engine.step():
+            with engine.forward(Scope()) as tape:
+                y = x.neg() * table
+                engine.capture(Scope(), [y], [x])
+                settle(engine)
+            with engine.backward(tape):
+                y.sum().backward()
+            del y
+        assert engine.statistics.long_lived_bytes == 4000
+        assert len(engine._cache._excluded) == 2
+        assert len(engine._cache._entries) == 0
+        del excluded, table
+    with engine.step():
+        pass
+    assert len(engine._cache._excluded) == 0
+
+
+def test_what_is_excluded_stays_so_over_steps(engine):
+    excluded = torch.randn(1000)
+    engine.exclude([excluded])
+    for _ in range(3):
+        with engine.step():
+            assert engine._hooks.pack(excluded) is excluded
+
+
+def test_a_storage_whose_graph_outlives_the_step_is_not_moved_again(engine):
+    tensor = torch.randn(1000)
+    with engine.step():
+        packed = engine._hooks.pack(tensor)
+        settle(engine)
+    with engine.step():
+        again = engine._hooks.pack(tensor)
+        assert again.saved is packed.saved
+    assert engine.statistics.offloaded_storages == 0
+    assert engine.statistics.deduplicated_bytes == 4000

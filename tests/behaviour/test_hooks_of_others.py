@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor with hooks of somebody else's is left to them; any other error of a hook surfaces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.offload import Scope
+from tests.models import settle, ssd
+
+
+def test_a_saved_tensor_that_has_hooks_already_is_counted_and_left_alone(engine):
+    x = torch.randn(1000, requires_grad=True)
+    unpacked = []
+    with engine.step(), engine.forward(Scope()) as tape:
+        y = x.exp()
+        expected = y.detach().clone()
+        y.grad_fn._raw_saved_result.register_hooks(
+            lambda tensor: tensor, lambda tensor: unpacked.append(1) or tensor
+        )
+        engine.capture(Scope(), [y], [x])
+        settle(engine)
+        assert engine.statistics.foreign_hooks == 1
+        assert engine.statistics.offloaded_storages == 0
+        with engine.backward(tape):
+            y.sum().backward()
+    assert unpacked and torch.equal(x.grad, expected)
+
+
+def test_an_error_in_our_own_hook_is_not_taken_for_that(engine, monkeypatch):
+    def fail(source):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(ssd(engine), "begin_write", fail)
+    x = torch.randn(1000, requires_grad=True)
+    with engine.step(), engine.forward(Scope()):
+        y = x.exp()
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            engine.capture(Scope(), [y], [x])
+    assert engine.statistics.foreign_hooks == 0

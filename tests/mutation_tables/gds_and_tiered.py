@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors in GPUDirect, and in several tiers used as one."""
+
+from __future__ import annotations
+
+from tests.mutation_tables import Mutation, table_of
+
+MUTATIONS: list[Mutation] = []
+
+GDS = "unit/test_gds.py::"
+GDS_MARKS = "unit/test_gds_marks.py::"
+TIERED = "unit/test_tiered.py::"
+
+# -- storage/gds.py --------------------------------------------------------------------------------
+gds = table_of("storage/gds.py", MUTATIONS)
+
+gds(
+    "kvikio does not wait for the mark",
+    """
+        self._ready.synchronize()
+""",
+    "",
+    GDS_MARKS + "test_the_mark_of_a_read_is_set_after_its_memory_is_taken",
+)
+gds(
+    "a transfer does not keep its memory",
+    """
+        self._storage = storage
+        self._ready = ready
+""",
+    """
+        self._storage = torch.UntypedStorage(storage.nbytes(), device="meta")
+        self._ready = ready
+""",
+    GDS_MARKS + "test_a_view_keeps_its_memory",
+)
+gds(
+    "the mark of a read is set before its memory is taken",
+    """
+        target = self._device.new_storage(cut.num_bytes)
+        return target, _DeviceView(target, self._device.mark())
+""",
+    """
+        mark = self._device.mark()
+        target = self._device.new_storage(cut.num_bytes)
+        return target, _DeviceView(target, mark)
+""",
+    GDS_MARKS + "test_the_mark_of_a_read_is_set_after_its_memory_is_taken",
+)
+gds(
+    "a short transfer is the end",
+    """
+            done += count
+""",
+    """
+            done = body.num_bytes
+""",
+    GDS + "test_short_transfers_are_continued_where_they_stopped",
+)
+gds(
+    "an error of kvikio is lost",
+    """
+                raise OSError(errno.EIO, str(error)) from None
+""",
+    """
+                return
+""",
+    GDS + "test_a_failed_write_is_an_oserror_with_kvikios_words_and_ends_writing",
+)
+
+# -- storage/tiered.py -----------------------------------------------------------------------------
+tiered = table_of("storage/tiered.py", MUTATIONS)
+
+tiered(
+    "a tier that refuses ends the search",
+    """
+            if started is not None:
+                return started
+""",
+    """
+            return started
+""",
+    TIERED + "test_a_tier_that_takes_no_more_is_left_out",
+)
+tiered(
+    "one tier reads what another has",
+    """
+        return block.tier.begin_read(block, deadline)
+""",
+    """
+        return self.tiers[0].begin_read(block, deadline)
+""",
+    "unit/test_tiers_side_by_side.py::test_a_block_is_read_by_the_tier_that_has_it",
+)
+tiered(
+    "tiers beside one another are not bounded by their limits",
+    """
+            capped = {i for i in open_tiers if left * weights[i] / total > caps[i]}
+""",
+    """
+            capped: set[int] = set()
+""",
+    TIERED + "test_a_small_fast_tier_fills_evenly_over_the_step",
+)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors in the hooks that autograd calls, and in the walk of its graph."""
+
+from __future__ import annotations
+
+from tests.mutation_tables import Mutation, table_of
+
+MUTATIONS: list[Mutation] = []
+
+VIEWS = "behaviour/test_storage_moves_once.py::"
+ONE_STORAGE = VIEWS + "test_views_of_one_storage_are_written_once_and_come_back_in_shape"
+GATHERED = "behaviour/test_gathered_views.py::"
+TWO_PARTS = GATHERED + "test_two_small_parts_of_one_storage_come_back_each_with_its_own_bytes"
+IN_PLACE = "behaviour/test_in_place_changes_raise.py::"
+CHANGED = IN_PLACE + "test_change_after_capture_raises_and_names_the_layer[True]"
+
+# -- saved/hooks.py --------------------------------------------------------------------------------
+# Left out: `pack` asks `wants` again although `capture` has asked; both get the same answer.
+
+hooks = table_of("saved/hooks.py", MUTATIONS)
+
+hooks(
+    "unpack does not look for changes in place",
+    """
+        packed.check_unchanged()
+""",
+    "",
+    CHANGED,
+)
+hooks(
+    "unpack does not say that a view was used",
+    """
+        packed.saved.view_used()
+""",
+    "",
+    "behaviour/test_every_way_through_a_step.py::test_backward_twice_through_one_graph",
+)
+hooks(
+    "a view is used before its memory is held",
+    """
+        memory = self._mover.bring_back(packed.saved)
+        tensor = packed.rebuild(memory)
+        packed.saved.view_used()
+""",
+    """
+        packed.saved.view_used()
+        memory = self._mover.bring_back(packed.saved)
+        tensor = packed.rebuild(memory)
+""",
+    ONE_STORAGE,
+)
+hooks(
+    "only the first save of a storage is told",
+    """
+        self._mover.saved(record, is_new=is_new)
+""",
+    """
+        if is_new:
+            self._mover.saved(record, is_new=True)
+""",
+    "behaviour/test_prefetch.py::test_a_storage_saved_twice_is_brought_back_for_its_last_save",
+)
+hooks(
+    "a storage moves once for each view",
+    """
+        span, version = whole(storage), tensor._version
+        record = self._cache.find(storage, span, version)
+""",
+    """
+        span, version = whole(storage), tensor._version
+        record = None
+""",
+    ONE_STORAGE,
+)
+hooks(
+    "a gathered view is rebuilt as if it were in its whole storage",
+    """
+        view = SavedView(record, tensor, span.start_bytes)
+""",
+    """
+        view = SavedView(record, tensor)
+""",
+    TWO_PARTS,
+)
+hooks(
+    "the whole is recorded under the span of a part",
+    """
+            span = span_of(tensor)
+            record = self._cache.find(storage, span, version)
+""",
+    """
+            record = self._cache.find(storage, span_of(tensor), version)
+""",
+    TWO_PARTS,
+)
+
+# -- saved/graph.py --------------------------------------------------------------------------------
+graph = table_of("saved/graph.py", MUTATIONS)
+
+graph(
+    "the walk goes behind the inputs",
+    """
+    seen: set[Any] = {tensor.grad_fn for tensor in inputs}
+""",
+    """
+    seen: set[Any] = set()
+""",
+    "unit/test_graph.py::test_the_walk_does_not_go_behind_the_inputs",
+)
+graph(
+    "saved tensors come in the order of backward",
+    """
+    nodes.sort(key=lambda node: node._sequence_nr())
+""",
+    """
+    nodes.sort(key=lambda node: -node._sequence_nr())
+""",
+    "unit/test_graph.py::test_saved_tensors_come_in_forward_order",
+)
+graph(
+    "saved tensors come in the order of the walk",
+    """
+    nodes.sort(key=lambda node: node._sequence_nr())
+""",
+    """
+    nodes.reverse()
+""",
+    "unit/test_graph.py::test_saved_tensors_come_in_forward_order",
+)
+graph(
+    "a node reached in two ways is told twice",
+    """
+        if node is None or node in seen:
+""",
+    """
+        if node is None or node in {tensor.grad_fn for tensor in inputs}:
+""",
+    "unit/test_graph.py::test_a_node_that_is_reached_in_two_ways_is_told_once",
+)
+graph(
+    "tensors changed since they were saved are taken over as they are",
+    """
+            tensor = getattr(node, name)  # unlike `SavedTensor.data`, this checks versions
+""",
+    """
+            tensor = [r.data for r in raw] if isinstance(raw, tuple | list) else raw.data
+""",
+    "behaviour/test_in_place_changes_raise.py::test_change_before_capture_is_left_to_autograd",
+)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of the host tier: what they work on lives, what they took goes back, marks are right."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload.config import MIB
+from megatron.offload.storage.budget import ByteBudget
+from megatron.offload.storage.host import HostTier
+from tests.simulated_device import SimulatedDevice
+
+PAGE = 4096
+
+
+class GatedDevice(SimulatedDevice):
+    """Its copies wait at a gate; it notes which threads set its marks, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.marked_by: list[threading.Thread] = []
+
+    def mark(self) -> Any:
+        self.marked_by.append(threading.current_thread())
+        return super().mark()
+
+    def _take_a_while(self) -> None:
+        assert self.gate.wait(timeout=10)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def device() -> Iterator[GatedDevice]:
+    device = GatedDevice()
+    yield device
+    device.gate.set()
+
+
+@pytest.fixture
+def budget() -> ByteBudget:
+    return ByteBudget(4 * PAGE)
+
+
+@pytest.fixture
+def tier(device: GatedDevice, budget: ByteBudget) -> Iterator[HostTier]:
+    tier = HostTier(MIB, device=device, inflight=budget, num_threads=1)
+    yield tier
+    device.gate.set()
+    tier.close()
+
+
+def storage_of(value: int, device: GatedDevice, num_bytes: int = PAGE) -> torch.UntypedStorage:
+    storage = torch.full((num_bytes,), value, dtype=torch.uint8).untyped_storage()
+    device.queued(storage)
+    return storage
+
+
+def values_of(storage: torch.UntypedStorage) -> set[int]:
+    return set(torch.empty(0, dtype=torch.uint8).set_(storage).unique().tolist())
+
+
+def written(tier: HostTier, storage: torch.UntypedStorage) -> Any:
+    started = tier.begin_write(storage)
+    assert started is not None
+    started[1].wait()
+    return started[0]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """An I/O thread may still be about to let go of what it worked on."""
+    deadline = time.monotonic() + 3
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+def test_space_is_not_reused_while_its_read_runs(tier: HostTier, device: GatedDevice) -> None:
+    block = written(tier, storage_of(1, device))
+    offset = block.offset
+    device.gate.clear()
+    target, transfer = tier.begin_read(block)
+    del block
+    assert tier.used_bytes == PAGE
+    other = tier.begin_write(storage_of(2, device))
+    assert other is not None and other[0].offset != offset
+    device.gate.set()
+    transfer.wait()
+    assert values_of(target) == {1}
+    other[1].wait()
+    wait_until(lambda: tier.used_bytes == PAGE, "a read that ended keeps its space")
+
+
+def test_marks_are_set_by_the_thread_that_computes(tier: HostTier, device: GatedDevice) -> None:
+    block = written(tier, storage_of(1, device))
+    tier.begin_read(block)[1].wait()
+    assert device.marked_by == [threading.current_thread()] * 2
+
+
+def test_the_mark_of_a_write_is_set_before_it_waits_for_others(
+    tier: HostTier, device: GatedDevice, budget: ByteBudget
+) -> None:
+    """What another thread queues meanwhile, the copy would wait for without need."""
+    budget.acquire(4 * PAGE)
+    storage = storage_of(1, device)
+    waiting = threading.Thread(target=tier.begin_write, args=(storage,), daemon=True)
+    waiting.start()
+    wait_until(lambda: device.marked_by == [waiting], "the mark waits for others")
+    budget.release(4 * PAGE)
+    waiting.join(timeout=10)
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "cancelled"])
+def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
+    tier: HostTier, device: GatedDevice, budget: ByteBudget, end: str
+) -> None:
+    device.gate.clear()
+    if end == "failed":
+        device.error = OSError(14, "bad address")
+    first = tier.begin_write(storage_of(1, device))
+    second = tier.begin_write(storage_of(2, device, 2 * PAGE))
+    assert first is not None and second is not None
+    assert budget.taken_bytes == 3 * PAGE
+    wait_until(lambda: first[1].running(), "the first does not run")
+    if end == "cancelled":
+        assert second[1].cancel()
+        assert budget.taken_bytes == PAGE
+    device.gate.set()
+    wait_until(lambda: budget.taken_bytes == 0, "bytes are left in flight")
+    assert (first[1].exception() is not None) is (end == "failed")
+
+
+def test_a_storage_that_was_freed_before_its_copy_is_refused(
+    tier: HostTier, device: GatedDevice
+) -> None:
+    device.gate.clear()
+    first = tier.begin_write(storage_of(1, device))
+    source = storage_of(2, device)
+    second = tier.begin_write(source)
+    assert first is not None and second is not None
+    source.resize_(0)
+    device.gate.set()
+    with pytest.raises(RuntimeError, match="resized"):
+        second[1].wait()
+    assert tier.statistics.writes.total_bytes == PAGE and not tier.degraded
+
+
+def test_a_write_that_cannot_be_queued_leaves_nothing_behind(
+    tier: HostTier, device: GatedDevice, budget: ByteBudget
+) -> None:
+    tier._threads.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        tier.begin_write(storage_of(1, device))
+    assert budget.taken_bytes == tier.used_bytes == 0
+
+
+def test_closing_waits_for_a_running_copy_before_its_memory_goes(
+    device: GatedDevice, budget: ByteBudget
+) -> None:
+    tier = HostTier(MIB, device=device, inflight=budget, num_threads=1)
+    device.gate.clear()
+    started = tier.begin_write(storage_of(1, device))
+    assert started is not None
+    wait_until(lambda: started[1].running(), "it does not run")
+    closing = threading.Thread(target=tier.close, daemon=True)
+    closing.start()
+    closing.join(timeout=0.1)
+    assert closing.is_alive() and not tier._arena._closed
+    device.gate.set()
+    closing.join(timeout=10)
+    started[1].wait()
+    assert tier._arena._closed

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of `tests/mutations.py` are up to date. None of the errors is made here."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+from tests.mutation_tables import Mutation, all_mutations
+from tests.mutations import out_of_date
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+@functools.cache
+def functions_in(file: str) -> set[str]:
+    """The names of the test functions of a file below `tests`."""
+    tree = ast.parse((TESTS / file).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def has_test(mutation: Mutation) -> bool:
+    file, _, name = mutation.test.partition("::")
+    return (TESTS / file).exists() and name.partition("[")[0] in functions_in(file)
+
+
+def test_every_mutation_can_be_made_at_exactly_one_place() -> None:
+    assert out_of_date(all_mutations()) == []
+
+
+def test_every_mutation_names_a_test_that_is_there() -> None:
+    missing = [f"{mutation}: {mutation.test}" for mutation in all_mutations()]
+    assert [line for line, m in zip(missing, all_mutations(), strict=True) if not has_test(m)] == []
+
+
+def test_no_two_mutations_are_called_the_same_or_are_the_same() -> None:
+    mutations = all_mutations()
+    assert len({str(mutation) for mutation in mutations}) == len(mutations)
+    changes = {(mutation.file, mutation.before, mutation.after) for mutation in mutations}
+    assert len(changes) == len(mutations)

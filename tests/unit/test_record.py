@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A saved storage: who may take its bytes in which state, and what happens to its transfers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from megatron.offload import Scope
+from megatron.offload.saved.record import SavedStorage, SavedView, State
+
+NUM_BYTES = 4096
+
+
+class FakeTransfer:
+    """Notes what is asked of it; its `wait` raises `error` if there is one."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[str] = []
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def cancel(self) -> bool:
+        self.calls.append("cancel")
+        return True
+
+    def abandon(self) -> None:
+        self.calls.append("abandon")
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+        if self._error is not None:
+            raise self._error
+
+
+def new_storage() -> torch.UntypedStorage:
+    return torch.UntypedStorage(NUM_BYTES)
+
+
+@pytest.fixture
+def written() -> SavedStorage:
+    """A record whose bytes only the tier has."""
+    record = SavedStorage(new_storage(), Scope(), 0)
+    record.begin_writing("block", FakeTransfer())
+    record.end_writing(failed=False)
+    assert record.state is State.ON_TIER
+    return record
+
+
+# -- Writing ------------------------------------------------------------------------------------
+
+
+def test_a_write_that_ends_well_lets_the_memory_go() -> None:
+    storage = new_storage()
+    weak = storage._weak_ref()
+    record = SavedStorage(storage, Scope(), 0)
+    del storage
+    record.begin_writing("block", FakeTransfer())
+    assert not torch.UntypedStorage._expired(weak)
+    record.end_writing(failed=False)
+    assert torch.UntypedStorage._expired(weak)
+    torch.UntypedStorage._free_weak_ref(weak)
+    assert record.take_back() is None and record.block == "block"
+
+
+def test_a_write_that_fails_leaves_the_bytes_and_gives_the_block_back() -> None:
+    storage = new_storage()
+    record = SavedStorage(storage, Scope(), 0)
+    record.begin_writing("block", FakeTransfer())
+    record.end_writing(failed=True)
+    assert record.state is State.IN_MEMORY and record.block is None
+    assert record.take_back() is storage
+
+
+def test_bytes_taken_back_in_mid_write_stay_when_the_write_ends() -> None:
+    storage, transfer = new_storage(), FakeTransfer()
+    record = SavedStorage(storage, Scope(), 0)
+    record.begin_writing("block", transfer)
+    assert record.take_back() is storage and transfer.calls == ["cancel"]
+    assert record.block is None, "nobody will read what is being written"
+    record.end_writing(failed=False)
+    assert record.state is State.IN_MEMORY and record.take_back() is storage
+
+
+def test_a_storage_that_was_resized_while_it_was_written_stays_in_memory() -> None:
+    storage = new_storage()
+    record = SavedStorage(storage, Scope(), 0)
+    record.begin_writing("block", FakeTransfer())
+    storage.resize_(0)
+    record.end_writing(failed=False)
+    assert record.take_back() is storage and record.block is None
+
+
+@pytest.mark.parametrize("call", ["end_writing", "take_back"])
+def test_the_end_of_a_write_and_taking_back_exclude_each_other(call: str) -> None:
+    record = SavedStorage(new_storage(), Scope(), 0)
+    record.begin_writing("block", FakeTransfer())
+    arguments = (False,) if call == "end_writing" else ()
+    thread = threading.Thread(target=getattr(record, call), args=arguments, daemon=True)
+    with record._lock:  # as if the other one were at work
+        thread.start()
+        thread.join(timeout=0.1)
+        assert thread.is_alive() and record.state is State.WRITING
+    thread.join(timeout=10)
+    assert record.state is not State.WRITING
+
+
+# -- Reading ------------------------------------------------------------------------------------
+
+
+def test_bytes_that_are_being_read_are_given_out_only_after_the_wait(written: SavedStorage) -> None:
+    memory, transfer = new_storage(), FakeTransfer()
+    written.begin_reading(memory, transfer)
+    assert written.state is State.READING and written.take_back() is None
+    assert transfer.calls == []
+    assert written.end_reading() is memory and transfer.calls == ["wait"]
+    assert written.take_back() is memory
+
+
+def test_a_failed_read_leaves_nothing_behind_and_can_be_tried_again(written: SavedStorage) -> None:
+    memory = new_storage()
+    weak = memory._weak_ref()
+    written.begin_reading(memory, FakeTransfer(OSError(5, "no")))
+    del memory
+    with pytest.raises(OSError, match="no"):
+        written.end_reading()
+    assert torch.UntypedStorage._expired(weak)
+    torch.UntypedStorage._free_weak_ref(weak)
+    assert written.state is State.ON_TIER and written.block == "block"
+    memory = new_storage()
+    written.begin_reading(memory, FakeTransfer())
+    assert written.end_reading() is memory
+
+
+def test_restored_memory_stays_until_the_last_view_was_used(written: SavedStorage) -> None:
+    views = [SavedView(written, torch.empty(4)) for _ in range(2)]
+    memory = new_storage()
+    weak = memory._weak_ref()
+    written.begin_reading(memory, FakeTransfer())
+    del memory
+    written.end_reading()
+    written.view_used()
+    assert written.state is State.RESTORED and not torch.UntypedStorage._expired(weak)
+    written.view_used()
+    assert written.state is State.ON_TIER and torch.UntypedStorage._expired(weak)
+    torch.UntypedStorage._free_weak_ref(weak)
+    assert len(views) == 2
+
+
+# -- Bytes that somebody else keeps -------------------------------------------------------------
+
+
+def test_bytes_that_somebody_kept_need_no_read_unless_they_were_resized() -> None:
+    storage = new_storage()
+    record = SavedStorage(storage, Scope(), 0)
+    record.begin_writing("block", FakeTransfer())
+    record.end_writing(failed=False)
+    storage.resize_(0)
+    assert record.take_back() is None and record.state is State.ON_TIER
+    storage.resize_(NUM_BYTES)
+    taken = record.take_back()
+    assert taken is not None and taken.data_ptr() == storage.data_ptr()
+    assert record.state is State.IN_MEMORY and record.block is None
+
+
+# -- The end ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [State.WRITING, State.READING])
+def test_a_record_that_dies_abandons_its_transfer_and_takes_no_lock(state: State) -> None:
+    """Finalizers run at any moment in any thread: cancelling takes locks."""
+    transfer = FakeTransfer()
+    record = SavedStorage(new_storage(), Scope(), 0)
+    record.begin_writing("block", transfer)
+    if state is State.READING:
+        record.end_writing(failed=False)
+        record.begin_reading(new_storage(), transfer)
+    lock = record._lock
+    with lock:
+        del record
+    assert transfer.calls == ["abandon"]

@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SSD tier and its drives: what a transfer works on lives, and all that is taken goes back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.offload.config import MIB
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.storage.arena import HostArena
+from megatron.offload.storage.budget import ByteBudget, SpaceBudget
+from megatron.offload.storage.direct import Alignment
+from megatron.offload.storage.drive import Drive, Extent, Health
+from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.storage.io_threads import IoThreads
+from megatron.offload.storage.ssd import SsdBlock, SsdTier
+from tests.conftest import Gate
+from tests.simulated_device import SimulatedDevice
+
+pytestmark = pytest.mark.timeout(60)
+
+Tiers = Callable[..., SsdTier]
+PAGE = 4096
+
+
+@pytest.fixture
+def make_tier(tmp_path: Path) -> Iterator[Tiers]:
+    """Builds tiers with buffered I/O on directories of their own; closes those still open."""
+    tiers: list[SsdTier] = []
+
+    def build(num_drives: int = 1, **settings: object) -> SsdTier:
+        directories = [tmp_path / f"{len(tiers)}-{number}" for number in range(num_drives)]
+        for directory in directories:
+            directory.mkdir()
+        tiers.append(SsdTier(directories, io="buffered", **settings))  # type: ignore[arg-type]
+        return tiers[-1]
+
+    yield build
+    for tier in tiers:
+        if tier.drives[0].file.fd != -1:  # type: ignore[attr-defined]
+            tier.close()
+
+
+@pytest.fixture
+def read_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Every read waits at this gate, in its I/O thread; then it takes what the file has."""
+    gate = Gate()
+    read = UnlinkedFile.read
+
+    def gated(self: UnlinkedFile, body: memoryview, offset: int) -> None:
+        gate.arrived.release()
+        assert gate.open.wait(timeout=10)
+        read(self, body, offset)
+
+    monkeypatch.setattr(UnlinkedFile, "read", gated)
+    yield gate
+    gate.open.set()
+
+
+def storage_of(num_bytes: int, value: int) -> torch.UntypedStorage:
+    return torch.full((num_bytes,), value, dtype=torch.uint8).untyped_storage()
+
+
+def values_of(storage: torch.UntypedStorage) -> set[int]:
+    return set(torch.empty(0, dtype=torch.uint8).set_(storage).unique().tolist())
+
+
+def written(tier: SsdTier, storage: torch.UntypedStorage) -> SsdBlock:
+    started = tier.begin_write(storage)
+    assert started is not None
+    started[1].wait()
+    return started[0]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """An I/O thread may still be about to let go of what it worked on."""
+    deadline = time.monotonic() + 3
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+# -- What a transfer works on lives -------------------------------------------------------------
+
+
+def test_a_running_write_keeps_its_source_when_nobody_else_does(
+    make_tier: Tiers, write_gate: Gate
+) -> None:
+    tier, source = make_tier(), storage_of(PAGE, 1)
+    weak = source._weak_ref()
+    started = tier.begin_write(source)
+    write_gate.wait_for_arrival()
+    del source, started
+    assert not torch.UntypedStorage._expired(weak)
+    write_gate.open.set()
+    wait_until(lambda: torch.UntypedStorage._expired(weak), "a write that ended keeps its source")
+    torch.UntypedStorage._free_weak_ref(weak)
+
+
+def test_a_running_read_keeps_its_target_and_its_space_when_nobody_else_does(
+    make_tier: Tiers, read_gate: Gate
+) -> None:
+    tier = make_tier()
+    block = written(tier, storage_of(PAGE, 1))
+    target, transfer = tier.begin_read(block)
+    read_gate.wait_for_arrival()
+    weak = target._weak_ref()
+    del target, block
+    assert not torch.UntypedStorage._expired(weak)
+    assert tier.used_bytes == PAGE
+    kept = written(tier, storage_of(PAGE, 2))
+    assert kept.extents[0].offset != 0, "the space that is being read was given away"
+    read_gate.open.set()
+    transfer.wait()
+    del transfer
+    wait_until(lambda: torch.UntypedStorage._expired(weak), "a read that ended keeps its target")
+    torch.UntypedStorage._free_weak_ref(weak)
+    wait_until(lambda: tier.used_bytes == PAGE, "a read that ended keeps its space")
+
+
+def test_a_running_write_keeps_its_space_when_nobody_else_does(
+    make_tier: Tiers, write_gate: Gate
+) -> None:
+    tier = make_tier()
+    started = tier.begin_write(storage_of(PAGE, 1))
+    write_gate.wait_for_arrival()
+    del started
+    assert tier.used_bytes == PAGE
+    write_gate.open.set()
+    wait_until(lambda: tier.used_bytes == 0, "a write that ended keeps its space")
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_closing_waits_for_a_running_write_before_file_and_memory_go(
+    make_tier: Tiers, write_gate: Gate, is_staged: bool
+) -> None:
+    staging = {"device": SimulatedDevice(), "staging": HostArena(MIB)} if is_staged else {}
+    tier = make_tier(**staging)
+    _, transfer = tier.begin_write(storage_of(PAGE, 1)) or (None, None)
+    assert transfer is not None
+    write_gate.wait_for_arrival()
+    closing = threading.Thread(target=tier.close, daemon=True)
+    closing.start()
+    closing.join(timeout=0.1)
+    assert closing.is_alive()
+    write_gate.open.set()
+    closing.join(timeout=10)
+    transfer.wait()
+    assert not tier.degraded and tier.statistics.writes.total_bytes == PAGE
+
+
+# -- What is taken goes back --------------------------------------------------------------------
+
+
+def test_space_freed_by_hand_is_not_freed_again_when_its_block_dies(make_tier: Tiers) -> None:
+    tier = make_tier()
+    first = written(tier, storage_of(PAGE, 1))
+    tier.free(first)
+    second = written(tier, storage_of(PAGE, 2))
+    assert second.extents[0].offset == 0
+    tier.free(first)
+    del first
+    third = written(tier, storage_of(PAGE, 3))
+    assert third.extents[0].offset != 0
+    for value, block in ((2, second), (3, third)):
+        target, transfer = tier.begin_read(block)
+        transfer.wait()
+        assert values_of(target) == {value}
+
+
+def test_space_of_a_block_that_nobody_refers_to_is_used_again(make_tier: Tiers) -> None:
+    tier = make_tier()
+    offsets = set()
+    for value in range(5):
+        offsets.add(written(tier, storage_of(PAGE, value)).extents[0].offset)
+    assert offsets == {0} and tier.used_bytes == 0
+
+
+def test_parts_on_other_drives_go_back_when_one_refuses(
+    make_tier: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(3)
+    allocated: list[Drive] = []
+    allocate = Drive.allocate
+
+    def refusing(self: Drive, num_bytes: int) -> Extent | None:
+        allocated.append(self)
+        return None if self is tier.drives[2] else allocate(self, num_bytes)
+
+    monkeypatch.setattr(Drive, "allocate", refusing)
+    block = written(tier, storage_of(12 * MIB, 1))
+    assert tier.drives[2] in allocated, "it was not asked"
+    assert tier.used_bytes == 12 * MIB
+    del block
+    assert tier.used_bytes == 0
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "cancelled"])
+def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
+    make_tier: Tiers, write_gate: Gate, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    budget = ByteBudget(10 * PAGE)
+    tier = make_tier(inflight=budget, num_threads=1)
+    if end == "failed":
+        monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    first = tier.begin_write(storage_of(PAGE, 1))
+    write_gate.wait_for_arrival()
+    second = tier.begin_write(storage_of(2 * PAGE, 1))
+    assert first is not None and second is not None
+    (drive,) = tier.drives
+    assert budget.taken_bytes == 3 * PAGE and drive.queued_bytes >= 2 * PAGE
+    if end == "cancelled":
+        assert second[1].cancel()
+        assert budget.taken_bytes == PAGE
+    write_gate.open.set()
+    wait_until(lambda: budget.taken_bytes == drive.queued_bytes == 0, "bytes are left in flight")
+    assert (first[1].exception() is not None) is (end == "failed")
+
+
+def test_a_write_that_cannot_be_queued_leaves_nothing_in_flight(make_tier: Tiers) -> None:
+    budget = ByteBudget(10 * PAGE)
+    tier = make_tier(inflight=budget, reserve_bytes=MIB)
+    tier.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        tier.begin_write(storage_of(PAGE, 1))
+    assert budget.taken_bytes == 0
+
+
+class SecondDrive:
+    """Holds the transfers of one drive back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.passed: list[object] = []  # the files whose transfers were carried out
+        self._monkeypatch = monkeypatch
+
+    def hold(self, direction: str, held: object) -> None:
+        """Reads, or writes, of this file wait from now on."""
+        move = getattr(UnlinkedFile, direction)
+
+        def gated(file: UnlinkedFile, body: memoryview, offset: int) -> None:
+            if file is held:
+                assert self.open.wait(timeout=10)
+            move(file, body, offset)
+            self.passed.append(file)
+
+        self._monkeypatch.setattr(UnlinkedFile, direction, gated)
+
+
+@pytest.fixture
+def second_drive(make_tier: Tiers, monkeypatch: pytest.MonkeyPatch) -> Iterator[SecondDrive]:
+    """Opened before tiers are closed."""
+    second_drive = SecondDrive(monkeypatch)
+    yield second_drive
+    second_drive.open.set()
+
+
+# -- Parts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["write", "read"])
+def test_a_striped_transfer_ends_with_its_last_part(
+    make_tier: Tiers, second_drive: SecondDrive, direction: str
+) -> None:
+    tier, gate = make_tier(2), second_drive.open
+    first, last = (drive.file for drive in tier.drives)
+    storage = torch.arange(2 * MIB).untyped_storage()  # 16 MiB
+    second_drive.hold(direction, last)
+    started = tier.begin_write(storage)
+    assert started is not None
+    block, transfer = started
+    assert [extent.drive.file for extent in block.extents] == [first, last]
+    if direction == "read":
+        transfer.wait()
+        target, transfer = tier.begin_read(block)
+    wait_until(lambda: second_drive.passed == [first], "the first part did not end")
+    assert not transfer.done()
+    gate.set()
+    transfer.wait()
+    if direction == "write":
+        target, transfer = tier.begin_read(block)
+        transfer.wait()
+    is_same = torch.equal(torch.empty(0, dtype=torch.int64).set_(target), torch.arange(2 * MIB))
+    assert is_same
+
+
+def test_a_staged_read_is_copied_to_the_device_with_its_last_part(
+    make_tier: Tiers, second_drive: SecondDrive
+) -> None:
+    device = SimulatedDevice()
+    tier = make_tier(2, device=device, staging=HostArena(64 * MIB))
+    first, last = (drive.file for drive in tier.drives)
+    source = storage_of(12 * MIB, 1)
+    device.queued(source)
+    block = written(tier, source)
+    assert [extent.drive.file for extent in block.extents] == [first, last]
+    num_copies = device.num_copies
+    second_drive.hold("read", last)
+    target, transfer = tier.begin_read(block)
+    wait_until(lambda: second_drive.passed == [first], "the first part did not end")
+    time.sleep(0.05)  # a wrong copy would be made now
+    assert device.num_copies == num_copies
+    second_drive.open.set()
+    transfer.wait()
+    assert device.num_copies == num_copies + 1 and values_of(target) == {1}
+
+
+def test_drives_that_ask_for_different_alignments_both_get_theirs(
+    make_tier: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = iter([Alignment(1, 1), Alignment(512, 4 * PAGE)])
+    opened = UnlinkedFile.__init__
+
+    def aligned(self: UnlinkedFile, directory: Path, io: str) -> None:
+        opened(self, directory, io)
+        self.alignment = next(asked)
+
+    monkeypatch.setattr(UnlinkedFile, "__init__", aligned)
+    written_at: list[tuple[int, int]] = []
+    write = UnlinkedFile.write
+
+    def noting(self: UnlinkedFile, body: memoryview, offset: int) -> None:
+        address = torch.frombuffer(body, dtype=torch.uint8).data_ptr()
+        written_at.append((address % 512, offset % (4 * PAGE)))
+        write(self, body, offset)
+
+    monkeypatch.setattr(UnlinkedFile, "write", noting)
+    tier = make_tier(2)
+    for num_bytes in (PAGE, 12 * MIB + 5, 5 * PAGE):
+        block = written(tier, storage_of(num_bytes, 7))
+        target, transfer = tier.begin_read(block)
+        transfer.wait()
+        assert values_of(target) == {7} and block.cut.body_bytes % (4 * PAGE) == 0
+    assert {address for address, _ in written_at} == {0}
+
+
+# -- One drive ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Drive]:
+    """With checksums, and a budget of two MiB."""
+    drive = Drive(
+        UnlinkedFile(tmp_path, "buffered"),
+        space=SpaceBudget(2 * MIB),
+        num_threads=1,
+        checksum=zlib.crc32,
+    )
+    yield drive
+    drive.close()
+
+
+def test_an_extent_can_be_freed_while_another_thread_holds_the_lock(drive: Drive) -> None:
+    """Finalizers do it, at any moment in any thread."""
+    extent = drive.allocate(PAGE)
+    assert extent is not None
+    with drive._lock:
+        freeing = threading.Thread(target=extent.free, daemon=True)
+        freeing.start()
+        freeing.join(timeout=2)
+        assert not freeing.is_alive()
+    assert drive.used_bytes == 0
+
+
+def test_a_failed_drive_hands_out_no_extents(drive: Drive) -> None:
+    drive.health = Health.FAILED
+    assert drive.allocate(PAGE) is None and drive.file.size_bytes == 0
+
+
+def test_after_a_failed_write_nothing_more_is_written(
+    make_tier: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", lambda *_: 0)
+        with pytest.raises(OSError, match="the drive took 0 of 4096 bytes"):
+            written(tier, storage_of(PAGE, 1))
+    assert tier.degraded and tier.begin_write(storage_of(PAGE, 1)) is None
+
+
+def test_space_that_is_reserved_counts(drive: Drive) -> None:
+    drive.reserve(MIB)
+    assert drive.file.size_bytes == MIB and drive._space.take(4 * MIB, PAGE) == MIB
+    with pytest.raises(ConfigurationError, match="cannot hold the activations"):
+        drive._space = SpaceBudget(None)
+        drive.reserve(1 << 50)
+
+
+def test_what_the_disk_refused_or_nobody_could_use_goes_back_to_the_budget(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert drive.allocate(3 * MIB) is None, "more than the budget"
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(UnlinkedFile, "grow", refuse)
+    assert drive.allocate(MIB) is None and drive.health is Health.FULL
+    assert drive._space.take(4 * MIB, PAGE) == 2 * MIB
+
+
+class WholeBody:
+    """A view of plain bytes that notes when the drive calls it."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = bytearray(body)
+        self.calls: list[str] = []
+
+    def memory(self, start: int, num_bytes: int) -> memoryview:
+        return memoryview(self.body)[start:][:num_bytes]
+
+    def before_write(self) -> None:
+        self.calls.append("before write")
+
+    def after_read(self) -> None:
+        self.calls.append(f"after read, {self.body[0]}")
+
+
+def test_views_are_told_before_a_write_and_after_a_read_that_is_right(drive: Drive) -> None:
+    extent, source = drive.allocate(PAGE), WholeBody(bytes([1]) * PAGE)
+    assert extent is not None
+    drive.begin_write(source, 0, extent, None).wait()  # type: ignore[arg-type]
+    assert source.calls == ["before write"]
+    target = WholeBody(bytes(PAGE))
+    drive.begin_read(target, 0, extent, None, 0.0).wait()  # type: ignore[arg-type]
+    assert target.calls == ["after read, 1"]
+    os.pwrite(drive.file.fd, b"\3", extent.offset + 17)  # type: ignore[attr-defined]
+    again = WholeBody(bytes(PAGE))
+    with pytest.raises(OSError, match="checksum mismatch") as raised:
+        drive.begin_read(again, 0, extent, None, 0.0).wait()  # type: ignore[arg-type]
+    assert raised.value.errno == errno.EBADMSG and again.calls == []
+
+
+def test_the_read_that_is_needed_first_goes_first(make_tier: Tiers) -> None:
+    tier = make_tier(num_threads=1)
+    blocks = [written(tier, storage_of(PAGE, value)) for value in range(3)]
+    gate, order = threading.Event(), []
+    threads: IoThreads = tier.drives[0]._threads
+    threads.submit_read(gate.wait, float("-inf"))
+    reads = [
+        tier.begin_read(blocks[value], deadline)[1]
+        for value, deadline in ((0, 3.0), (1, float("-inf")), (2, 2.0))
+    ]
+    for value, transfer in enumerate(reads):
+        transfer.add_done_callback(lambda _, value=value: order.append(value))  # type: ignore[misc]
+    gate.set()
+    for transfer in reads:
+        transfer.wait()
+    wait_until(lambda: len(order) == 3, "a read did not end")
+    assert order == [1, 2, 0]

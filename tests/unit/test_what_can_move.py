@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors the cache lets move: those whose bytes come back exactly, and no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.offload.saved.cache import TensorCache
+
+
+class Marked(torch.Tensor):
+    """A subclass may mean anything by its bytes."""
+
+
+def inference_tensor() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(10)
+
+
+REFUSED = {
+    "a subclass": lambda: torch.ones(10).as_subclass(Marked),
+    "a parameter": lambda: torch.nn.Parameter(torch.ones(10)),
+    "lazily conjugated": lambda: torch.ones(10, dtype=torch.complex64).conj(),
+    "lazily negated": lambda: torch.ones(10, dtype=torch.complex64).conj().imag,
+    "inference": inference_tensor,
+    "sparse": lambda: torch.ones(10, 10).to_sparse(),
+    "without memory": lambda: torch.empty(10, device="meta"),
+    "empty": lambda: torch.empty(0),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_tensors_that_cannot_move_exactly_are_refused(kind: str) -> None:
+    assert TensorCache(torch.device("cpu")).movable(REFUSED[kind]()) is None
+
+
+def test_tensors_of_another_device_are_refused() -> None:
+    assert TensorCache(torch.device("cuda")).movable(torch.ones(10)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+def test_plain_tensors_and_views_of_them_may_move(dtype: torch.dtype) -> None:
+    cache, tensor = TensorCache(torch.device("cpu")), torch.ones(8, 8, dtype=dtype)
+    for view in (tensor, tensor.t(), tensor[3:, 2]):
+        assert cache.movable(view) is not None
+
+
+def test_what_shares_a_storage_with_an_excluded_tensor_stays() -> None:
+    cache, tensor = TensorCache(torch.device("cpu")), torch.ones(8, 8)
+    cache.exclude([tensor[2:4]])
+    assert cache.movable(tensor) is None and cache.movable(tensor[6:]) is None
