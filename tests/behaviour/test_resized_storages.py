@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.models import settle, ssd
@@ -33,3 +34,30 @@ def test_freed_after_it_was_written_it_is_read(engine):
         tensor.untyped_storage().resize_(0)
         assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
     assert engine.statistics.read_bytes == 4096
+
+
+@pytest.mark.parametrize("is_filled_at_once", [True, False])
+def test_freed_while_it_is_written_it_is_as_it_was_filled_again(
+    make_engine, write_gate, is_filled_at_once
+):
+    engine = make_engine(io="buffered", threads=1)
+
+    def fill_again():
+        others.extend(torch.full((1 << 20,), 9.0) for _ in range(8))  # takes the old memory
+        tensor.untyped_storage().resize_(4 << 20)
+        tensor.detach().data.fill_(7.0)
+
+    with engine.step():
+        others: list[torch.Tensor] = []
+        tensor = torch.full((1 << 20,), 7.0)
+        packed = engine._hooks.pack(tensor)
+        write_gate.wait_for_arrival()
+        tensor.untyped_storage().resize_(0)
+        if is_filled_at_once:
+            fill_again()
+        write_gate.open.set()
+        settle(engine)
+        if not is_filled_at_once:
+            fill_again()
+        assert torch.equal(engine._hooks.unpack(packed), torch.full((1 << 20,), 7.0))
+        assert not ssd(engine).degraded, "that is no fault of the drive"

@@ -83,3 +83,18 @@ def test_the_memory_is_really_given_up(engine):
             total.backward()
     torch.UntypedStorage._free_weak_ref(weak)
     assert torch.equal(tensor.grad, 2 * (tensor.detach() * 2).exp())
+
+
+def test_parts_that_count_their_changes_apart_move_each(engine):
+    """`unsafe_chunk` makes parts of one storage with a version counter each, all at 0."""
+    whole = torch.zeros(2000)
+    left, right = whole.unsafe_chunk(2)
+    with engine.step():
+        left.add_(1)
+        before = engine._hooks.pack_whole(left)
+        settle(engine)
+        right.add_(1)
+        after = engine._hooks.pack_whole(right)  # both have been changed once
+        settle(engine)
+        assert torch.equal(engine._hooks.unpack(after), torch.ones(1000))
+        assert torch.equal(engine._hooks.unpack(before), torch.ones(1000))

@@ -63,11 +63,11 @@ hooks(
 hooks(
     "a storage moves once for each view",
     """
-        span, version = whole(storage), tensor._version
-        record = self._cache.find(storage, span, version)
+        span = whole(storage)
+        record = self._cache.find(storage, span, tensor)
 """,
     """
-        span, version = whole(storage), tensor._version
+        span = whole(storage)
         record = None
 """,
     ONE_STORAGE,
@@ -86,10 +86,10 @@ hooks(
     "the whole is recorded under the span of a part",
     """
             span = span_of(tensor)
-            record = self._cache.find(storage, span, version)
+            record = self._cache.find(storage, span, tensor)
 """,
     """
-            record = self._cache.find(storage, span_of(tensor), version)
+            record = self._cache.find(storage, span_of(tensor), tensor)
 """,
     TWO_PARTS,
 )

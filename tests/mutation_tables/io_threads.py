@@ -107,7 +107,7 @@ io_threads(
 io_threads(
     "without any thread, more is queued",
     """
-                        self._closing = True
+                        self.have_died = self._closing = True
                         orphans = [*self._reads, *self._writes]
 """,
     """

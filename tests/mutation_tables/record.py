@@ -99,7 +99,7 @@ record(
 record(
     "a failed write counts as done",
     """
-            if failed or self._memory.nbytes() != self.num_bytes:
+            if failed or not self._is_as_saved(self._memory):
 """,
     """
             if self._memory.nbytes() != self.num_bytes:
@@ -109,7 +109,7 @@ record(
 record(
     "a storage resized while it was written counts as written",
     """
-            if failed or self._memory.nbytes() != self.num_bytes:
+            if failed or not self._is_as_saved(self._memory):
 """,
     """
             if failed:
@@ -142,7 +142,7 @@ record(
 record(
     "a resized origin is trusted",
     """
-                if alive is not None and alive.nbytes() == self.num_bytes:
+                if alive is not None and self._is_as_saved(alive):
 """,
     """
                 if alive is not None:

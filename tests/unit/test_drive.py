@@ -418,3 +418,12 @@ def test_an_extent_says_where_it_is(make_drive: Callable[..., Drive]) -> None:
     extent = drive.allocate(4096)
     assert isinstance(extent, Extent)
     assert str(extent) == "file in somewhere, offset 0, length 4096"
+
+
+def test_a_drive_without_threads_takes_nothing_and_says_so(make_tier, caplog):
+    tier = make_tier()
+    (drive,) = tier.drives
+    drive._threads.have_died = True
+    assert tier.begin_write(torch.zeros(1 << 20).untyped_storage()) is None
+    assert drive.health is Health.FAILED
+    assert sum("all I/O threads died" in message for message in caplog.messages) == 1

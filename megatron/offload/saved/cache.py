@@ -7,7 +7,8 @@ Note [Identity of a storage]
 A storage is known by the address of its `StorageImpl`, together with a weak reference to it. The
 weak reference keeps that address from being given to another storage, so as long as an entry is
 there, an equal address is the same storage: never a new one that happens to lie where an old one
-was. The bytes are also the same only if the version counter stands where it stood.
+was. The bytes are also the same only if the version counter stands where it stood, and if it is the
+same counter: the parts that `unsafe_chunk` makes share a storage and count their changes apart.
 
 Note [Gathered views]
 A view that covers a small part of a storage would drag all of it along. Its span, from its first
@@ -23,6 +24,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload.saved.record import SavedReference, SavedStorage, storage_if_alive
@@ -92,11 +94,15 @@ class TensorCache:
             return None
         return storage
 
-    def find(self, storage: torch.UntypedStorage, span: Span, version: int) -> SavedStorage | None:
+    def find(
+        self, storage: torch.UntypedStorage, span: Span, tensor: torch.Tensor
+    ) -> SavedStorage | None:
         """The live record of exactly these bytes, if they were saved before."""
         entry = self._entries.get((storage._cdata, span))
         record = entry.record() if entry is not None else None
-        return record if record is not None and record.version == version else None
+        if record is None or record.version != tensor._version or record.witness is None:
+            return None
+        return record if _count_together(record.witness, tensor) else None
 
     def add(
         self, storage: torch.UntypedStorage, span: Span, tensor: torch.Tensor, scope: Scope
@@ -159,6 +165,14 @@ def span_of(tensor: torch.Tensor) -> Span:
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     size = tensor.element_size()
     return Span(int(tensor.storage_offset()) * size, (int(last) + 1) * size)
+
+
+def _count_together(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share a version counter: a change of one shows in the other."""
+    before = one._version
+    with _unsafe_preserve_version_counter(other):
+        torch.autograd.graph.increment_version(other)
+        return one._version != before
 
 
 def _copy_of(storage: torch.UntypedStorage, span: Span) -> torch.UntypedStorage:

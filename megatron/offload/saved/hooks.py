@@ -72,11 +72,11 @@ class SavedTensorHooks:
     def _take(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, *, moves_whole: bool
     ) -> SavedView | torch.Tensor:
-        span, version = whole(storage), tensor._version
-        record = self._cache.find(storage, span, version)
+        span = whole(storage)
+        record = self._cache.find(storage, span, tensor)
         if record is None and not moves_whole and is_small_part(tensor, storage):
             span = span_of(tensor)
-            record = self._cache.find(storage, span, version)
+            record = self._cache.find(storage, span, tensor)
         is_new = record is None
         if record is None:
             if not self._mover.wants(span.num_bytes):

@@ -68,9 +68,11 @@ class SavedStorage:
         self.version = version  # of the tensor that was saved first
         self.num_bytes = storage.nbytes()
         self.origin = StorageWeakRef(storage)  # does not keep the bytes alive
+        self._address = storage.data_ptr()
         self.state = State.IN_MEMORY
         self.block: Any = None  # where the bytes are on a tier; the tier alone looks into it
         self.num_unused_views = 0
+        self.witness: torch.Tensor | None = None  # of the first view, see `SavedView`
         self._memory: torch.UntypedStorage | None = storage
         self._pending: Pending | None = None
         self._lock = threading.Lock()
@@ -99,12 +101,16 @@ class SavedStorage:
             # Somebody may free a storage under everybody's hands and fill it again before its use
             # (recomputation does): then what was written may be anything, and memory is right.
             assert self._memory is not None
-            if failed or self._memory.nbytes() != self.num_bytes:
+            if failed or not self._is_as_saved(self._memory):
                 self.state, self.block = State.IN_MEMORY, None
             else:
                 self.state = State.ON_TIER
                 memory, self._memory = self._memory, None
         del memory
+
+    def _is_as_saved(self, memory: torch.UntypedStorage) -> bool:
+        """Whether a storage still has the memory that it had when it was saved."""
+        return memory.nbytes() == self.num_bytes and memory.data_ptr() == self._address
 
     def take_back(self) -> torch.UntypedStorage | None:
         """The bytes in memory if they are still there, for good; None if only a tier has them.
@@ -119,7 +125,7 @@ class SavedStorage:
                 self.state, self.block = State.IN_MEMORY, None
             elif self.state is State.ON_TIER:
                 alive = storage_if_alive(self.origin)
-                if alive is not None and alive.nbytes() == self.num_bytes:
+                if alive is not None and self._is_as_saved(alive):
                     self._memory = alive
                     self.state, self.block = State.IN_MEMORY, None
             memory = self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
@@ -185,6 +191,8 @@ class SavedView:
         self._witness = tensor.detach()
         self._witness.data = _nothing_like(tensor.dtype, tensor.device)
         saved.num_unused_views += 1
+        if saved.witness is None:
+            saved.witness = self._witness
 
     def check_unchanged(self) -> None:
         """Raises:

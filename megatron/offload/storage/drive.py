@@ -155,6 +155,8 @@ class Drive:
         """A free extent, growing the file where there is none; None: the drive takes no more."""
         with self._lock:
             self._take_in_freed()
+            if self._threads.have_died and self.health is not Health.FAILED:
+                self._become_failed("all I/O threads died", "the system starts no more")
             if self.health is Health.FAILED:
                 return None
             offset = self.extents.allocate(num_bytes)
@@ -198,6 +200,7 @@ class Drive:
             self.file.write(body, extent.offset)
             done_bytes = extent.num_bytes
         except Exception as error:
+            view.before_write()  # raises if the memory is gone: then the drive is not to blame
             self._fail(error)
             raise
         finally:

@@ -124,7 +124,8 @@ class UnlinkedFile:
     def close(self) -> None:
         """Closes the file, which frees its space. Later calls fail: the number may be reused."""
         fd, self.fd = self.fd, -1
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
     def _wait_for_disk(self, offset: int, num_bytes: int) -> None:
         """Returns when a buffered range is on the disk. Raises OSError if it, or another, is not.

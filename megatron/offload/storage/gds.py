@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage.access import Access, View
+from megatron.offload.storage.access import Access, View, check_size
 from megatron.offload.storage.device import Device
 from megatron.offload.storage.direct import Alignment, Cut
 from megatron.offload.storage.drive import FILE_BLOCK_BYTES, DriveFile
@@ -180,7 +180,7 @@ class _DeviceView:
         return DeviceMemory(self._storage.data_ptr() + start, num_bytes)
 
     def before_write(self) -> None:
-        pass
+        check_size(self._storage, self.cut.num_bytes)
 
     def after_read(self) -> None:
         pass

@@ -52,6 +52,7 @@ class IoThreads:
         self._reads: list[_Job] = []  # a heap
         self._writes: collections.deque[_Job] = collections.deque()
         self.queued_write_bytes = 0
+        self.have_died = False  # and none can be started
         self._closing = False
         # Protects all of the above and the list of threads. Held for a few instructions; the write
         # limit's lock is taken under it, no other.
@@ -127,7 +128,7 @@ class IoThreads:
                     self._start_thread()
                 except RuntimeError:  # the system gives us no more threads
                     if not self._threads:
-                        self._closing = True
+                        self.have_died = self._closing = True
                         orphans = [*self._reads, *self._writes]
                         self._reads.clear()
                         self._writes.clear()
