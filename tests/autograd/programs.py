@@ -517,6 +517,9 @@ def run(program: Program, watch: Watch) -> Outcome:
     order = sorted(range(len(passes)), key=lambda i: (program.order[i % len(program.order)], i))
     for index in order:
         graph, loss, tape = passes[index]
+        # Each thread numbers the nodes that it makes; the numbers order the sums of gradients. In
+        # a graph made by two threads that order would depend on what else they made before.
+        on_thread = graph.on_thread and graph.backward != "twice_differentiated"
         passes[index] = (graph, None, None)
         for time in range(graph.times if loss is not None else 0):
 
@@ -529,7 +532,7 @@ def run(program: Program, watch: Watch) -> Outcome:
 
             with _backward_pass(watch, tape):
                 try:
-                    found = on_own_thread(backward_now) if graph.on_thread else backward_now()
+                    found = on_own_thread(backward_now) if on_thread else backward_now()
                 except RuntimeError as error:
                     found = Failure.of(error)
             outcome.gradients.append(found)
