@@ -96,5 +96,6 @@ def test_parts_that_count_their_changes_apart_move_each(engine):
         right.add_(1)
         after = engine._hooks.pack_whole(right)  # both have been changed once
         settle(engine)
+        del whole, left, right  # or their memory would do
         assert torch.equal(engine._hooks.unpack(after), torch.ones(1000))
         assert torch.equal(engine._hooks.unpack(before), torch.ones(1000))

@@ -50,26 +50,10 @@ cache(
 """,
     TWO_PARTS,
 )
-cache(
-    "the storage is no part of the identity",
-    """
-        entry = self._entries.get((storage._cdata, span))
-""",
-    """
-        entry = next((entry for key, entry in self._entries.items() if key[1] == span), None)
-""",
-    VIEWS + "test_a_freed_storage_and_a_new_one_at_its_address_are_two",
-)
-cache(
-    "the storage of a gathered view may be followed by another at its address",
-    """
-            record.origin if own is storage else StorageWeakRef(storage),
-""",
-    """
-            record.origin,
-""",
-    GATHERED + "test_a_part_of_a_freed_storage_and_of_a_new_one_in_its_place_are_two",
-)
+# Left out, "the storage is no part of the identity":
+# the tensors of another storage have another version counter, which `find` compares too.
+# Left out, "the storage of a gathered view may be followed by another at its address":
+# the tensors of another storage have another version counter, which `find` compares too.
 cache(
     "an entry keeps its record alive",
     """

@@ -159,16 +159,8 @@ record(
 """,
     NEVER + "test_a_storage_that_is_still_alive_is_not_read",
 )
-record(
-    "the address of a freed storage is given to another one",
-    """
-        self.origin = StorageWeakRef(storage)  # does not keep the bytes alive
-""",
-    """
-        self.origin = StorageWeakRef(torch.UntypedStorage(0))
-""",
-    VIEWS + "test_a_freed_storage_and_a_new_one_at_its_address_are_two",
-)
+# Left out, "the address of a freed storage is given to another one":
+# the tensors of another storage have another version counter, which `find` compares too.
 record(
     "the origin keeps the bytes alive",
     """
