@@ -154,17 +154,27 @@ def test_restored_memory_stays_until_the_last_view_was_used(written: SavedStorag
 # -- Bytes that somebody else keeps -------------------------------------------------------------
 
 
-def test_bytes_that_somebody_kept_need_no_read_unless_they_were_resized() -> None:
-    storage = new_storage()
+def with_bytes_on_a_tier(storage: torch.UntypedStorage) -> SavedStorage:
     record = SavedStorage(storage, Scope(), 0)
     record.begin_writing("block", FakeTransfer())
     record.end_writing(failed=False)
-    storage.resize_(0)
-    assert record.take_back() is None and record.state is State.ON_TIER
-    storage.resize_(NUM_BYTES)
+    return record
+
+
+def test_bytes_that_somebody_kept_need_no_read() -> None:
+    storage = new_storage()
+    record = with_bytes_on_a_tier(storage)
     taken = record.take_back()
     assert taken is not None and taken.data_ptr() == storage.data_ptr()
     assert record.state is State.IN_MEMORY and record.block is None
+
+
+@pytest.mark.parametrize("num_bytes", [0, 2 * NUM_BYTES])
+def test_bytes_that_somebody_kept_and_resized_are_read(num_bytes: int) -> None:
+    storage = new_storage()
+    record = with_bytes_on_a_tier(storage)
+    storage.resize_(num_bytes)
+    assert record.take_back() is None and record.state is State.ON_TIER
 
 
 # -- The end ------------------------------------------------------------------------------------
