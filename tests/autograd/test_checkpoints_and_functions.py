@@ -24,9 +24,6 @@ from tests.autograd.roundtrip import (
 )
 from tests.models import settle
 
-UNTRACKED = "what backward changes in place has a version counter of its own: silently wrong"
-
-
 # -- Recomputation ------------------------------------------------------------------------------
 
 
@@ -255,7 +252,7 @@ class OverwritesWhatItSaved(torch.autograd.Function):
         return gradient * 2
 
 
-@ways(context=UNTRACKED, capture=UNTRACKED)
+@ways()
 @pytest.mark.parametrize("settled", [True, False])
 def test_what_backward_changes_in_place_is_an_error_for_others(engine, way, settled):
     engine.is_prompt = settled

@@ -51,3 +51,19 @@ def test_change_of_another_tensor_at_the_same_version_is_no_error(engine):
         with engine.backward(tape):
             loss.backward()
     assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("on_tier", [True, False])
+def test_what_a_node_changes_in_backward_is_an_error_for_the_next(engine, write_gate, on_tier):
+    with engine.step():
+        y = torch.randn(1000)
+        views = [engine._hooks.pack(tensor) for tensor in (y, y.view(10, 100))]
+        del y
+        if on_tier:
+            write_gate.open.set()
+            settle(engine)
+        first = engine._hooks.unpack(views[0])
+        assert first._version == 0
+        first.zero_()
+        with pytest.raises(ChangedInPlaceError):
+            engine._hooks.unpack(views[1])

@@ -283,6 +283,18 @@ record(
     VIEWS + "test_the_memory_is_really_given_up",
 )
 record(
+    "a restored tensor has a version counter of its own",
+    """
+        tensor = self._witness.detach()
+        tensor.data = content
+        return tensor
+""",
+    """
+        return content
+""",
+    IN_PLACE + "test_what_a_node_changes_in_backward_is_an_error_for_the_next",
+)
+record(
     "a view forgets its offset",
     """
         self._offset = tensor.storage_offset() - start_bytes // tensor.element_size()

@@ -207,9 +207,15 @@ class SavedView:
             )
 
     def rebuild(self, memory: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor with its own shape, stride, offset and dtype, on `memory`."""
-        tensor = torch.empty(0, dtype=self._dtype, device=memory.device)
-        return tensor.set_(memory, self._offset, self._shape, self._stride)
+        """The tensor with its own shape, stride, offset, dtype and version counter, on `memory`.
+
+        What backward changes in place is changed for every view of it, and `check_unchanged` sees.
+        """
+        content = torch.empty(0, dtype=self._dtype, device=memory.device)
+        content.set_(memory, self._offset, self._shape, self._stride)
+        tensor = self._witness.detach()
+        tensor.data = content
+        return tensor
 
 
 @functools.cache
