@@ -278,7 +278,6 @@ def test_forward_and_backward_of_several_threads_at_once(engine, way):
     run_both(scenario, engine, way)
 
 
-@pytest.mark.xfail(strict=False, reason="a race: a record expects one thread to read it at a time")
 def test_backward_of_several_threads_at_once_through_a_shared_part(engine):
     failures = []
     for _ in range(40):

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import torch
 
-from tests.models import settle
+from tests.models import settle, ssd
 
 
 def test_space_of_a_dead_record_is_not_reused_while_its_write_runs(engine, write_gate):
@@ -76,3 +79,36 @@ def test_restored_memory_is_reused_only_after_its_last_tensor_is_gone(engine):
         assert torch.equal(view, torch.zeros(10))
         del view
         assert torch.equal(engine._hooks.unpack(packed[0]), torch.zeros(1024))
+
+
+def test_threads_that_need_one_storage_at_once_bring_it_back_one_by_one(engine, monkeypatch):
+    begin_read, together = ssd(engine).begin_read, threading.Barrier(2)
+
+    def meet(*arguments):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(timeout=0.2)  # for another thread that reads the same
+        return begin_read(*arguments)
+
+    monkeypatch.setattr(ssd(engine), "begin_read", meet)
+    restored, errors = [], []
+
+    def work(view):
+        try:
+            restored.append(engine._hooks.unpack(view))
+        except Exception as error:
+            errors.append(error)
+
+    with engine.step():
+        tensor = torch.randn(1024)
+        expected = tensor.clone()
+        views = [engine._hooks.pack(tensor) for _ in range(2)]
+        del tensor
+        settle(engine)
+        threads = [threading.Thread(target=work, args=(view,)) for view in views]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=10)
+    assert not errors, errors[0]
+    assert len(restored) == 2 and all(torch.equal(tensor, expected) for tensor in restored)
+    assert engine.statistics.read_bytes == expected.nbytes

@@ -30,7 +30,7 @@ hooks(
 hooks(
     "unpack does not say that a view was used",
     """
-        packed.saved.view_used()
+            packed.saved.view_used()
 """,
     "",
     "behaviour/test_every_way_through_a_step.py::test_backward_twice_through_one_graph",
@@ -38,16 +38,27 @@ hooks(
 hooks(
     "a view is used before its memory is held",
     """
-        memory = self._mover.bring_back(packed.saved)
-        tensor = packed.rebuild(memory)
-        packed.saved.view_used()
+            memory = self._mover.bring_back(packed.saved)
+            tensor = packed.rebuild(memory)
+            packed.saved.view_used()
 """,
     """
-        packed.saved.view_used()
-        memory = self._mover.bring_back(packed.saved)
-        tensor = packed.rebuild(memory)
+            packed.saved.view_used()
+            memory = self._mover.bring_back(packed.saved)
+            tensor = packed.rebuild(memory)
 """,
     ONE_STORAGE,
+)
+hooks(
+    "several threads bring a storage back at once",
+    """
+        with self._one_at_a_time:
+""",
+    """
+        if True:
+""",
+    "behaviour/test_transfers_and_memory_are_ordered.py::"
+    "test_threads_that_need_one_storage_at_once_bring_it_back_one_by_one",
 )
 hooks(
     "only the first save of a storage is told",

@@ -7,6 +7,7 @@ the thread of the operation. What happens in between is the engine's: it hands i
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 import torch
@@ -43,6 +44,10 @@ class SavedTensorHooks:
     def __init__(self, cache: TensorCache, mover: Mover) -> None:
         self._cache = cache
         self._mover = mover
+        # Held while a record is brought back, of which its state and the read-ahead expect one at
+        # a time: several threads may run backward through one graph. Its holder may wait for a
+        # read, which no thread that waits for the lock has to end. Taken before a record's lock.
+        self._one_at_a_time = threading.Lock()
 
     def pack(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
         """What autograd keeps instead of `tensor`: a view record, or the tensor if it stays."""
@@ -64,9 +69,10 @@ class SavedTensorHooks:
         if isinstance(packed, torch.Tensor):
             return packed
         packed.check_unchanged()
-        memory = self._mover.bring_back(packed.saved)
-        tensor = packed.rebuild(memory)
-        packed.saved.view_used()
+        with self._one_at_a_time:
+            memory = self._mover.bring_back(packed.saved)
+            tensor = packed.rebuild(memory)
+            packed.saved.view_used()
         return tensor
 
     def _take(
