@@ -113,6 +113,7 @@ class OffloadEngine:
         finally:
             self._prefetcher.stop()
             self.statistics.long_lived_bytes = self._cache.end_step()
+            self.statistics.left_alone, self._cache.num_left_alone = self._cache.num_left_alone, 0
             self._count_tiers(before)
 
     @contextlib.contextmanager

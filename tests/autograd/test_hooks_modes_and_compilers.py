@@ -111,7 +111,7 @@ def test_defaults_of_the_moment_do_not_matter(engine, way):
     run_both(scenario, engine, way)
 
 
-@ways(context="torch saves zeros without bytes, and pack asks for their address")
+@ways()
 def test_forward_mode_over_backward_mode(engine, way):
     def scenario(watch: Watch):
         x, tangent = leaf(6, 4), leaf(6, 4, number=4).detach()

@@ -196,24 +196,11 @@ LEFT_ALONE: dict[str, tuple[Callable[[], torch.Tensor], Looks]] = {
         lambda: torch.nested.nested_tensor([numbers(2, 3), numbers(4, 3)], layout=torch.jagged),
         _parts,
     ),
-    "nested, strided": (lambda: torch.nested.nested_tensor([numbers(2, 3), numbers(4, 3)]), _parts),
     "zero without bytes": (
         lambda: torch._efficientzerotensor(5),
         lambda t: [t._is_zerotensor(), (t + 0).tolist()],
     ),
 }
-
-FAILS = {
-    "nested, strided": "pack asks for its shape, which it does not have: RuntimeError in forward",
-    "zero without bytes": "pack asks for its address, which it does not have: RuntimeError in "
-    "forward",
-}
-
-
-def failing(kind: str) -> Any:
-    """The kind as a parameter, marked if it is known to fail."""
-    marks = [pytest.mark.xfail(strict=True, reason=FAILS[kind])] if kind in FAILS else []
-    return pytest.param(kind, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +251,24 @@ def test_every_view_comes_back(prompt_engine, way, kind):
 
 
 @ways()
-@pytest.mark.parametrize("kind", [failing(kind) for kind in LEFT_ALONE])
+@pytest.mark.parametrize("kind", LEFT_ALONE)
 def test_what_is_more_than_its_bytes_is_left_alone(prompt_engine, one_process, way, kind):
     step = compare(prompt_engine, way, *LEFT_ALONE[kind])
     assert step.offloaded_storages == 0
+    assert step.left_alone == (kind not in ("empty", "parameter", "meta"))
+
+
+@ways()
+def test_nested_strided_tensors_are_left_alone(prompt_engine, way):
+    def scenario(watch: Watch) -> Any:
+        parts = [numbers(2, 3).nan_to_num(), numbers(4, 3).nan_to_num()]
+        x = torch.nested.nested_tensor(parts, requires_grad=True)
+        y = watch.call(lambda: torch.nested.to_padded_tensor((x * x).relu(), 0.0), inputs=[x])
+        y.sum().backward()
+        return list(x.grad.unbind())
+
+    step = run_both(scenario, prompt_engine, way, moves=False)
+    assert step.offloaded_storages == 0 and step.left_alone >= 2
 
 
 def test_capture_hands_back_the_very_parameter(prompt_engine):

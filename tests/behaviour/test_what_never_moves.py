@@ -46,6 +46,13 @@ def test_small_storages_stay(make_engine):
     assert saved_in_a_step(engine, lambda: ([x], [(x * 2).exp()])).offloaded_storages == 1
 
 
+def test_what_is_more_than_its_bytes_stays_and_is_counted_step_by_step(engine):
+    x = torch.randn(1000, dtype=torch.complex64, requires_grad=True)
+    for _ in range(2):  # a lazily conjugated view is saved, and what it views
+        statistics = saved_in_a_step(engine, lambda: ([x], [((x * 1).conj() * (x * 1)).real]))
+        assert statistics.left_alone == 1 and statistics.offloaded_storages == 1
+
+
 def test_a_table_that_outlives_the_step_is_learned(engine):
     table = torch.randn(1000)
     x = torch.randn(1000, requires_grad=True)

@@ -150,6 +150,8 @@ for kind, condition in (
     ("lazily negated", "or tensor.is_neg()"),
     ("inference", "or tensor.is_inference()"),
     ("sparse", "or not _has_plain_storage(tensor)"),
+    ("nested", "or tensor.is_nested"),
+    ("zero without bytes", "or tensor._is_zerotensor()"),
 ):
     cache(
         f"tensors move although they are: {kind}",

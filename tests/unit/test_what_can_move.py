@@ -27,16 +27,22 @@ REFUSED = {
     "sparse": lambda: torch.ones(10, 10).to_sparse(),
     "without memory": lambda: torch.empty(10, device="meta"),
     "empty": lambda: torch.empty(0),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "zero without bytes": lambda: torch._efficientzerotensor(10),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_tensors_that_cannot_move_exactly_are_refused(kind: str) -> None:
-    assert TensorCache(torch.device("cpu")).movable(REFUSED[kind]()) is None
+    cache = TensorCache(torch.device("cpu"))
+    assert cache.movable(REFUSED[kind]()) is None
+    assert cache.num_left_alone == (kind not in ("a parameter", "without memory", "empty"))
 
 
 def test_tensors_of_another_device_are_refused() -> None:
-    assert TensorCache(torch.device("cuda")).movable(torch.ones(10)) is None
+    cache = TensorCache(torch.device("cuda"))
+    assert cache.movable(torch.ones(10)) is None and cache.num_left_alone == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])

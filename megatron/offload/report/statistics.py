@@ -15,6 +15,7 @@ class StepStatistics:
     offloaded_storages: int = 0
     deduplicated_bytes: int = 0  # saved again while already taken: moved no second time
     foreign_hooks: int = 0  # saved tensors left alone because somebody else has hooked them
+    left_alone: int = 0  # saved tensors that are more than their bytes: subclasses, sparse, nested
     kept_bytes: int = 0  # wanted by the policy, but the tiers were full or failed
     forwarded_bytes: int = 0  # needed while still in memory: no read
     written_bytes: int = 0  # reached the SSDs

@@ -66,6 +66,7 @@ class TensorCache:
         self._entries: dict[tuple[int, Span], _Entry] = {}
         self._excluded: dict[int, StorageWeakRef] = {}
         self.long_lived: list[LongLived] = []  # learned so far
+        self.num_left_alone = 0  # saved tensors of the device that are more than their bytes
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors' storages never move: parameters, buffers, optimizer state, inputs."""
@@ -77,17 +78,21 @@ class TensorCache:
     def movable(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The tensor's storage, if its bytes can move exactly and are not excluded.
 
-        Subclasses (DTensor, quantised tensors), other layouts, lazily conjugated or negated
-        views and tensors on other devices stay as they are.
+        Subclasses (DTensor, quantised tensors), other layouts, nested tensors, zeros without
+        bytes, lazily conjugated or negated views and tensors on other devices stay as they are.
         """
         if (
             type(tensor) is not torch.Tensor
             or tensor.device != self._device
             or not _has_plain_storage(tensor)
+            or tensor.is_nested
+            or tensor._is_zerotensor()
             or tensor.is_inference()
             or tensor.is_conj()
             or tensor.is_neg()
         ):
+            if tensor.device == self._device and not isinstance(tensor, torch.nn.Parameter):
+                self.num_left_alone += 1
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0 or storage._cdata in self._excluded:
