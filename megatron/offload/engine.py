@@ -24,7 +24,7 @@ from megatron.offload.placement.policy import OffloadAll, Placement, Policy
 from megatron.offload.report.statistics import StepStatistics
 from megatron.offload.restore.prefetch import Prefetcher, Tape
 from megatron.offload.saved.cache import LongLived, Span, TensorCache, span_of
-from megatron.offload.saved.graph import saved_tensors_between
+from megatron.offload.saved.graph import node_of, saved_tensors_between
 from megatron.offload.saved.hooks import SavedTensorHooks, is_small_part
 from megatron.offload.saved.record import SavedStorage, State
 from megatron.offload.saved.scope import Scope
@@ -141,13 +141,16 @@ class OffloadEngine:
         """
         inputs = list(inputs)
         # A stage's input is held by the schedule until its backward: moving it frees nothing.
-        leaves = [t for t in inputs if t.is_leaf and t.layout is torch.strided]
+        leaves = [t for t in inputs if node_of(t) is None and t.layout is torch.strided]
         held = {t.untyped_storage()._cdata for t in leaves}
-        found = [
-            (saved, tensor, storage)
-            for saved, tensor in saved_tensors_between(outputs, inputs)
-            if (storage := self._cache.movable(tensor)) is not None and storage._cdata not in held
-        ]
+        found = []
+        for saved, tensor in saved_tensors_between(outputs, inputs):
+            if tensor is None:
+                self.statistics.foreign_hooks += saved.unpack_hook != self._hooks.unpack
+                continue
+            storage = self._cache.movable_if_saved(tensor)
+            if storage is not None and storage._cdata not in held:
+                found.append((saved, tensor, storage))
         needed_whole = _covered([(tensor, storage) for _, tensor, storage in found])
         outer, self._scope = self._scope, scope
         try:

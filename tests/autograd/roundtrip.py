@@ -33,18 +33,9 @@ WAYS = (CONTEXT, CAPTURE)
 """`engine.saved_tensors_hooks()` around the operations, `engine.capture(...)` after them."""
 
 
-def ways(**fails: str) -> pytest.MarkDecorator:
-    """Both ways as parameter `way` of a test; those that are known to fail come with a reason."""
-    return pytest.mark.parametrize(
-        "way",
-        [
-            pytest.param(
-                way,
-                marks=[pytest.mark.xfail(strict=True, reason=fails[way])] if way in fails else [],
-            )
-            for way in WAYS
-        ],
-    )
+def ways() -> pytest.MarkDecorator:
+    """Both ways as parameter `way` of a test."""
+    return pytest.mark.parametrize("way", WAYS)
 
 
 class PromptEngine(OffloadEngine):

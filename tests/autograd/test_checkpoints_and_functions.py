@@ -51,7 +51,8 @@ def test_checkpoints_in_checkpoints(engine, way, outer, inner):
         watch.call(function, x).square().sum().backward()
         return x.grad
 
-    run_both(scenario, engine, way)
+    # One that is not reentrant has hooks of its own on all that is saved in it.
+    run_both(scenario, engine, way, moves=outer or way == CONTEXT)
 
 
 def test_backward_of_a_checkpoint_under_the_hooks(engine):
@@ -66,7 +67,7 @@ def test_backward_of_a_checkpoint_under_the_hooks(engine):
     run_both(scenario, engine, CONTEXT)
 
 
-@ways(capture="to look at what a checkpoint saved is to recompute it, and this one allows it once")
+@ways()
 def test_selective_checkpoint(engine, way):
     def scenario(watch: Watch):
         x, w = leaf(4, 4), leaf(4, 4, number=4)
@@ -86,10 +87,6 @@ def test_selective_checkpoint(engine, way):
     run_both(scenario, engine, way)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="to look at what a checkpoint saved is to recompute it, once for each saved tensor",
-)
 def test_capture_recomputes_no_checkpoint(engine):
     num_calls = 0
     x = leaf(8, 4)
@@ -107,7 +104,6 @@ def test_capture_recomputes_no_checkpoint(engine):
     assert num_calls == 2
 
 
-@pytest.mark.xfail(strict=True, reason="to look at what was captured before is to read it back")
 def test_a_layer_captured_twice_is_read_once(engine):
     x = leaf(8, 4)
     with engine.step():
@@ -118,7 +114,8 @@ def test_a_layer_captured_twice_is_read_once(engine):
         engine.capture(Scope(), [y], [x])
         settle(engine)
         y.sum().backward()
-    assert engine.statistics.read_bytes == engine.statistics.written_bytes
+    assert engine.statistics.read_bytes == engine.statistics.written_bytes > 0
+    assert engine.statistics.foreign_hooks == 0, "they are ours"
 
 
 # -- Functions written in Python ----------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_such_parts_in_layers_of_their_own(engine, way):
 # -- Inputs of a layer ---------------------------------------------------------------------------
 
 
-@ways(capture="capture asks it whether it is a leaf, which raises")
+@ways()
 def test_an_input_of_a_layer_that_autograd_refuses_to_use_again(engine, way):
     def scenario(watch: Watch):
         x = leaf(6, 4)

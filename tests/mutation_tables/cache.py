@@ -160,6 +160,89 @@ for kind, condition in (
         CAN_MOVE + f"test_tensors_that_cannot_move_exactly_are_refused[{kind}]",
     )
 cache(
+    "a Python number that was saved moves",
+    """
+        if storage is None or (tensor.dim() == 0 and storage.nbytes() == tensor.itemsize):
+""",
+    """
+        if storage is None:
+""",
+    CAN_MOVE + "test_a_python_number_that_was_saved_stays",
+)
+cache(
+    "a part of a storage counts as a Python number",
+    """
+        if storage is None or (tensor.dim() == 0 and storage.nbytes() == tensor.itemsize):
+""",
+    """
+        if storage is None or tensor.dim() == 0:
+""",
+    CAN_MOVE + "test_a_python_number_that_was_saved_stays",
+)
+cache(
+    "one number in a row counts as a Python number",
+    """
+        if storage is None or (tensor.dim() == 0 and storage.nbytes() == tensor.itemsize):
+""",
+    """
+        if storage is None or storage.nbytes() == tensor.itemsize:
+""",
+    CAN_MOVE + "test_a_python_number_that_was_saved_stays",
+)
+cache(
+    "attributes that were set on a saved tensor are lost",
+    """
+        if tensor.__dict__ and any(_OF_COMPILER not in name for name in tensor.__dict__):
+""",
+    """
+        if False:
+""",
+    CAN_MOVE + "test_a_tensor_that_was_saved_with_attributes_stays",
+)
+cache(
+    "hints of torch.compile keep a tensor in memory",
+    """
+        if tensor.__dict__ and any(_OF_COMPILER not in name for name in tensor.__dict__):
+""",
+    """
+        if tensor.__dict__:
+""",
+    CAN_MOVE + "test_a_tensor_that_was_saved_with_attributes_stays",
+)
+cache(
+    "tensors with attributes stay and are not counted",
+    """
+            self.num_left_alone += 1
+            return None
+        return storage
+""",
+    """
+            return None
+        return storage
+""",
+    CAN_MOVE + "test_a_tensor_that_was_saved_with_attributes_stays",
+)
+for kind, condition, test in (
+    (
+        "parameters",
+        "if tensor.device == self._device:",
+        "test_tensors_that_cannot_move_exactly_are_refused[a parameter]",
+    ),
+    (
+        "tensors of other devices",
+        "if not isinstance(tensor, torch.nn.Parameter):",
+        "test_tensors_of_another_device_are_refused",
+    ),
+):
+    cache(
+        f"{kind} count as left alone",
+        """
+            if tensor.device == self._device and not isinstance(tensor, torch.nn.Parameter):
+""",
+        f"            {condition}",
+        CAN_MOVE + test,
+    )
+cache(
     "tensors of other devices move",
     """
             or tensor.device != self._device

@@ -20,17 +20,17 @@ engine = table_of("engine.py", MUTATIONS)
 engine(
     "inputs that are leaves move",
     """
-            if (storage := self._cache.movable(tensor)) is not None and storage._cdata not in held
+            if storage is not None and storage._cdata not in held:
 """,
     """
-            if (storage := self._cache.movable(tensor)) is not None
+            if storage is not None:
 """,
     NEVER + "test_parameters_and_views_of_them_stay",
 )
 engine(
     "all inputs are held back, though only leaves are held by others",
     """
-        leaves = [t for t in inputs if t.is_leaf and t.layout is torch.strided]
+        leaves = [t for t in inputs if node_of(t) is None and t.layout is torch.strided]
 """,
     """
         leaves = [t for t in inputs if t.layout is torch.strided]
@@ -40,10 +40,10 @@ engine(
 engine(
     "an input without a storage is looked into",
     """
-        leaves = [t for t in inputs if t.is_leaf and t.layout is torch.strided]
+        leaves = [t for t in inputs if node_of(t) is None and t.layout is torch.strided]
 """,
     """
-        leaves = [t for t in inputs if t.is_leaf]
+        leaves = [t for t in inputs if node_of(t) is None]
 """,
     NEVER_SPARSE,
 )
@@ -119,7 +119,45 @@ engine(
     """
             raise
 """,
-    OTHERS + "test_a_saved_tensor_that_has_hooks_already_is_counted_and_left_alone",
+    OTHERS + "test_a_saved_tensor_that_has_hooks_already_is_counted_and_left_alone[False]",
+)
+engine(
+    "a tensor with hooks of somebody else's is not counted",
+    """
+                self.statistics.foreign_hooks += saved.unpack_hook != self._hooks.unpack
+""",
+    "",
+    OTHERS + "test_a_saved_tensor_that_has_hooks_already_is_counted_and_left_alone[True]",
+)
+engine(
+    "our own hooks count as somebody else's",
+    """
+                self.statistics.foreign_hooks += saved.unpack_hook != self._hooks.unpack
+""",
+    """
+                self.statistics.foreign_hooks += 1
+""",
+    OTHERS + "test_our_own_hooks_of_an_earlier_capture_are_not_counted_and_nothing_is_read",
+)
+engine(
+    "what captured layers lose by hooks is not looked for",
+    """
+            storage = self._cache.movable_if_saved(tensor)
+""",
+    """
+            storage = self._cache.movable(tensor)
+""",
+    "autograd/test_kinds_of_tensors.py::test_attributes_of_a_captured_tensor_come_back",
+)
+engine(
+    "what was left alone is counted over all steps",
+    """
+            self.statistics.left_alone, self._cache.num_left_alone = self._cache.num_left_alone, 0
+""",
+    """
+            self.statistics.left_alone = self._cache.num_left_alone
+""",
+    NEVER + "test_what_is_more_than_its_bytes_stays_and_is_counted_step_by_step",
 )
 engine(
     "no save is noted on the tape",

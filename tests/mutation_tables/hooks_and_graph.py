@@ -111,7 +111,7 @@ graph = table_of("saved/graph.py", MUTATIONS)
 graph(
     "the walk goes behind the inputs",
     """
-    seen: set[Any] = {tensor.grad_fn for tensor in inputs}
+    seen: set[Any] = {node_of(tensor) for tensor in inputs}
 """,
     """
     seen: set[Any] = set()
@@ -144,7 +144,7 @@ graph(
         if node is None or node in seen:
 """,
     """
-        if node is None or node in {tensor.grad_fn for tensor in inputs}:
+        if node is None or node in {node_of(tensor) for tensor in inputs}:
 """,
     "unit/test_graph.py::test_a_node_that_is_reached_in_two_ways_is_told_once",
 )
@@ -157,4 +157,42 @@ graph(
             tensor = [r.data for r in raw] if isinstance(raw, tuple | list) else raw.data
 """,
     "behaviour/test_in_place_changes_raise.py::test_change_before_capture_is_left_to_autograd",
+)
+graph(
+    "a view that autograd refuses to use again is an error",
+    """
+    except RuntimeError:  # its base was changed in place
+""",
+    """
+    except KeyError:
+""",
+    "unit/test_graph.py::test_a_view_that_autograd_refuses_to_use_again_is_no_error",
+)
+graph(
+    "hooks of others are called",
+    """
+    return getattr(saved, "unpack_hook", None) is not None
+""",
+    """
+    return False
+""",
+    "unit/test_graph.py::test_what_has_hooks_is_told_and_not_looked_at",
+)
+graph(
+    "what has hooks is not told",
+    """
+            yield from ((saved, None) for saved in hooked)
+""",
+    "",
+    "unit/test_graph.py::test_what_has_hooks_is_told_and_not_looked_at",
+)
+graph(
+    "a function is looked into if the first tensor that it saved has no hooks",
+    """
+        hooked = [saved for saved in (raw if is_list else (raw,)) if _has_hooks(saved)]
+""",
+    """
+        hooked = [saved for saved in (raw[:1] if is_list else (raw,)) if _has_hooks(saved)]
+""",
+    "unit/test_graph.py::test_what_has_hooks_is_told_and_not_looked_at",
 )

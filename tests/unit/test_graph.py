@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from megatron.offload.saved.graph import saved_tensors_between
@@ -10,7 +13,8 @@ from megatron.offload.saved.graph import saved_tensors_between
 
 def found_between(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[int]:
     """Where the saved tensors lie in memory, as they are told."""
-    return [tensor.data_ptr() for _, tensor in saved_tensors_between(outputs, inputs)]
+    told = [tensor for _, tensor in saved_tensors_between(outputs, inputs)]
+    return [tensor.data_ptr() for tensor in told if tensor is not None]
 
 
 def test_saved_tensors_come_in_forward_order() -> None:
@@ -44,3 +48,36 @@ def test_nothing_of_a_tensor_changed_in_place_is_told() -> None:
     z = y.tanh()
     y.detach().add_(1)
     assert found_between([z], [x]) == [z.data_ptr()]
+
+
+class SavesTwo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x * 2)
+        return x.clone()
+
+
+def test_what_has_hooks_is_told_and_not_looked_at() -> None:
+    def forbidden(packed: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("somebody else's hook was called")
+
+    x = torch.randn(4, requires_grad=True)
+    y = (x * 1).exp()
+    z = SavesTwo.apply(y)
+    saved = [y.grad_fn._raw_saved_result, z.grad_fn._raw_saved_tensors[1]]
+    for one in saved:
+        one.register_hooks(lambda tensor: tensor, forbidden)
+    told = list(saved_tensors_between([z], [x]))
+    assert [one.unpack_hook for one, tensor in told if tensor is None] == [forbidden] * 2
+    assert [tensor.shape for _, tensor in told if tensor is not None] == [torch.Size([])]
+
+
+def test_a_view_that_autograd_refuses_to_use_again_is_no_error() -> None:
+    x = torch.randn(4, requires_grad=True)
+    whole = x * 1
+    part = whole.chunk(2)[0]
+    y = part.exp()
+    whole.mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        part.grad_fn  # noqa: B018
+    assert y.data_ptr() in found_between([y, part], [part])

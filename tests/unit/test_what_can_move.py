@@ -56,3 +56,21 @@ def test_what_shares_a_storage_with_an_excluded_tensor_stays() -> None:
     cache, tensor = TensorCache(torch.device("cpu")), torch.ones(8, 8)
     cache.exclude([tensor[2:4]])
     assert cache.movable(tensor) is None and cache.movable(tensor[6:]) is None
+
+
+def test_a_tensor_that_was_saved_with_attributes_stays() -> None:
+    cache, tensor = TensorCache(torch.device("cpu")), torch.ones(8)
+    assert cache.movable_if_saved(tensor) is not None
+    tensor._dynamo_dynamic_indices = {0}  # type: ignore[attr-defined]
+    assert cache.movable_if_saved(tensor) is not None
+    tensor.note = "of the model"  # type: ignore[attr-defined]
+    assert cache.movable_if_saved(tensor) is None and cache.num_left_alone == 1
+
+
+def test_a_python_number_that_was_saved_stays() -> None:
+    cache, x = TensorCache(torch.device("cpu")), torch.ones(8, requires_grad=True)
+    number = (x * 0.7).grad_fn._saved_other  # type: ignore[union-attr]
+    assert torch.result_type(torch.tensor(0.5), number) is torch.float32 is not number.dtype
+    assert cache.movable_if_saved(number) is None
+    for tensor in (torch.ones(8)[3], torch.ones(1)):
+        assert cache.movable_if_saved(tensor) is not None

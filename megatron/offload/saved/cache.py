@@ -99,6 +99,21 @@ class TensorCache:
             return None
         return storage
 
+    def movable_if_saved(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """The same for a tensor that autograd holds already, to register hooks on.
+
+        What hooks bring back is a new tensor. It lacks attributes that somebody set on the old one
+        (hints of torch.compile are not missed), and a Python number, for which type promotion has
+        its own rules, becomes a tensor. Such a number is all of its storage.
+        """
+        storage = self.movable(tensor)
+        if storage is None or (tensor.dim() == 0 and storage.nbytes() == tensor.itemsize):
+            return None
+        if tensor.__dict__ and any(_OF_COMPILER not in name for name in tensor.__dict__):
+            self.num_left_alone += 1
+            return None
+        return storage
+
     def find(
         self, storage: torch.UntypedStorage, span: Span, tensor: torch.Tensor
     ) -> SavedStorage | None:
@@ -153,6 +168,7 @@ class TensorCache:
             self.long_lived.append(found)
 
 
+_OF_COMPILER = "_dynamo_"  # in the names of attributes that torch.compile sets on tensors
 _MOST_LONG_LIVED = (
     100  # a list for people; a trainer that makes new ones each step must not grow it
 )

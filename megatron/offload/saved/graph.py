@@ -9,6 +9,12 @@ included, comes back as a new object: a parameter loses the attributes that Mega
 gradient accumulation puts on it, and overlapped gradient reduction then fails. Hooks registered on
 single saved tensors after the layer has run leave parameters alone, see only what autograd really
 kept, and do not nest with anybody else's.
+
+Note [Saved tensors that have hooks]
+To look at one is to call its unpack hook: a checkpoint would be recomputed, what an earlier capture
+took would be read back. Such a tensor is told without its content. Nodes of `autograd.Function`,
+and those with lists, show all that they saved or nothing, so one hook hides the others. Old
+versions of torch (2.6) do not tell which have hooks; there all are looked at.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ _attributes_of_node_type: dict[type, list[tuple[str, str]]] = {}
 
 def saved_tensors_between(
     outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
-) -> Iterator[tuple[Any, torch.Tensor]]:
+) -> Iterator[tuple[Any, torch.Tensor | None]]:
     """What the nodes that lead from `inputs` to `outputs` saved, in forward order.
 
     A tensor that was modified in place since it was saved is left out: autograd itself raises if
@@ -33,15 +39,16 @@ def saved_tensors_between(
 
     Args:
         outputs: what the layer returned.
-        inputs: what it was called with; the walk does not go behind them.
+        inputs: what it was called with; the walk does not go behind them, unless autograd refuses
+            to use one again.
 
     Yields:
-        A `torch._C._autograd.SavedTensor`, to register hooks on, and the tensor that it holds.
-        Those of earlier operations come first: autograd runs nodes in descending order of
-        sequence number, so backward needs the last ones first.
+        A `torch._C._autograd.SavedTensor`, to register hooks on, and the tensor that it holds, or
+        None if hooks are registered already. Those of earlier operations come first: autograd runs
+        nodes in descending order of sequence number, so backward needs the last ones first.
     """
-    seen: set[Any] = {tensor.grad_fn for tensor in inputs}
-    stack: list[Any] = [tensor.grad_fn for tensor in outputs]
+    seen: set[Any] = {node_of(tensor) for tensor in inputs}
+    stack: list[Any] = [node_of(tensor) for tensor in outputs]
     nodes: list[Any] = []
     while stack:
         node = stack.pop()
@@ -55,21 +62,35 @@ def saved_tensors_between(
         yield from _saved_by(node)
 
 
-def _saved_by(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+def node_of(tensor: torch.Tensor) -> Any | None:
+    """What made the tensor; None for a leaf, and for a view that autograd refuses to use again."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # its base was changed in place
+        return None
+
+
+def _saved_by(node: Any) -> Iterator[tuple[Any, torch.Tensor | None]]:
     names = _attributes_of_node_type.get(type(node))
     if names is None:
         names = _attributes_of_node_type[type(node)] = _saved_attributes(node)
     for raw_name, name in names:
         raw = getattr(node, raw_name)
+        is_list = isinstance(raw, tuple | list)
+        hooked = [saved for saved in (raw if is_list else (raw,)) if _has_hooks(saved)]
+        if hooked:
+            yield from ((saved, None) for saved in hooked)
+            continue
         try:
             tensor = getattr(node, name)  # unlike `SavedTensor.data`, this checks versions
         except RuntimeError:
             continue
-        if isinstance(raw, tuple | list):
-            pairs = zip(raw, tensor, strict=True)
-        else:
-            pairs = zip((raw,), (tensor,), strict=True)
+        pairs = zip(raw, tensor, strict=True) if is_list else ((raw, tensor),)
         yield from (pair for pair in pairs if isinstance(pair[1], torch.Tensor))
+
+
+def _has_hooks(saved: Any) -> bool:
+    return getattr(saved, "unpack_hook", None) is not None
 
 
 def _saved_attributes(node: Any) -> list[tuple[str, str]]:
