@@ -56,6 +56,7 @@ def ssd(engine: OffloadEngine) -> SsdTier:
 
 def settle(engine: OffloadEngine, timeout_s: float = 10.0) -> None:
     """Waits until no write is queued or running, so that a test sees bytes on the tier."""
+    engine._starter.drain()
     deadline = time.monotonic() + timeout_s
     while engine._inflight.taken_bytes:
         assert time.monotonic() < deadline, "writes did not end"

@@ -7,6 +7,8 @@ each storage was last written by an operation and makes every missing wait visib
   poison in the host buffer, as if the producer had still been queued;
 - a copy from the host that does not wait for a mark set after its target was allocated leaves
   poison in the target, as if an operation of the memory's former user had run late;
+- marks and fresh memory belong to the stream of whoever said `computes_here` last: a mark of
+  another stream tells nothing, and an operation that uses memory of another stream raises;
 - fresh memory is poison, and copies take a while, so whoever does not wait for one reads poison;
 - a staging buffer is poisoned when it is given back, so whoever still needed it reads poison.
 Copies of different threads end out of order.
@@ -32,9 +34,10 @@ POISON = 0xDB
 
 
 class Mark(NamedTuple):
-    """A moment in the queue: how many operations had been queued."""
+    """A moment in the queue of a stream: how many operations had been queued."""
 
     time: int
+    stream: str
 
 
 class SimulatedDevice(CpuDevice):
@@ -44,8 +47,11 @@ class SimulatedDevice(CpuDevice):
 
     def __init__(self, slowest_copy_s: float = 0.002) -> None:
         self.num_copies = 0
+        self.stream = "main"  # that operations are queued in from now on
+        self._compute_stream = "main"  # as whoever computes has said
         self._time = 0
-        self._written_at: dict[int, int] = {}  # by storage identity, until it is freed
+        # The last operation, by storage identity until it is freed.
+        self._written_at: dict[int, Mark] = {}
         self._slowest_copy_s = slowest_copy_s
         self._random = random.Random(7)
         self._lock = threading.Lock()  # protects the above
@@ -54,23 +60,32 @@ class SimulatedDevice(CpuDevice):
         """A context in which every operation is queued work of this device."""
         return _Recording(self)
 
-    def queued(self, storage: torch.UntypedStorage) -> None:
+    def queued(self, storage: torch.UntypedStorage, stream: str | None = None) -> None:
         """An operation that writes a storage was queued."""
         with self._lock:
             self._time += 1
             if storage._cdata not in self._written_at:
                 weakref.finalize(storage, self._written_at.pop, storage._cdata, None)
-            self._written_at[storage._cdata] = self._time
+            self._written_at[storage._cdata] = Mark(self._time, stream or self.stream)
+
+    def check_stream(self, storage: torch.UntypedStorage) -> None:
+        """An operation that uses a storage was queued. Raises AssertionError if it cannot."""
+        with self._lock:
+            last = self._written_at.get(storage._cdata)
+        assert last is None or last.stream == self.stream, "memory of another stream"
+
+    def computes_here(self) -> None:
+        self._compute_stream = self.stream
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
         storage = super().new_storage(num_bytes)
         ctypes.memset(storage.data_ptr(), POISON, num_bytes)
-        self.queued(storage)  # the last operation of the memory's former user
+        self.queued(storage, self._compute_stream)  # by the memory's former user
         return storage
 
     def mark(self) -> Any:
         with self._lock:
-            return Mark(self._time)
+            return Mark(self._time, self._compute_stream)
 
     def copy_to_host(self, source: torch.UntypedStorage, address: int, after: Any) -> None:
         self._take_a_while()
@@ -89,8 +104,10 @@ class SimulatedDevice(CpuDevice):
     def _is_in_time(self, storage: torch.UntypedStorage, after: Any) -> bool:
         with self._lock:
             self.num_copies += 1
-            written_at = self._written_at.get(storage._cdata, 0)
-            return isinstance(after, Mark) and after.time >= written_at
+            last = self._written_at.get(storage._cdata)
+            return isinstance(after, Mark) and (
+                last is None or (after.stream == last.stream and after.time >= last.time)
+            )
 
     def _take_a_while(self) -> None:
         with self._lock:
@@ -111,7 +128,10 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        read = {storage._cdata for storage in _storages((args, kwargs))}
+        read = set()
+        for storage in _storages((args, kwargs)):
+            self._device.check_stream(storage)
+            read.add(storage._cdata)
         for storage in _storages(result):
             # A view writes nothing; an operation in place writes what it was given.
             if storage._cdata not in read or func._schema.is_mutable:

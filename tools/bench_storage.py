@@ -63,7 +63,6 @@ from tqdm import tqdm
 from megatron.offload.config import GIB, MIB, format_size, parse_size
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.storage.allocator import allocator_environment, allocator_name
-from megatron.offload.storage.budget import ByteBudget
 from megatron.offload.storage.host import HostTier
 from megatron.offload.storage.memory_limit import memory_limit
 from megatron.offload.storage.mounts import block_devices, mount_of, parse_mountinfo
@@ -142,19 +141,17 @@ def open_load(
 ) -> Iterator[TierLoad]:
     """A tier of a kind with everything that it needs, closed afterwards."""
     num_blocks = args.size // block_bytes
-    inflight = ByteBudget(2 * (depth + NUM_WAITING) * block_bytes)
     room = args.size + args.size // 16  # a block's space may be larger than the block
     tiers: list[Tier] = []
     try:
         if kind in ("host", "tiered"):
             budget = room if kind == "host" else args.size // 2
-            tiers.append(HostTier(budget, inflight=inflight, num_threads=depth))
+            tiers.append(HostTier(budget, num_threads=depth))
         if kind != "host":
             tiers.append(
                 SsdTier(
                     [args.directory],
                     reserve_bytes=room,
-                    inflight=inflight,
                     num_threads=depth,
                     io="buffered" if kind == "ssd-buffered" else "auto",
                 )

@@ -131,13 +131,14 @@ class Soak:
         self,
         tier: Tier,
         content: Content,
-        inflight_bytes: int,
+        inflight: ByteBudget,
         advance: Callable[[int], object],
     ) -> None:
         self._tier = tier
         self._content = content
         self._num_bytes = content.num_words * WORD_BYTES
-        self._num_ahead = max(inflight_bytes // self._num_bytes, 1)
+        self._inflight = inflight
+        self._num_ahead = max(inflight.limit_bytes // self._num_bytes, 1)
         self._advance = advance
 
     def run(self, num_storages: int, window: int, report: Report) -> None:
@@ -156,10 +157,15 @@ class Soak:
         blocks: list[Block] = []
         under_way: collections.deque[Transfer] = collections.deque()
         for index in indices:
-            started = self._tier.begin_write(self._content.make(index))
+            storage = self._content.make(index)
+            self._inflight.acquire(self._num_bytes)
+            started = self._tier.begin_write(storage)
+            del storage
             if started is None:
+                self._inflight.release(self._num_bytes)
                 report.failures.append(f"the tier took no more after {len(blocks)} storages")
                 break
+            started[1].add_done_callback(lambda _: self._inflight.release(self._num_bytes))
             blocks.append(started[0])
             under_way.append(started[1])
             while under_way and under_way[0].done():
@@ -195,7 +201,6 @@ def soak(args: argparse.Namespace, command: list[str]) -> int:
     """Runs it all, prints the report; the exit code."""
     args.directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # for copies and comparisons one is fast enough, more would spin
-    inflight = ByteBudget(args.inflight)
     content = Content(args.storage_bytes, args.seed)
     num_storages = -(-args.total // args.storage_bytes)
     window = args.window // args.storage_bytes
@@ -208,7 +213,6 @@ def soak(args: argparse.Namespace, command: list[str]) -> int:
     ssd = SsdTier(
         [args.directory],
         reserve_bytes=args.window,
-        inflight=inflight,
         num_threads=args.threads,
         write_bytes_per_s=args.write_limit,
         verify=args.verify,
@@ -216,13 +220,15 @@ def soak(args: argparse.Namespace, command: list[str]) -> int:
     tier: Tier = ssd
     try:
         if args.host_budget:
-            tier = TieredTier([HostTier(args.host_budget, inflight=inflight), ssd])
+            tier = TieredTier([HostTier(args.host_budget), ssd])
         print(f"{tier}; {machine_facts(args.directory)['offload_filesystem']}")
         total = 2 * num_storages * args.storage_bytes
         with tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, disable=None) as bar:
             memory = ResidentMemory()
             started = time.monotonic()
-            Soak(tier, content, args.inflight, bar.update).run(num_storages, window, report)
+            Soak(tier, content, ByteBudget(args.inflight), bar.update).run(
+                num_storages, window, report
+            )
             report.wall_s = time.monotonic() - started
             report.peak_growth_bytes = memory.growth_bytes()
         judge(report, tier, ssd)

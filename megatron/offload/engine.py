@@ -9,12 +9,14 @@ captured and written, backward begins, they are read ahead and handed back, the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,14 +27,15 @@ from megatron.offload.report.statistics import StepStatistics
 from megatron.offload.restore.prefetch import Prefetcher, Tape
 from megatron.offload.saved.cache import LongLived, Span, TensorCache, span_of
 from megatron.offload.saved.graph import node_of, saved_tensors_between
-from megatron.offload.saved.hooks import SavedTensorHooks, is_small_part
-from megatron.offload.saved.record import SavedStorage, State
+from megatron.offload.saved.hooks import PLAIN_TORCH, SavedTensorHooks, is_small_part
+from megatron.offload.saved.record import SavedReference, SavedStorage, State
 from megatron.offload.saved.scope import Scope
 from megatron.offload.storage.allocator import MIMALLOC, allocator_name
 from megatron.offload.storage.budget import ByteBudget
 from megatron.offload.storage.device import Device, open_device
 from megatron.offload.storage.open import open_tiers
 from megatron.offload.storage.ssd import SsdTier
+from megatron.offload.storage.starter import Starter
 from megatron.offload.storage.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -42,8 +45,20 @@ _NOTICEABLE_S = 0.0002  # a shorter wait is the hand-over between threads
 _HAS_HOOKS = "hooks have already been set"  # autograd's words: somebody else has taken this tensor
 
 
+class Outgoing(NamedTuple):
+    """A storage that is to be written."""
+
+    record: SavedReference
+    num_bytes: int
+    tier: Tier
+
+
 class OffloadEngine:
     """Activation offload of one process.
+
+    Whoever computes saves and uses; the starter's thread starts the transfers, the tiers' threads
+    carry them out. The lock `_reading` is taken by the first two to start a read, for a tenth of a
+    millisecond, and a record's lock under it.
 
     Args:
         config: must have offload enabled.
@@ -81,13 +96,16 @@ class OffloadEngine:
         self._tiers = open_tiers(
             config,
             device,
-            self._inflight,
             reserve_bytes=reserve_bytes,
             num_local_ranks=num_local_ranks,
         )
         self._cache = TensorCache(device.device)
         self._hooks = SavedTensorHooks(self._cache, mover=self)
         self._prefetcher = Prefetcher(self._begin_read, limit_bytes=config.inflight_bytes)
+        self._starter = Starter("activation-offload transfers")
+        self._reading = threading.Lock()
+        self._captured: list[Outgoing] | None = None  # of the layer or operation under way
+        self._refused_bytes = self._num_refused = 0  # by the tiers, in this step
         self._scope = Scope()
         self._tape: Tape | None = None  # of the forward pass under way
         logger.info("activation offload: to %s", self.where)
@@ -107,11 +125,13 @@ class OffloadEngine:
     def step(self) -> Iterator[None]:
         """Around all forward and backward passes of a training step."""
         self.statistics = StepStatistics()
+        self._refused_bytes = self._num_refused = 0
         before = self._moved_bytes()
         try:
             yield
         finally:
             self._prefetcher.stop()
+            self._starter.drain()
             self.statistics.long_lived_bytes = self._cache.end_step()
             self.statistics.left_alone, self._cache.num_left_alone = self._cache.num_left_alone, 0
             self._count_tiers(before)
@@ -139,7 +159,12 @@ class OffloadEngine:
             outputs: the tensors that the layer returned.
             inputs: the tensors that it was called with.
         """
-        inputs = list(inputs)
+        with PLAIN_TORCH():
+            self._capture(scope, outputs, list(inputs))
+
+    def _capture(
+        self, scope: Scope, outputs: Iterable[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> None:
         # A stage's input is held by the schedule until its backward: moving it frees nothing.
         leaves = [t for t in inputs if node_of(t) is None and t.layout is torch.strided]
         held = {t.untyped_storage()._cdata for t in leaves}
@@ -153,14 +178,17 @@ class OffloadEngine:
                 found.append((saved, tensor, storage))
         needed_whole = _covered([(tensor, storage) for _, tensor, storage in found])
         outer, self._scope = self._scope, scope
+        captured: list[Outgoing] = []
         try:
-            for saved, _, storage in found:
-                if self.wants(storage.nbytes()):
-                    is_whole = storage._cdata in needed_whole
-                    pack = self._hooks.pack_whole if is_whole else self._hooks.pack
-                    self._register(saved, pack)
+            with self._collecting(captured):
+                for saved, _, storage in found:
+                    if self.wants(storage.nbytes()):
+                        is_whole = storage._cdata in needed_whole
+                        pack = self._hooks.pack_whole if is_whole else self._hooks.pack
+                        self._register(saved, pack)
         finally:
             self._scope = outer
+            self._hand_over(captured)
 
     def _register(self, saved: Any, pack: Callable[[torch.Tensor], Any]) -> None:
         """Hooks one saved tensor, which calls `pack` at once."""
@@ -173,12 +201,22 @@ class OffloadEngine:
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """The hooks as a context, for models without layers that can be captured one by one."""
-        return torch.autograd.graph.saved_tensors_hooks(self._hooks.pack, self._hooks.unpack)
+        return _Context(self)
+
+    @contextlib.contextmanager
+    def _collecting(self, captured: list[Outgoing]) -> Iterator[None]:
+        """What is saved goes to this list instead of to the starter."""
+        outer, self._captured = self._captured, captured
+        try:
+            yield
+        finally:
+            self._captured = outer
 
     @contextlib.contextmanager
     def backward(self, tape: Tape) -> Iterator[None]:
         """Around the backward pass of the forward pass that filled `tape`."""
         self._prefetcher.start(tape)
+        self._starter.submit(self._prefetcher.advance)
         try:
             yield
         finally:
@@ -186,6 +224,7 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Waits for transfers, ends the threads and gives memory and disk space back."""
+        self._starter.close()
         for tier in self._own_tiers.values():
             tier.close()
 
@@ -211,64 +250,129 @@ class OffloadEngine:
         return self._policy.place(self._scope, num_bytes) in self._tiers
 
     def saved(self, record: SavedStorage, *, is_new: bool) -> None:
-        """Starts the write of a new record; notes every save on the tape."""
+        """Has a new record written; notes every save on the tape."""
         if self._tape is not None:
             self._tape.append(record)
         if not is_new:
             self.statistics.deduplicated_bytes += record.num_bytes
             return
-        memory = record.take_back()
-        assert memory is not None
+        record.queue_write()
         tier = self._tiers[self._policy.place(self._scope, record.num_bytes)]
-        began = time.perf_counter()
-        started = tier.begin_write(memory)
-        self.statistics.write_wait_s += time.perf_counter() - began
-        if started is None:
-            self.statistics.kept_bytes += record.num_bytes
-            return
-        block, transfer = started
-        record.begin_writing(block, transfer)
-        transfer.add_done_callback(_end_of_write(record))
+        outgoing = Outgoing(weakref.ref(record), record.num_bytes, tier)
         self.statistics.offloaded_bytes += record.num_bytes
         self.statistics.offloaded_storages += 1
+        if self._captured is not None:
+            self._captured.append(outgoing)
+        else:
+            self._hand_over([outgoing])
 
     def bring_back(self, record: SavedStorage) -> torch.UntypedStorage:
         """The record's bytes in memory. Raises StorageError if they cannot be read."""
-        forwarded = record.state in (State.IN_MEMORY, State.WRITING, State.ON_TIER)
+        forwarded = record.state not in (State.READING, State.RESTORED)
         memory = record.take_back()
         if memory is not None:
             self.statistics.forwarded_bytes += record.num_bytes if forwarded else 0
         else:
             memory = self._wait_for_read(record)
-        self._prefetcher.used(record)
-        self._prefetcher.advance()
         return memory
+
+    def used(self, record: SavedStorage) -> None:
+        """Makes room to read further ahead."""
+        if self._prefetcher.used(record):
+            self._starter.submit(self._prefetcher.advance)
+
+    # -- How bytes leave ------------------------------------------------------------------------
+
+    def _hand_over(self, outgoing: list[Outgoing]) -> None:
+        """Gives what was saved to the starter. Waits while too many bytes are on their way."""
+        if outgoing:
+            self._device.computes_here()
+        batch: list[Outgoing] = []
+        for one in outgoing:
+            if not self._inflight.try_acquire(one.num_bytes):
+                self._submit_writes(batch)
+                batch = []
+                began = time.perf_counter()
+                self._inflight.acquire(one.num_bytes)
+                self.statistics.write_wait_s += time.perf_counter() - began
+            batch.append(one)
+        self._submit_writes(batch)
+
+    def _submit_writes(self, batch: list[Outgoing]) -> None:
+        if batch:
+            self._starter.submit(functools.partial(self._begin_writes, batch))
+
+    # Runs in the starter's thread.
+    def _begin_writes(self, batch: list[Outgoing]) -> None:
+        for outgoing in batch:
+            self._begin_write(outgoing)
+
+    def _begin_write(self, outgoing: Outgoing) -> None:
+        record = outgoing.record()
+        memory = record.memory_to_write() if record is not None else None
+        if record is None or memory is None:  # nobody needs it any more, or somebody already does
+            self._inflight.release(outgoing.num_bytes)
+            return
+        started = None
+        try:
+            started = outgoing.tier.begin_write(memory)
+        finally:
+            if started is None:
+                record.stay()
+                self._refused_bytes += outgoing.num_bytes
+                self._num_refused += 1
+                self._inflight.release(outgoing.num_bytes)
+        if started is not None:
+            block, transfer = started
+            record.begin_writing(block, transfer)
+            transfer.add_done_callback(self._end_of_write(outgoing))
+
+    def _end_of_write(self, outgoing: Outgoing) -> Callable[[Future[None]], None]:
+        """Tells the record how its write ended, if it is still there: a queue holds none alive."""
+
+        def end(transfer: Future[None]) -> None:
+            record = outgoing.record()
+            if record is not None:
+                record.end_writing(failed=transfer.cancelled() or transfer.exception() is not None)
+            self._inflight.release(outgoing.num_bytes)
+
+        return end
 
     # -- How bytes come back --------------------------------------------------------------------
 
-    def _begin_read(self, record: SavedStorage, deadline: float) -> None:
-        memory, transfer = record.block.tier.begin_read(record.block, deadline)
-        record.begin_reading(memory, transfer)
+    def _begin_read(self, record: SavedStorage, deadline: float) -> bool:
+        """Starts the read of a record, unless somebody else has; whether it did."""
+        with self._reading:
+            if record.state is not State.ON_TIER:
+                return False
+            memory, transfer = record.block.tier.begin_read(record.block, deadline)
+            record.begin_reading(memory, transfer)
+            return True
 
     def _wait_for_read(self, record: SavedStorage) -> torch.UntypedStorage:
         if record.state is State.ON_TIER:
             self._begin_read(record, _NOW)
-        began = time.perf_counter()
         try:
-            with self._device.annotate("activation offload: wait for a read"):
-                return record.end_reading()
+            if not record.has_arrived:
+                self._stall(record)
+            return record.end_reading()
         except Exception as error:
             raise StorageError(
                 f"rank {self.rank} could not read an activation of {record.scope} back "
                 f"({record.block}): {error}; its gradient would be wrong, so training stops; "
                 "check the disk and resume from the last checkpoint"
             ) from error
-        finally:
-            waited_s = time.perf_counter() - began
-            self.statistics.stall_s += waited_s
-            if waited_s > _NOTICEABLE_S:
-                reads = record.block.tier.statistics.reads
-                self._prefetcher.waited(waited_s, reads.bytes_per_s or 0.0)
+
+    def _stall(self, record: SavedStorage) -> None:
+        """Waits until a read has ended, well or badly; counts the time."""
+        began = time.perf_counter()
+        with self._device.annotate("activation offload: wait for a read"):
+            record.wait_until_arrived()
+        waited_s = time.perf_counter() - began
+        self.statistics.stall_s += waited_s
+        if waited_s > _NOTICEABLE_S:
+            reads = record.block.tier.statistics.reads
+            self._prefetcher.waited(waited_s, reads.bytes_per_s or 0.0)
 
     # -- What the tiers did ---------------------------------------------------------------------
 
@@ -300,6 +404,9 @@ class OffloadEngine:
     def _count_tiers(self, before: dict[Placement, tuple[int, int]]) -> None:
         """Fills the step's counters that tell of the tiers."""
         step = self.statistics
+        step.kept_bytes = self._refused_bytes
+        step.offloaded_bytes -= self._refused_bytes
+        step.offloaded_storages -= self._num_refused
         moved = {
             placement: (written - before[placement][0], read - before[placement][1])
             for placement, (written, read) in self._moved_bytes().items()
@@ -314,6 +421,35 @@ class OffloadEngine:
             step.read_bytes_per_s = statistics.reads.bytes_per_s or 0.0
 
 
+class _Context(torch.autograd.graph.saved_tensors_hooks):
+    """The hooks as a context. What an operation saved is written when the next one saves.
+
+    Autograd hands some tensors over before the operation has filled them (the noise of `rrelu`).
+    """
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        super().__init__(self._pack, engine._hooks.unpack)
+        self._engine = engine
+        self._saved: list[Outgoing] = []
+        self._node_number = -1  # of the operation that saved last
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._hand_over()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        node_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        if node_number != self._node_number:
+            self._hand_over()
+            self._node_number = node_number
+        with self._engine._collecting(self._saved):
+            return self._engine._hooks.pack(tensor)
+
+    def _hand_over(self) -> None:
+        saved, self._saved = self._saved, []
+        self._engine._hand_over(saved)
+
+
 def _covered(found: Sequence[tuple[torch.Tensor, torch.UntypedStorage]]) -> set[int]:
     """The storages of which these tensors together cover so much that all of it should move."""
     spans: dict[int, set[Span]] = {}
@@ -323,15 +459,3 @@ def _covered(found: Sequence[tuple[torch.Tensor, torch.UntypedStorage]]) -> set[
             spans.setdefault(storage._cdata, set()).add(span_of(tensor))
             sizes[storage._cdata] = storage.nbytes()
     return {c for c, own in spans.items() if sum(s.num_bytes for s in own) * 2 > sizes[c]}
-
-
-def _end_of_write(record: SavedStorage) -> Callable[[Future[None]], None]:
-    """Tells the record how its write ended, if it is still there: a queue holds none alive."""
-    reference = weakref.ref(record)
-
-    def end(transfer: Future[None]) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.end_writing(failed=transfer.cancelled() or transfer.exception() is not None)
-
-    return end

@@ -24,8 +24,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatron.offload import ChangedInPlaceError, OffloadConfig, OffloadEngine, Scope
+from megatron.offload.engine import Outgoing
 from megatron.offload.report.statistics import StepStatistics
-from megatron.offload.saved.record import SavedStorage, State
+from megatron.offload.saved.record import State
 from tests.models import settle
 
 CONTEXT, CAPTURE = "context", "capture"
@@ -46,9 +47,11 @@ class PromptEngine(OffloadEngine):
 
     is_prompt = True
 
-    def saved(self, record: SavedStorage, *, is_new: bool) -> None:
-        super().saved(record, is_new=is_new)
-        while self.is_prompt and record.state is State.WRITING:
+    def _hand_over(self, outgoing: list[Outgoing]) -> None:
+        super()._hand_over(outgoing)
+        records = [one.record() for one in outgoing]
+        self._starter.drain()
+        while self.is_prompt and any(r and r.state is State.WRITING for r in records):
             time.sleep(0)
 
     @property

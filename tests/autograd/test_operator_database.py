@@ -24,8 +24,6 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from megatron.offload.report.statistics import StepStatistics
 from tests.autograd.roundtrip import (
-    CAPTURE,
-    CONTEXT,
     WAYS,
     Coverage,
     Failure,
@@ -53,10 +51,6 @@ SKIPPED = {
     "nn.functional.batch_norm.without_cudnn": _CUDA,
     "nn.functional.one_hot": "gives integers, which have no gradient",
 }
-FAILS_UNDER_CONTEXT = {
-    "nn.functional.rrelu": "saves its noise before it fills it, and the version does not tell: a "
-    "write that is quick takes what was there before",
-}
 DIFFERENTIABLE = {op.full_name: op for op in op_db if op.supports_autograd}
 
 
@@ -66,14 +60,7 @@ def operators(select: Callable[[OpInfo], bool] = lambda op: True) -> list[Any]:
     for name, op in DIFFERENTIABLE.items():
         if name in SKIPPED or not select(op):
             continue
-        if name in FAILS_UNDER_CONTEXT:
-            fails = pytest.mark.xfail(strict=True, reason=FAILS_UNDER_CONTEXT[name])
-            parameters += [
-                pytest.param(op, (CAPTURE,), id=f"{name}-{CAPTURE}"),
-                pytest.param(op, (CONTEXT,), id=f"{name}-{CONTEXT}", marks=fails),
-            ]
-        else:
-            parameters.append(pytest.param(op, WAYS, id=name))
+        parameters.append(pytest.param(op, WAYS, id=name))
     return parameters
 
 
@@ -109,7 +96,6 @@ def first_order(coverage: Coverage) -> Counts:
         f"operator database, gradients: {len(DIFFERENTIABLE)} differentiable operators",
         *counts.lines(),
         *(f"  skipped: {name} {reason}" for name, reason in SKIPPED.items()),
-        *(f"  fails under {CONTEXT}: {name} {why}" for name, why in FAILS_UNDER_CONTEXT.items()),
     ]
     return counts
 

@@ -152,14 +152,18 @@ def test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead(make_eng
         ssd(engine).begin_read = noted
         queue.submit_read(gate.wait, float("-inf"))
         with engine.backward(tape):
-            engine._prefetcher.advance()  # two are ahead
+            engine._prefetcher._has_used_one = True
+            engine._starter.submit(engine._prefetcher.advance)
+            engine._starter.drain()  # two are ahead
             waiting = threading.Thread(target=engine._hooks.unpack, args=(packed[0],), daemon=True)
             waiting.start()
             deadline = time.monotonic() + 10
-            while len(queue._reads) < 3:
-                assert time.monotonic() < deadline, "the reads were not queued"
-                time.sleep(0.001)
-            gate.set()
+            try:
+                while len(queue._reads) < 3:
+                    assert time.monotonic() < deadline, "the reads were not queued"
+                    time.sleep(0.001)
+            finally:
+                gate.set()
             waiting.join(timeout=10)
             for view in (packed[5], packed[4]):
                 engine._hooks.unpack(view)

@@ -8,7 +8,7 @@ import torch
 
 from megatron.offload import Scope
 from megatron.offload.saved import graph
-from tests.models import settle, ssd
+from tests.models import settle
 
 
 @pytest.mark.parametrize("torch_tells", [True, False])
@@ -36,10 +36,10 @@ def test_a_saved_tensor_that_has_hooks_already_is_counted_and_left_alone(
 
 
 def test_an_error_in_our_own_hook_is_not_taken_for_that(engine, monkeypatch):
-    def fail(source):
+    def fail(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(ssd(engine), "begin_write", fail)
+    monkeypatch.setattr(engine._cache, "add", fail)
     x = torch.randn(1000, requires_grad=True)
     with engine.step(), engine.forward(Scope()):
         y = x.exp()

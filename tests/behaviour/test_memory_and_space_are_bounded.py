@@ -6,8 +6,10 @@ from __future__ import annotations
 import logging
 import threading
 
+import pytest
 import torch
 
+from megatron.offload.storage import file as file_module
 from tests.models import Model, assert_same, run_step, settle, ssd
 
 
@@ -27,6 +29,41 @@ def test_forward_waits_while_too_many_bytes_are_in_flight(make_engine, write_gat
         assert len(third) == 1
         settle(engine)
         del packed
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "refused", "not started", "used", "dropped"])
+def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
+    make_engine, write_gate, monkeypatch, end
+):
+    engine = make_engine(io="buffered", threads=1)
+    if end == "failed":
+        monkeypatch.setattr(file_module.os, "pwritev", lambda *_: 0)
+    elif end == "refused":
+        monkeypatch.setattr(ssd(engine), "begin_write", lambda _: None)
+    elif end == "not started":
+        monkeypatch.setattr(ssd(engine), "begin_write", lambda _: 1 / 0)
+    hold = threading.Event()
+    engine._starter.submit(lambda: hold.wait(10))
+    with engine.step():
+        packed = [engine._hooks.pack(torch.full((1024,), 1.0)) for _ in range(2)]
+        assert engine._inflight.taken_bytes == 8192
+        if end == "used":
+            engine._hooks.unpack(packed[1])
+        elif end == "dropped":
+            packed.pop()
+        hold.set()
+        write_gate.open.set()
+        settle(engine)
+        for view in packed:
+            assert torch.equal(engine._hooks.unpack(view), torch.full((1024,), 1.0))
+        del packed, view
+    num_kept = 2 if end in ("refused", "not started") else 0
+    assert engine.statistics.kept_bytes == num_kept * 4096
+    assert engine.statistics.offloaded_storages == 2 - num_kept
+    assert engine.statistics.written_bytes == {"done": 8192, "used": 4096, "dropped": 4096}.get(
+        end, 0
+    )
+    assert engine.statistics.tier_used_bytes == 0
 
 
 def test_a_storage_larger_than_the_inflight_budget_still_goes(make_engine):

@@ -98,6 +98,28 @@ def test_loss_and_gradients_are_equal(make_simulated_engine, device, settings):
     assert engine.statistics.tier_used_bytes == 0
 
 
+def test_a_mark_of_another_stream_tells_nothing(device):
+    buffer = bytearray(64)
+    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    device.stream = "side"
+    source = storage_of(3, device)
+    device.copy_to_host(source, address, device.mark())
+    assert set(buffer) == {POISON}
+    with pytest.raises(AssertionError, match="another stream"), device.computing():
+        torch.empty(0, dtype=torch.uint8).set_(device.new_storage(64)).add(1)
+
+
+@pytest.mark.parametrize("mode", ["ssd", "host"])
+def test_a_model_may_compute_on_a_stream_of_its_own(make_simulated_engine, device, mode):
+    model, x = Model(), torch.randn(3, 17, 32)
+    plain = run_step(model, x)
+    engine = make_simulated_engine(mode=mode, host_budget=64 * MIB)
+    for device.stream in ("main", "side", "main"):
+        with device.computing():
+            assert_same(run_step(model, x, engine), plain)
+    assert engine.statistics.written_bytes + engine.statistics.host_written_bytes > 0
+
+
 def test_large_storages_striped_over_directories_come_back(make_simulated_engine, device, tmp_path):
     directories = tuple(tmp_path / name for name in "ab")
     for directory in directories:

@@ -19,7 +19,8 @@ def save_on(engine, sizes):
     return tape, packed
 
 
-def on_their_way(packed):
+def on_their_way(engine, packed):
+    engine._starter.drain()
     return [index for index, view in enumerate(packed) if view.saved.state is not State.ON_TIER]
 
 
@@ -32,12 +33,12 @@ def no_stalls(monkeypatch):
 def test_the_window_opens_at_the_first_use_and_moves_in_reverse_order(engine):
     with engine.step():
         tape, packed = save_on(engine, [1024] * 6)
-        assert on_their_way(packed) == []
+        assert on_their_way(engine, packed) == []
         with engine.backward(tape):
-            assert on_their_way(packed) == [5]
+            assert on_their_way(engine, packed) == [5]
             for used in (5, 4, 3):
                 engine._hooks.unpack(packed.pop())
-                assert on_their_way(packed) == [used - 2, used - 1]
+                assert on_their_way(engine, packed) == [used - 2, used - 1]
             while packed:
                 engine._hooks.unpack(packed.pop())
     assert engine.statistics.read_bytes == 6 * 4096
@@ -52,7 +53,7 @@ def test_the_window_holds_two_of_the_largest_within_the_inflight_budget(
         tape, packed = save_on(engine, [4096] + [1024] * 12)  # the largest has 16384 bytes
         with engine.backward(tape):
             engine._hooks.unpack(packed.pop())
-            ahead = [packed[index].saved.num_bytes for index in on_their_way(packed)]
+            ahead = [packed[index].saved.num_bytes for index in on_their_way(engine, packed)]
             assert sum(ahead) == ahead_bytes
         del packed
 
@@ -67,7 +68,7 @@ def test_a_storage_saved_twice_is_brought_back_for_its_last_save(engine):
             settle(engine)
         with engine.backward(tape):
             assert again.saved is first[0].saved
-            assert on_their_way(first) == [0]
+            assert on_their_way(engine, first) == [0]
             for view, value in ((again, 1.0), (first[1], 0.0), (first[0], 1.0)):
                 assert torch.equal(engine._hooks.unpack(view), torch.full((1024,), value))
         del view, again, first
@@ -81,10 +82,13 @@ def test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again():
     prefetcher = Prefetcher(lambda record, deadline: None, limit_bytes=10**6)
     prefetcher.start(tape)
     prefetcher.waited(1.0, 500.0)  # for the first storage no window would have helped
+    assert prefetcher.window_bytes == 0
+    record = SavedStorage(torch.UntypedStorage(1), Scope(), 0)
+    prefetcher.used(record)
     assert prefetcher.window_bytes == 2000
-    prefetcher.used(SavedStorage(torch.UntypedStorage(1), Scope(), 0))
     prefetcher.waited(0.5, 500.0)
     assert prefetcher.window_bytes == 2250
     for _ in range(30):
         prefetcher.start(tape)
+    prefetcher.used(record)
     assert prefetcher.window_bytes == pytest.approx(2000, abs=1)

@@ -23,7 +23,7 @@ from megatron.offload.config import MIB
 from megatron.offload.storage.bandwidth import BandwidthMeter
 from megatron.offload.storage.drive import Extent, Health
 from megatron.offload.storage.file import UnlinkedFile
-from tests.models import Model, assert_same, run_step, ssd
+from tests.models import Model, assert_same, run_step, settle, ssd
 from tests.mounts import mounted_ext4
 from tests.processes import finish, start_python
 
@@ -121,7 +121,12 @@ def test_writes_that_fail_in_mid_forward_change_nothing(
     run_step(model, x, engine)  # the file has grown: only writes are left to fail
     x = 2 * x  # other bytes than the drive still has
     plain = run_step(model, x)
-    hook = model.blocks[1].register_forward_hook(lambda *_: failing_disk.fail())
+
+    def fail(*_: object) -> None:
+        settle(engine)
+        failing_disk.fail()
+
+    hook = model.blocks[1].register_forward_hook(fail)
     assert_same(run_step(model, x, engine), plain)
     assert_failed(engine, caplog)
     assert engine.statistics.read_bytes > 0, "what was written before can still be read"

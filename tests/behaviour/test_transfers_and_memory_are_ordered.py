@@ -18,6 +18,7 @@ def test_space_of_a_dead_record_is_not_reused_while_its_write_runs(engine, write
         first_offset = first.saved.block.extents[0].offset
         del first  # the graph is dropped
         second = engine._hooks.pack(torch.full((1024,), 2.0))
+        engine._starter.drain()
         assert second.saved.block.extents[0].offset != first_offset
         write_gate.open.set()
         settle(engine)

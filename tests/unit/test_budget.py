@@ -31,6 +31,15 @@ def test_bytes_over_the_budget_wait_until_enough_are_given_back() -> None:
     assert not waiting.is_alive() and budget.taken_bytes == 50
 
 
+def test_what_does_not_fit_at_once_is_not_taken() -> None:
+    budget = ByteBudget(100)
+    assert budget.try_acquire(60) and not budget.try_acquire(50)
+    assert budget.taken_bytes == 60
+    budget.release(60)
+    assert budget.try_acquire(500) and not budget.try_acquire(1)
+    assert budget.taken_bytes == 500
+
+
 def test_more_than_the_whole_budget_is_let_through_alone() -> None:
     budget = ByteBudget(100)
     large = acquire(budget, 500)

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from megatron.offload.config import MIB
 from megatron.offload.storage import host
-from megatron.offload.storage.budget import ByteBudget
 from megatron.offload.storage.device import CpuDevice
 from megatron.offload.storage.host import HostTier
 
@@ -254,27 +253,7 @@ def test_a_copy_that_fails_surfaces_in_wait(tier, device, begin):
     del started
     assert tier.statistics.failed_writes == (begin == "write")
     assert tier.statistics.writes.total_bytes == PAGE and tier.used_bytes == PAGE
-    assert tier._inflight.taken_bytes == 0
     assert read_back(tier, block) == b"\1" * PAGE
-
-
-def test_bytes_in_flight_are_bounded_and_the_writer_waits(device):
-    device.gate.clear()
-    tier = HostTier(64 * PAGE, inflight=ByteBudget(2 * PAGE), num_threads=1, device=device)
-    started = [tier.begin_write(storage_of(PAGE, value)) for value in (1, 2)]
-    third = threading.Thread(
-        target=lambda: started.append(tier.begin_write(storage_of(PAGE, 3))), daemon=True
-    )
-    third.start()
-    third.join(timeout=0.2)
-    assert third.is_alive() and len(started) == 2
-    device.gate.set()
-    third.join(timeout=10)
-    for value, (block, transfer) in enumerate(started, start=1):
-        transfer.wait()
-        assert read_back(tier, block) == bytes([value]) * PAGE
-    assert tier._inflight.taken_bytes == 0
-    tier.close()
 
 
 def test_the_read_that_is_needed_first_goes_first(device):

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron.offload.config import MIB
-from megatron.offload.storage.budget import ByteBudget
 from megatron.offload.storage.host import HostTier
 from tests.simulated_device import SimulatedDevice
 
@@ -47,13 +46,8 @@ def device() -> Iterator[GatedDevice]:
 
 
 @pytest.fixture
-def budget() -> ByteBudget:
-    return ByteBudget(4 * PAGE)
-
-
-@pytest.fixture
-def tier(device: GatedDevice, budget: ByteBudget) -> Iterator[HostTier]:
-    tier = HostTier(MIB, device=device, inflight=budget, num_threads=1)
+def tier(device: GatedDevice) -> Iterator[HostTier]:
+    tier = HostTier(MIB, device=device, num_threads=1)
     yield tier
     device.gate.set()
     tier.close()
@@ -106,39 +100,6 @@ def test_marks_are_set_by_the_thread_that_computes(tier: HostTier, device: Gated
     assert device.marked_by == [threading.current_thread()] * 2
 
 
-def test_the_mark_of_a_write_is_set_before_it_waits_for_others(
-    tier: HostTier, device: GatedDevice, budget: ByteBudget
-) -> None:
-    """What another thread queues meanwhile, the copy would wait for without need."""
-    budget.acquire(4 * PAGE)
-    storage = storage_of(1, device)
-    waiting = threading.Thread(target=tier.begin_write, args=(storage,), daemon=True)
-    waiting.start()
-    wait_until(lambda: device.marked_by == [waiting], "the mark waits for others")
-    budget.release(4 * PAGE)
-    waiting.join(timeout=10)
-
-
-@pytest.mark.parametrize("end", ["done", "failed", "cancelled"])
-def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
-    tier: HostTier, device: GatedDevice, budget: ByteBudget, end: str
-) -> None:
-    device.gate.clear()
-    if end == "failed":
-        device.error = OSError(14, "bad address")
-    first = tier.begin_write(storage_of(1, device))
-    second = tier.begin_write(storage_of(2, device, 2 * PAGE))
-    assert first is not None and second is not None
-    assert budget.taken_bytes == 3 * PAGE
-    wait_until(lambda: first[1].running(), "the first does not run")
-    if end == "cancelled":
-        assert second[1].cancel()
-        assert budget.taken_bytes == PAGE
-    device.gate.set()
-    wait_until(lambda: budget.taken_bytes == 0, "bytes are left in flight")
-    assert (first[1].exception() is not None) is (end == "failed")
-
-
 def test_a_storage_that_was_freed_before_its_copy_is_refused(
     tier: HostTier, device: GatedDevice
 ) -> None:
@@ -155,18 +116,16 @@ def test_a_storage_that_was_freed_before_its_copy_is_refused(
 
 
 def test_a_write_that_cannot_be_queued_leaves_nothing_behind(
-    tier: HostTier, device: GatedDevice, budget: ByteBudget
+    tier: HostTier, device: GatedDevice
 ) -> None:
     tier._threads.close()
     with pytest.raises(RuntimeError, match="closed"):
         tier.begin_write(storage_of(1, device))
-    assert budget.taken_bytes == tier.used_bytes == 0
+    assert tier.used_bytes == 0
 
 
-def test_closing_waits_for_a_running_copy_before_its_memory_goes(
-    device: GatedDevice, budget: ByteBudget
-) -> None:
-    tier = HostTier(MIB, device=device, inflight=budget, num_threads=1)
+def test_closing_waits_for_a_running_copy_before_its_memory_goes(device: GatedDevice) -> None:
+    tier = HostTier(MIB, device=device, num_threads=1)
     device.gate.clear()
     started = tier.begin_write(storage_of(1, device))
     assert started is not None

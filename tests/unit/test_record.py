@@ -45,6 +45,7 @@ def new_storage() -> torch.UntypedStorage:
 def written() -> SavedStorage:
     """A record whose bytes only the tier has."""
     record = SavedStorage(new_storage(), Scope(), 0)
+    record.queue_write()
     record.begin_writing("block", FakeTransfer())
     record.end_writing(failed=False)
     assert record.state is State.ON_TIER
@@ -59,6 +60,7 @@ def test_a_write_that_ends_well_lets_the_memory_go() -> None:
     weak = storage._weak_ref()
     record = SavedStorage(storage, Scope(), 0)
     del storage
+    record.queue_write()
     record.begin_writing("block", FakeTransfer())
     assert not torch.UntypedStorage._expired(weak)
     record.end_writing(failed=False)
@@ -70,6 +72,7 @@ def test_a_write_that_ends_well_lets_the_memory_go() -> None:
 def test_a_write_that_fails_leaves_the_bytes_and_gives_the_block_back() -> None:
     storage = new_storage()
     record = SavedStorage(storage, Scope(), 0)
+    record.queue_write()
     record.begin_writing("block", FakeTransfer())
     record.end_writing(failed=True)
     assert record.state is State.IN_MEMORY and record.block is None
@@ -79,6 +82,7 @@ def test_a_write_that_fails_leaves_the_bytes_and_gives_the_block_back() -> None:
 def test_bytes_taken_back_in_mid_write_stay_when_the_write_ends() -> None:
     storage, transfer = new_storage(), FakeTransfer()
     record = SavedStorage(storage, Scope(), 0)
+    record.queue_write()
     record.begin_writing("block", transfer)
     assert record.take_back() is storage and transfer.calls == ["cancel"]
     assert record.block is None, "nobody will read what is being written"
@@ -86,9 +90,30 @@ def test_bytes_taken_back_in_mid_write_stay_when_the_write_ends() -> None:
     assert record.state is State.IN_MEMORY and record.take_back() is storage
 
 
+def test_bytes_needed_before_their_write_began_are_not_written() -> None:
+    storage, transfer = new_storage(), FakeTransfer()
+    record = SavedStorage(storage, Scope(), 0)
+    assert record.queue_write() is storage and record.memory_to_write() is storage
+    assert record.take_back() is storage and record.memory_to_write() is None
+    record.begin_writing("block", transfer)  # they were taken back in between
+    assert transfer.calls == ["cancel"] and record.block is None
+    record.end_writing(failed=False)
+    assert record.state is State.IN_MEMORY and record.take_back() is storage
+
+
+def test_bytes_that_no_tier_takes_stay_in_memory() -> None:
+    storage = new_storage()
+    record = SavedStorage(storage, Scope(), 0)
+    record.queue_write()
+    record.stay()
+    assert record.state is State.IN_MEMORY and record.memory_to_write() is None
+    assert record.take_back() is storage
+
+
 def test_a_storage_that_was_resized_while_it_was_written_stays_in_memory() -> None:
     storage = new_storage()
     record = SavedStorage(storage, Scope(), 0)
+    record.queue_write()
     record.begin_writing("block", FakeTransfer())
     storage.resize_(0)
     record.end_writing(failed=False)
@@ -98,6 +123,7 @@ def test_a_storage_that_was_resized_while_it_was_written_stays_in_memory() -> No
 @pytest.mark.parametrize("call", ["end_writing", "take_back"])
 def test_the_end_of_a_write_and_taking_back_exclude_each_other(call: str) -> None:
     record = SavedStorage(new_storage(), Scope(), 0)
+    record.queue_write()
     record.begin_writing("block", FakeTransfer())
     arguments = (False,) if call == "end_writing" else ()
     thread = threading.Thread(target=getattr(record, call), args=arguments, daemon=True)
@@ -156,6 +182,7 @@ def test_restored_memory_stays_until_the_last_view_was_used(written: SavedStorag
 
 def with_bytes_on_a_tier(storage: torch.UntypedStorage) -> SavedStorage:
     record = SavedStorage(storage, Scope(), 0)
+    record.queue_write()
     record.begin_writing("block", FakeTransfer())
     record.end_writing(failed=False)
     return record
@@ -185,6 +212,7 @@ def test_a_record_that_dies_abandons_its_transfer_and_takes_no_lock(state: State
     """Finalizers run at any moment in any thread: cancelling takes locks."""
     transfer = FakeTransfer()
     record = SavedStorage(new_storage(), Scope(), 0)
+    record.queue_write()
     record.begin_writing("block", transfer)
     if state is State.READING:
         record.end_writing(failed=False)

@@ -23,7 +23,6 @@ from gpu_sections.result import Section
 from gpu_sections.settings import Settings
 from megatron.offload import ConfigurationError, OffloadConfig, Placement
 from megatron.offload.config import MIB, format_size
-from megatron.offload.storage.budget import ByteBudget
 from megatron.offload.storage.device import CpuDevice, Device, open_device
 from megatron.offload.storage.gds_status import gds_status
 from megatron.offload.storage.open import open_tiers
@@ -135,8 +134,7 @@ def opened_tier(
         host_budget=size_bytes * (2 if mode == "host" else 1) // 2 + 16 * MIB,
     )
     room = size_bytes + size_bytes // 8
-    budget = ByteBudget(2 * inflight_bytes)
-    tiers = open_tiers(config, device, budget, reserve_bytes=room, num_local_ranks=1)
+    tiers = open_tiers(config, device, reserve_bytes=room, num_local_ranks=1)
     with ExitStack() as stack:
         for placement, tier in tiers.items():
             if placement is not Placement.TIERED:

@@ -4,15 +4,19 @@
 The engine notes every save on a tape, one per micro-batch and model chunk, and tells the prefetcher
 when the backward pass of a tape begins. Backward needs the storages of a tape in reverse order of
 their last save, so the prefetcher walks the tape from its end. It holds no record alive.
+
+`advance` runs in the starter's thread, behind the one that computes, which calls everything else.
 """
 
 from __future__ import annotations
 
+import collections
 import weakref
 from collections.abc import Callable
 
 from megatron.offload.saved.record import SavedReference, SavedStorage, State
 
+_AWAY = (State.QUEUED, State.WRITING, State.ON_TIER)  # from memory, or about to leave it
 _FORGETTING = 0.7  # of what was missing, from one backward pass to the next
 
 
@@ -50,41 +54,45 @@ class Prefetcher:
     window larger by t times the read bandwidth would have had it in time.
 
     Args:
-        begin_read: starts the read of a record that is on a tier; the smaller the number that
-            comes with it, the sooner it is needed.
+        begin_read: starts the read of a record that is on a tier, unless somebody else has; whether
+            it did. The smaller the number that comes with it, the sooner it is needed.
         limit_bytes: most bytes that are read, or being read, before anybody has used them.
     """
 
-    def __init__(self, begin_read: Callable[[SavedStorage, float], None], limit_bytes: int) -> None:
+    def __init__(self, begin_read: Callable[[SavedStorage, float], bool], limit_bytes: int) -> None:
         self._begin_read = begin_read
         self._limit_bytes = limit_bytes
         self._tape: Tape | None = None
         self._num_begun = 0
         self._missing_bytes = 0.0
         self._has_used_one = False  # of this tape
-        # Bytes of what was read, or is being read, and not used yet. An entry goes when its record
-        # is used or dies, whichever comes first.
+        # What was read, or is being read, and not used yet. An entry goes when its record is used
+        # or dies, whichever comes first; its bytes are then in `_left` until the next `advance`.
         self._ahead: dict[SavedReference, int] = {}
+        self._ahead_bytes = 0
+        self._left: collections.deque[int] = collections.deque()
 
     def start(self, tape: Tape) -> None:
-        """Backward of this tape begins: reads what is needed first, and no more.
+        """Backward of this tape begins; `advance` is to follow.
 
-        Before it reaches the layers, backward goes through the loss, where memory is scarcest. The
-        window opens when the first storage is used.
+        Before it reaches the layers, backward goes through the loss, where memory is scarcest: one
+        storage is read, and no more until it is used.
         """
-        self._tape = tape
         self._has_used_one = False
         self._missing_bytes *= _FORGETTING
-        self._fill(0)
+        self._tape = tape
 
     def stop(self) -> None:
         """The backward pass is over."""
         self._tape = None
 
-    def used(self, record: SavedStorage) -> None:
-        """Backward has used a storage: it leaves the window."""
-        self._has_used_one = True
-        self._ahead.pop(weakref.ref(record), None)
+    def used(self, record: SavedStorage) -> bool:
+        """Backward has used a storage: it leaves the window. Whether `advance` has work now."""
+        num_bytes = self._ahead.pop(weakref.ref(record), None)
+        if num_bytes is not None:
+            self._left.append(num_bytes)
+        is_first, self._has_used_one = not self._has_used_one, True
+        return is_first or num_bytes is not None
 
     def waited(self, seconds: float, bytes_per_s: float) -> None:
         """Compute had to wait for the storage that it is about to use.
@@ -95,30 +103,47 @@ class Prefetcher:
             self._missing_bytes += seconds * bytes_per_s
 
     def advance(self) -> None:
-        """Starts reads until the window is full."""
-        if self._tape is not None:
-            self._fill(min(self.window_bytes, self._limit_bytes))
+        """Brings back until the window is full; one storage always fits."""
+        while (tape := self._tape) is not None:
+            record = tape.last()
+            if record is None:
+                return
+            # Compute may have overtaken: then every view has been used, and nothing is wanted.
+            if record.num_unused_views > 0 and record.state in _AWAY:
+                while self._left:
+                    self._ahead_bytes -= self._left.popleft()
+                wanted_bytes = self._ahead_bytes + record.num_bytes
+                if self._ahead_bytes and wanted_bytes > self.window_bytes:
+                    return
+                self._bring_back(record)
+            tape.drop_last()
 
     @property
     def window_bytes(self) -> float:
-        """How far ahead it reads, were there no limit."""
-        return (2 * self._tape.largest_bytes if self._tape else 0) + self._missing_bytes
+        """How far ahead it reads at present."""
+        tape = self._tape
+        if tape is None or not self._has_used_one:
+            return 0
+        return min(2 * tape.largest_bytes + self._missing_bytes, self._limit_bytes)
 
-    def _fill(self, window_bytes: float) -> None:
-        """Starts reads until so many bytes are ahead; one storage always fits."""
-        while self._tape is not None:
-            record = self._tape.last()
-            if record is None:
-                return
-            if record.state is State.ON_TIER and record.take_back() is None:
-                ahead_bytes = sum(self._ahead.values())
-                if ahead_bytes and ahead_bytes + record.num_bytes > window_bytes:
-                    return
-                self._num_begun += 1
-                self._begin_read(record, self._num_begun)
-                self._ahead[weakref.ref(record, self._died)] = record.num_bytes
-            # Else it is still in memory, or on its way already.
-            self._tape.drop_last()
+    def _bring_back(self, record: SavedStorage) -> None:
+        """What is still in memory, because it was not written yet, stays there; else it is read."""
+        # Noted first: it may be read, and used, before this thread goes on.
+        reference = weakref.ref(record, self._died)
+        self._ahead[reference] = record.num_bytes
+        self._ahead_bytes += record.num_bytes
+        self._num_begun += 1
+        is_ahead = False
+        try:
+            is_ahead = record.take_back() is not None or self._begin_read(record, self._num_begun)
+        except BaseException:
+            self._tape = None  # out of memory, say; compute asks itself for what it needs
+            raise
+        finally:
+            if not is_ahead:
+                self._died(reference)
 
     def _died(self, reference: SavedReference) -> None:
-        self._ahead.pop(reference, None)
+        num_bytes = self._ahead.pop(reference, None)
+        if num_bytes is not None:
+            self._left.append(num_bytes)

@@ -16,6 +16,10 @@ from megatron.offload.saved.cache import TensorCache, span_of, whole
 from megatron.offload.saved.record import SavedStorage, SavedView
 from megatron.offload.saved.scope import Scope
 
+# A context in which no mode and no subclass intercepts torch's functions: ours are none of their
+# business, and they would see some thirty calls for each saved tensor.
+PLAIN_TORCH = torch._C.DisableTorchFunction
+
 
 class Mover(Protocol):
     """What the hooks ask of the engine."""
@@ -37,6 +41,10 @@ class Mover(Protocol):
         """The record's bytes in memory, waiting for them if need be."""
         ...
 
+    def used(self, record: SavedStorage) -> None:
+        """A view of the record's bytes was handed to backward."""
+        ...
+
 
 class SavedTensorHooks:
     """The pair of functions for `register_hooks` and `saved_tensors_hooks`."""
@@ -51,13 +59,15 @@ class SavedTensorHooks:
 
     def pack(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
         """What autograd keeps instead of `tensor`: a view record, or the tensor if it stays."""
-        storage = self._cache.movable(tensor)
-        return tensor if storage is None else self._take(tensor, storage, moves_whole=False)
+        with PLAIN_TORCH():
+            storage = self._cache.movable(tensor)
+            return tensor if storage is None else self._take(tensor, storage, moves_whole=False)
 
     def pack_whole(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
         """The same for a tensor whose whole storage is needed, by it and others together."""
-        storage = self._cache.movable(tensor)
-        return tensor if storage is None else self._take(tensor, storage, moves_whole=True)
+        with PLAIN_TORCH():
+            storage = self._cache.movable(tensor)
+            return tensor if storage is None else self._take(tensor, storage, moves_whole=True)
 
     def unpack(self, packed: SavedView | torch.Tensor) -> torch.Tensor:
         """The saved tensor, bit for bit.
@@ -68,11 +78,13 @@ class SavedTensorHooks:
         """
         if isinstance(packed, torch.Tensor):
             return packed
-        packed.check_unchanged()
-        with self._one_at_a_time:
-            memory = self._mover.bring_back(packed.saved)
-            tensor = packed.rebuild(memory)
-            packed.saved.view_used()
+        with PLAIN_TORCH():
+            packed.check_unchanged()
+            with self._one_at_a_time:
+                memory = self._mover.bring_back(packed.saved)
+                tensor = packed.rebuild(memory)
+                packed.saved.view_used()
+                self._mover.used(packed.saved)
         return tensor
 
     def _take(

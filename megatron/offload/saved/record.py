@@ -13,6 +13,7 @@ transfer under way holds the memory and the block it works on, so neither is reu
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import threading
@@ -49,8 +50,9 @@ class Pending(Protocol):
 class State(enum.Enum):
     """Where the bytes of a saved storage are. Members name the transitions into them."""
 
-    IN_MEMORY = "in memory"  # created; write refused or failed; taken back while being written
-    WRITING = "being written"  # begin_write from IN_MEMORY; memory still holds the bytes
+    IN_MEMORY = "in memory"  # created; write refused or failed; taken back before its end
+    QUEUED = "to be written"  # queue_write from IN_MEMORY; nobody has started it yet
+    WRITING = "being written"  # begin_writing from QUEUED; memory still holds the bytes
     ON_TIER = "on a tier"  # write done; or every view used and the memory let go again
     READING = "being read"  # begin_read from ON_TIER
     RESTORED = "restored"  # read done: in memory and on a tier
@@ -59,11 +61,13 @@ class State(enum.Enum):
 class SavedStorage:
     """The bytes of one `untyped_storage` that autograd saved, however many views point into it.
 
-    States change under `_lock`: the main thread saves, reads and uses, an I/O thread ends writes.
-    The lock is held for a few assignments; nothing waits or frees memory under it.
+    States change under `_lock`: threads that compute save and use, the starter begins transfers, an
+    I/O thread ends writes. The lock is held for a few assignments; nothing waits or frees memory
+    under it.
     """
 
     def __init__(self, storage: torch.UntypedStorage, scope: Scope, version: int) -> None:
+        self._pending: Pending | None = None  # first: `__del__` also runs if the rest raises
         self.scope = scope
         self.version = version  # of the tensor that was saved first
         self.num_bytes = storage.nbytes()
@@ -74,7 +78,6 @@ class SavedStorage:
         self.num_unused_views = 0
         self.witness: torch.Tensor | None = None  # of the first view, see `SavedView`
         self._memory: torch.UntypedStorage | None = storage
-        self._pending: Pending | None = None
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
@@ -82,11 +85,36 @@ class SavedStorage:
         if self._pending is not None:
             self._pending.abandon()
 
-    def begin_writing(self, block: Any, pending: Pending) -> None:
-        """A write of the bytes was queued."""
+    def queue_write(self) -> torch.UntypedStorage:
+        """The bytes are to be written; who starts that asks `memory_to_write` when it comes to it.
+
+        Returns:
+            The bytes. Whoever holds on to them keeps them from being freed.
+        """
         with self._lock:
+            assert self.state is State.IN_MEMORY and self._memory is not None, self.state
+            self.state = State.QUEUED
+            return self._memory
+
+    def memory_to_write(self) -> torch.UntypedStorage | None:
+        """The bytes, if they are still to be written; None if they were needed meanwhile."""
+        with self._lock:
+            return self._memory if self.state is State.QUEUED else None
+
+    def stay(self) -> None:
+        """No tier takes the bytes: they remain in memory."""
+        with self._lock:
+            if self.state is State.QUEUED:
+                self.state = State.IN_MEMORY
+
+    def begin_writing(self, block: Any, pending: Pending) -> None:
+        """A write of the bytes was started. If they were needed meanwhile, it is taken back."""
+        with self._lock:
+            if self.state is State.QUEUED:
+                self.state, self.block, self._pending = State.WRITING, block, pending
+                return
             assert self.state is State.IN_MEMORY, self.state
-            self.state, self.block, self._pending = State.WRITING, block, pending
+        pending.cancel()
 
     def end_writing(self, failed: bool) -> None:
         """The write has ended (called by the I/O thread): let the memory go, unless it is needed.
@@ -120,7 +148,9 @@ class SavedStorage:
         """
         pending = None
         with self._lock:
-            if self.state is State.WRITING:
+            if self.state is State.QUEUED:
+                self.state = State.IN_MEMORY
+            elif self.state is State.WRITING:
                 pending, self._pending = self._pending, None
                 self.state, self.block = State.IN_MEMORY, None
             elif self.state is State.ON_TIER:
@@ -140,6 +170,19 @@ class SavedStorage:
         with self._lock:
             assert self.state is State.ON_TIER, self.state
             self.state, self._memory, self._pending = State.READING, memory, pending
+
+    @property
+    def has_arrived(self) -> bool:
+        """The read under way has ended, well or badly: `end_reading` will not wait."""
+        pending = self._pending
+        return pending is None or pending.done()
+
+    def wait_until_arrived(self) -> None:
+        """Blocks until the read under way has ended, well or badly. `end_reading` says which."""
+        pending = self._pending
+        if pending is not None:
+            with contextlib.suppress(Exception):
+                pending.wait()
 
     def end_reading(self) -> torch.UntypedStorage:
         """Waits for the read; the restored bytes.
@@ -211,7 +254,7 @@ class SavedView:
 
         What backward changes in place is changed for every view of it, and `check_unchanged` sees.
         """
-        content = torch.empty(0, dtype=self._dtype, device=memory.device)
+        content = self._witness.new_empty(0)
         content.set_(memory, self._offset, self._shape, self._stride)
         tensor = self._witness.detach()
         tensor.data = content

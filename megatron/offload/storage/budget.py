@@ -27,6 +27,14 @@ class ByteBudget:
     def _fits(self, num_bytes: int) -> bool:
         return self.taken_bytes == 0 or self.taken_bytes + num_bytes <= self.limit_bytes
 
+    def try_acquire(self, num_bytes: int) -> bool:
+        """Takes `num_bytes` if they fit now; whether they did."""
+        with self._changed:
+            fits = self._fits(num_bytes)
+            if fits:
+                self.taken_bytes += num_bytes
+            return fits
+
     def acquire(self, num_bytes: int) -> None:
         """Takes `num_bytes`, waiting for others to be given back."""
         with self._changed:

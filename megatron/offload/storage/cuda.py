@@ -27,15 +27,22 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self._store = torch.cuda.Stream(self.device)  # device to host, while forward computes
         self._load = torch.cuda.Stream(self.device)  # host to device, while backward computes
+        self._compute = torch.cuda.current_stream(self.device)
+
+    def computes_here(self) -> None:
+        """See `Device`."""
+        self._compute = torch.cuda.current_stream(self.device)
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
-        """See `Device`. Belongs to the current stream, as memory that compute allocates does."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        """See `Device`. Belongs to the stream that computes, as what compute allocates does."""
+        with torch.cuda.stream(self._compute):
+            new = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return new.untyped_storage()
 
     def mark(self) -> torch.cuda.Event:
         """See `Device`."""
         event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(self._compute)
         return event
 
     def copy_to_host(

@@ -6,14 +6,16 @@ outside these files calls a device's own interface.
 
 Note [Who waits for whom]
 Compute queues its operations and runs ahead of the device. A `Mark` is a moment in that queue.
-- A copy to the host must not read what is still being produced: it waits for the mark set when the
+- A copy to the host must not read what is still being produced: it waits for a mark set after the
   storage was saved.
 - A copy from the host must not fill memory that the allocator took from a storage whose last
   operations are still queued: it waits for the mark set when the memory was allocated.
 - Both copies return when the bytes have arrived, in the I/O thread that made them. So whoever waits
   for a transfer may use its memory at once, or let it be reused, and needs no mark of its own.
-The thread that trains waits for transfers only, never for the device. A transfer holds the memory
-at both of its ends, so the allocator never sees a storage that a copy still touches.
+Marks are set and memory is allocated by the starter's thread, for the queue of the thread that said
+`computes_here` last. The thread that trains waits for transfers only, never for the device. A
+transfer holds the memory at both of its ends, so the allocator never sees a storage that a copy
+still touches.
 """
 
 from __future__ import annotations
@@ -40,12 +42,16 @@ class Device(Protocol):
     is_host: bool  # its memory is host memory: I/O may work on it in place
     pins_host_memory: bool  # copies overlap only with page-locked host memory
 
+    def computes_here(self) -> None:
+        """The calling thread computes: from now on memory and marks are for its present queue."""
+        ...
+
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
-        """Fresh memory on the device, contents undefined. Called by threads that compute."""
+        """Fresh memory on the device for the queue that computes, contents undefined."""
         ...
 
     def mark(self) -> Any:
-        """This moment in the queue of the thread that calls, which computes."""
+        """This moment in the queue that computes."""
         ...
 
     def copy_to_host(self, source: torch.UntypedStorage, address: int, after: Any) -> None:
@@ -83,6 +89,9 @@ class CpuDevice:
     device = torch.device("cpu")
     is_host = True
     pins_host_memory = False
+
+    def computes_here(self) -> None:
+        """See `Device`."""
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
         """See `Device`."""

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from megatron.offload.config import MIB, format_size
+from megatron.offload.config import format_size
 from megatron.offload.storage.access import check_size
 from megatron.offload.storage.arena import HostArena
 from megatron.offload.storage.bandwidth import BandwidthMeter
-from megatron.offload.storage.budget import ByteBudget
 from megatron.offload.storage.device import CpuDevice, Device
 from megatron.offload.storage.io_threads import IoThreads
 from megatron.offload.storage.tier import Block, TierStatistics
@@ -43,7 +42,6 @@ class HostTier:
 
     Args:
         budget_bytes: most bytes that it may ever hold; 0: it takes nothing.
-        inflight: bounds the bytes queued or being written; beyond it `begin_write` waits.
         num_threads: copies that run at the same time.
         device: where the storages are; None: in host memory.
 
@@ -55,7 +53,6 @@ class HostTier:
         self,
         budget_bytes: int,
         *,
-        inflight: ByteBudget | None = None,
         num_threads: int = 2,
         device: Device | None = None,
     ) -> None:
@@ -63,7 +60,6 @@ class HostTier:
         self.limit_bytes: int | None = budget_bytes
         self._device = device or CpuDevice()
         self._arena = HostArena(budget_bytes, pinned=self._device.pins_host_memory)
-        self._inflight = inflight or ByteBudget(512 * MIB)
         self._is_used_up = False
         # They copy; they wait for the queue and for nothing else.
         self._threads = IoThreads(num_threads, "activation-offload host memory")
@@ -98,18 +94,11 @@ class HostTier:
         block = HostBlock(self, offset, num_bytes)
         address = self._arena.address(offset)
         mark = self._device.mark()
-        self._inflight.acquire(num_bytes)
 
         def work(_: HostBlock = block) -> None:  # the block holds the range until the copy is done
             self._write(source, num_bytes, address, mark)
 
-        try:
-            transfer = self._threads.submit_write(work, num_bytes)
-        except BaseException:
-            self._inflight.release(num_bytes)
-            raise
-        transfer.add_done_callback(lambda _: self._inflight.release(num_bytes))
-        return block, transfer
+        return block, self._threads.submit_write(work, num_bytes)
 
     def begin_read(
         self, block: HostBlock, deadline: float = 0.0

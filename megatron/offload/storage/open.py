@@ -13,7 +13,6 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.policy import Placement
 from megatron.offload.storage.arena import HostArena
-from megatron.offload.storage.budget import ByteBudget
 from megatron.offload.storage.checksum import load_checksum
 from megatron.offload.storage.device import Device
 from megatron.offload.storage.file import check_room
@@ -30,7 +29,6 @@ from megatron.offload.storage.tiered import TieredTier
 def open_tiers(
     config: OffloadConfig,
     device: Device,
-    inflight: ByteBudget,
     *,
     reserve_bytes: int,
     num_local_ranks: int,
@@ -40,7 +38,6 @@ def open_tiers(
     Args:
         config: must have offload enabled.
         device: where activations live.
-        inflight: bounds the bytes on their way to all tiers together.
         reserve_bytes: SSD space to allocate at once, unless the budget says otherwise.
         num_local_ranks: processes on this machine, which share its memory.
 
@@ -50,7 +47,7 @@ def open_tiers(
     tiers: dict[Placement, Tier] = {}
     if config.uses_host:
         budget_bytes = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
-        tiers[Placement.HOST] = HostTier(budget_bytes, inflight=inflight, device=device)
+        tiers[Placement.HOST] = HostTier(budget_bytes, device=device)
     if config.uses_ssd:
         kind = GdsTier if config.io == "gds" else SsdTier
         staging = None
@@ -62,7 +59,6 @@ def open_tiers(
             config.directories,
             reserve_bytes=reserve_bytes if budget is None else budget,
             budget_bytes=budget,
-            inflight=inflight,
             num_threads=config.threads,
             io=config.io,
             write_bytes_per_s=config.write_bytes_per_s,

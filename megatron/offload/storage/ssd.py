@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from megatron.offload.config import MIB
 from megatron.offload.storage.access import Access, InPlace, Staged
 from megatron.offload.storage.arena import HostArena
 from megatron.offload.storage.bandwidth import BandwidthMeter
-from megatron.offload.storage.budget import ByteBudget, RateLimit, SpaceBudget
+from megatron.offload.storage.budget import RateLimit, SpaceBudget
 from megatron.offload.storage.checksum import load_checksum
 from megatron.offload.storage.device import CpuDevice, Device
 from megatron.offload.storage.direct import Alignment, Cut
@@ -46,7 +45,6 @@ class SsdTier:
         reserve_bytes: allocated now, in equal parts, so that a disk that is too small shows before
             training.
         budget_bytes: the files never grow beyond it together; None: until the disks are full.
-        inflight: bounds the bytes queued or being written; beyond it `begin_write` waits.
         num_threads: I/O threads per directory, the queue depth that each drive sees.
         io: `auto`, `direct` or `buffered`, see `OffloadConfig.io`.
         write_bytes_per_s: bounds the write bandwidth of all drives together; None: no bound.
@@ -64,7 +62,6 @@ class SsdTier:
         *,
         reserve_bytes: int = 0,
         budget_bytes: int | None = None,
-        inflight: ByteBudget | None = None,
         num_threads: int = 4,
         io: str = "auto",
         write_bytes_per_s: float | None = None,
@@ -94,7 +91,6 @@ class SsdTier:
         except BaseException:
             self.close()
             raise
-        self._inflight = inflight or ByteBudget(512 * MIB)
         # What suits every drive: alignments are powers of two.
         self._alignment = Alignment(
             max(drive.file.alignment.memory for drive in self.drives),
@@ -136,17 +132,9 @@ class SsdTier:
         if extents is None:
             return None
         block = SsdBlock(self, view.cut, extents)
-        num_bytes = block.num_bytes
-        self._inflight.acquire(num_bytes)
-        try:
-            transfer = gather(
-                [e.drive.begin_write(view, start, e, block) for start, e in _places(block)]
-            )
-        except BaseException:
-            self._inflight.release(num_bytes)
-            raise
-        transfer.add_done_callback(lambda _: self._inflight.release(num_bytes))
-        return block, transfer
+        return block, gather(
+            [e.drive.begin_write(view, start, e, block) for start, e in _places(block)]
+        )
 
     def begin_read(
         self, block: SsdBlock, deadline: float = 0.0

@@ -70,7 +70,7 @@ class Tier(Protocol):
         """Starts to write a whole storage. None: the tier is full or failed, keep the bytes.
 
         `source` must not change or be freed until the transfer is done; the transfer keeps it
-        alive. Waits while the bytes in flight are over budget.
+        alive. How many bytes may be in flight is the caller's business.
         """
         ...
 
