@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.layer_set import LayerSet
 
 KIB, MIB, GIB, TIB, PIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40, 1 << 50
 
@@ -153,6 +154,22 @@ class OffloadConfig:
         parse=_parse_directories,
         metavar="DIR[,DIR...]",
     )
+    offload_layers: LayerSet | None = _flag(
+        "--activation-offload-layers",
+        None,
+        "layers whose activations leave device memory, by their numbers in the whole model, for "
+        "example 1-8,12; with encoder. or decoder. in front where both have that number. The other "
+        "layers keep theirs. Default: all that are not recomputed.",
+        parse=LayerSet.parse,
+        metavar="LAYERS",
+    )
+    recompute_layers: LayerSet | None = _flag(
+        "--activation-recompute-layers",
+        None,
+        "layers that keep their input only and run forward again in backward, written as above.",
+        parse=LayerSet.parse,
+        metavar="LAYERS",
+    )
     min_bytes: int = _flag(
         "--activation-offload-min-bytes",
         MIB,
@@ -242,6 +259,17 @@ class OffloadConfig:
             raise ConfigurationError(
                 "--activation-offload-verify checksum reads every byte in host memory, where "
                 "--activation-offload-io gds never has it; drop one of the two"
+            )
+        if self.recompute_layers is not None and not self.enabled:
+            raise ConfigurationError(
+                "--activation-recompute-layers needs --activation-offload ssd, host or tiered; "
+                "without it use Megatron's own --recompute-method block"
+            )
+        both = (self.offload_layers or LayerSet()).overlap(self.recompute_layers or LayerSet())
+        if both is not None:
+            raise ConfigurationError(
+                f"--activation-offload-layers and --activation-recompute-layers both name {both}; "
+                "take it out of one of them"
             )
         if len(set(self.directories)) < len(self.directories):
             raise ConfigurationError(

@@ -22,7 +22,7 @@ import torch
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError, StorageError
-from megatron.offload.placement.policy import OffloadAll, Placement, Policy
+from megatron.offload.placement.policy import FixedPolicy, Placement, Policy
 from megatron.offload.report.statistics import StepStatistics
 from megatron.offload.restore.prefetch import Prefetcher, Tape
 from megatron.offload.saved.cache import LongLived, Span, TensorCache, span_of
@@ -67,7 +67,7 @@ class OffloadEngine:
         num_local_ranks: processes on this machine, which share its memory.
         reserve_bytes: SSD space to allocate at once; more is allocated when it is needed.
         policy: chooses placements; default: everything of at least `config.min_bytes` to where
-            the mode says.
+            the mode says, in the layers that the config names.
 
     Raises:
         ConfigurationError: a directory, a budget or the device cannot work.
@@ -90,7 +90,12 @@ class OffloadEngine:
         self.config = config
         self.rank = rank
         self.statistics = StepStatistics()  # of the step under way, or the last one
-        self._policy = policy or OffloadAll(config.min_bytes, Placement(config.mode))
+        self._policy = policy or FixedPolicy(
+            config.min_bytes,
+            Placement(config.mode),
+            offloaded=config.offload_layers,
+            recomputed=config.recompute_layers,
+        )
         self._device = device
         self._inflight = ByteBudget(config.inflight_bytes)
         self._tiers = open_tiers(
@@ -212,11 +217,21 @@ class OffloadEngine:
         finally:
             self._captured = outer
 
+    def prefetch(self, tape: Tape, *, opens_at_once: bool = False) -> None:
+        """The next backward pass is that of `tape`: brings back what it needs first.
+
+        Args:
+            tape: from `forward`.
+            opens_at_once: backward goes straight to the layers that filled the tape. Else it passes
+                through the loss, where memory is scarcest, and one storage has to do until then.
+        """
+        self._prefetcher.start(tape, opens_at_once)
+        self._starter.submit(self._prefetcher.advance)
+
     @contextlib.contextmanager
     def backward(self, tape: Tape) -> Iterator[None]:
         """Around the backward pass of the forward pass that filled `tape`."""
-        self._prefetcher.start(tape)
-        self._starter.submit(self._prefetcher.advance)
+        self.prefetch(tape)
         try:
             yield
         finally:
@@ -227,6 +242,10 @@ class OffloadEngine:
         self._starter.close()
         for tier in self._own_tiers.values():
             tier.close()
+
+    def place_layer(self, scope: Scope) -> Placement:
+        """What becomes of a layer as a whole; `RECOMPUTE` is the caller's to carry out."""
+        return self._policy.place_layer(scope)
 
     # -- What the hooks ask (`saved.hooks.Mover`) -----------------------------------------------
 

@@ -27,7 +27,7 @@ from gpu_sections.stack import Stack, opened
 from gpu_sections.timeline import Timeline
 from megatron.offload import OffloadConfig, OffloadEngine, Placement, Policy, Scope
 from megatron.offload.config import MIB
-from megatron.offload.placement.policy import OffloadAll
+from megatron.offload.placement.policy import FixedPolicy
 from megatron.offload.restore.prefetch import Tape
 from megatron.offload.storage.device import open_device
 
@@ -58,6 +58,10 @@ class FirstLayers:
     num_layers: int
     placement: Placement
     min_bytes: int = MIB
+
+    def place_layer(self, scope: Scope) -> Placement:
+        """See `Policy`."""
+        return self.placement if int(scope.layer or 0) < self.num_layers else Placement.KEEP
 
     def place(self, scope: Scope, num_bytes: int) -> Placement:
         """See `Policy`. The stack names its layers by number."""
@@ -150,8 +154,8 @@ def run(settings: Settings, section: Section) -> None:
     for mode in _MODES:
         placement = Placement(mode)
         trace = settings.trace if mode == _MODES[0] else None
-        every = traced(mode, OffloadEngine, OffloadAll(least_bytes, placement), trace)
-        serial = traced(mode, OneAfterTheOther, OffloadAll(least_bytes, placement), None)
+        every = traced(mode, OffloadEngine, FixedPolicy(least_bytes, placement), trace)
+        serial = traced(mode, OneAfterTheOther, FixedPolicy(least_bytes, placement), None)
         fitting = layers_that_fit(off, every, size.num_layers)
         few = FirstLayers(fitting, placement, least_bytes)
         some = traced(mode, OffloadEngine, few, None)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where an activation goes: the `Placement` words and the policies that choose among them.
 
-The engine asks its policy once per saved storage, in the hot path; a policy never does I/O.
+The integration asks before each layer, the engine for each saved storage; a policy never does I/O.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import Protocol
 
+from megatron.offload.layer_set import LayerSet
 from megatron.offload.saved.scope import Scope
 
 
@@ -24,20 +24,62 @@ class Placement(enum.Enum):
 
 
 class Policy(Protocol):
-    """Chooses a placement for each saved storage."""
+    """Chooses placements. Called by the thread that computes, in the hot path."""
+
+    def place_layer(self, scope: Scope) -> Placement:
+        """What becomes of a layer as a whole. Asked before it runs.
+
+        Ranks that compute parts of the same layer (tensor, context and expert parallelism) must
+        give the same answer about `RECOMPUTE`: what they send each other in the layer's forward
+        they send again in its recomputation, and a rank that stays away stops the others.
+        """
+        ...
 
     def place(self, scope: Scope, num_bytes: int) -> Placement:
-        """The placement of a storage of `num_bytes` that `scope` saved."""
+        """The placement of a storage of `num_bytes` that `scope` saved; never `RECOMPUTE`."""
         ...
 
 
-@dataclass(frozen=True)
-class OffloadAll:
-    """Everything of at least `min_bytes` gets one placement."""
+class FixedPolicy:
+    """Everything of at least `min_bytes` gets one placement, except in the layers named.
 
-    min_bytes: int
-    placement: Placement = Placement.SSD
+    Args:
+        min_bytes: smaller storages are kept.
+        placement: of the rest.
+        offloaded: other layers keep everything; None: none do.
+        recomputed: layers that are recomputed.
+    """
+
+    def __init__(
+        self,
+        min_bytes: int,
+        placement: Placement = Placement.SSD,
+        *,
+        offloaded: LayerSet | None = None,
+        recomputed: LayerSet | None = None,
+    ) -> None:
+        self._min_bytes = min_bytes
+        self._placement = placement
+        self._offloaded = offloaded
+        self._recomputed = recomputed or LayerSet()
+        self._of_layer: dict[str, Placement] = {}  # answers given so far
+
+    def place_layer(self, scope: Scope) -> Placement:
+        """By the lists."""
+        found = self._of_layer.get(scope.layer)
+        if found is None:
+            if scope.layer in self._recomputed:
+                found = Placement.RECOMPUTE
+            elif self._offloaded is None or scope.layer in self._offloaded:
+                found = self._placement
+            else:
+                found = Placement.KEEP
+            self._of_layer[scope.layer] = found
+        return found
 
     def place(self, scope: Scope, num_bytes: int) -> Placement:
-        """The placement from `min_bytes` up, else `KEEP`."""
-        return self.placement if num_bytes >= self.min_bytes else Placement.KEEP
+        """That of its layer from `min_bytes` up, else `KEEP`."""
+        placement = self.place_layer(scope)
+        if num_bytes < self._min_bytes or placement is Placement.RECOMPUTE:
+            return Placement.KEEP
+        return placement

@@ -17,6 +17,7 @@ class StepStatistics:
     foreign_hooks: int = 0  # saved tensors left alone because somebody else has hooked them
     left_alone: int = 0  # saved tensors that are more than their bytes: subclasses, sparse, nested
     kept_bytes: int = 0  # wanted by the policy, but the tiers were full or failed
+    recomputed_layers: int = 0  # whose activations were dropped, over all micro-batches
     forwarded_bytes: int = 0  # needed while still in memory: no read
     written_bytes: int = 0  # reached the SSDs
     read_bytes: int = 0  # came from the SSDs

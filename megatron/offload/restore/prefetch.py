@@ -72,15 +72,15 @@ class Prefetcher:
         self._ahead_bytes = 0
         self._left: collections.deque[int] = collections.deque()
 
-    def start(self, tape: Tape) -> None:
-        """Backward of this tape begins; `advance` is to follow.
+    def start(self, tape: Tape, opens_at_once: bool = False) -> None:
+        """Backward of this tape begins, or comes next; `advance` is to follow.
 
-        Before it reaches the layers, backward goes through the loss, where memory is scarcest: one
-        storage is read, and no more until it is used.
+        One storage is read, and no more until it is used, unless the window `opens_at_once`.
         """
-        self._has_used_one = False
-        self._missing_bytes *= _FORGETTING
-        self._tape = tape
+        if self._tape is not tape:
+            self._has_used_one = opens_at_once
+            self._missing_bytes *= _FORGETTING
+            self._tape = tape
 
     def stop(self) -> None:
         """The backward pass is over."""

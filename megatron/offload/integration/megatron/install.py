@@ -19,6 +19,9 @@ import torch
 from megatron.offload.config import OffloadConfig
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.megatron.calls import connect
+from megatron.offload.integration.megatron.seams import decorate
+from megatron.offload.placement.policy import Policy
 from megatron.offload.report.endurance import Endurance
 from megatron.offload.report.history import StepHistory
 from megatron.offload.storage.open import check_tiers
@@ -43,6 +46,22 @@ _REFUSED_SETTINGS = {
 }
 
 
+class Calls:
+    """What Megatron's functions call; see `calls.Connection`."""
+
+    def __init__(
+        self, engine: OffloadEngine, model_chunks: Sequence[torch.nn.Module], settings: Any
+    ) -> None:
+        # Here, because they import megatron-core, which not everybody who imports us has.
+        from megatron.offload.integration.megatron.layer import LayerCalls
+        from megatron.offload.integration.megatron.schedule import ScheduleCalls
+
+        schedule = ScheduleCalls(engine, settings)
+        self.layer = LayerCalls(engine, model_chunks).layer
+        self.forward_step, self.backward_step = schedule.forward_step, schedule.backward_step
+        self.clear = schedule.clear
+
+
 class MegatronOffload:
     """Activation offload in a running trainer. Made by `install`."""
 
@@ -50,28 +69,23 @@ class MegatronOffload:
         self,
         engine: OffloadEngine | None,
         model_chunks: Sequence[torch.nn.Module],
+        calls: Calls | None = None,
         endurance: Endurance | None = None,
     ) -> None:
         self._engine = engine
+        self._calls = calls
         self._model_chunks = list(model_chunks)
         self._history = StepHistory(endurance or Endurance(None))
         self._drive_written_bytes: dict[str, int] = {}
         self._step_ended_s = time.monotonic()
-        self._restore: list[Any] = []
-        if engine is not None:
-            from megatron.offload.integration.megatron.layer import wrap_layers
-            from megatron.offload.integration.megatron.schedule import TapesByOutput, wrap_schedule
-
-            self._tapes = TapesByOutput()
-            self._restore = [
-                wrap_layers(engine, self._model_chunks),
-                wrap_schedule(engine, self._tapes),
-            ]
+        self._seams = decorate() if calls is not None else []
+        if calls is not None:
+            connect(calls)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around the forward and backward passes of one training step (not evaluation)."""
-        if self._engine is None:
+        if self._engine is None or self._calls is None:
             yield
             return
         # Each time: optimizers re-point parameters into flat buffers of their own.
@@ -80,7 +94,7 @@ class MegatronOffload:
             with self._engine.step():
                 yield
         finally:
-            self._tapes.clear()
+            self._calls.clear()
             self._history.add(self._engine.statistics)
             self._count_drive_writes(self._engine)
 
@@ -107,8 +121,10 @@ class MegatronOffload:
 
     def uninstall(self) -> None:
         """Restores Megatron's functions; activations stay in memory from now on."""
-        while self._restore:
-            self._restore.pop()()
+        if self._calls is not None:
+            connect(None)
+        while self._seams:
+            self._seams.pop().restore()
 
     def close(self) -> None:
         """Uninstalls, waits for transfers and gives the disk space back."""
@@ -124,6 +140,7 @@ def install(
     *,
     reserve_bytes: int = 0,
     num_local_ranks: int = 1,
+    policy: Policy | None = None,
 ) -> MegatronOffload:
     """Makes the model's activations go where `config` says.
 
@@ -132,6 +149,7 @@ def install(
         model_chunks: the model chunks of this rank, wrapped in DistributedDataParallel or not.
         reserve_bytes: SSD space to allocate before training, see `estimate.activation_bytes`.
         num_local_ranks: ranks on this machine, which share its memory.
+        policy: chooses a placement for each layer and storage; default: what `config` says.
 
     Raises:
         ConfigurationError: the version, a setting or the directory cannot work.
@@ -141,6 +159,7 @@ def install(
     check_version()
     settings = _transformer_config(model_chunks)
     check_settings(settings)
+    check_layers(config, settings)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     device = next(model_chunks[0].parameters()).device
     engine = OffloadEngine(
@@ -149,10 +168,12 @@ def install(
         rank=rank,
         num_local_ranks=num_local_ranks,
         reserve_bytes=reserve_bytes,
+        policy=policy,
     )
     # One rank of each machine speaks for its drives.
     rated_bytes = config.drive_endurance_bytes if rank % num_local_ranks == 0 else None
-    return MegatronOffload(engine, model_chunks, Endurance(rated_bytes, num_local_ranks))
+    calls = Calls(engine, model_chunks, settings)
+    return MegatronOffload(engine, model_chunks, calls, Endurance(rated_bytes, num_local_ranks))
 
 
 def check(
@@ -172,6 +193,7 @@ def check(
     if config.enabled:
         check_version()
         check_settings(settings)
+        check_layers(config, settings)
         check_tiers(config, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
 
 
@@ -198,6 +220,28 @@ def check_settings(settings: Any) -> None:
             "--recompute-granularity full leaves no activations to offload; drop one of the two "
             "(selective recomputation works together with offload)"
         )
+
+
+def check_layers(config: OffloadConfig, settings: Any) -> None:
+    """Raises ConfigurationError for layers that are not there or cannot be recomputed."""
+    # An encoder and a decoder count from 1 each; `num_layers` is the decoder's.
+    num_layers = max(
+        getattr(settings, name, None) or 0 for name in ("num_layers", "encoder_num_layers")
+    )
+    for flag, layers in (
+        ("--activation-offload-layers", config.offload_layers),
+        ("--activation-recompute-layers", config.recompute_layers),
+    ):
+        if layers is not None and num_layers and layers.last > num_layers:
+            raise ConfigurationError(
+                f"{flag} names layer {layers.last}; the model has {num_layers}, counted from 1"
+            )
+    for name in ("fp8", "fp4"):
+        if config.recompute_layers is not None and getattr(settings, name, None):
+            raise ConfigurationError(
+                f"--activation-recompute-layers cannot recompute layers that compute in {name}, "
+                "whose scales would be updated twice; drop one of the two"
+            )
 
 
 def _transformer_config(model_chunks: Sequence[torch.nn.Module]) -> Any:

@@ -1,53 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures what each transformer layer saved, at the end of its forward: `wrap_layers`.
+"""What happens around a transformer layer's forward: `LayerCalls`.
 
-`install` calls it. The class's `forward` is replaced, so subclasses that call it are covered; no
-Megatron code is copied. Why at the layer's end: Note [Why per-node capture] in `saved/graph.py`.
+Its activations are captured at its end (why there: Note [Why per-node capture] in
+`saved/graph.py`), or it is recomputed in backward, as the policy says.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.offload.engine import OffloadEngine
+from megatron.offload.placement.policy import Placement
 
 
-def wrap_layers(
-    engine: OffloadEngine, model_chunks: Sequence[torch.nn.Module]
-) -> Callable[[], None]:
-    """Makes every `TransformerLayer.forward` hand what it saved to the engine.
+class LayerCalls:
+    """Runs the layers of a model for an engine."""
 
-    Returns:
-        A function that restores Megatron's own `forward`.
-    """
-    names = layer_names(model_chunks)
-    original = TransformerLayer.forward
+    def __init__(self, engine: OffloadEngine, model_chunks: Sequence[torch.nn.Module]) -> None:
+        self._engine = engine
+        self._names = layer_names(model_chunks)
 
-    @functools.wraps(original)
-    def forward(self: TransformerLayer, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
+    def layer(
+        self,
+        forward: Callable[..., Any],
+        layer: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """See `calls.Connection`."""
+        engine, name = self._engine, self._names.get(layer)
         # No tape: not inside a forward pass that backward will follow, e.g. a recomputation.
-        if torch.is_grad_enabled() and engine.tape is not None and self in names:
-            engine.capture(
-                dataclasses.replace(engine.scope, layer=names[self]),
-                outputs=_tensors(result),
-                inputs=[*_tensors(args), *_tensors(kwargs.values())],
-            )
+        if name is None or engine.tape is None or not torch.is_grad_enabled():
+            return forward(layer, *args, **kwargs)
+        scope = dataclasses.replace(engine.scope, layer=name)
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
+        # Without an input that wants a gradient, nothing would ask for the recomputation.
+        if engine.place_layer(scope) is Placement.RECOMPUTE and _any_requires_grad(inputs):
+            engine.statistics.recomputed_layers += 1
+            return _recomputed(forward, layer, args, kwargs)
+        result = forward(layer, *args, **kwargs)
+        engine.capture(scope, outputs=_tensors(result), inputs=inputs)
         return result
 
-    TransformerLayer.forward = forward
 
-    def restore() -> None:
-        TransformerLayer.forward = original
+def _recomputed(
+    forward: Callable[..., Any],
+    layer: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Runs a layer so that only its inputs are kept, by Megatron's own means.
 
-    return restore
+    Those restore the states of all random number generators, and take tensors by position only.
+    """
+    values = [*args, *kwargs.values()]
+    places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        present = list(values)
+        for place, tensor in zip(places, tensors, strict=True):
+            present[place] = tensor
+        named = dict(zip(kwargs, present[len(args) :], strict=True))
+        return forward(layer, *present[: len(args)], **named)
+
+    tensors = [values[place] for place in places]
+    for place in places:
+        values[place] = None  # what is kept is kept by the checkpoint alone
+    return checkpoint(run, False, *tensors)
 
 
 def layer_names(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, str]:
@@ -67,3 +92,7 @@ def layer_names(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Module
 def _tensors(values: Any) -> list[torch.Tensor]:
     values = (values,) if isinstance(values, torch.Tensor) else values
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _any_requires_grad(tensors: Iterable[torch.Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)

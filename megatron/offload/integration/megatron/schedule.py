@@ -1,88 +1,153 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the engine which micro-batch runs forward or backward: `wrap_schedule`.
+"""What happens around the forward and backward pass of each micro-batch: `ScheduleCalls`.
 
-`install` calls it. All three schedules (no pipelining, 1F1B, interleaved) look `forward_step` and
-`backward_step` up in their module at each call, so replacing the two names there is enough.
+All three schedules (no pipelining, 1F1B, interleaved) look `forward_step` and `backward_step` up in
+their module at each call. The engine hears which pass runs, and, from the order of passes that a
+schedule keeps to, which backward pass comes next: its last layers are brought back while the stage
+still sends, waits to receive or does nothing at all.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from megatron.core.pipeline_parallel import schedules
+from megatron.core import parallel_state
 
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.restore.prefetch import Tape
 from megatron.offload.saved.scope import Scope
 
 
-class TapesByOutput:
-    """Finds, at backward, what the forward pass that made this output saved.
+class Pass(NamedTuple):
+    """One forward or backward pass of a stage."""
 
-    The schedules keep each output tensor object until its backward (they may swap its data), so
-    its identity is the link between the two calls, which share no micro-batch number.
+    is_backward: bool
+    chunk: int
+    micro_batch: int
+
+
+class Layout(NamedTuple):
+    """What the order of a stage's passes depends on."""
+
+    num_stages: int
+    stage: int
+    num_chunks: int
+    group_size: int  # micro-batches that a chunk runs in a row, with several chunks
+
+    @classmethod
+    def current(cls, settings: Any) -> Layout:
+        """That of this rank. `settings`: a `TransformerConfig`."""
+        num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+        return cls(
+            num_stages,
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+            getattr(settings, "microbatch_group_size_per_vp_stage", None) or num_stages,
+        )
+
+
+def passes_of_step(layout: Layout, num_microbatches: int) -> list[Pass]:
+    """The passes of one step of one stage, in the order of Megatron's schedules.
+
+    Without pipelining a micro-batch's backward follows its forward at once. With it, stages begin
+    with forward passes, more of them the earlier the stage, then do one of each in turn (1F1B;
+    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021).
+    """
+    stages, stage, chunks, group = layout
+    group = group if chunks > 1 else num_microbatches
+    order = [
+        (chunk, micro_batch)
+        for first in range(0, num_microbatches, group)
+        for chunk in range(chunks)
+        for micro_batch in range(first, min(first + group, num_microbatches))
+    ]
+    num_warm_up = 0
+    if stages > 1:
+        later = stages - stage - 1
+        num_warm_up = later if chunks == 1 else 2 * later + (chunks - 1) * group
+    num_warm_up = min(num_warm_up, len(order))
+    forward = [Pass(False, *place) for place in order]
+    backward = [Pass(True, chunks - 1 - chunk, micro_batch) for chunk, micro_batch in order]
+    passes = forward[:num_warm_up]
+    for one in zip(forward[num_warm_up:], backward, strict=False):
+        passes.extend(one)
+    return passes + backward[len(order) - num_warm_up :]
+
+
+class ScheduleCalls:
+    """Runs the passes of a stage for an engine.
+
+    Args:
+        engine: hears of them.
+        settings: the model's `TransformerConfig`.
     """
 
-    def __init__(self) -> None:
-        self._tapes: dict[int, tuple[torch.Tensor, Tape]] = {}
+    def __init__(self, engine: OffloadEngine, settings: Any) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._signature: inspect.Signature | None = None  # of Megatron's forward step
+        # What is left of this step's passes, the next one first. None: no step has begun.
+        self._order: list[Pass] | None = None
+        self._chunk_with_loss = -1  # -1: not on this stage
+        self._tapes: dict[tuple[int, int], Tape] = {}  # of forward passes, by chunk, micro-batch
+        # Backward names no micro-batch. The schedules keep each output tensor object until then
+        # (they may swap its data), so its identity tells which forward pass it belongs to.
+        self._by_output: dict[int, tuple[torch.Tensor, tuple[int, int]]] = {}
 
-    def remember(self, output: Any, tape: Tape) -> None:
-        """Notes the tape of a forward pass under its output."""
-        tensor = _first_tensor(output)
-        if tensor is not None:
-            self._tapes[id(tensor)] = (tensor, tape)
+    def forward_step(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """See `calls.Connection`."""
+        if not torch.is_grad_enabled():
+            return step(*args, **kwargs)
+        self._signature = self._signature or inspect.signature(step)
+        named = self._signature.bind(*args, **kwargs).arguments
+        place = (named.get("vp_stage") or 0, named.get("current_microbatch") or 0)
+        if self._order is None:
+            layout = Layout.current(self._settings)
+            self._order = passes_of_step(layout, named["num_microbatches"])
+            is_last = layout.stage == layout.num_stages - 1
+            self._chunk_with_loss = layout.num_chunks - 1 if is_last else -1
+        with self._engine.forward(Scope(*place)) as tape:
+            result = step(*args, **kwargs)
+        output = _first_tensor(result[0])
+        if output is not None:
+            self._tapes[place] = tape
+            self._by_output[id(output)] = (output, place)
+        self._passed(Pass(False, *place))
+        return result
 
-    def take(self, output: Any) -> Tape:
-        """The tape of this output; an empty one if its forward pass was not seen."""
-        tensor = _first_tensor(output)
-        entry = self._tapes.pop(id(tensor), None)
-        return entry[1] if entry is not None else Tape()
+    def backward_step(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """See `calls.Connection`."""
+        output = _first_tensor(kwargs["output_tensor"] if "output_tensor" in kwargs else args[1])
+        _, place = self._by_output.pop(id(output), (None, None))
+        tape = self._tapes.pop(place, None) if place is not None else None
+        with self._engine.backward(tape if tape is not None else Tape()):
+            result = step(*args, **kwargs)
+        if place is not None:
+            self._passed(Pass(True, *place))
+        return result
 
     def clear(self) -> None:
         """Forgets forward passes whose backward never came (an exception, an early exit)."""
         self._tapes.clear()
+        self._by_output.clear()
+        self._order = None
 
-
-def wrap_schedule(engine: OffloadEngine, tapes: TapesByOutput) -> Callable[[], None]:
-    """Puts `engine.forward` and `engine.backward` around the schedules' two steps.
-
-    Returns:
-        A function that restores Megatron's own steps.
-    """
-    original_forward, original_backward = schedules.forward_step, schedules.backward_step
-    signature = inspect.signature(original_forward)
-
-    @functools.wraps(original_forward)
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return original_forward(*args, **kwargs)
-        named = signature.bind(*args, **kwargs).arguments
-        scope = Scope(
-            chunk=named.get("vp_stage") or 0,
-            micro_batch=named.get("current_microbatch") or 0,
-        )
-        with engine.forward(scope) as tape:
-            result = original_forward(*args, **kwargs)
-        tapes.remember(result[0], tape)
-        return result
-
-    @functools.wraps(original_backward)
-    def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        with engine.backward(tapes.take(output_tensor)):
-            return original_backward(input_tensor, output_tensor, *args, **kwargs)
-
-    schedules.forward_step = forward_step
-    schedules.backward_step = backward_step
-
-    def restore() -> None:
-        schedules.forward_step = original_forward
-        schedules.backward_step = original_backward
-
-    return restore
+    def _passed(self, done: Pass) -> None:
+        """A pass is over: the next one, if it is a backward pass, may be prepared."""
+        if not self._order or self._order.pop(0) != done:
+            self._order = []  # another schedule than those: no guesses for the rest of the step
+        if self._order and self._order[0].is_backward:
+            _, chunk, micro_batch = self._order[0]
+            tape = self._tapes.get((chunk, micro_batch))
+            if tape is not None:
+                self._engine.prefetch(tape, opens_at_once=chunk != self._chunk_with_loss)
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A choice of layers, as people write it: `LayerSet`. Flags and policies hold one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.offload.errors import ConfigurationError
+
+_PART = re.compile(r"(?:([A-Za-z_]\w*)\.)?(\d+)(?:-(\d+))?")
+
+
+class LayerRange(NamedTuple):
+    """Layers `first` to `last`, both included, of one block or of all."""
+
+    block: str  # `decoder` or `encoder`; empty: any
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        block = f"{self.block}." if self.block else ""
+        end = f"-{self.last}" if self.last > self.first else ""
+        return f"{block}{self.first}{end}"
+
+
+@dataclass(frozen=True)
+class LayerSet:
+    """Layers by their global numbers, which begin at 1: `1-4,7`, `encoder.1-6,decoder.2`."""
+
+    ranges: tuple[LayerRange, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> LayerSet:
+        """The set that the text names.
+
+        Raises:
+            ConfigurationError: it names none, or not in this way.
+        """
+        ranges = []
+        for part in text.split(","):
+            match = _PART.fullmatch(part.strip())
+            first = int(match[2]) if match else 0
+            last = int(match[3] or first) if match else 0
+            if match is None or not 1 <= first <= last:
+                raise ConfigurationError(
+                    f"{part.strip()!r} names no layers; write numbers from 1 and ranges, for "
+                    "example 1-4,7 or encoder.1-6,decoder.2"
+                )
+            ranges.append(LayerRange(match[1] or "", first, last))
+        return cls(tuple(ranges))
+
+    def __contains__(self, layer: object) -> bool:
+        """Whether a layer, named like `decoder.7`, is in the set."""
+        block, _, number = str(layer).rpartition(".")
+        return number.isdigit() and any(
+            r.block in ("", block) and r.first <= int(number) <= r.last for r in self.ranges
+        )
+
+    def __str__(self) -> str:
+        return ",".join(str(r) for r in self.ranges)
+
+    @property
+    def last(self) -> int:
+        """The highest number in it; 0 if it is empty."""
+        return max((r.last for r in self.ranges), default=0)
+
+    def overlap(self, other: LayerSet) -> LayerRange | None:
+        """Layers that are in both sets; None if there are none."""
+        for one in self.ranges:
+            for two in other.ranges:
+                first, last = max(one.first, two.first), min(one.last, two.last)
+                if first <= last and (not one.block or not two.block or one.block == two.block):
+                    return LayerRange(one.block or two.block, first, last)
+        return None
