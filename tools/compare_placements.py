@@ -9,7 +9,9 @@ norms and the final weights are compared bit by bit over all runs. Time is compa
 against the faster `off` of that round, and the median over the rounds is shown. On a CPU `off` and
 `recompute` run both with the C library's default allocator and with the one that `ssd` uses (it
 gives memory back to the system, which costs page faults). Memory is compared against the smaller
-of the two `off` peaks, each the median over the rounds of the largest step.
+of the two `off` peaks, each the median over the rounds of the largest step, on the first rank.
+With --processes 2 --extra-args "--pipeline-model-parallel-size 2 --global-batch-size 32" that is
+the first of two pipeline stages.
 
 Exit code: 0 all identical, 1 a run differs, 2 the comparison could not be made.
 """
@@ -85,8 +87,9 @@ def run_trainer(
     folder = args.work_dir / f"round{round_ + 1}-{variant.name}"
     folder.mkdir(parents=True)
     metrics, log = folder / "metrics.jsonl", folder / "output.log"
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.processes}"]
     command = [
-        *(sys.executable, str(args.trainer)),
+        *(sys.executable, *(launch if args.processes > 1 else []), str(args.trainer)),
         *args.trainer_flags,
         *PLACEMENT_FLAGS[variant.placement],
         *("--activation-offload-dir", str(args.activation_offload_dir)),
@@ -210,6 +213,9 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--tokenizer-model", help="tokenizer.json that belongs to --data-path")
     model.add_argument("--mock-data", action="store_true", help="no corpus at all")
     model.add_argument("--extra-args", default="", help="more flags for the trainer, in one string")
+    model.add_argument(
+        "--processes", type=int, default=1, help="more than 1: torchrun; figures of the first rank"
+    )
     model.add_argument(
         "--trainer", type=Path, default=ROOT / "examples/pretrain_gpt.py", help="script to run"
     )

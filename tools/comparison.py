@@ -49,8 +49,8 @@ class Run:
         return median(step["step_time_s"] for step in self.steps[skip:])
 
     def peak_bytes(self, skip: int) -> int:
-        """Largest activation peak without the first `skip` steps."""
-        return max(step["peak_activation_bytes"] for step in self.steps[skip:])
+        """Largest activation peak of the first stage without the first `skip` steps."""
+        return max(step["peak_activation_bytes_rank0"] for step in self.steps[skip:])
 
     def offload_median(self, name: str, skip: int) -> float:
         """Median per step of a figure of the offload engine; 0 where it was off."""

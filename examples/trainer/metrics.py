@@ -30,6 +30,7 @@ class StepRecord:
     step_time_s: float  # forward, backward, optimizer and schedule
     tokens_per_s: float
     peak_activation_bytes: int  # the largest of all ranks
+    peak_activation_bytes_rank0: int  # of the first rank, on the first pipeline stage
     learning_rate: float
     offload: dict[str, Any] = field(default_factory=dict)  # of rank 0
     model: str | None = None  # digest of all weights; in the last step of a run only

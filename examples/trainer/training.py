@@ -206,6 +206,7 @@ class _Run:
             step_time_s=step_time_s,
             tokens_per_s=args.global_batch_size * args.seq_length / step_time_s,
             peak_activation_bytes=distributed.largest(peak_bytes, self.device),
+            peak_activation_bytes_rank0=peak_bytes,
             learning_rate=learning_rate,
             offload=dict(self.offload.statistics),
         )

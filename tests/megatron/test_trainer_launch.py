@@ -16,6 +16,7 @@ FIELDS = {
     "step_time_s",
     "tokens_per_s",
     "peak_activation_bytes",
+    "peak_activation_bytes_rank0",
     "learning_rate",
     "offload",
 }

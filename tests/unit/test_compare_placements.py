@@ -43,7 +43,7 @@ def make_run(
             "loss": loss,
             "grad_norm": loss / 2,
             "step_time_s": time,
-            "peak_activation_bytes": peak,
+            "peak_activation_bytes_rank0": peak,
             "offload": offload or {},
         }
         for i, (time, loss) in enumerate(zip(times, losses, strict=True))
@@ -54,7 +54,7 @@ def make_run(
 def test_warm_up_steps_do_not_count() -> None:
     run = make_run(OFF, 0, [90.0, 80.0, 1.0, 3.0, 2.0])
     assert run.step_time_s(skip=2) == 2.0
-    run.steps[0]["peak_activation_bytes"] = 999
+    run.steps[0]["peak_activation_bytes_rank0"] = 999
     assert run.peak_bytes(skip=2) == 100
 
 
@@ -155,7 +155,7 @@ with Path(flags["--metrics-file"]).open("w") as out:
         loss = 5.0 / step + (1e-12 if WRONG == mode else 0.0)
         peak = 10 if mode == "ssd" else 100
         line = {"step": step, "loss": loss, "grad_norm": 1.0, "step_time_s": 0.5,
-                "peak_activation_bytes": peak,
+                "peak_activation_bytes_rank0": peak,
                 "environment": dict(os.environ)}
         print(json.dumps(line), file=out)
 """
