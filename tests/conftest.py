@@ -75,6 +75,12 @@ def write_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open.set()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For tests/megatron/test_matrix.py."""
+    parser.addoption("--full-matrix", action="store_true", help="every cell, not just a few")
+    parser.addoption("--matrix-table", type=Path, metavar="FILE", help="write a table there")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests marked `gpu` where there is no CUDA device."""
     if torch.cuda.is_available():
