@@ -73,6 +73,13 @@ def check_megatron_core_version() -> str:
     raise UserError(f"megatron-core is not installed; install megatron-core=={supported}")
 
 
+def _has_dali() -> bool:
+    try:
+        return importlib.util.find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:  # the namespace above it
+        return False
+
+
 # ------------------------------------------------------------------ value types
 
 
@@ -198,6 +205,12 @@ def _add_data_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mock-data", action="store_true")
     group.add_argument("--split", type=_split, default="969,30,1")
     group.add_argument("--data-cache-path", help="where core keeps its sample indices")
+    group.add_argument(
+        "--dataloader-type",
+        choices=("default", "dali"),
+        default="default",
+        help="dali: through an NVIDIA DALI pipeline, which gives the same batches",
+    )
     group.add_argument(
         "--tokenizer-type",
         choices=("HuggingFaceTokenizer", "NullTokenizer"),
@@ -329,6 +342,11 @@ def _check_combinations(args: argparse.Namespace) -> None:
     _require(
         args.tokenizer_type != "HuggingFaceTokenizer" or args.tokenizer_model is not None,
         "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model FILE",
+    )
+    _require(
+        args.dataloader_type == "default" or _has_dali(),
+        "--dataloader-type dali needs NVIDIA DALI, which is not installed; "
+        "install it with: pip install 'nvidia-dali-cuda130>=2.4,<3'",
     )
 
 

@@ -9,6 +9,7 @@ the order of samples depends on the seed alone, and a run can be stopped, resume
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,19 +63,20 @@ class SampleOrder:
         self._rank = rank
         self._num_ranks = num_ranks
         self._seed = seed
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, order = -1, torch.empty(0, dtype=torch.int64)
-        position = self._first_sample + self._rank * self._micro_batch_size
-        while True:
-            batch = []
-            for sample in range(position, position + self._micro_batch_size):
-                if sample // self._num_samples != epoch:
-                    epoch = sample // self._num_samples
-                    order = self._order_of(epoch)
-                batch.append(int(order[sample % self._num_samples]))
-            yield batch
-            position += self._micro_batch_size * self._num_ranks
+        for number in itertools.count():
+            yield [self.sample(number, index) for index in range(self._micro_batch_size)]
+
+    def sample(self, number: int, index: int) -> int:
+        """The sample at `index` in this rank's micro-batch `number`, both counted from 0."""
+        position = (number * self._num_ranks + self._rank) * self._micro_batch_size + index
+        epoch, place = divmod(self._first_sample + position, self._num_samples)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._order_of(epoch)
+        return int(self._order[place])
 
     def _order_of(self, epoch: int) -> torch.Tensor:
         if epoch == 0:
@@ -209,16 +211,23 @@ def batches(
     args: argparse.Namespace, dataset: Any, consumed_samples: int, num_chunks: int
 ) -> list[Iterator[Batch]]:
     """One endless stream of micro-batches per model chunk; all chunks see the same ones."""
-    order = SampleOrder(
-        num_samples=len(dataset),
-        first_sample=consumed_samples,
-        micro_batch_size=args.micro_batch_size,
-        rank=parallel_state.get_data_parallel_rank(),
-        num_ranks=parallel_state.get_data_parallel_world_size(),
-        seed=args.seed,
-    )
+
+    def order() -> SampleOrder:
+        return SampleOrder(
+            num_samples=len(dataset),
+            first_sample=consumed_samples,
+            micro_batch_size=args.micro_batch_size,
+            rank=parallel_state.get_data_parallel_rank(),
+            num_ranks=parallel_state.get_data_parallel_world_size(),
+            seed=args.seed,
+        )
+
+    if args.dataloader_type == "dali":
+        from .dali import dali_batches
+
+        return list(itertools.tee(dali_batches(args, dataset, order()), num_chunks))
     # A generator of its own: a loader without one would draw from the training's.
     return [
-        iter(DataLoader(dataset, batch_sampler=order, generator=torch.Generator()))
+        iter(DataLoader(dataset, batch_sampler=order(), generator=torch.Generator()))
         for _ in range(num_chunks)
     ]
