@@ -6,7 +6,7 @@
 MODEL=bert
 NNODES="${NNODES:-1}"
 NPROC_PER_NODE="${NPROC_PER_NODE:-8}"
-VOCAB_SIZE=30522 # of BERT's uncased WordPiece vocabulary; used while no tokenizer is given
+VOCAB_SIZE=30522 # of BERT's uncased WordPiece vocabulary
 FLAGS=(
     # the network
     --num-layers 24

@@ -19,7 +19,7 @@ node and starts nothing.
 Environment:
   OFFLOAD          off, ssd, host or tiered (default ssd)
   OFFLOAD_DIR      directory on a local NVMe drive, or several on several drives: /nvme0/x,/nvme1/x
-  DATA_PATH        prefix of the .bin/.idx files; without it, random tokens (--mock-data)
+  DATA_PATH        prefix of the .bin/.idx files; without it GPT gets made-up tokens (--mock-data)
   TOKENIZER_MODEL  what the data was made with (HuggingFaceTokenizer)
   SAVE             directory for checkpoints; a run goes on from the last one in it
   MEGATRON_LM      a Megatron-LM checkout, whose pretrain_*.py is run instead of the bundled trainer;
@@ -49,7 +49,8 @@ settings="${1:-}"
     fail "there are no settings '$settings'; give one of the files in examples/gpt, examples/bert or examples/t5"
 shift
 
-# Sets MODEL, NNODES, NPROC_PER_NODE, VOCAB_SIZE and FLAGS.
+# Sets MODEL, NNODES, NPROC_PER_NODE, VOCAB_SIZE, FLAGS and perhaps MEGATRON_LM_FLAGS.
+MEGATRON_LM_FLAGS=()
 # shellcheck source=examples/gpt/345m.sh
 source "$settings"
 [[ "$NPROC_PER_NODE" =~ ^[1-9][0-9]*$ && "$NNODES" =~ ^[1-9][0-9]*$ ]] ||
@@ -81,6 +82,8 @@ fi
 if [[ -n "${DATA_PATH:-}" ]]; then
     flags+=(--data-path "$DATA_PATH")
 else
+    [[ "$MODEL" == gpt ]] ||
+        fail "only GPT has mock data; set DATA_PATH and TOKENIZER_MODEL to what preprocess_data.py has made"
     flags+=(--mock-data)
 fi
 if [[ -n "${TOKENIZER_MODEL:-}" ]]; then
@@ -100,6 +103,7 @@ fi
 # --- the trainer
 if [[ -n "${MEGATRON_LM:-}" ]]; then
     trainer=(-m megatron.offload.launch "$MEGATRON_LM/pretrain_$MODEL.py")
+    flags+=("${MEGATRON_LM_FLAGS[@]}")
     # The checkout first: its megatron.core wins over an installed one.
     export PYTHONPATH="$MEGATRON_LM:$ROOT${PYTHONPATH:+:$PYTHONPATH}"
     export MEGATRON_OFFLOAD_PYTHON="${MEGATRON_OFFLOAD_PYTHON:-python3}"
@@ -116,7 +120,7 @@ if ((NNODES > 1)); then
     launch+=(--nnodes "$NNODES" --node-rank "$NODE_RANK"
         --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 else
-    launch+=(--standalone) # picks a free port
+    launch+=(--standalone --local-addr 127.0.0.1) # picks a free port, needs no name service
 fi
 # Tensor parallelism overlaps rightly only if kernels start in the order in which they were queued.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"

@@ -7,7 +7,7 @@
 MODEL=t5
 NNODES="${NNODES:-1}"
 NPROC_PER_NODE="${NPROC_PER_NODE:-8}"
-VOCAB_SIZE=30622 # BERT's uncased WordPiece vocabulary and 100 sentinels; used while no tokenizer is given
+VOCAB_SIZE=30622 # BERT's uncased WordPiece vocabulary and 100 sentinels
 FLAGS=(
     # the network
     --num-layers 24                      # of the encoder, and as many of the decoder
@@ -17,7 +17,6 @@ FLAGS=(
     --seq-length 512                     # tokens of the encoder
     --decoder-seq-length 128             # tokens of the decoder: the masked spans
     --max-position-embeddings 512        # learned ones: no sample may be longer
-    --vocab-extra-ids 100                # sentinels that stand for masked spans
     --attention-dropout 0.1
     --hidden-dropout 0.1
     # one copy of the model: 8 GPUs. Weights and gradients take 6 bytes a parameter, the optimizer 12
@@ -37,3 +36,4 @@ FLAGS=(
     --weight-decay 0.01
     --clip-grad 1.0
 )
+MEGATRON_LM_FLAGS=(--vocab-extra-ids 100) # the bundled trainer finds the sentinels in the tokenizer

@@ -16,7 +16,10 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from tokenizers import AddedToken, Tokenizer, models
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "cluster" / "train.sh"
@@ -34,6 +37,7 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
         "PATH": os.environ["PATH"],
         "MEGATRON_OFFLOAD_PYTHON": sys.executable,  # installs nothing
         "OFFLOAD_DIR": "/nvme0/offload",
+        "DATA_PATH": "/data/text",
         "NODE_RANK": "0",
         "MASTER_ADDR": "first",
     }
@@ -145,13 +149,37 @@ def test_sizes_divide(settings: Path, times: int) -> None:
         assert micro_batches % stages == 0
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A corpus of sentences and a tokenizer that have what every model asks for."""
+    directory = tmp_path_factory.mktemp("data")
+    words = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>", "<|endoftext|>"]
+    words += [f"<extra_id_{number}>" for number in range(100)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[PAD]"))
+    tokenizer.add_special_tokens([AddedToken(word) for word in words])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    builder = IndexedDatasetBuilder(str(directory / "text.bin"), dtype=np.uint16)
+    for _ in range(100):
+        builder.add_document(np.ones(200), [20] * 10)
+    builder.finalize(str(directory / "text.idx"))
+    return {
+        "DATA_PATH": str(directory / "text"),
+        "TOKENIZER_MODEL": str(directory / "tokenizer.json"),
+    }
+
+
 @each_settings
 @pytest.mark.parametrize("times", [1, 2], ids=["nodes", "twice-the-nodes"])
 def test_flags_pass_the_trainers_checks(
-    settings: Path, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Path,
+    times: int,
+    data: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nodes = values(command_of(settings)).get("--nnodes", "1")
-    command = command_of(settings, NNODES=str(times * int(nodes)), OFFLOAD_DIR=str(tmp_path))
+    environment = {"NNODES": str(times * int(nodes)), "OFFLOAD_DIR": str(tmp_path), **data}
+    command = command_of(settings, **environment)
     script, flags = trainer_of(command)
     if not script.exists():
         pytest.skip(f"there is no {script.name} yet")
@@ -180,16 +208,20 @@ def test_one_machine_and_one_of_several_nodes() -> None:
         f"{sys.executable} -m torch.distributed.run {expected} {ROOT}/examples/pretrain_gpt.py "
     )
     one = command_of(settings, NNODES="1", NPROC_PER_NODE="4")
-    assert one[3:7] == ["--nproc-per-node", "4", "--standalone", f"{ROOT}/examples/pretrain_gpt.py"]
+    assert shlex.join(one).startswith(
+        f"{sys.executable} -m torch.distributed.run --nproc-per-node 4 --standalone "
+        f"--local-addr 127.0.0.1 {ROOT}/examples/pretrain_gpt.py "
+    )
 
 
 def test_a_megatron_lm_checkout_gets_the_same_flags_through_the_launcher() -> None:
-    settings = ROOT / "examples" / "gpt" / "7b.sh"
-    bundled = command_of(settings)
-    checkout = command_of(settings, MEGATRON_LM="/src/Megatron-LM")
-    place = checkout.index("/src/Megatron-LM/pretrain_gpt.py")
-    assert checkout[place - 2 : place] == ["-m", "megatron.offload.launch"]
-    assert trainer_of(checkout)[1] == trainer_of(bundled)[1]
+    for model, size, more in (("gpt", "7b", []), ("t5", "3b", ["--vocab-extra-ids", "100"])):
+        settings = ROOT / "examples" / model / f"{size}.sh"
+        bundled = command_of(settings)
+        checkout = command_of(settings, MEGATRON_LM="/src/Megatron-LM")
+        place = checkout.index(f"/src/Megatron-LM/pretrain_{model}.py")
+        assert checkout[place - 2 : place] == ["-m", "megatron.offload.launch"]
+        assert trainer_of(checkout)[1] == trainer_of(bundled)[1] + more
 
 
 def test_environment_becomes_flags_and_flags_come_last(tmp_path: Path) -> None:
@@ -200,7 +232,6 @@ def test_environment_becomes_flags_and_flags_come_last(tmp_path: Path) -> None:
             settings,
             "--train-iters",
             "5",
-            DATA_PATH="/data/text",
             TOKENIZER_MODEL="/data/tokenizer.json",
             SAVE=str(tmp_path),
             OFFLOAD="host",
@@ -212,8 +243,9 @@ def test_environment_becomes_flags_and_flags_come_last(tmp_path: Path) -> None:
     assert value["--tokenizer-model"] == "/data/tokenizer.json" and "--vocab-size" not in value
     assert value["--save"] == value["--load"] == str(tmp_path)
     assert value["--activation-offload"] == "host" and "--activation-offload-dir" not in value
-    _, flags = trainer_of(command_of(settings, SAVE=str(tmp_path / "new")))
+    _, flags = trainer_of(command_of(settings, SAVE=str(tmp_path / "new"), DATA_PATH=""))
     assert "--load" not in flags  # there is nothing yet to go on from
+    assert "--mock-data" in flags and "--data-path" not in flags
     assert values(flags)["--activation-offload-dir"] == "/nvme0/offload"
 
 
@@ -222,6 +254,7 @@ def test_environment_becomes_flags_and_flags_come_last(tmp_path: Path) -> None:
     [
         ("examples/gpt/1b.sh", {}, "there are no settings 'examples/gpt/1b.sh'"),
         ("examples/gpt/345m.sh", {"OFFLOAD_DIR": ""}, "set OFFLOAD_DIR to a directory"),
+        ("examples/t5/3b.sh", {"DATA_PATH": ""}, "only GPT has mock data; set DATA_PATH"),
         (
             "examples/gpt/345m.sh",
             {"NNODES": "none"},
@@ -237,12 +270,29 @@ def test_errors_are_one_sentence(settings: str, environment: dict[str, str], exp
     assert sentence.startswith("train.sh: error: ") and expected in sentence
 
 
-def test_a_slurm_job_starts_each_node_with_its_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("container", "expected"),
+    [
+        ({}, "--kill-on-bad-exit=1"),
+        (
+            {"CONTAINER_IMAGE": "/shared/image.sqsh", "CONTAINER_MOUNTS": "/nvme0:/nvme0"},
+            "--kill-on-bad-exit=1 --container-image /shared/image.sqsh "
+            "--container-workdir /srv/megatron-offload --container-mounts /nvme0:/nvme0",
+        ),
+    ],
+    ids=["host", "container"],
+)
+def test_a_slurm_job_starts_each_node_with_its_number(
+    tmp_path: Path, container: dict[str, str], expected: str
+) -> None:
     """Stand-ins for Slurm's commands: srun runs its command once for each of two nodes."""
-    nodes = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || exit; done'
-    (tmp_path / "srun").write_text(f'#!/bin/bash\necho "srun $1"\nshift\n{nodes}\n')
+    (tmp_path / "srun").write_text(
+        "#!/bin/bash\n"
+        'while [[ "$1" != bash ]]; do printf "%s " "$1"; shift; done; echo\n'
+        'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || exit; done\n'
+    )
     (tmp_path / "scontrol").write_text(
-        '#!/bin/bash\necho "$*" | grep -q "hostnames list$" && echo one\n'
+        '#!/bin/bash\n[[ "$*" == "show hostnames list" ]] && printf \'one\\ntwo\\n\'\n'
     )
     for command in ("srun", "scontrol"):
         (tmp_path / command).chmod(0o755)
@@ -258,10 +308,11 @@ def test_a_slurm_job_starts_each_node_with_its_number(tmp_path: Path) -> None:
         SLURM_JOB_NUM_NODES="2",
         SLURM_JOB_NODELIST="list",
         SLURM_JOB_ID="123456",
+        **container,
     )
     assert outcome.returncode == 0, outcome.stderr
     srun, *commands = outcome.stdout.splitlines()
-    assert srun == "srun --kill-on-bad-exit=1"
+    assert srun.strip() == expected
+    assert len(commands) == 2
     for rank, command in enumerate(commands):
         assert f"--nnodes 2 --node-rank {rank} --master-addr one --master-port 23456 " in command
-    assert len(commands) == 2
