@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Runs every check: lint, format, types, shell scripts, tests. Arguments go to pytest:
+# Runs every check: lint, format, types, shell scripts, Dockerfile, tests. Arguments go to pytest:
 #   tests/run.sh                     everything
 #   tests/run.sh -k forwarding -x    some of the tests (lint and types still run)
 # All checks run even if one fails; the exit code is 0 only if all passed.
@@ -34,9 +34,17 @@ fi
 check lint "$PYTHON" -m ruff check .
 check format "$PYTHON" -m ruff format --check .
 check types "$PYTHON" -m mypy megatron/offload
-if [[ -x "$(dirname "$PYTHON")/shellcheck" ]]; then
-    check shell "$(dirname "$PYTHON")/shellcheck" -x \
-        tools/bootstrap.sh examples/pretrain_gpt.sh tests/run.sh .ci/run
+beside="$(dirname "$PYTHON")"
+if [[ -x "$beside/shellcheck" ]]; then
+    check shell "$beside/shellcheck" -x .ci/run tests/run.sh tools/bootstrap.sh \
+        examples/*.sh examples/*/*.sh examples/*/*.sbatch
+else
+    echo "tests: no shellcheck beside $PYTHON; the shell scripts are not checked"
+fi
+if [[ -x "$beside/hadolint" ]]; then
+    check docker "$beside/hadolint" Dockerfile
+else
+    echo "tests: no hadolint beside $PYTHON; the Dockerfile is not checked"
 fi
 check pytest "$PYTHON" -m pytest --durations=10 "$@"
 
