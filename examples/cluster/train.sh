@@ -66,6 +66,8 @@ flags=(
     --overlap-grad-reduce
     --overlap-param-gather
     --log-interval 10
+    --eval-interval 1000
+    --eval-iters 10
 )
 
 # --- activations

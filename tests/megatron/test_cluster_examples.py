@@ -6,6 +6,7 @@ Nothing here trains: the commands are looked at, and their flags given to the tr
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,20 +54,27 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
     )
 
 
-def command_of(settings: Path, *flags: str, **environment: str) -> list[str]:
+@functools.cache
+def command_of(settings: Path, *flags: str, **environment: str) -> tuple[str, ...]:
     """The command that train.sh would run on this node."""
     outcome = run(TRAIN, "--print", settings, *flags, **environment)
     assert outcome.returncode == 0, outcome.stderr
-    return shlex.split(outcome.stdout)
+    return tuple(shlex.split(outcome.stdout))
 
 
-def trainer_of(command: list[str]) -> tuple[Path, list[str]]:
+def times_the_nodes(settings: Path, times: int) -> dict[str, str]:
+    """Environment for a multiple of the nodes that the settings ask for."""
+    nodes = int(values(command_of(settings)).get("--nnodes", "1"))
+    return {"NNODES": str(times * nodes)} if times > 1 else {}
+
+
+def trainer_of(command: Sequence[str]) -> tuple[Path, list[str]]:
     """The training script in a command, and its flags."""
     place = next(i for i, part in enumerate(command) if "/pretrain_" in part)
-    return Path(command[place]), command[place + 1 :]
+    return Path(command[place]), list(command[place + 1 :])
 
 
-def values(flags: list[str]) -> dict[str, str]:
+def values(flags: Sequence[str]) -> dict[str, str]:
     """Flags with their (last) values; "" for those that have none."""
     following = [*flags[1:], "--"]
     return {
@@ -75,7 +84,7 @@ def values(flags: list[str]) -> dict[str, str]:
     }
 
 
-def world_size(command: list[str]) -> int:
+def world_size(command: Sequence[str]) -> int:
     """Processes of all nodes."""
     launch = values(command)
     return int(launch["--nproc-per-node"]) * int(launch.get("--nnodes", "1"))
@@ -124,8 +133,7 @@ def test_parameter_count_is_close_to_the_name(settings: Path) -> None:
 @each_settings
 @pytest.mark.parametrize("times", [1, 2], ids=["nodes", "twice-the-nodes"])
 def test_sizes_divide(settings: Path, times: int) -> None:
-    nodes = values(command_of(settings)).get("--nnodes", "1")
-    command = command_of(settings, NNODES=str(times * int(nodes)))
+    command = command_of(settings, **times_the_nodes(settings, times))
     _, flags = trainer_of(command)
     value = {name: int(text) for name, text in values(flags).items() if re.fullmatch(r"\d+", text)}
     tensor, stages = (value[f"--{kind}-model-parallel-size"] for kind in ("tensor", "pipeline"))
@@ -177,9 +185,8 @@ def test_flags_pass_the_trainers_checks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nodes = values(command_of(settings)).get("--nnodes", "1")
-    environment = {"NNODES": str(times * int(nodes)), "OFFLOAD_DIR": str(tmp_path), **data}
-    command = command_of(settings, **environment)
+    nodes = times_the_nodes(settings, times)
+    command = command_of(settings, **nodes, **data, OFFLOAD_DIR=str(tmp_path))
     script, flags = trainer_of(command)
     if not script.exists():
         pytest.skip(f"there is no {script.name} yet")
@@ -220,7 +227,7 @@ def test_a_megatron_lm_checkout_gets_the_same_flags_through_the_launcher() -> No
         bundled = command_of(settings)
         checkout = command_of(settings, MEGATRON_LM="/src/Megatron-LM")
         place = checkout.index(f"/src/Megatron-LM/pretrain_{model}.py")
-        assert checkout[place - 2 : place] == ["-m", "megatron.offload.launch"]
+        assert checkout[place - 2 : place] == ("-m", "megatron.offload.launch")
         assert trainer_of(checkout)[1] == trainer_of(bundled)[1] + more
 
 
