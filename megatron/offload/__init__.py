@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation placement for transformer training: device memory, recomputation, host DRAM or SSD.
 
-Start reading at `engine.py`; `integration/` shows who calls it.
+Start reading at `engine.py`; `integration/` shows who calls it. The names below are imported when
+they are first asked for: a patched megatron-core imports a small part of this package, not torch.
 """
 
-from megatron.offload.config import OffloadConfig
-from megatron.offload.engine import OffloadEngine
-from megatron.offload.errors import (
-    ChangedInPlaceError,
-    ConfigurationError,
-    OffloadError,
-    StorageError,
-)
-from megatron.offload.placement.policy import Placement, Policy
-from megatron.offload.saved.scope import Scope
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.offload.config import OffloadConfig
+    from megatron.offload.engine import OffloadEngine
+    from megatron.offload.errors import (
+        ChangedInPlaceError,
+        ConfigurationError,
+        OffloadError,
+        StorageError,
+    )
+    from megatron.offload.placement.policy import Placement, Policy
+    from megatron.offload.saved.scope import Scope
 
 __version__ = "0.1.0"
 
@@ -28,3 +35,25 @@ __all__ = [
     "Scope",
     "StorageError",
 ]
+
+_FILES = {
+    "ChangedInPlaceError": "errors",
+    "ConfigurationError": "errors",
+    "OffloadConfig": "config",
+    "OffloadEngine": "engine",
+    "OffloadError": "errors",
+    "Placement": "placement.policy",
+    "Policy": "placement.policy",
+    "Scope": "saved.scope",
+    "StorageError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
