@@ -323,8 +323,9 @@ class OffloadEngine:
 
     # Runs in the starter's thread.
     def _begin_writes(self, batch: list[Outgoing]) -> None:
-        for outgoing in batch:
-            self._begin_write(outgoing)
+        with contextlib.ExitStack() as writes:  # an error of one keeps no other back
+            for outgoing in reversed(batch):
+                writes.callback(self._begin_write, outgoing)
 
     def _begin_write(self, outgoing: Outgoing) -> None:
         record = outgoing.record()

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from megatron.offload import Scope
 from megatron.offload.storage import file as file_module
 from tests.models import Model, assert_same, run_step, settle, ssd
 
@@ -64,6 +65,26 @@ def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
         end, 0
     )
     assert engine.statistics.tier_used_bytes == 0
+
+
+def test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back(engine, monkeypatch):
+    begin_write, begun = ssd(engine).begin_write, []
+
+    def fail_once(source):
+        begun.append(source.nbytes())
+        if len(begun) == 2:
+            raise MemoryError
+        return begin_write(source)
+
+    monkeypatch.setattr(ssd(engine), "begin_write", fail_once)
+    x = torch.randn(1000, requires_grad=True)
+    with engine.step(), engine.forward(Scope()):
+        y = x.exp().exp()[:900].exp()
+        engine.capture(Scope(), [y], [x])
+        settle(engine)
+    assert begun == [4000, 4000, 3600]
+    assert engine.statistics.kept_bytes == 4000
+    assert engine.statistics.written_bytes == 4000 + 3600
 
 
 def test_a_storage_larger_than_the_inflight_budget_still_goes(make_engine):
