@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
+import time
 import weakref
 
 import pytest
@@ -44,17 +44,38 @@ def test_an_error_is_said_once_and_the_next_work_is_done(starter, caplog):
     assert "ValueError('odd')" in messages[0] and "SystemExit('killed')" in messages[1]
 
 
+class Memory:
+    """Stands for what a piece of work holds."""
+
+
+def wait_until_gone(reference):
+    """The thread may still be about to let go."""
+    deadline = time.monotonic() + 3
+    while reference() is not None:
+        assert time.monotonic() < deadline, "it is kept alive"
+        time.sleep(0.001)
+
+
 def test_a_starter_that_waits_keeps_nothing_alive(starter):
-    class Memory:
-        pass
+    memory, done = Memory(), threading.Event()
+    reference = weakref.ref(memory)
+    starter.submit(lambda memory=memory: done.set())  # no other work takes its place
+    del memory
+    assert done.wait(10)
+    wait_until_gone(reference)
+
+
+def test_an_error_that_was_said_keeps_nothing_alive(starter, caplog):
+    def fail(memory):
+        raise ValueError("odd")
 
     memory = Memory()
     reference = weakref.ref(memory)
-    starter.submit(lambda memory=memory: None)
+    starter.submit(lambda memory=memory: fail(memory))
     del memory
     starter.drain()
-    gc.collect()
-    assert reference() is None
+    assert len(caplog.records) == 1
+    wait_until_gone(reference)
 
 
 def test_closing_does_what_was_submitted_first():

@@ -58,6 +58,7 @@ class Starter:
             except BaseException as error:  # also from outside: nobody could take this one's place
                 if type(error) not in self._reported:
                     self._reported.add(type(error))
-                    # Not the error itself: its traceback would keep memory alive.
-                    logger.warning("activation offload: a transfer could not start: %r", error)
+                    # Not the error itself: who keeps log records would keep its traceback too.
+                    reason = repr(error)
+                    logger.warning("activation offload: a transfer could not start: %s", reason)
             work = None  # while this thread waits, it keeps nothing alive
