@@ -53,6 +53,12 @@ class Outgoing(NamedTuple):
     tier: Tier
 
 
+class _Captured(threading.local):
+    """Each thread's own: what it saves until it hands it over; None: it hands over at once."""
+
+    outgoing: list[Outgoing] | None = None
+
+
 class OffloadEngine:
     """Activation offload of one process.
 
@@ -109,7 +115,7 @@ class OffloadEngine:
         self._prefetcher = Prefetcher(self._begin_read, limit_bytes=config.inflight_bytes)
         self._starter = Starter("activation-offload transfers")
         self._reading = threading.Lock()
-        self._captured: list[Outgoing] | None = None  # of the layer or operation under way
+        self._captured = _Captured()  # of the layer or operation under way
         self._refused_bytes = self._num_refused = 0  # by the tiers, in this step
         self._scope = Scope()
         self._tape: Tape | None = None  # of the forward pass under way
@@ -211,11 +217,11 @@ class OffloadEngine:
     @contextlib.contextmanager
     def _collecting(self, captured: list[Outgoing]) -> Iterator[None]:
         """What is saved goes to this list instead of to the starter."""
-        outer, self._captured = self._captured, captured
+        outer, self._captured.outgoing = self._captured.outgoing, captured
         try:
             yield
         finally:
-            self._captured = outer
+            self._captured.outgoing = outer
 
     def prefetch(self, tape: Tape, *, opens_at_once: bool = False) -> None:
         """The next backward pass is that of `tape`: brings back what it needs first.
@@ -280,8 +286,8 @@ class OffloadEngine:
         outgoing = Outgoing(weakref.ref(record), record.num_bytes, tier)
         self.statistics.offloaded_bytes += record.num_bytes
         self.statistics.offloaded_storages += 1
-        if self._captured is not None:
-            self._captured.append(outgoing)
+        if self._captured.outgoing is not None:
+            self._captured.outgoing.append(outgoing)
         else:
             self._hand_over([outgoing])
 
