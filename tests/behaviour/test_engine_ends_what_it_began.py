@@ -88,9 +88,11 @@ def test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead(engine, end)
             engine._prefetcher.start(tape)  # as a schedule does that an error ends in mid-pass
         if end != "step":
             engine._hooks.unpack(packed.pop())
+            engine._starter.drain()
             assert all(view.saved.state is State.ON_TIER for view in packed)
     with engine.step():
         engine._hooks.unpack(packed.pop())
+        engine._starter.drain()
         assert all(view.saved.state is State.ON_TIER for view in packed)
         del packed
 

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron.offload import Scope
 from megatron.offload.saved import graph
@@ -58,3 +61,37 @@ def test_our_own_hooks_of_an_earlier_capture_are_not_counted_and_nothing_is_read
         assert engine.statistics.foreign_hooks == 0
         y.sum().backward()
     assert engine.statistics.read_bytes == engine.statistics.written_bytes == x.nbytes
+
+
+class Exponential(torch.autograd.Function):
+    """Modes do not see its calls, so hooks of what it saved are called under them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result.clone()
+
+
+@pytest.mark.parametrize("way", ["context", "capture"])
+def test_a_mode_of_somebody_else_sees_no_call_of_ours(engine, way):
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen[-1].append(function)
+            return function(*args, **(kwargs or {}))
+
+    seen: list[list[object]] = []
+    x = torch.randn(1000, requires_grad=True)
+    for is_ours in (False, True):
+        seen.append([])
+        with engine.step(), Noting():
+            in_context = is_ours and way == "context"
+            with engine.saved_tensors_hooks() if in_context else contextlib.nullcontext():
+                y = Exponential.apply(x)
+            if is_ours and way == "capture":
+                engine.capture(Scope(), [y], [x])
+            settle(engine)
+            (saved,) = y.grad_fn.saved_tensors
+        assert torch.equal(saved, y)
+        assert engine.statistics.read_bytes == (x.nbytes if is_ours else 0)
+    assert seen[1] == seen[0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.offload import Scope
+from megatron.offload.saved.record import State
 from megatron.offload.storage import file as file_module
 from tests.models import Model, assert_same, run_step, settle, ssd
 
@@ -30,6 +31,19 @@ def test_forward_waits_while_too_many_bytes_are_in_flight(make_engine, write_gat
         assert len(third) == 1
         settle(engine)
         del packed
+        third.clear()
+    assert engine.statistics.write_wait_s > 0.1
+    assert engine.statistics.written_bytes == 3 * 4096
+
+
+def test_a_layer_larger_than_the_inflight_budget_is_handed_over_in_parts(make_engine):
+    engine = make_engine(io="buffered", inflight_bytes=10_000)
+    x = torch.randn(1000, requires_grad=True)
+    with engine.step():
+        y = x.exp().exp().exp().exp().exp()
+        engine.capture(Scope(), [y], [x])
+        settle(engine)
+    assert engine.statistics.written_bytes == 5 * 4000
 
 
 @pytest.mark.parametrize("end", ["done", "failed", "refused", "not started", "used", "dropped"])
@@ -55,16 +69,30 @@ def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
         hold.set()
         write_gate.open.set()
         settle(engine)
+        in_the_end = State.ON_TIER if end in ("done", "used", "dropped") else State.IN_MEMORY
+        assert packed[0].saved.state is in_the_end
         for view in packed:
             assert torch.equal(engine._hooks.unpack(view), torch.full((1024,), 1.0))
         del packed, view
     num_kept = 2 if end in ("refused", "not started") else 0
     assert engine.statistics.kept_bytes == num_kept * 4096
     assert engine.statistics.offloaded_storages == 2 - num_kept
+    assert engine.statistics.offloaded_bytes == (2 - num_kept) * 4096
     assert engine.statistics.written_bytes == {"done": 8192, "used": 4096, "dropped": 4096}.get(
         end, 0
     )
     assert engine.statistics.tier_used_bytes == 0
+
+
+def test_what_no_tier_took_is_counted_step_by_step(engine, monkeypatch):
+    monkeypatch.setattr(ssd(engine), "begin_write", lambda _: None)
+    for _ in range(2):
+        with engine.step():
+            packed = engine._hooks.pack(torch.randn(1024))
+            settle(engine)
+            del packed
+        assert engine.statistics.kept_bytes == 4096
+        assert engine.statistics.offloaded_bytes == engine.statistics.offloaded_storages == 0
 
 
 def test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back(engine, monkeypatch):

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 
 import pytest
 import torch
 
-from megatron.offload import Scope
-from megatron.offload.saved.record import State
-from tests.models import settle
+from megatron.offload import OffloadEngine, Scope
+from megatron.offload.saved.record import SavedStorage, State
+from tests.models import settle, ssd
+
+QUEUED, ON_TIER = State.QUEUED, State.ON_TIER
 
 
 @pytest.fixture
@@ -34,6 +38,58 @@ def states(engine, records):
 
 def leaf():
     return torch.randn(1000, requires_grad=True)
+
+
+# -- A layer ------------------------------------------------------------------------------------
+
+
+def test_a_layer_is_handed_over_at_its_end_and_in_one_go(engine, monkeypatch, records):
+    submit, submitted = engine._starter.submit, []
+    monkeypatch.setattr(
+        engine._starter, "submit", lambda work: (submitted.append(work), submit(work))
+    )
+    x = leaf()
+    with engine.step():
+        y = x.exp().exp().exp()
+        engine.capture(Scope(), [y], [x])
+        assert len(submitted) == 1
+        assert states(engine, records) == [ON_TIER] * 3
+        packed = engine._hooks.pack(torch.randn(1000))  # after a layer, and outside of one
+        assert states(engine, records) == [ON_TIER] * 4
+        del packed
+
+
+def test_what_a_layer_saved_before_an_error_is_written(engine, monkeypatch, records):
+    register = engine._register
+
+    def fail_later(*arguments):
+        if records:
+            raise ArithmeticError
+        register(*arguments)
+
+    monkeypatch.setattr(engine, "_register", fail_later)
+    x = leaf()
+    with engine.step():
+        y = x.exp().exp()
+        with pytest.raises(ArithmeticError):
+            engine.capture(Scope(), [y], [x])
+        assert states(engine, records) == [ON_TIER]
+
+
+# -- Operations ---------------------------------------------------------------------------------
+
+
+def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(engine, records):
+    x, y = leaf(), leaf()
+    with engine.step():
+        with engine.saved_tensors_hooks():
+            product = (x * 2) * (y * 2)  # saves both
+            assert states(engine, records) == [QUEUED] * 2
+            result = product.exp()
+            assert states(engine, records) == [ON_TIER, ON_TIER, QUEUED]
+        assert states(engine, records) == [ON_TIER] * 3
+        result.exp()
+        assert len(records) == 3, "the context has ended"
 
 
 def test_threads_hand_over_what_they_saved_themselves(engine, monkeypatch, records):
@@ -61,9 +117,67 @@ def test_threads_hand_over_what_they_saved_themselves(engine, monkeypatch, recor
         layer.start()
         assert entered.wait(10)
         with engine.saved_tensors_hooks():
-            y = x.exp().neg()
+            kept.append(x.exp())
             assert not layer.is_alive()
-            assert states(engine, records) == [State.ON_TIER, State.QUEUED]
+            assert states(engine, records) == [ON_TIER, QUEUED]
         kept.append(engine._hooks.pack(torch.randn(1000)))
-        assert states(engine, records) == [State.ON_TIER] * 3
-        del y, kept
+        assert states(engine, records) == [ON_TIER] * 3
+        kept.clear()
+
+
+# -- The end ------------------------------------------------------------------------------------
+
+
+def call(function):
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_step_ends_when_all_of_it_has_been_started(engine, monkeypatch):
+    monkeypatch.setattr(ssd(engine), "begin_write", lambda _: None)
+    hold = threading.Event()
+    kept = []
+
+    def step():
+        with engine.step():
+            engine._starter.submit(lambda: hold.wait(10))
+            kept.append(engine._hooks.pack(torch.randn(1000)))
+
+    thread = call(step)
+    thread.join(timeout=0.2)
+    assert thread.is_alive()
+    hold.set()
+    thread.join(timeout=10)
+    assert engine.statistics.kept_bytes == 4000
+    kept.clear()
+
+
+def test_closing_starts_what_was_handed_over_before_the_tiers_close(offload_config, caplog):
+    engine = OffloadEngine(offload_config(io="buffered"))
+    fd, hold = ssd(engine).drives[0].file.fd, threading.Event()
+    engine._starter.submit(lambda: hold.wait(10))
+    with caplog.at_level(logging.WARNING):
+        packed = engine._hooks.pack(torch.ones(1000))
+        closing = call(engine.close)
+        closing.join(timeout=0.2)
+        assert closing.is_alive() and os.fstat(fd)
+        hold.set()
+        closing.join(timeout=10)
+        assert not closing.is_alive() and not caplog.records
+        assert packed.saved.state is not QUEUED
+
+
+def test_bytes_count_as_in_flight_until_their_record_has_let_them_go(engine, monkeypatch):
+    end_writing, in_flight = SavedStorage.end_writing, []
+
+    def noted(record, failed):
+        in_flight.append(engine._inflight.taken_bytes)
+        end_writing(record, failed)
+
+    monkeypatch.setattr(SavedStorage, "end_writing", noted)
+    with engine.step():
+        packed = engine._hooks.pack(torch.randn(1000))
+        settle(engine)
+        del packed
+    assert in_flight == [4000]

@@ -34,6 +34,36 @@ budget(
     hangs=True,
 )
 budget(
+    "what does not fit at once is taken",
+    """
+            fits = self._fits(num_bytes)
+""",
+    """
+            fits = True
+""",
+    BUDGET + "test_what_does_not_fit_at_once_is_not_taken",
+)
+budget(
+    "what does not fit at once is counted",
+    """
+            if fits:
+                self.taken_bytes += num_bytes
+""",
+    """
+            self.taken_bytes += num_bytes
+""",
+    BUDGET + "test_what_does_not_fit_at_once_is_not_taken",
+)
+budget(
+    "what fits at once is not counted",
+    """
+            if fits:
+                self.taken_bytes += num_bytes
+""",
+    "",
+    BUDGET + "test_what_does_not_fit_at_once_is_not_taken",
+)
+budget(
     "nobody waits for the budget of bytes",
     """
             while not self._fits(num_bytes):

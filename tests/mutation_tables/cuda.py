@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors in the CUDA device. Their tests need a GPU: without one nothing is shown of them.
 
-Left out: an event that is not blocking, with which threads spin instead of sleeping.
+Left out: an event that is not blocking, with which threads spin instead of sleeping; and marks or
+memory of the stream of the thread that asks, which the tests of the simulated device tell apart.
 """
 
 from __future__ import annotations
@@ -60,21 +61,22 @@ cuda(
     CUDA + "test_copies_of_several_threads_keep_their_bytes_apart",
 )
 cuda(
-    "a mark is of the default stream, whatever the current one is",
+    "a mark is of no stream",
     """
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(self._compute)
 """,
-    """
-        event.record(torch.cuda.default_stream(self.device))
-""",
+    "",
     WAITS_FOR_PRODUCER,
 )
 cuda(
-    "a mark is of no stream",
+    "who computes is not noted",
     """
-        event.record(torch.cuda.current_stream(self.device))
+        \"\"\"See `Device`.\"\"\"
+        self._compute = torch.cuda.current_stream(self.device)
 """,
-    "",
+    """
+        \"\"\"See `Device`.\"\"\"
+""",
     CUDA + "test_a_copy_to_the_host_waits_for_what_was_queued_before_its_mark[True-True]",
 )
 cuda(
@@ -84,7 +86,7 @@ cuda(
             stream.wait_event(after)
 """,
     """
-        stream = torch.cuda.current_stream(self.device)
+        stream = self._compute
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             stream.wait_event(after)
 """,
@@ -103,11 +105,12 @@ cuda(
 cuda(
     "new memory belongs to the stream that loads",
     """
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        with torch.cuda.stream(self._compute):
+            new = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 """,
     """
         with torch.cuda.stream(self._load):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+            new = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 """,
     CUDA + "test_memory_is_never_reused_before_those_who_use_it_are_done",
 )

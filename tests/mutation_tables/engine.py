@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in the engine: what it takes over, whom it tells, what it ends."""
+"""Errors in the engine: what it takes over, what it ends. For the rest, see the two beside it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from tests.mutation_tables import Mutation, table_of
 
 MUTATIONS: list[Mutation] = []
 
-PREFETCH = "behaviour/test_prefetch.py::"
-WINDOW = PREFETCH + "test_the_window_opens_at_the_first_use_and_moves_in_reverse_order"
+WINDOW = (
+    "behaviour/test_prefetch.py::test_the_window_opens_at_the_first_use_and_moves_in_reverse_order"
+)
 NEVER = "behaviour/test_what_never_moves.py::"
 NEVER_SPARSE = "behaviour/test_sparse_inputs.py::test_a_layer_may_have_a_sparse_input"
 ENDS = "behaviour/test_engine_ends_what_it_began.py::"
 OTHERS = "behaviour/test_hooks_of_others.py::"
-READ_FAILS = "behaviour/test_failed_transfers.py::"
 
 engine = table_of("engine.py", MUTATIONS)
 
@@ -64,42 +64,6 @@ engine(
 """,
     "",
     NEVER + "test_a_table_that_outlives_the_step_is_learned",
-)
-engine(
-    "a read error is swallowed and undefined memory handed out",
-    """
-                return record.end_reading()
-        except Exception as error:
-""",
-    """
-                return record.end_reading()
-        except Exception as error:
-            return self._device.new_storage(record.num_bytes)
-""",
-    READ_FAILS + "test_a_failed_read_names_rank_scope_place_and_errno[True]",
-)
-engine(
-    "only an OSError of a read is named",
-    """
-                return record.end_reading()
-        except Exception as error:
-""",
-    """
-                return record.end_reading()
-        except OSError as error:
-""",
-    ENDS + "test_any_error_of_a_read_names_the_place",
-)
-engine(
-    "restored memory is handed out without waiting for its read",
-    """
-                return record.end_reading()
-""",
-    """
-                return record._memory
-""",
-    "behaviour/test_ordering_on_an_asynchronous_device.py::"
-    "test_large_storages_striped_over_directories_come_back",
 )
 engine(
     "any RuntimeError of register_hooks is swallowed",
@@ -170,141 +134,6 @@ engine(
     WINDOW,
 )
 engine(
-    "the end of a write is not told to its record",
-    """
-        transfer.add_done_callback(_end_of_write(record))
-""",
-    "",
-    "behaviour/test_storage_moves_once.py::test_the_memory_is_really_given_up",
-)
-engine(
-    "the queue of writes keeps records alive",
-    """
-    reference = weakref.ref(record)
-""",
-    """
-    def reference() -> SavedStorage:
-        return record
-
-""",
-    "behaviour/test_transfers_and_memory_are_ordered.py::"
-    "test_a_graph_dropped_without_backward_cancels_its_queued_writes",
-)
-engine(
-    "a failed write is told as done",
-    """
-            alive.end_writing(failed=transfer.cancelled() or transfer.exception() is not None)
-""",
-    """
-            alive.end_writing(failed=transfer.cancelled())
-""",
-    READ_FAILS + "test_failed_writes_keep_the_bytes_and_warn_once",
-)
-engine(
-    "a cancelled write is told as done",
-    """
-            alive.end_writing(failed=transfer.cancelled() or transfer.exception() is not None)
-""",
-    """
-            cancelled = transfer.cancelled()
-            alive.end_writing(failed=not cancelled and transfer.exception() is not None)
-""",
-    ENDS + "test_what_is_still_queued_when_the_engine_is_closed_stays_in_memory",
-)
-engine(
-    "the engine is closed and its tiers are not",
-    """
-            tier.close()
-""",
-    """
-            pass
-""",
-    ENDS + "test_a_closed_engine_leaves_no_thread_and_no_open_file",
-)
-engine(
-    "a used storage stays in the window",
-    """
-        self._prefetcher.used(record)
-""",
-    "",
-    WINDOW,
-)
-engine(
-    "the window does not move",
-    """
-        self._prefetcher.advance()
-        return memory
-""",
-    """
-        return memory
-""",
-    WINDOW,
-)
-engine(
-    "the read that compute waits for queues up behind the others",
-    """
-            self._begin_read(record, _NOW)
-""",
-    """
-            self._begin_read(record, float("inf"))
-""",
-    ENDS + "test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead",
-)
-engine(
-    "reads have no deadline",
-    """
-        memory, transfer = record.block.tier.begin_read(record.block, deadline)
-""",
-    """
-        memory, transfer = record.block.tier.begin_read(record.block)
-""",
-    ENDS + "test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead",
-)
-engine(
-    "the read-ahead goes on after the backward pass",
-    """
-        self._prefetcher.start(tape)
-        try:
-            yield
-        finally:
-            self._prefetcher.stop()
-""",
-    """
-        self._prefetcher.start(tape)
-        yield
-""",
-    ENDS + "test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead[backward]",
-)
-engine(
-    "the read-ahead goes on after an error in the backward pass",
-    """
-        self._prefetcher.start(tape)
-        try:
-            yield
-        finally:
-            self._prefetcher.stop()
-""",
-    """
-        self._prefetcher.start(tape)
-        yield
-        self._prefetcher.stop()
-""",
-    ENDS + "test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead[error]",
-)
-engine(
-    "the read-ahead goes on after the step",
-    """
-        finally:
-            self._prefetcher.stop()
-            self.statistics.long_lived_bytes = self._cache.end_step()
-""",
-    """
-        finally:
-            self.statistics.long_lived_bytes = self._cache.end_step()
-""",
-    ENDS + "test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead[step]",
-)
-engine(
     "a forward pass leaves its tape behind",
     """
             self._scope, self._tape = outer
@@ -329,10 +158,21 @@ engine(
 engine(
     "a layer's storage that is needed whole moves in pieces",
     """
-                    is_whole = storage._cdata in needed_whole
+                        is_whole = storage._cdata in needed_whole
 """,
     """
-                    is_whole = False
+                        is_whole = False
 """,
     "behaviour/test_gathered_views.py::test_parts_that_cover_a_storage_move_as_one",
+)
+engine(
+    "modes of others see what capture calls",
+    """
+        with PLAIN_TORCH():
+            self._capture(scope, outputs, list(inputs))
+""",
+    """
+        self._capture(scope, outputs, list(inputs))
+""",
+    OTHERS + "test_a_mode_of_somebody_else_sees_no_call_of_ours[capture]",
 )

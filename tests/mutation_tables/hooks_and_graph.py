@@ -14,15 +14,18 @@ TWO_PARTS = GATHERED + "test_two_small_parts_of_one_storage_come_back_each_with_
 IN_PLACE = "behaviour/test_in_place_changes_raise.py::"
 CHANGED = IN_PLACE + "test_change_after_capture_raises_and_names_the_layer[True]"
 
+MODES = "behaviour/test_hooks_of_others.py::test_a_mode_of_somebody_else_sees_no_call_of_ours"
+
 # -- saved/hooks.py --------------------------------------------------------------------------------
-# Left out: `pack` asks `wants` again although `capture` has asked; both get the same answer.
+# Left out: `pack` asks `wants` again although `capture` has asked; both get the same answer. And
+# modes that see what `pack_whole` calls: only `capture` calls it, which keeps them out.
 
 hooks = table_of("saved/hooks.py", MUTATIONS)
 
 hooks(
     "unpack does not look for changes in place",
     """
-        packed.check_unchanged()
+            packed.check_unchanged()
 """,
     "",
     CHANGED,
@@ -30,35 +33,68 @@ hooks(
 hooks(
     "unpack does not say that a view was used",
     """
-            packed.saved.view_used()
+                packed.saved.view_used()
 """,
     "",
     "behaviour/test_every_way_through_a_step.py::test_backward_twice_through_one_graph",
 )
 hooks(
+    "unpack does not make room for the read-ahead",
+    """
+                self._mover.used(packed.saved)
+""",
+    "",
+    "behaviour/test_prefetch.py::test_the_window_opens_at_the_first_use_and_moves_in_reverse_order",
+)
+hooks(
     "a view is used before its memory is held",
     """
-            memory = self._mover.bring_back(packed.saved)
-            tensor = packed.rebuild(memory)
-            packed.saved.view_used()
+                memory = self._mover.bring_back(packed.saved)
+                tensor = packed.rebuild(memory)
+                packed.saved.view_used()
 """,
     """
-            packed.saved.view_used()
-            memory = self._mover.bring_back(packed.saved)
-            tensor = packed.rebuild(memory)
+                packed.saved.view_used()
+                memory = self._mover.bring_back(packed.saved)
+                tensor = packed.rebuild(memory)
 """,
     ONE_STORAGE,
 )
 hooks(
     "several threads bring a storage back at once",
     """
-        with self._one_at_a_time:
+            with self._one_at_a_time:
 """,
     """
-        if True:
+            if True:
 """,
     "behaviour/test_transfers_and_memory_are_ordered.py::"
     "test_threads_that_need_one_storage_at_once_bring_it_back_one_by_one",
+)
+hooks(
+    "modes of others see what pack calls",
+    """
+        with PLAIN_TORCH():
+            storage = self._cache.movable(tensor)
+            return tensor if storage is None else self._take(tensor, storage, moves_whole=False)
+""",
+    """
+        storage = self._cache.movable(tensor)
+        return tensor if storage is None else self._take(tensor, storage, moves_whole=False)
+""",
+    MODES + "[context]",
+)
+hooks(
+    "modes of others see what unpack calls",
+    """
+        with PLAIN_TORCH():
+            packed.check_unchanged()
+""",
+    """
+        if True:
+            packed.check_unchanged()
+""",
+    MODES + "[capture]",
 )
 hooks(
     "only the first save of a storage is told",

@@ -112,47 +112,6 @@ host(
     LATE_HOST,
 )
 host(
-    "the mark of a write is set after waiting for others",
-    """
-        mark = self._device.mark()
-        self._inflight.acquire(num_bytes)
-""",
-    """
-        self._inflight.acquire(num_bytes)
-        mark = self._device.mark()
-""",
-    HOST_ENDS + "test_the_mark_of_a_write_is_set_before_it_waits_for_others",
-)
-host(
-    "bytes in flight are not bounded",
-    """
-        self._inflight.acquire(num_bytes)
-""",
-    "",
-    HOST + "test_bytes_in_flight_are_bounded_and_the_writer_waits",
-)
-host(
-    "bytes that have arrived stay in flight",
-    """
-        transfer.add_done_callback(lambda _: self._inflight.release(num_bytes))
-""",
-    "",
-    HOST_ENDS + "test_however_a_write_ends_its_bytes_are_no_longer_in_flight[done]",
-)
-host(
-    "bytes that could not be queued stay in flight",
-    """
-        except BaseException:
-            self._inflight.release(num_bytes)
-            raise
-""",
-    """
-        except BaseException:
-            raise
-""",
-    HOST_ENDS + "test_a_write_that_cannot_be_queued_leaves_nothing_behind",
-)
-host(
     "a block is freed twice",
     """
         offset, block.offset = block.offset, None

@@ -52,7 +52,7 @@ io_threads(
         self.queued_write_bytes -= job.num_bytes
 """,
     "",
-    "unit/test_ssd.py::test_however_a_write_ends_its_bytes_are_no_longer_in_flight[done]",
+    "unit/test_ssd.py::test_however_a_write_ends_its_bytes_are_no_longer_queued[done]",
 )
 io_threads(
     "a queued write does not count",
@@ -60,7 +60,7 @@ io_threads(
             self.queued_write_bytes += num_bytes
 """,
     "",
-    "unit/test_ssd.py::test_however_a_write_ends_its_bytes_are_no_longer_in_flight[done]",
+    "unit/test_ssd.py::test_however_a_write_ends_its_bytes_are_no_longer_queued[done]",
 )
 io_threads(
     "the transfer of a dying thread never ends",

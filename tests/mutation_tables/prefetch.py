@@ -14,7 +14,10 @@ TWO_LARGEST = (
 )
 TAPE = "unit/test_tape.py::"
 NEVER = "behaviour/test_what_never_moves.py::"
-ENDS = "behaviour/test_engine_ends_what_it_began.py::"
+DROPPED = TAPE + "test_a_storage_dropped_while_it_was_ahead_leaves_the_window"
+ROOM = TAPE + "test_a_used_storage_makes_room_for_as_much_as_it_held"
+GIVES_WORK = TAPE + "test_the_first_use_and_those_that_make_room_give_the_read_ahead_work"
+CANNOT_BEGIN = TAPE + "test_a_read_that_cannot_begin_ends_the_read_ahead_of_its_pass"
 
 # Left out: the number that comes with a read is the same for all (among equals, arrival counts);
 # and a storage that is not taken off the tape, which is an endless loop in any test.
@@ -44,28 +47,28 @@ prefetch(
 prefetch(
     "records that are ahead are kept alive",
     """
-                self._ahead[weakref.ref(record, self._died)] = record.num_bytes
+        reference = weakref.ref(record, self._died)
 """,
     """
-                self._ahead[weakref.ref(record, self._died)] = record.num_bytes
-                self._held = record
+        reference = weakref.ref(record, self._died)
+        self._held = record
 """,
     TAPE + "test_a_record_that_is_read_ahead_is_not_held",
 )
 prefetch(
     "a record that died counts as ahead",
     """
-                self._ahead[weakref.ref(record, self._died)] = record.num_bytes
+        reference = weakref.ref(record, self._died)
 """,
     """
-                self._ahead[weakref.ref(record)] = record.num_bytes
+        reference = weakref.ref(record)
 """,
-    TAPE + "test_a_storage_dropped_while_it_was_ahead_leaves_the_window",
+    DROPPED,
 )
 prefetch(
     "the window has no end",
     """
-                if ahead_bytes and ahead_bytes + record.num_bytes > window_bytes:
+                if self._ahead_bytes and wanted_bytes > self.window_bytes:
                     return
 """,
     "",
@@ -74,27 +77,106 @@ prefetch(
 prefetch(
     "the window is not limited",
     """
-            self._fill(min(self.window_bytes, self._limit_bytes))
+        return min(2 * tape.largest_bytes + self._missing_bytes, self._limit_bytes)
 """,
     """
-            self._fill(self.window_bytes)
+        return 2 * tape.largest_bytes + self._missing_bytes
 """,
     TWO_LARGEST,
 )
 prefetch(
-    "a storage larger than the window is never read ahead",
+    "the window holds one of the largest",
     """
-                if ahead_bytes and ahead_bytes + record.num_bytes > window_bytes:
+        return min(2 * tape.largest_bytes + self._missing_bytes, self._limit_bytes)
 """,
     """
-                if ahead_bytes + record.num_bytes > window_bytes:
+        return min(tape.largest_bytes + self._missing_bytes, self._limit_bytes)
 """,
     WINDOW,
 )
 prefetch(
-    "what is being read does not count as ahead",
+    "the window is open before the first use",
     """
-                self._ahead[weakref.ref(record, self._died)] = record.num_bytes
+        if tape is None or not self._has_used_one:
+""",
+    """
+        if tape is None:
+""",
+    WINDOW,
+)
+prefetch(
+    "in its second backward pass the window is open before the first use",
+    """
+        self._has_used_one = False
+        self._missing_bytes *= _FORGETTING
+""",
+    """
+        self._missing_bytes *= _FORGETTING
+""",
+    TAPE + "test_each_backward_pass_begins_with_one_storage",
+)
+prefetch(
+    "the first use does not open the window",
+    """
+        is_first, self._has_used_one = not self._has_used_one, True
+""",
+    """
+        is_first = not self._has_used_one
+""",
+    WINDOW,
+)
+prefetch(
+    "the first use gives no work if its storage was not ahead",
+    """
+        return is_first or num_bytes is not None
+""",
+    """
+        return num_bytes is not None
+""",
+    GIVES_WORK,
+)
+prefetch(
+    "no use but the first gives work",
+    """
+        return is_first or num_bytes is not None
+""",
+    """
+        return is_first
+""",
+    GIVES_WORK,
+)
+prefetch(
+    "each use gives work",
+    """
+        return is_first or num_bytes is not None
+""",
+    """
+        return True
+""",
+    GIVES_WORK,
+)
+prefetch(
+    "a storage larger than the window is never read ahead",
+    """
+                if self._ahead_bytes and wanted_bytes > self.window_bytes:
+""",
+    """
+                if wanted_bytes > self.window_bytes:
+""",
+    WINDOW,
+)
+prefetch(
+    "what is being read takes no room",
+    """
+        self._ahead_bytes += record.num_bytes
+""",
+    "",
+    WINDOW,
+)
+prefetch(
+    "what is ahead makes no room when it is used",
+    """
+        self._ahead[reference] = record.num_bytes
 """,
     "",
     WINDOW,
@@ -102,40 +184,197 @@ prefetch(
 prefetch(
     "a used storage counts as ahead",
     """
-        self._ahead.pop(weakref.ref(record), None)
+        num_bytes = self._ahead.pop(weakref.ref(record), None)
 """,
-    "",
+    """
+        num_bytes = self._ahead.get(weakref.ref(record))
+        num_bytes = None
+""",
     WINDOW,
 )
 prefetch(
-    "what is being read is read once more",
+    "a storage used twice makes room twice",
     """
-            if record.state is State.ON_TIER and record.take_back() is None:
+        num_bytes = self._ahead.pop(weakref.ref(record), None)
 """,
     """
-            if record.take_back() is None:
+        num_bytes = self._ahead.get(weakref.ref(record))
+""",
+    GIVES_WORK,
+)
+prefetch(
+    "the room of a used storage is lost",
+    """
+        if num_bytes is not None:
+            self._left.append(num_bytes)
+        is_first, self._has_used_one = not self._has_used_one, True
+""",
+    """
+        is_first, self._has_used_one = not self._has_used_one, True
+""",
+    WINDOW,
+)
+prefetch(
+    "the room of a record that died is lost",
+    """
+    def _died(self, reference: SavedReference) -> None:
+        num_bytes = self._ahead.pop(reference, None)
+        if num_bytes is not None:
+            self._left.append(num_bytes)
+""",
+    """
+    def _died(self, reference: SavedReference) -> None:
+        self._ahead.pop(reference, None)
+""",
+    DROPPED,
+)
+prefetch(
+    "room that was made is not used",
+    """
+                    self._ahead_bytes -= self._left.popleft()
+""",
+    """
+                    self._left.popleft()
+""",
+    ROOM,
+)
+prefetch(
+    "of the room that was made, some is used",
+    """
+                while self._left:
+                    self._ahead_bytes -= self._left.popleft()
+""",
+    """
+                if self._left:
+                    self._ahead_bytes -= self._left.popleft()
+""",
+    TAPE + "test_room_of_several_storages_is_used_for_one",
+)
+prefetch(
+    "what was begun is noted as ahead only then",
+    """
+        is_ahead = False
+        try:
+            is_ahead = record.take_back() is not None or self._begin_read(record, self._num_begun)
+""",
+    """
+        is_ahead = False
+        del self._ahead[reference]
+        try:
+            is_ahead = record.take_back() is not None or self._begin_read(record, self._num_begun)
+            self._ahead[reference] = record.num_bytes
+""",
+    TAPE + "test_what_is_used_as_soon_as_it_was_begun_leaves_the_window",
+)
+prefetch(
+    "what compute began itself counts as ahead",
+    """
+            if not is_ahead:
+                self._died(reference)
+""",
+    """
+            pass
+""",
+    TAPE + "test_what_compute_began_itself_is_not_ahead",
+)
+prefetch(
+    "what compute has used before its turn is brought back",
+    """
+            if record.num_unused_views > 0 and record.state in _AWAY:
+""",
+    """
+            if record.state in _AWAY:
+""",
+    TAPE + "test_what_was_used_before_its_turn_is_not_brought_back",
+)
+prefetch(
+    "what is there or on its way is brought back",
+    """
+            if record.num_unused_views > 0 and record.state in _AWAY:
+""",
+    """
+            if record.num_unused_views > 0:
 """,
     TAPE + "test_what_is_on_its_way_is_not_begun_again",
 )
-prefetch(
-    "what is being written is taken back before anybody needs it",
-    """
-            if record.state is State.ON_TIER and record.take_back() is None:
+for state in ("QUEUED", "WRITING", "ON_TIER"):
+    others = ", ".join(f"State.{s}" for s in ("QUEUED", "WRITING", "ON_TIER") if s != state)
+    prefetch(
+        f"what is in this state is not brought back: {state}",
+        """
+_AWAY = (State.QUEUED, State.WRITING, State.ON_TIER)  # from memory, or about to leave it
 """,
-    """
-            if record.take_back() is None and record.state is State.ON_TIER:
+        f"""
+_AWAY = ({others})
 """,
-    ENDS + "test_the_read_ahead_leaves_writes_alone",
-)
+        TAPE + f"test_what_is_or_may_soon_be_away_is_brought_back[State.{state}]",
+    )
+for state in ("IN_MEMORY", "READING", "RESTORED"):
+    prefetch(
+        f"what is in this state takes room: {state}",
+        """
+_AWAY = (State.QUEUED, State.WRITING, State.ON_TIER)  # from memory, or about to leave it
+""",
+        f"""
+_AWAY = (State.QUEUED, State.WRITING, State.ON_TIER, State.{state})
+""",
+        TAPE + f"test_what_is_there_or_on_its_way_takes_no_room[State.{state}]",
+    )
 prefetch(
     "what is still in memory is read",
     """
-            if record.state is State.ON_TIER and record.take_back() is None:
+            is_ahead = record.take_back() is not None or self._begin_read(record, self._num_begun)
 """,
     """
-            if record.state is State.ON_TIER:
+            is_ahead = self._begin_read(record, self._num_begun)
 """,
     NEVER + "test_a_storage_that_is_still_alive_is_not_read",
+)
+prefetch(
+    "after an error the read-ahead goes on",
+    """
+            self._tape = None  # out of memory, say; compute asks itself for what it needs
+            raise
+""",
+    """
+            raise
+""",
+    CANNOT_BEGIN,
+)
+prefetch(
+    "an error of the read-ahead is not said",
+    """
+            self._tape = None  # out of memory, say; compute asks itself for what it needs
+            raise
+""",
+    """
+            self._tape = None
+""",
+    CANNOT_BEGIN,
+)
+prefetch(
+    "what could not be read counts as ahead",
+    """
+        finally:
+            if not is_ahead:
+                self._died(reference)
+""",
+    """
+        if not is_ahead:
+            self._died(reference)
+""",
+    CANNOT_BEGIN,
+)
+prefetch(
+    "the first wait of a backward pass widens the window",
+    """
+        if self._has_used_one:
+            self._missing_bytes += seconds * bytes_per_s
+""",
+    """
+        self._missing_bytes += seconds * bytes_per_s
+""",
+    PREFETCH + "test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again",
 )
 prefetch(
     "a stopped read-ahead goes on",

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in a saved storage and its views: states, waits, versions, what is let go and when.
+"""Errors in a saved storage: states, waits, what is let go and when.
 
-Left out: freeing memory under the lock (nothing that runs then takes it), and a restored record
-that keeps its finished transfer (which holds nothing, and ignores `abandon`).
+Left out:
+- memory is freed under the lock: nothing that runs then takes it;
+- a restored record keeps its finished transfer, which holds nothing and ignores `abandon`;
+- `queue_write`, `memory_to_write` and `stay` do not take the lock: what may happen between their
+  two steps is that the bytes are taken back, which `begin_writing` notices;
+- `stay` does not look at the state: it is QUEUED, or already what it becomes.
 """
 
 from __future__ import annotations
@@ -14,12 +18,11 @@ MUTATIONS: list[Mutation] = []
 RECORD = "unit/test_record.py::"
 VIEWS = "behaviour/test_storage_moves_once.py::"
 ONE_STORAGE = VIEWS + "test_views_of_one_storage_are_written_once_and_come_back_in_shape"
-GATHERED = "behaviour/test_gathered_views.py::"
-TWO_PARTS = GATHERED + "test_two_small_parts_of_one_storage_come_back_each_with_its_own_bytes"
-IN_PLACE = "behaviour/test_in_place_changes_raise.py::"
-CHANGED = IN_PLACE + "test_change_after_capture_raises_and_names_the_layer[True]"
 NEVER = "behaviour/test_what_never_moves.py::"
 ENDS = "behaviour/test_engine_ends_what_it_began.py::"
+NOT_BEGUN = RECORD + "test_bytes_needed_before_their_write_began_are_not_written"
+ARRIVED = RECORD + "test_a_read_has_arrived_when_its_transfer_is_done"
+ERROR_AT_THE_END = RECORD + "test_who_waits_for_a_read_learns_of_its_error_at_the_end"
 
 record = table_of("saved/record.py", MUTATIONS)
 
@@ -245,7 +248,12 @@ record(
 )
 for call, first_line in (
     ("end_writing", "            if self.state is not State.WRITING:"),
-    ("take_back", "            if self.state is State.WRITING:"),
+    (
+        "take_back",
+        "            if self.state is State.QUEUED:\n"
+        "                self.state = State.IN_MEMORY\n"
+        "            elif self.state is State.WRITING:",
+    ),
 ):
     record(
         f"{call} does not take the lock",
@@ -254,93 +262,166 @@ for call, first_line in (
         RECORD + f"test_the_end_of_a_write_and_taking_back_exclude_each_other[{call}]",
     )
 record(
-    "a change in place is not noticed",
+    "begin_writing does not take the lock",
     """
-        if self._witness._version != self._version:
+        with self._lock:
+            if self.state is State.QUEUED:
+                self.state, self.block, self._pending = State.WRITING, block, pending
 """,
     """
-        if False:
+        if True:
+            if self.state is State.QUEUED:
+                self.state, self.block, self._pending = State.WRITING, block, pending
 """,
-    CHANGED,
+    RECORD + "test_the_begin_of_a_write_and_taking_back_exclude_each_other",
 )
 record(
-    "the witness has a version counter of its own",
+    "a record that could not be made fails once more when it dies",
     """
-        self._witness = tensor.detach()
-        self._witness.data = _nothing_like(tensor.dtype, tensor.device)
+        self._pending: Pending | None = None  # first: `__del__` also runs if the rest raises
+        self.scope = scope
+        self.version = version  # of the tensor that was saved first
+        self.num_bytes = storage.nbytes()
 """,
     """
-        self._witness = tensor.new_empty(0)
+        self.scope = scope
+        self.version = version  # of the tensor that was saved first
+        self.num_bytes = storage.nbytes()
+        self._pending: Pending | None = None
 """,
-    CHANGED,
+    RECORD + "test_a_record_that_could_not_be_made_dies_without_another_error",
 )
 record(
-    "the witness keeps the memory",
+    "what is to be written counts as in memory",
     """
-        self._witness.data = _nothing_like(tensor.dtype, tensor.device)
+            self.state = State.QUEUED
 """,
-    "",
-    VIEWS + "test_the_memory_is_really_given_up",
+    """
+            pass
+""",
+    NOT_BEGUN,
 )
 record(
-    "a restored tensor has a version counter of its own",
+    "what was taken back before its write began is written",
     """
-        tensor = self._witness.detach()
-        tensor.data = content
-        return tensor
+            return self._memory if self.state is State.QUEUED else None
 """,
     """
-        return content
+            return self._memory
 """,
-    IN_PLACE + "test_what_a_node_changes_in_backward_is_an_error_for_the_next",
+    NOT_BEGUN,
 )
 record(
-    "a view forgets its offset",
+    "what is to be written is not given out",
     """
-        self._offset = tensor.storage_offset() - start_bytes // tensor.element_size()
+            if self.state is State.QUEUED:
+                self.state = State.IN_MEMORY
+            elif self.state is State.WRITING:
 """,
     """
-        self._offset = 0
+            if self.state is State.WRITING:
 """,
-    ONE_STORAGE,
+    NOT_BEGUN,
 )
 record(
-    "a gathered view keeps its offset in the whole storage",
+    "what no tier takes is still to be written",
     """
-        self._offset = tensor.storage_offset() - start_bytes // tensor.element_size()
+        \"\"\"No tier takes the bytes: they remain in memory.\"\"\"
+        with self._lock:
+            if self.state is State.QUEUED:
+                self.state = State.IN_MEMORY
 """,
     """
-        self._offset = tensor.storage_offset()
+        \"\"\"No tier takes the bytes: they remain in memory.\"\"\"
 """,
-    TWO_PARTS,
+    RECORD + "test_bytes_that_no_tier_takes_stay_in_memory",
 )
 record(
-    "a view forgets its stride",
+    "the write of what was taken back meanwhile is not cancelled",
     """
-        self._stride = tensor.stride()
+            assert self.state is State.IN_MEMORY, self.state
+        pending.cancel()
 """,
     """
-        self._stride = torch.empty(tensor.shape, device="meta").stride()
+            assert self.state is State.IN_MEMORY, self.state
 """,
-    ONE_STORAGE,
+    NOT_BEGUN,
 )
 record(
-    "a view forgets its shape",
+    "a write begins although its bytes were taken back meanwhile",
     """
-        self._shape = tensor.shape
+            if self.state is State.QUEUED:
+                self.state, self.block, self._pending = State.WRITING, block, pending
+                return
 """,
     """
-        self._shape = torch.Size([1] * tensor.dim())
+            if True:
+                self.state, self.block, self._pending = State.WRITING, block, pending
+                return
 """,
-    ONE_STORAGE,
+    NOT_BEGUN,
 )
 record(
-    "a view forgets its dtype",
+    "each write is cancelled as soon as it begins",
     """
-        self._dtype = tensor.dtype
+                self.state, self.block, self._pending = State.WRITING, block, pending
+                return
+            assert self.state is State.IN_MEMORY, self.state
 """,
     """
-        self._dtype = torch.float32
+                self.state, self.block, self._pending = State.WRITING, block, pending
 """,
-    ONE_STORAGE,
+    RECORD + "test_a_write_that_nobody_took_back_goes_on",
+)
+record(
+    "each read has arrived as soon as it begins",
+    """
+        return pending is None or pending.done()
+""",
+    """
+        return True
+""",
+    ARRIVED,
+)
+record(
+    "no read has arrived",
+    """
+        return pending is None or pending.done()
+""",
+    """
+        return pending is None
+""",
+    ARRIVED,
+)
+record(
+    "where nothing is read nothing has arrived",
+    """
+        return pending is None or pending.done()
+""",
+    """
+        return pending is not None and pending.done()
+""",
+    ARRIVED,
+)
+record(
+    "who waits for a read does not",
+    """
+            with contextlib.suppress(Exception):
+                pending.wait()
+""",
+    """
+            pass
+""",
+    ERROR_AT_THE_END,
+)
+record(
+    "who waits for a read meets its error",
+    """
+            with contextlib.suppress(Exception):
+                pending.wait()
+""",
+    """
+            pending.wait()
+""",
+    ERROR_AT_THE_END,
 )

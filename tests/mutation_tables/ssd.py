@@ -18,10 +18,10 @@ ssd = table_of("storage/ssd.py", MUTATIONS)
 ssd(
     "a write does not keep its space",
     """
-                [e.drive.begin_write(view, start, e, block) for start, e in _places(block)]
+            [e.drive.begin_write(view, start, e, block) for start, e in _places(block)]
 """,
     """
-                [e.drive.begin_write(view, start, e, None) for start, e in _places(block)]
+            [e.drive.begin_write(view, start, e, None) for start, e in _places(block)]
 """,
     "behaviour/test_transfers_and_memory_are_ordered.py::"
     "test_space_of_a_dead_record_is_not_reused_while_its_write_runs",
@@ -65,36 +65,6 @@ ssd(
     SSD + "test_the_read_that_is_needed_first_goes_first",
 )
 ssd(
-    "bytes in flight are not bounded",
-    """
-        self._inflight.acquire(num_bytes)
-""",
-    "",
-    "behaviour/test_memory_and_space_are_bounded.py::"
-    "test_forward_waits_while_too_many_bytes_are_in_flight",
-)
-ssd(
-    "bytes that have arrived stay in flight",
-    """
-        transfer.add_done_callback(lambda _: self._inflight.release(num_bytes))
-""",
-    "",
-    SSD + "test_however_a_write_ends_its_bytes_are_no_longer_in_flight[failed]",
-)
-ssd(
-    "bytes that could not be queued stay in flight",
-    """
-        except BaseException:
-            self._inflight.release(num_bytes)
-            raise
-""",
-    """
-        except BaseException:
-            raise
-""",
-    SSD + "test_a_write_that_cannot_be_queued_leaves_nothing_in_flight",
-)
-ssd(
     "a block is freed twice",
     """
         extents, block.extents = block.extents, []
@@ -125,12 +95,12 @@ ssd(
 ssd(
     "a write is done with its first part",
     """
-                [e.drive.begin_write(view, start, e, block) for start, e in _places(block)]
-            )
+            [e.drive.begin_write(view, start, e, block) for start, e in _places(block)]
+        )
 """,
     """
-                [e.drive.begin_write(view, start, e, block) for start, e in _places(block)][:1]
-            )
+            [e.drive.begin_write(view, start, e, block) for start, e in _places(block)][:1]
+        )
 """,
     STRIPED_WRITE,
 )

@@ -148,6 +148,7 @@ def test_a_copy_to_the_host_waits_for_what_was_queued_before_its_mark(gpu, pinne
     with torch.cuda.stream(stream):
         keep_busy()
         source.fill_(5)
+        gpu.computes_here()
         mark = gpu.mark()
     assert not mark.query(), "the GPU was done before the copy began; keep it busy for longer"
     gpu.copy_to_host(source.untyped_storage(), host.data_ptr(), mark)

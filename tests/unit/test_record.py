@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 
 import pytest
@@ -19,10 +21,11 @@ class FakeTransfer:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.calls: list[str] = []
+        self.is_done = True
         self._error = error
 
     def done(self) -> bool:
-        return True
+        return self.is_done
 
     def cancel(self) -> bool:
         self.calls.append("cancel")
@@ -110,6 +113,28 @@ def test_bytes_that_no_tier_takes_stay_in_memory() -> None:
     assert record.take_back() is storage
 
 
+def test_a_write_that_nobody_took_back_goes_on() -> None:
+    transfer = FakeTransfer()
+    record = SavedStorage(new_storage(), Scope(), 0)
+    record.queue_write()
+    record.begin_writing("block", transfer)
+    assert record.state is State.WRITING and record.block == "block" and not transfer.calls
+
+
+def test_the_begin_of_a_write_and_taking_back_exclude_each_other() -> None:
+    record = SavedStorage(new_storage(), Scope(), 0)
+    record.queue_write()
+    thread = threading.Thread(
+        target=record.begin_writing, args=("block", FakeTransfer()), daemon=True
+    )
+    with record._lock:  # as if the other one were at work
+        thread.start()
+        thread.join(timeout=0.1)
+        assert thread.is_alive() and record.state is State.QUEUED
+    thread.join(timeout=10)
+    assert record.state is State.WRITING
+
+
 def test_a_storage_that_was_resized_while_it_was_written_stays_in_memory() -> None:
     storage = new_storage()
     record = SavedStorage(storage, Scope(), 0)
@@ -145,6 +170,26 @@ def test_bytes_that_are_being_read_are_given_out_only_after_the_wait(written: Sa
     assert transfer.calls == []
     assert written.end_reading() is memory and transfer.calls == ["wait"]
     assert written.take_back() is memory
+
+
+def test_a_read_has_arrived_when_its_transfer_is_done(written: SavedStorage) -> None:
+    assert written.has_arrived, "there is none to wait for"
+    transfer = FakeTransfer()
+    transfer.is_done = False
+    written.begin_reading(new_storage(), transfer)
+    assert not written.has_arrived
+    transfer.is_done = True
+    assert written.has_arrived and transfer.calls == []
+
+
+def test_who_waits_for_a_read_learns_of_its_error_at_the_end(written: SavedStorage) -> None:
+    written.wait_until_arrived()  # there is none
+    transfer = FakeTransfer(OSError(5, "no"))
+    written.begin_reading(new_storage(), transfer)
+    written.wait_until_arrived()
+    assert transfer.calls == ["wait"] and written.state is State.READING
+    with pytest.raises(OSError, match="no"):
+        written.end_reading()
 
 
 def test_a_failed_read_leaves_nothing_behind_and_can_be_tried_again(written: SavedStorage) -> None:
@@ -221,3 +266,14 @@ def test_a_record_that_dies_abandons_its_transfer_and_takes_no_lock(state: State
     with lock:
         del record
     assert transfer.calls == ["abandon"]
+
+
+def test_a_record_that_could_not_be_made_dies_without_another_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with pytest.raises(AttributeError, match="nbytes"):
+        SavedStorage(None, Scope(), 0)  # type: ignore[arg-type]
+    gc.collect()
+    assert not unraisable

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 
+from megatron.offload.storage import starter as starter_module
 from megatron.offload.storage.starter import Starter
 
 
@@ -23,9 +24,25 @@ def starter():
 def test_work_is_done_in_order_and_in_another_thread(starter):
     done = []
     for index in range(100):
-        starter.submit(lambda i=index: done.append((i, threading.current_thread().name)))
+        starter.submit(lambda i=index: done.append((i, threading.current_thread())))
     starter.drain()
-    assert done == [(index, "starter under test") for index in range(100)]
+    assert done == [(index, starter._thread) for index in range(100)]
+    assert starter._thread.name == "starter under test"
+    assert starter._thread.daemon, "a process that forgets to close it ends all the same"
+
+
+@pytest.mark.parametrize("call", ["drain", "close"])
+def test_draining_and_closing_wait_for_what_was_submitted(starter, monkeypatch, call):
+    monkeypatch.setattr(starter_module, "_LOOK_S", 0.001)
+    hold = threading.Event()
+    starter.submit(lambda: hold.wait(10))
+    waiting = threading.Thread(target=getattr(starter, call), daemon=True)
+    waiting.start()
+    waiting.join(timeout=0.2)
+    assert waiting.is_alive()
+    hold.set()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
 
 
 def test_an_error_is_said_once_and_the_next_work_is_done(starter, caplog):

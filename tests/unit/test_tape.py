@@ -99,6 +99,104 @@ def test_what_compute_began_itself_is_not_ahead() -> None:
     assert begun == records[::-1], "none of them counts, so each is the first"
 
 
+def test_what_is_used_as_soon_as_it_was_begun_leaves_the_window() -> None:
+    reads = Reads()
+
+    def begin(record: SavedStorage, number: float) -> bool:
+        if not reads.sizes:
+            prefetcher.used(record)  # by compute, before this thread goes on
+        return reads(record, number)
+
+    prefetcher = Prefetcher(begin, 1)  # one at a time
+    records = [on_tier(64 + i) for i in range(3)]
+    prefetcher.start(on_tape(records))
+    prefetcher.advance()
+    assert reads.sizes == [66, 65]
+    prefetcher.advance()
+    assert reads.sizes == [66, 65], "the second is ahead"
+
+
+def test_a_used_storage_makes_room_for_as_much_as_it_held() -> None:
+    reads = Reads()
+    prefetcher = Prefetcher(reads, 1 << 20)
+    records = [on_tier(100) for _ in range(10)]
+    prefetcher.start(on_tape(records))
+    prefetcher.advance()
+    for num_used in range(1, 8):
+        prefetcher.used(records.pop())
+        prefetcher.advance()
+        assert len(reads.sizes) == num_used + 2, "two are ahead"
+
+
+def test_room_of_several_storages_is_used_for_one() -> None:
+    reads = Reads()
+    prefetcher = Prefetcher(reads, 1 << 20)
+    records = [on_tier(100), *(on_tier(50) for _ in range(5))]
+    prefetcher.start(on_tape(records))
+    prefetcher.advance()
+    prefetcher.used(records[5])
+    prefetcher.advance()
+    assert reads.sizes == [50] * 5, "four are ahead: as much as two of the largest"
+    for index in (4, 3):
+        prefetcher.used(records[index])
+    prefetcher.advance()
+    assert reads.sizes == [50] * 5 + [100]
+
+
+def test_each_backward_pass_begins_with_one_storage() -> None:
+    reads = Reads()
+    prefetcher = Prefetcher(reads, 1 << 20)
+    for num_passes in (1, 2):
+        reads.sizes.clear()
+        records = [on_tier() for _ in range(4)]
+        prefetcher.start(on_tape(records))
+        prefetcher.advance()
+        assert len(reads.sizes) == 1, num_passes
+        prefetcher.used(records.pop())
+        prefetcher.advance()
+        assert len(reads.sizes) == 3, num_passes
+        prefetcher.stop()
+        for record in records:
+            prefetcher.used(record)
+
+
+def test_the_first_use_and_those_that_make_room_give_the_read_ahead_work() -> None:
+    prefetcher = Prefetcher(Reads(), 1 << 20)
+    records = [on_tier() for _ in range(3)]
+    prefetcher.start(on_tape(records))
+    assert prefetcher.used(records[2]), "the first"
+    assert not prefetcher.used(records[2])
+    prefetcher.advance()
+    assert prefetcher.used(records[1]), "it was ahead"
+    assert not prefetcher.used(records[1]), "it no longer is"
+
+
+@pytest.mark.parametrize("state", [State.QUEUED, State.WRITING, State.ON_TIER])
+def test_what_is_or_may_soon_be_away_is_brought_back(state: State) -> None:
+    reads = Reads()
+    prefetcher = Prefetcher(reads, 1 << 20)
+    record = on_tier()
+    if state is not State.ON_TIER:
+        record.state, record._memory = state, torch.UntypedStorage(64)
+    prefetcher.start(on_tape([record]))
+    prefetcher.advance()
+    assert record.state is (State.READING if state is State.ON_TIER else State.IN_MEMORY)
+    assert prefetcher._ahead_bytes == 64
+
+
+@pytest.mark.parametrize("state", [State.IN_MEMORY, State.READING, State.RESTORED])
+def test_what_is_there_or_on_its_way_takes_no_room(state: State) -> None:
+    reads = Reads()
+    prefetcher = Prefetcher(reads, 1 << 20)
+    record = on_tier()
+    record.state, record._memory = state, torch.UntypedStorage(64)
+    tape = on_tape([record])
+    prefetcher.start(tape)
+    prefetcher.advance()
+    assert record.state is state and reads.sizes == [] and prefetcher._ahead_bytes == 0
+    assert tape.last() is None
+
+
 def test_what_was_used_before_its_turn_is_not_brought_back() -> None:
     reads = Reads()
     prefetcher = Prefetcher(reads, 1 << 20)
@@ -133,6 +231,8 @@ def test_a_read_that_cannot_begin_ends_the_read_ahead_of_its_pass() -> None:
         prefetcher.advance()
     prefetcher.advance()
     assert tape.last() is records[-1] and records[-1].state is State.ON_TIER
+    prefetcher.used(on_tier())
+    assert not prefetcher.used(records[-1]), "it is not ahead"
 
 
 def test_between_backward_passes_nothing_is_read() -> None:

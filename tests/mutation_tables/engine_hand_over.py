@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors in how the engine hands over what is to be written: when, what, and how much at once.
+
+Left out:
+- a batch without writes is submitted all the same: nothing happens;
+- `computes_here` is said by another thread: the simulated device has one stream at a time;
+- an operation is handed over again with the next one: what has begun is not begun again;
+- `_collecting` puts None back instead of what was there: nothing that is collected from nests.
+"""
+
+from __future__ import annotations
+
+from tests.mutation_tables import Mutation, table_of
+
+MUTATIONS: list[Mutation] = []
+
+WHEN = "behaviour/test_what_is_handed_over_when.py::"
+LAYER = WHEN + "test_a_layer_is_handed_over_at_its_end_and_in_one_go"
+CONTEXT = WHEN + "test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves"
+BOUNDED = "behaviour/test_memory_and_space_are_bounded.py::"
+HOWEVER = BOUNDED + "test_however_a_write_ends_its_bytes_are_no_longer_in_flight"
+IN_PARTS = BOUNDED + "test_a_layer_larger_than_the_inflight_budget_is_handed_over_in_parts"
+FORWARD_WAITS = BOUNDED + "test_forward_waits_while_too_many_bytes_are_in_flight"
+GIVEN_UP = "behaviour/test_storage_moves_once.py::test_the_memory_is_really_given_up"
+
+engine = table_of("engine.py", MUTATIONS)
+
+# -- What is collected, and when it is handed over -------------------------------------------------
+engine(
+    "each storage of a layer is handed over by itself",
+    """
+            with self._collecting(captured):
+""",
+    """
+            with contextlib.nullcontext():
+""",
+    LAYER,
+)
+engine(
+    "what a layer saved is not handed over",
+    """
+            self._scope = outer
+            self._hand_over(captured)
+""",
+    """
+            self._scope = outer
+""",
+    LAYER,
+)
+engine(
+    "what a layer saved before an error is not handed over",
+    """
+        finally:
+            self._scope = outer
+            self._hand_over(captured)
+""",
+    """
+        finally:
+            self._scope = outer
+        self._hand_over(captured)
+""",
+    WHEN + "test_what_a_layer_saved_before_an_error_is_written",
+)
+engine(
+    "collecting goes on after a layer",
+    """
+            self._captured.outgoing = outer
+""",
+    """
+            pass
+""",
+    LAYER,
+)
+engine(
+    "what threads save is collected in one list",
+    """
+class _Captured(threading.local):
+""",
+    """
+class _Captured:
+""",
+    WHEN + "test_threads_hand_over_what_they_saved_themselves",
+)
+engine(
+    "an operation is handed over while it saves",
+    """
+        if node_number != self._node_number:
+            self._hand_over()
+            self._node_number = node_number
+        with self._engine._collecting(self._saved):
+            return self._engine._hooks.pack(tensor)
+""",
+    """
+        return self._engine._hooks.pack(tensor)
+""",
+    CONTEXT,
+)
+engine(
+    "each save of an operation hands the one before over",
+    """
+            self._node_number = node_number
+""",
+    "",
+    CONTEXT,
+)
+engine(
+    "operations are handed over at the end of the context only",
+    """
+        if node_number != self._node_number:
+            self._hand_over()
+            self._node_number = node_number
+""",
+    "",
+    CONTEXT,
+)
+engine(
+    "the last operation of a context is not handed over",
+    """
+        super().__exit__(*error)
+        self._hand_over()
+""",
+    """
+        super().__exit__(*error)
+""",
+    CONTEXT,
+)
+engine(
+    "a context does not end",
+    """
+        super().__exit__(*error)
+        self._hand_over()
+""",
+    """
+        self._hand_over()
+""",
+    CONTEXT,
+)
+engine(
+    "a new record is not to be written",
+    """
+        record.queue_write()
+""",
+    "",
+    GIVEN_UP,
+)
+engine(
+    "what is handed over keeps its record alive",
+    """
+        outgoing = Outgoing(weakref.ref(record), record.num_bytes, tier)
+""",
+    """
+        outgoing = Outgoing(lambda: record, record.num_bytes, tier)
+""",
+    HOWEVER + "[dropped]",
+)
+engine(
+    "offloaded bytes are not counted",
+    """
+        self.statistics.offloaded_bytes += record.num_bytes
+""",
+    "",
+    HOWEVER + "[done]",
+)
+engine(
+    "offloaded storages are not counted",
+    """
+        self.statistics.offloaded_storages += 1
+""",
+    "",
+    HOWEVER + "[done]",
+)
+
+# -- Bytes in flight -------------------------------------------------------------------------------
+engine(
+    "the device is not told which stream computes",
+    """
+            self._device.computes_here()
+""",
+    """
+            pass
+""",
+    "behaviour/test_ordering_on_an_asynchronous_device.py::"
+    "test_a_model_may_compute_on_a_stream_of_its_own",
+)
+engine(
+    "bytes in flight are not bounded",
+    """
+                self._inflight.acquire(one.num_bytes)
+""",
+    """
+                self._inflight.taken_bytes += one.num_bytes
+""",
+    FORWARD_WAITS,
+)
+engine(
+    "compute waits for what it has not handed over",
+    """
+            if not self._inflight.try_acquire(one.num_bytes):
+                self._submit_writes(batch)
+                batch = []
+""",
+    """
+            if not self._inflight.try_acquire(one.num_bytes):
+""",
+    IN_PARTS,
+    hangs=True,
+)
+engine(
+    "what was handed over while compute waits is handed over again",
+    """
+                self._submit_writes(batch)
+                batch = []
+""",
+    """
+                self._submit_writes(list(batch))
+""",
+    IN_PARTS,
+)
+engine(
+    "what compute waited for is not handed over",
+    """
+            batch.append(one)
+        self._submit_writes(batch)
+""",
+    """
+                continue
+            batch.append(one)
+        self._submit_writes(batch)
+""",
+    IN_PARTS,
+)
+engine(
+    "what fitted at once is not handed over",
+    """
+            batch.append(one)
+        self._submit_writes(batch)
+""",
+    """
+            batch.append(one)
+""",
+    GIVEN_UP,
+)
+engine(
+    "the wait for bytes in flight is not counted",
+    """
+                self.statistics.write_wait_s += time.perf_counter() - began
+""",
+    "",
+    FORWARD_WAITS,
+)

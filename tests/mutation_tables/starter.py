@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors in the thread that starts transfers: order, errors of its work, its end."""
+
+from __future__ import annotations
+
+from tests.mutation_tables import Mutation, table_of
+
+MUTATIONS: list[Mutation] = []
+
+STARTER = "unit/test_starter.py::"
+IN_ORDER = STARTER + "test_work_is_done_in_order_and_in_another_thread"
+ERRORS = STARTER + "test_an_error_is_said_once_and_the_next_work_is_done"
+
+starter = table_of("storage/starter.py", MUTATIONS)
+
+starter(
+    "work is done by the thread that submits it",
+    """
+        self._work.put(work)
+""",
+    """
+        work()
+""",
+    IN_ORDER,
+)
+starter(
+    "what was submitted last is done first",
+    """
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+""",
+    """
+        self._work: queue.LifoQueue[Callable[[], None] | None] = queue.LifoQueue()
+""",
+    IN_ORDER,
+)
+starter(
+    "the thread keeps a process alive",
+    """
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+""",
+    """
+        self._thread = threading.Thread(target=self._run, name=name)
+""",
+    IN_ORDER,
+)
+starter(
+    "draining does not wait",
+    """
+        while not done.wait(_LOOK_S) and self._thread.is_alive():
+            pass
+""",
+    "",
+    STARTER + "test_draining_and_closing_wait_for_what_was_submitted[drain]",
+)
+starter(
+    "draining waits for one look only",
+    """
+        while not done.wait(_LOOK_S) and self._thread.is_alive():
+            pass
+""",
+    """
+        done.wait(_LOOK_S)
+""",
+    STARTER + "test_draining_and_closing_wait_for_what_was_submitted[drain]",
+)
+starter(
+    "draining waits for a thread that has ended",
+    """
+        while not done.wait(_LOOK_S) and self._thread.is_alive():
+            pass
+""",
+    """
+        done.wait()
+""",
+    STARTER + "test_closing_does_what_was_submitted_first",
+    hangs=True,
+)
+starter(
+    "closing ends no thread",
+    """
+        self._work.put(None)
+        self._thread.join()
+""",
+    "",
+    STARTER + "test_closing_does_what_was_submitted_first",
+)
+starter(
+    "closing does not wait",
+    """
+        self._thread.join()
+""",
+    "",
+    STARTER + "test_draining_and_closing_wait_for_what_was_submitted[close]",
+)
+starter(
+    "an error ends the thread",
+    """
+            except BaseException as error:  # also from outside: nobody could take this one's place
+                if type(error) not in self._reported:
+""",
+    """
+            except GeneratorExit as error:
+                if type(error) not in self._reported:
+""",
+    ERRORS,
+)
+starter(
+    "an error from outside ends the thread",
+    """
+            except BaseException as error:  # also from outside: nobody could take this one's place
+""",
+    """
+            except Exception as error:
+""",
+    ERRORS,
+)
+starter(
+    "an error is said each time",
+    """
+                    self._reported.add(type(error))
+""",
+    "",
+    ERRORS,
+)
+starter(
+    "an error is not said",
+    """
+                    logger.warning("activation offload: a transfer could not start: %s", reason)
+""",
+    "",
+    ERRORS,
+)
+starter(
+    "after one error no other kind is said",
+    """
+                if type(error) not in self._reported:
+""",
+    """
+                if not self._reported:
+""",
+    ERRORS,
+)
+starter(
+    "the log record holds the error",
+    """
+                    logger.warning("activation offload: a transfer could not start: %s", reason)
+""",
+    """
+                    logger.warning("activation offload: a transfer could not start: %r", error)
+""",
+    STARTER + "test_an_error_that_was_said_keeps_nothing_alive",
+)
+starter(
+    "a thread that waits keeps its last work alive",
+    """
+            work = None  # while this thread waits, it keeps nothing alive
+""",
+    "",
+    STARTER + "test_a_starter_that_waits_keeps_nothing_alive",
+)

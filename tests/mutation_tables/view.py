@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors in the views of a saved storage: versions, and what a tensor needs to be rebuilt."""
+
+from __future__ import annotations
+
+from tests.mutation_tables import Mutation, table_of
+
+MUTATIONS: list[Mutation] = []
+
+VIEWS = "behaviour/test_storage_moves_once.py::"
+ONE_STORAGE = VIEWS + "test_views_of_one_storage_are_written_once_and_come_back_in_shape"
+GATHERED = "behaviour/test_gathered_views.py::"
+TWO_PARTS = GATHERED + "test_two_small_parts_of_one_storage_come_back_each_with_its_own_bytes"
+IN_PLACE = "behaviour/test_in_place_changes_raise.py::"
+CHANGED = IN_PLACE + "test_change_after_capture_raises_and_names_the_layer[True]"
+
+record = table_of("saved/record.py", MUTATIONS)
+
+record(
+    "a change in place is not noticed",
+    """
+        if self._witness._version != self._version:
+""",
+    """
+        if False:
+""",
+    CHANGED,
+)
+record(
+    "the witness has a version counter of its own",
+    """
+        self._witness = tensor.detach()
+        self._witness.data = _nothing_like(tensor.dtype, tensor.device)
+""",
+    """
+        self._witness = tensor.new_empty(0)
+""",
+    CHANGED,
+)
+record(
+    "the witness keeps the memory",
+    """
+        self._witness.data = _nothing_like(tensor.dtype, tensor.device)
+""",
+    "",
+    VIEWS + "test_the_memory_is_really_given_up",
+)
+record(
+    "a restored tensor has a version counter of its own",
+    """
+        tensor = self._witness.detach()
+        tensor.data = content
+        return tensor
+""",
+    """
+        return content
+""",
+    IN_PLACE + "test_what_a_node_changes_in_backward_is_an_error_for_the_next",
+)
+record(
+    "a view forgets its offset",
+    """
+        self._offset = tensor.storage_offset() - start_bytes // tensor.element_size()
+""",
+    """
+        self._offset = 0
+""",
+    ONE_STORAGE,
+)
+record(
+    "a gathered view keeps its offset in the whole storage",
+    """
+        self._offset = tensor.storage_offset() - start_bytes // tensor.element_size()
+""",
+    """
+        self._offset = tensor.storage_offset()
+""",
+    TWO_PARTS,
+)
+record(
+    "a view forgets its stride",
+    """
+        self._stride = tensor.stride()
+""",
+    """
+        self._stride = torch.empty(tensor.shape, device="meta").stride()
+""",
+    ONE_STORAGE,
+)
+record(
+    "a view forgets its shape",
+    """
+        self._shape = tensor.shape
+""",
+    """
+        self._shape = torch.Size([1] * tensor.dim())
+""",
+    ONE_STORAGE,
+)
+record(
+    "a view forgets its dtype",
+    """
+        self._witness.data = _nothing_like(tensor.dtype, tensor.device)
+""",
+    """
+        self._witness.data = _nothing_like(torch.float32, tensor.device)
+""",
+    ONE_STORAGE,
+)
+record(
+    "the error of a change in place tells another dtype",
+    """
+        self._dtype = tensor.dtype
+""",
+    """
+        self._dtype = torch.float64
+""",
+    CHANGED,
+)
