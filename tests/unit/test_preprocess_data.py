@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import os
+import sysconfig
 from pathlib import Path
 
 import numpy
 import preprocess_data
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from preprocessing.vocabulary import BERT_TOKENS, EOD_TOKEN, T5_TOKENS
 from tokenizers import Tokenizer
 
 TEXTS = [
@@ -61,7 +65,7 @@ def test_text_comes_back_exactly(tree: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "out" / "corpus"
     assert run("--input", tree, "--output-prefix", prefix, "--vocab-size", 300, "--append-eod") == 0
     texts = decode(Path(f"{prefix}_text_document"), prefix.parent / "tokenizer.json")
-    assert texts == [text + preprocess_data.EOD_TOKEN for text in TEXTS]
+    assert texts == [text + EOD_TOKEN for text in TEXTS]
 
 
 def test_eod_inside_a_document_is_ordinary_text(tree: Path, tmp_path: Path) -> None:
@@ -181,6 +185,10 @@ def test_missing_json_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     "flags, complaint",
     [
         (["--vocab-size", "100"], "at least 257"),
+        (["--vocab-size", "300", "--vocab-extra-ids", "100"], "at least 360"),
+        (["--vocab-extra-ids", "-1"], "must not be negative"),
+        (["--vocab-extra-ids", "1", "--tokenizer-type", "BertWordPieceCase"], "is for T5"),
+        (["--tokenizer-type", "Words"], "invalid choice"),
         (["--max-bytes", "0"], "must be positive"),
         (["--workers", "-1"], "must not be negative"),
         (["--stdlib"], "either --input or --stdlib"),
@@ -219,3 +227,116 @@ def test_leftovers_of_a_killed_run_are_removed(tree: Path, tmp_path: Path) -> No
     assert run("--input", tree, "--output-prefix", tmp_path / "corpus") == 0
     assert not dead.exists()
     assert alive.exists()
+
+
+# ------------------------------------------------------------------ sentences, BERT and T5
+
+PROSE = ["The first sentence. A second one!\n\nAnd a third", "Only one.", "Two here. Yes, two."]
+BERT = ("--split-sentences", "--tokenizer-type", "BertWordPieceLowerCase", "--vocab-size", "200")
+T5 = ("--split-sentences", "--vocab-extra-ids", "4", "--vocab-size", "300")
+
+
+@pytest.fixture
+def prose(tmp_path: Path) -> Path:
+    """A jsonl file of `PROSE`."""
+    source = tmp_path / "docs.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in PROSE))
+    return source
+
+
+def decode_sentences(prefix: Path, tokenizer_file: Path) -> list[list[str]]:
+    """The sentences of each document as text."""
+    dataset = IndexedDataset(str(prefix))  # alive as long as its index is read
+    bounds = dataset.document_indices.tolist()
+    sentences = decode(prefix, tokenizer_file)
+    return [sentences[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def test_split_sentences_makes_one_sequence_per_sentence(
+    prose: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--input", prose, "--output-prefix", tmp_path / "corpus", *T5) == 0
+    prefix, tokenizer = tmp_path / "corpus_text_sentence", tmp_path / "tokenizer.json"
+    assert decode_sentences(prefix, tokenizer) == [
+        [" The first sentence.", " A second one!", " And a third"],
+        [" Only one."],
+        [" Two here.", " Yes, two."],
+    ]
+    assert "3 documents, 6 sentences, " in capsys.readouterr().out
+
+
+def test_the_tokenizer_of_bert_has_its_special_tokens_and_pieces(
+    prose: Path, tmp_path: Path
+) -> None:
+    assert run("--input", prose, "--output-prefix", tmp_path / "corpus", *BERT) == 0
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert [tokenizer.id_to_token(number) for number in range(5)] == list(BERT_TOKENS)
+    assert tokenizer.encode("THE [MASK]").tokens == ["the", "[MASK]"]
+    pieces = tokenizer.encode("Theses").tokens
+    assert len(pieces) > 1 and all(piece.startswith("##") for piece in pieces[1:])
+    assert "".join(piece.removeprefix("##") for piece in pieces) == "theses"
+
+
+def test_the_tokenizer_of_t5_has_its_special_tokens_and_sentinels(
+    prose: Path, tmp_path: Path
+) -> None:
+    assert run("--input", prose, "--output-prefix", tmp_path / "corpus", *T5) == 0
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    expected = [*T5_TOKENS, *(f"<extra_id_{number}>" for number in range(4))]
+    assert [tokenizer.id_to_token(number) for number in range(8)] == expected
+
+
+def test_a_cased_tokenizer_keeps_capitals(prose: Path, tmp_path: Path) -> None:
+    flags = [flag.replace("LowerCase", "Case") for flag in BERT]
+    assert run("--input", prose, "--output-prefix", tmp_path / "corpus", *flags) == 0
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("Yes").tokens[0].startswith("Y")
+
+
+@pytest.mark.parametrize("flags", [BERT, T5], ids=["BERT", "T5"])
+def test_same_prose_gives_same_bytes(flags: tuple[str, ...], tmp_path: Path) -> None:
+    # Many words: their order in the library's hash table must not matter.
+    source = tmp_path / "source.txt"
+    source.write_text(Path(argparse.__file__).read_text() * 3)
+    outputs = []
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        assert run("--input", source, "--output-prefix", folder / "corpus", *flags) == 0
+        outputs.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_sentences_that_megatron_core_would_leave_out_are_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "one two three " * 200 + "end. A short one."
+    (tmp_path / "long.txt").write_text(text)
+    flags = ("--input", tmp_path / "long.txt", "--output-prefix", tmp_path / "corpus", *BERT)
+    assert run(*flags) == 0
+    lengths = [len(sentence) for sentence in IndexedDataset(f"{tmp_path}/corpus_text_sentence")]
+    assert len(lengths) == 3 and max(lengths) <= 512
+    (document,) = decode_sentences(tmp_path / "corpus_text_sentence", tmp_path / "tokenizer.json")
+    assert " ".join(document).split() == text.lower().split()
+    assert "3 sentences (1 cut, longer than 511 tokens)" in capsys.readouterr().out
+
+
+def test_prose_of_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "library"
+    (library / "test").mkdir(parents=True)
+    for name in ("one.py", "test/two.py"):
+        (library / name).write_text(
+            '"""A docstring of two sentences. This is the other."""\nx = 1\n'
+        )
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    assert run("--stdlib", "--output-prefix", tmp_path / "corpus", *T5) == 0
+    assert decode_sentences(tmp_path / "corpus_text_sentence", tmp_path / "tokenizer.json") == [
+        [" A docstring of two sentences.", " This is the other."]
+    ]
+
+
+def test_a_corpus_without_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "docs.jsonl"
+    source.write_text("".join(json.dumps({"text": f"title {i}"}) + "\n" for i in range(9)))
+    flags = ("--input", source, "--output-prefix", tmp_path / "out" / "corpus", *BERT)
+    assert "no document of several sentences" in error_of(capsys, *flags)
+    assert list((tmp_path / "out").iterdir()) == []
