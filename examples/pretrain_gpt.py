@@ -11,31 +11,18 @@ The trainer is in `trainer/`; read `trainer/training.py` first.
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
+from typing import Any
 
-from trainer.arguments import UserError, check_megatron_core_version, fail
+from trainer.start import start
 
 
-def main() -> int:
-    """Checks megatron-core before anything imports it, then trains."""
-    try:
-        check_megatron_core_version()
-    except UserError as error:
-        fail(str(error))
-    # megatron-core warns on import about each optional package that is not there.
-    warnings.filterwarnings("ignore", module=r"megatron\.core\.")
-    # Deprecations that megatron-core 0.16.1 runs into with newer torch: nothing a user can do.
-    for message in ("Please use DTensor", r"`torch\.distributed\.\w+` is deprecated"):
-        warnings.filterwarnings("ignore", message=message, category=FutureWarning)
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+def make_task() -> Any:
+    """Imports megatron-core, which `start` has checked by then."""
     from trainer.gpt import GPT
-    from trainer.training import pretrain
 
-    pretrain(GPT())
-    return 0
+    return GPT()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start(make_task))

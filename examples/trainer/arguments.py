@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NoReturn
 
 SUPPORTED_MEGATRON_CORE = frozenset({"0.16.1"})
-PROGRAM = Path(sys.argv[0]).name
 # The other ranks wait this long before they leave: a launcher that sees one rank fail kills the
 # rest, and rank 0 must have said why by then.
 _EXIT_DELAY_S = 2.0
@@ -28,11 +27,15 @@ class UserError(Exception):
     """What the user can put right; the message is one sentence."""
 
 
+def _program() -> str:
+    return Path(sys.argv[0]).name
+
+
 def fail(message: str) -> NoReturn:
     """Prints one sentence on rank 0 and leaves with exit code 2."""
     if int(os.environ.get("RANK", "0")) == 0:
         sentence = " ".join(message.split())
-        print(f"{PROGRAM}: error: {sentence}", file=sys.stderr, flush=True)
+        print(f"{_program()}: error: {sentence}", file=sys.stderr, flush=True)
     else:
         time.sleep(_EXIT_DELAY_S)
     sys.exit(2)
@@ -98,10 +101,10 @@ def _bounded(kind: type, low: float, high: float, meaning: str) -> Callable[[str
     return convert
 
 
-_positive = _bounded(int, 1, float("inf"), "a positive whole number")
+positive = _bounded(int, 1, float("inf"), "a positive whole number")
 _count = _bounded(int, 0, float("inf"), "a whole number that is not negative")
 _probability = _bounded(float, 0.0, 1.0, "a probability in [0, 1)")
-_fraction = _bounded(float, 0.0, 1.0 + 1e-12, "a fraction in [0, 1]")
+fraction = _bounded(float, 0.0, 1.0 + 1e-12, "a fraction in [0, 1]")
 _real = _bounded(float, 0.0, float("inf"), "a number that is not negative")
 
 
@@ -123,27 +126,27 @@ def _split(text: str) -> str:
 
 def _add_network_args(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("network size")
-    group.add_argument("--num-layers", type=_positive, default=4)
-    group.add_argument("--hidden-size", type=_positive, default=256)
-    group.add_argument("--ffn-hidden-size", type=_positive, help="default: 4 x hidden size")
-    group.add_argument("--num-attention-heads", type=_positive, default=8)
+    group.add_argument("--num-layers", type=positive, default=4)
+    group.add_argument("--hidden-size", type=positive, default=256)
+    group.add_argument("--ffn-hidden-size", type=positive, help="default: 4 x hidden size")
+    group.add_argument("--num-attention-heads", type=positive, default=8)
     group.add_argument("--group-query-attention", action="store_true")
-    group.add_argument("--num-query-groups", type=_positive, default=1)
-    group.add_argument("--seq-length", type=_positive, default=256)
-    group.add_argument("--max-position-embeddings", type=_positive, help="default: --seq-length")
+    group.add_argument("--num-query-groups", type=positive, default=1)
+    group.add_argument("--seq-length", type=positive, default=256)
+    group.add_argument("--max-position-embeddings", type=positive, help="default: --seq-length")
     group.add_argument(
         "--position-embedding-type",
         choices=("learned_absolute", "rope", "none"),
         default="learned_absolute",
     )
-    group.add_argument("--rotary-percent", type=_fraction, default=1.0)
-    group.add_argument("--rotary-base", type=_positive, default=10000)
+    group.add_argument("--rotary-percent", type=fraction, default=1.0)
+    group.add_argument("--rotary-base", type=positive, default=10000)
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     group.add_argument("--norm-epsilon", type=_real, default=1e-5)
     group.add_argument("--swiglu", action="store_true")
     group.add_argument("--disable-bias-linear", action="store_true")
     group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
-    group.add_argument("--make-vocab-size-divisible-by", type=_positive, default=128)
+    group.add_argument("--make-vocab-size-divisible-by", type=positive, default=128)
     group.add_argument("--attention-dropout", type=_probability, default=0.1)
     group.add_argument("--hidden-dropout", type=_probability, default=0.1)
     group.add_argument("--init-method-std", type=_real, default=0.02)
@@ -151,12 +154,12 @@ def _add_network_args(parser: argparse.ArgumentParser) -> None:
 
 def _add_training_args(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--micro-batch-size", type=_positive, default=2)
+    group.add_argument("--micro-batch-size", type=positive, default=2)
     group.add_argument(
-        "--global-batch-size", type=_positive, help="default: micro-batch x data-parallel size"
+        "--global-batch-size", type=positive, help="default: micro-batch x data-parallel size"
     )
-    group.add_argument("--train-iters", type=_positive, default=100)
-    group.add_argument("--exit-interval", type=_positive, help="leave after a multiple of this")
+    group.add_argument("--train-iters", type=positive, default=100)
+    group.add_argument("--exit-interval", type=positive, help="leave after a multiple of this")
     group.add_argument("--lr", type=_real, default=3e-4)
     group.add_argument("--min-lr", type=_real, default=0.0)
     group.add_argument(
@@ -166,7 +169,7 @@ def _add_training_args(parser: argparse.ArgumentParser) -> None:
         help="default: constant, so that a run can be prolonged without changing its past",
     )
     group.add_argument("--lr-warmup-iters", type=_count, default=0)
-    group.add_argument("--lr-decay-iters", type=_positive, help="default: --train-iters")
+    group.add_argument("--lr-decay-iters", type=positive, help="default: --train-iters")
     group.add_argument("--weight-decay", type=_real, default=0.01)
     group.add_argument("--clip-grad", type=_real, default=1.0)
     group.add_argument("--adam-beta1", type=_probability, default=0.9)
@@ -177,20 +180,20 @@ def _add_training_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--accumulate-allreduce-grads-in-fp32", action="store_true")
     group.add_argument("--recompute-granularity", choices=("full", "selective"))
     group.add_argument("--recompute-method", choices=("uniform", "block"))
-    group.add_argument("--recompute-num-layers", type=_positive)
+    group.add_argument("--recompute-num-layers", type=positive)
     group.add_argument(
         "--recompute-modules", nargs="+", choices=("core_attn", "layernorm", "mlp"), default=None
     )
     group.add_argument(
-        "--cpu-threads", type=_positive, help="torch threads per process; default: cores / ranks"
+        "--cpu-threads", type=positive, help="torch threads per process; default: cores / ranks"
     )
 
 
 def _add_parallel_args(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("parallelism")
-    group.add_argument("--tensor-model-parallel-size", type=_positive, default=1)
-    group.add_argument("--pipeline-model-parallel-size", type=_positive, default=1)
-    group.add_argument("--num-layers-per-virtual-pipeline-stage", type=_positive)
+    group.add_argument("--tensor-model-parallel-size", type=positive, default=1)
+    group.add_argument("--pipeline-model-parallel-size", type=positive, default=1)
+    group.add_argument("--num-layers-per-virtual-pipeline-stage", type=positive)
     group.add_argument("--sequence-parallel", action="store_true")
     group.add_argument("--use-distributed-optimizer", action="store_true")
     group.add_argument("--overlap-grad-reduce", action="store_true")
@@ -217,17 +220,17 @@ def _add_data_args(parser: argparse.ArgumentParser) -> None:
         help="default: HuggingFaceTokenizer with --tokenizer-model, else NullTokenizer",
     )
     group.add_argument("--tokenizer-model", help="a Hugging Face tokenizer.json")
-    group.add_argument("--vocab-size", type=_positive, help="for NullTokenizer; default: 4096")
+    group.add_argument("--vocab-size", type=positive, help="for NullTokenizer; default: 4096")
 
 
 def _add_report_args(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints, validation and reports")
     group.add_argument("--save", type=Path, help="directory for checkpoints")
     group.add_argument("--load", type=Path, help="directory to go on from")
-    group.add_argument("--save-interval", type=_positive, help="default: at the end only")
-    group.add_argument("--eval-interval", type=_positive, default=1000)
+    group.add_argument("--save-interval", type=positive, help="default: at the end only")
+    group.add_argument("--eval-interval", type=positive, default=1000)
     group.add_argument("--eval-iters", type=_count, default=10)
-    group.add_argument("--log-interval", type=_positive, default=10)
+    group.add_argument("--log-interval", type=positive, default=10)
     group.add_argument("--tensorboard-dir", type=Path)
     group.add_argument(
         "--metrics-file", type=Path, help="one JSON object per step; default: in --save"
@@ -391,7 +394,7 @@ def parse_arguments(
         UserError: Values that do not fit together. A malformed flag exits with code 2 at once.
     """
     parser = _Parser(
-        prog=PROGRAM,
+        prog=_program(),
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -27,12 +27,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from .arguments import UserError
-from .model import unwrap
+from .model import Task, unwrap
 from .optimizer import load_optimizer_state, materialize_adam_state
 
 _log = logging.getLogger(__name__)
 _TRACKER_FILE = "latest_checkpointed_iteration.txt"
-# Flags that a checkpoint fixes: with other values its tensors do not fit.
+# Flags that a checkpoint fixes, besides the task's own: with other values its tensors do not fit.
 _FIXED_FLAGS = (
     "num_layers",
     "hidden_size",
@@ -64,9 +64,16 @@ class TrainingState:
     """What a checkpoint holds besides `Progress` and the random generators."""
 
     args: argparse.Namespace
+    task: Task
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+
+    @property
+    def fixed_flags(self) -> dict[str, Any]:
+        """Values of the flags that a checkpoint fixes."""
+        names = (*_FIXED_FLAGS, *self.task.fixed_flags)
+        return {name: getattr(self.args, name) for name in names}
 
 
 def find_checkpoint(directory: Path) -> Path:
@@ -96,7 +103,8 @@ def save_checkpoint(directory: Path, progress: Progress, state: TrainingState) -
     content = _content(state, is_loading=False)
     content["progress"] = vars(progress).copy()
     content["layout"] = _layout()
-    content["flags"] = {name: getattr(state.args, name) for name in _FIXED_FLAGS}
+    content["model"] = state.task.name
+    content["flags"] = state.fixed_flags
     content["random"] = _random_object(_random_state())
     dist_checkpointing.save(content, str(checkpoint))
     dist.barrier()
@@ -118,11 +126,16 @@ def load_checkpoint(directory: Path, state: TrainingState) -> Progress:
     """
     checkpoint = find_checkpoint(directory)
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
-    for name, value in common["flags"].items():
-        if getattr(state.args, name) != value:
+    name = common.get("model", state.task.name)
+    if name != state.task.name:
+        raise UserError(
+            f"--load: {checkpoint} is of {name}, not of {state.task.name}; choose another directory"
+        )
+    for name, value in state.fixed_flags.items():
+        if common["flags"][name] != value:
             raise UserError(
-                f"--load: {checkpoint} was made with {name} = {value}, got "
-                f"{getattr(state.args, name)}; give --{name.replace('_', '-')} as it was"
+                f"--load: {checkpoint} was made with {name} = {common['flags'][name]}, got "
+                f"{value}; give --{name.replace('_', '-')} as it was"
             )
     materialize_adam_state(state.optimizer)
     content = _content(state, is_loading=True)

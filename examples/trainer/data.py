@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From .bin/.idx files to micro-batches, in an order that a resumed run continues exactly.
 
-`check_corpus` runs before training, `build_datasets` once all ranks are up. Core's datasets draw
-one epoch, whatever the length of the run, and `SampleOrder` goes through it as often as needed: so
-the order of samples depends on the seed alone, and a run can be stopped, resumed and prolonged.
+`build_datasets` runs once all ranks are up. Core's datasets draw as many samples as the corpus has,
+whatever the length of the run, and `SampleOrder` goes through them as often as needed: so the order
+of samples depends on the seed alone, and a run can be stopped, resumed and prolonged.
 """
 
 from __future__ import annotations
@@ -11,22 +11,19 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, IndexedDataset
-from megatron.core.datasets.utils import get_blend_from_list
 from torch.utils.data import DataLoader
 
-from .arguments import UserError
+from .corpus import Consumer, blend, num_samples, usable_split
 
 Batch = dict[str, torch.Tensor]
 
 
-class DatasetSource(Protocol):
+class DatasetSource(Consumer, Protocol):
     """The part of a model's task that knows its dataset."""
 
     def dataset_class(self, args: argparse.Namespace) -> type:
@@ -85,126 +82,30 @@ class SampleOrder:
         return torch.randperm(self._num_samples, generator=generator)
 
 
-def check_corpus(args: argparse.Namespace) -> None:
-    """Checks that the corpus is there and holds enough for one sample.
-
-    Raises:
-        UserError: A file is missing, unreadable or empty, or the corpus is too short.
-    """
-    if args.mock_data:
-        return
-    prefixes, _ = _blend(args)
-    for prefix in prefixes:
-        for suffix in (".bin", ".idx"):
-            if not Path(prefix + suffix).is_file():
-                raise UserError(
-                    f"corpus {prefix}{suffix} does not exist; make it with tools/preprocess_data.py"
-                )
-            if Path(prefix + suffix).stat().st_size == 0:
-                raise UserError(f"corpus {prefix}{suffix} is empty; give it some text")
-        # Core's reader fails on a wrong header too, but then again, aloud, when it is collected.
-        with Path(prefix + ".idx").open("rb") as index:
-            if index.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
-                raise UserError(
-                    f"corpus {prefix}.idx is not a Megatron index; make it with "
-                    "tools/preprocess_data.py"
-                )
-        try:
-            num_tokens = int(_sequence_lengths(prefix).sum())
-        except Exception as error:
-            raise UserError(f"corpus {prefix}.idx is damaged: {error}; make it again") from error
-        if num_tokens == 0:
-            raise UserError(f"corpus {prefix} is empty; give it some text")
-        if num_tokens <= args.seq_length:
-            raise UserError(
-                f"corpus {prefix} has {num_tokens} tokens; one sample of --seq-length "
-                f"{args.seq_length} needs {args.seq_length + 1}"
-            )
-    _usable_split(args)
-
-
-def _blend(args: argparse.Namespace) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights of --data-path.
-
-    Raises:
-        UserError: It is neither a list of prefixes nor of weights and prefixes.
-    """
-    try:
-        prefixes, weights = get_blend_from_list(args.data_path)
-    except Exception as error:
-        raise UserError(f"--data-path: {error}; expected PREFIX or WEIGHT PREFIX ...") from error
-    return list(prefixes), weights
-
-
-def _sequence_lengths(prefix: str) -> Any:
-    """Tokens of each document of a corpus.
-
-    A copy: core closes the mapping under the original when the dataset goes, and a later look at
-    it would end the process.
-    """
-    dataset = IndexedDataset(prefix)
-    return dataset.sequence_lengths.copy()
-
-
-def _num_samples(args: argparse.Namespace) -> list[int | None]:
-    """Samples to draw for training, validation and test: one epoch, except for weighted blends."""
-    if args.mock_data or _blend(args)[1] is None:
-        return [None, None, None]
-    evaluations = args.train_iters // args.eval_interval + 1
-    return [
-        args.train_iters * args.global_batch_size,
-        max(1, evaluations * args.eval_iters * args.global_batch_size),
-        1,
-    ]
-
-
-def _usable_split(args: argparse.Namespace) -> str:
-    """--split without the parts that hold no whole sample: core fails on those.
-
-    Core divides a corpus by documents; a small one may leave nothing for validation or test.
-
-    Raises:
-        UserError: The training part has no whole sample.
-    """
-    weights = [float(weight) for weight in args.split.split(",")]
-    if not args.mock_data:
-        lengths = [_sequence_lengths(prefix) for prefix in _blend(args)[0]]
-        while (part := _short_part(weights, lengths, args.seq_length)) is not None:
-            if part == 0:
-                raise UserError(
-                    f"the training part of --split {args.split} holds less than one sample of "
-                    f"{args.seq_length + 1} tokens; give it more text"
-                )
-            weights[part] = 0.0
-    return ",".join(f"{weight:g}" for weight in weights)
-
-
-def _short_part(weights: list[float], lengths: list[Any], seq_length: int) -> int | None:
-    """The last part of the split that is wanted, but too short in one of the corpora."""
-    bounds = [sum(weights[:part]) / sum(weights) for part in range(len(weights) + 1)]
-    for part in reversed(range(len(weights))):
-        for corpus in lengths:
-            begin, end = (round(bounds[part + i] * float(len(corpus))) for i in (0, 1))
-            if weights[part] > 0.0 and int(corpus[begin:end].sum()) <= seq_length:
-                return part
-    return None
-
-
 def build_datasets(args: argparse.Namespace, source: DatasetSource, tokenizer: Any) -> list[Any]:
     """Core's training and validation datasets; None for validation without a whole sample."""
+    split = usable_split(args, source)
     config = source.dataset_config(
         args,
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        blend=None if args.mock_data else _blend(args),
-        split=_usable_split(args),
+        blend=None if args.mock_data else blend(args),
+        split=split,
         path_to_cache=args.data_cache_path,
         tokenizer=tokenizer,
     )
     train, valid, _ = BlendedMegatronDatasetBuilder(
-        source.dataset_class(args), _num_samples(args), lambda: True, config
+        source.dataset_class(args), num_samples(args, source, split), lambda: True, config
     ).build()
     return [train, valid]
+
+
+def next_batch(iterator: Iterator[Batch]) -> Batch:
+    """The next micro-batch, on the GPU where there is one."""
+    batch = next(iterator)
+    if torch.cuda.is_available():
+        return {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
+    return batch
 
 
 def batches(

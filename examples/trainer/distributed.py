@@ -64,26 +64,30 @@ def initialize_distributed(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def share_loss(loss_sum: torch.Tensor | None, num_terms: int, device: torch.device) -> float:
-    """Averages a loss over the data-parallel ranks of the last stage and tells every rank.
+def share_losses(
+    loss_sums: torch.Tensor | None, num_losses: int, num_terms: int, device: torch.device
+) -> list[float]:
+    """Averages losses over the data-parallel ranks of the last stage and tells every rank.
 
     Args:
-        loss_sum: Scalar fp32 sum over this rank's micro-batches; None except on the last stage.
-        num_terms: How many micro-batches it sums.
+        loss_sums: [num_losses] fp32 sums over this rank's micro-batches; None except on the last
+            stage.
+        num_losses: How many there are.
+        num_terms: How many micro-batches each sums.
         device: Where collectives take place.
     """
-    loss = torch.zeros(1, dtype=torch.float32, device=device)
-    if loss_sum is not None:
-        loss += loss_sum.float() / num_terms
-        dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
-        loss /= parallel_state.get_data_parallel_world_size()
+    losses = torch.zeros(num_losses, dtype=torch.float32, device=device)
+    if loss_sums is not None:
+        losses += loss_sums.float() / num_terms
+        dist.all_reduce(losses, group=parallel_state.get_data_parallel_group())
+        losses /= parallel_state.get_data_parallel_world_size()
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         dist.broadcast(
-            loss,
+            losses,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
-    return float(loss.item())
+    return [float(loss) for loss in losses.tolist()]
 
 
 def largest(value: int, device: torch.device) -> int:

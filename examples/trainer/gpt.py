@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT: layer spec, model, dataset and loss. Another architecture is another file like this one."""
+"""GPT: layer spec, model, dataset and loss. Another architecture is another file like
+this one."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -20,41 +19,44 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from .attention import SdpaAttention
-from .data import Batch
-from .model import LossFunction
-
-_log = logging.getLogger(__name__)
+from .arguments import UserError
+from .corpus import Corpus, Supply
+from .data import Batch, next_batch
+from .layers import has_transformer_engine, with_torch_attention
+from .loss import language_model_loss
+from .model import LossFunction, Task
+from .tokenizer import Tokenizer, build_tokenizer
 
 
 def _layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Transformer Engine's layers where it and CUDA are there, else core's with SDPA attention."""
-    if torch.cuda.is_available():
-        if importlib.util.find_spec("transformer_engine") is not None:
-            return get_gpt_layer_with_transformer_engine_spec()
-        _log.info("no Transformer Engine here: core's own layers with torch's attention")
-    spec = get_gpt_layer_local_spec(normalization=config.normalization)
-    spec.submodules.self_attention.submodules.core_attention = SdpaAttention
-    return spec
+    """Transformer Engine's layers if it and CUDA are there, else core's with torch's attention."""
+    if has_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec()
+    return with_torch_attention(get_gpt_layer_local_spec(normalization=config.normalization))
 
 
-def _mean_loss(
-    loss_mask: torch.Tensor, output: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean of the per-token losses [b, s] where the mask is 1."""
-    mask = loss_mask.reshape(-1)
-    loss = (output.float().reshape(-1) * mask).sum() / mask.sum().clamp(min=1)
-    # The schedules divide the loss in place: what is reported is a copy.
-    return loss, {"loss": loss.detach().clone()}
-
-
-class GPT:
+class GPT(Task):
     """The pretraining task of a decoder: predict the next token."""
 
     name = "GPT"
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """GPT has only the flags that all models share."""
+    def build_tokenizer(self, args: argparse.Namespace) -> Tokenizer:
+        """Any tokenizer with an end of document, or none."""
+        return build_tokenizer(args)
+
+    def supply(self, args: argparse.Namespace, corpus: Corpus) -> Supply:
+        """Tokens: a sample is cut out of the documents wherever it begins.
+
+        Raises:
+            UserError: Fewer than one sample has.
+        """
+        num_tokens, needed = int(corpus.lengths.sum()), args.seq_length + 1
+        if num_tokens < needed:
+            raise UserError(
+                f"corpus {corpus.prefix} has {num_tokens} tokens; one sample of --seq-length "
+                f"{args.seq_length} needs {needed}"
+            )
+        return Supply(corpus.lengths, needed)
 
     def dataset_class(self, args: argparse.Namespace) -> type:
         """Core's dataset class."""
@@ -98,8 +100,6 @@ class GPT:
         self, iterator: Iterator[Batch], model: torch.nn.Module
     ) -> tuple[torch.Tensor, LossFunction]:
         """One micro-batch, as megatron-core's schedules call it."""
-        batch = next(iterator)
-        if torch.cuda.is_available():
-            batch = {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
+        batch = next_batch(iterator)
         output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        return output, partial(_mean_loss, batch["loss_mask"])
+        return output, partial(language_model_loss, batch["loss_mask"])

@@ -33,11 +33,14 @@ class StepRecord:
     peak_activation_bytes_rank0: int  # of the first rank, on the first pipeline stage
     learning_rate: float
     offload: dict[str, Any] = field(default_factory=dict)  # of rank 0
+    losses: dict[str, float] = field(default_factory=dict)  # the loss's parts, where it has some
     model: str | None = None  # digest of all weights; in the last step of a run only
 
     def to_json(self) -> str:
         """One line; floats keep every bit."""
         values = asdict(self)
+        if not self.losses:
+            del values["losses"]
         if self.model is None:
             del values["model"]
         return json.dumps(values)
@@ -150,8 +153,9 @@ class Reporter:
             print(offload_summary, flush=True)
 
     def _describe(self, record: StepRecord) -> str:
+        shares = ", ".join(f"{name} {value:.4f}" for name, value in record.losses.items())
         parts = [
-            f"loss {record.loss:.4f}",
+            f"loss {record.loss:.4f}" + (f" ({shares})" if shares else ""),
             f"{record.step_time_s:.3f} s/step",
             f"{record.tokens_per_s:,.0f} tokens/s",
             f"peak {record.peak_activation_bytes / _MIB:,.0f} MiB",
@@ -163,9 +167,11 @@ class Reporter:
     @staticmethod
     def _scalars(record: StepRecord) -> dict[str, float]:
         values = asdict(record)
-        offload = values.pop("offload")
+        groups = {name: values.pop(name) for name in ("offload", "losses")}
         del values["step"], values["model"]
-        return values | {f"offload/{name}": value for name, value in offload.items()}
+        return values | {
+            f"{group}/{name}": value for group in groups for name, value in groups[group].items()
+        }
 
     def _summary(self) -> str:
         records = self._records

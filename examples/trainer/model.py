@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From flags to model chunks: TransformerConfig, precision and DistributedDataParallel.
 
-What the model is comes from a `Task` (`gpt.py`); how it is wrapped for parallel training is here.
+What the model is comes from a `Task` (`gpt.py`, `bert.py`, `t5.py`); how it is wrapped for parallel
+training is here.
 """
 
 from __future__ import annotations
@@ -23,18 +24,61 @@ from megatron.core.distributed import (
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from .data import Batch, DatasetSource
+from megatron.offload.integration.megatron.estimate import activation_bytes
 
-LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+from .data import Batch, DatasetSource
+from .tokenizer import Tokenizer
+
+LossFunction = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 class Task(DatasetSource, Protocol):
-    """A model and how it is trained; one per architecture."""
+    """A model and how it is trained; one per architecture.
+
+    Attributes:
+        name: What people call it.
+        fixed_flags: Flags of this model alone that a checkpoint fixes.
+    """
 
     name: str
+    fixed_flags: tuple[str, ...] = ()
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds the flags that only this model has."""
+        return None
+
+    def check_arguments(self, args: argparse.Namespace) -> None:
+        """Fills in defaults of these flags and checks what this model cannot do.
+
+        Raises:
+            UserError: It is asked for.
+        """
+        return None
+
+    def build_tokenizer(self, args: argparse.Namespace) -> Tokenizer:
+        """The tokenizer that the flags name.
+
+        Raises:
+            UserError: It cannot be read or lacks what this model needs.
+        """
+
+    def transformer_config(self, args: argparse.Namespace) -> TransformerConfig:
+        """The configuration that the schedules and the last layers read."""
+        return transformer_config(args)
+
+    def activation_bytes(self, args: argparse.Namespace, config: TransformerConfig) -> int:
+        """Most bytes of activations on one rank, for the reservation on the SSD."""
+        return activation_bytes(
+            config, args.seq_length, args.micro_batch_size, args.num_microbatches
+        )
+
+    def tokens_per_sample(self, args: argparse.Namespace) -> int:
+        """Tokens that the layers see of one sample, padding included."""
+        return int(args.seq_length)
+
+    def loss_names(self, args: argparse.Namespace) -> tuple[str, ...]:
+        """What the loss function reports: "loss" first, then its parts."""
+        return ("loss",)
 
     def build_model(
         self,
@@ -53,8 +97,10 @@ class Task(DatasetSource, Protocol):
         """One micro-batch, as megatron-core's schedules call it."""
 
 
-def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    """The configuration that every layer reads."""
+def transformer_config(
+    args: argparse.Namespace, num_layers: int | None = None
+) -> TransformerConfig:
+    """The configuration that every layer reads; `num_layers` is --num-layers by default."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     cuda = torch.cuda.is_available()
     interleaved = args.virtual_pipeline_model_parallel_size is not None
@@ -65,7 +111,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     if interleaved:
         optional["microbatch_group_size_per_vp_stage"] = args.pipeline_model_parallel_size
     return TransformerConfig(
-        num_layers=args.num_layers,
+        num_layers=num_layers or args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads,

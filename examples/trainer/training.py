@@ -22,16 +22,16 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import OffloadError
 from megatron.offload.integration.megatron import arguments as offload_arguments
 from megatron.offload.integration.megatron import check, cpu_runtime, install
-from megatron.offload.integration.megatron.estimate import activation_bytes
 from megatron.offload.report.memory import PeakMemory
 from megatron.offload.storage.device import open_device
 
 from . import checkpointing, distributed, model, optimizer
 from .arguments import UserError, fail, parse_arguments
 from .checkpointing import Progress, TrainingState
-from .data import Batch, batches, build_datasets, check_corpus
+from .corpus import check_corpus
+from .data import Batch, batches, build_datasets
 from .metrics import Reporter, StepRecord
-from .tokenizer import Tokenizer, build_tokenizer
+from .tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -48,19 +48,18 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
             (task.add_arguments, offload_arguments.add_offload_arguments),
         )
         offload_config = offload_arguments.config_from_args(args)
-        settings = model.transformer_config(args)
-        reserve_bytes = activation_bytes(
-            settings, args.seq_length, args.micro_batch_size, args.num_microbatches
-        )
+        task.check_arguments(args)
+        settings = task.transformer_config(args)
+        reserve_bytes = task.activation_bytes(args, settings)
         check(
             offload_config,
             settings,
             reserve_bytes=reserve_bytes,
             num_local_ranks=args.local_world_size,
         )
-        check_corpus(args)
+        check_corpus(args, task)
         checkpointing.check_load(args)
-        tokenizer = build_tokenizer(args)
+        tokenizer = task.build_tokenizer(args)
     except (UserError, OffloadError, ValueError) as error:
         fail(str(error))
     if args.validate_only:
@@ -136,7 +135,7 @@ class _Run:
         )
 
     def _state(self) -> TrainingState:
-        return TrainingState(self.args, self.chunks, self.optimizer, self.scheduler)
+        return TrainingState(self.args, self.task, self.chunks, self.optimizer, self.scheduler)
 
     def _streams(self, dataset: Any, consumed_samples: int) -> Any:
         """What the schedule reads from: one stream, or one per virtual stage."""
@@ -191,45 +190,53 @@ class _Run:
         self.peak.begin_step()
         begin = time.perf_counter()
         with self.offload.step():
-            losses = self._forward_backward(streams, args.num_microbatches, forward_only=False)
+            loss_sums = self._forward_backward(streams, forward_only=False)
         peak_bytes = self.peak.end_step()
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=args.global_batch_size)
-        loss = distributed.share_loss(*losses, self.device)
+        losses = self._share(loss_sums)
         step_time_s = time.perf_counter() - begin
         self.progress.iteration += 1
         self.progress.consumed_samples += args.global_batch_size
         return StepRecord(
             step=self.progress.iteration,
-            loss=loss,
+            loss=losses.pop("loss"),
+            losses=losses,
             grad_norm=float(grad_norm),
             step_time_s=step_time_s,
-            tokens_per_s=args.global_batch_size * args.seq_length / step_time_s,
+            tokens_per_s=args.global_batch_size * self.task.tokens_per_sample(args) / step_time_s,
             peak_activation_bytes=distributed.largest(peak_bytes, self.device),
             peak_activation_bytes_rank0=peak_bytes,
             learning_rate=learning_rate,
             offload=dict(self.offload.statistics),
         )
 
-    def _forward_backward(
-        self, streams: Any, num_microbatches: int, forward_only: bool
-    ) -> tuple[torch.Tensor | None, int]:
+    def _forward_backward(self, streams: Any, forward_only: bool) -> torch.Tensor | None:
         """Runs the pipeline schedule.
 
         Returns:
-            Sum of the micro-batches' losses (None except on the last stage), and their number.
+            Sums over the micro-batches, one per name of a loss; None except on the last stage.
         """
         reports = self.forward_backward(
             forward_step_func=self.task.forward_step,
             data_iterator=streams,
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=num_microbatches,
+            num_microbatches=self.args.num_microbatches,
             seq_length=self.args.seq_length,
             micro_batch_size=self.args.micro_batch_size,
             forward_only=forward_only,
         )
-        losses = [report["loss"] for report in reports]
-        return (torch.stack(losses).sum() if losses else None), num_microbatches
+        names = self.task.loss_names(self.args)
+        losses = [torch.stack([report[name] for name in names]) for report in reports]
+        return torch.stack(losses).sum(dim=0) if losses else None
+
+    def _share(self, loss_sums: torch.Tensor | None) -> dict[str, float]:
+        """Means over the global batch, by name, on every rank."""
+        names = self.task.loss_names(self.args)
+        means = distributed.share_losses(
+            loss_sums, len(names), self.args.num_microbatches, self.device
+        )
+        return dict(zip(names, means, strict=True))
 
     # -------------------------------------------------------------- between steps
 
@@ -244,10 +251,8 @@ class _Run:
         total = 0.0
         with torch.no_grad():
             for _ in range(self.args.eval_iters):
-                losses = self._forward_backward(
-                    streams, self.args.num_microbatches, forward_only=True
-                )
-                total += distributed.share_loss(*losses, self.device)
+                loss_sums = self._forward_backward(streams, forward_only=True)
+                total += self._share(loss_sums)["loss"]
         for chunk in self.chunks:
             chunk.train()
         return total / self.args.eval_iters

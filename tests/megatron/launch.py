@@ -27,14 +27,14 @@ from typing import Any
 from fork_server import ForkedProcess, ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
+SCRIPTS = {name: ROOT / "examples" / f"pretrain_{name}.py" for name in ("gpt", "bert", "t5")}
 
 # Small enough that starting Python is the longest part of a test.
-TINY = (
-    "--hidden-size 64 --num-layers 4 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "
-    "--mock-data --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --eval-iters 0 "
-    "--cpu-threads 1"
+TINY_LAYERS = (
+    "--hidden-size 64 --num-layers 4 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --eval-iters 0 --cpu-threads 1"
 )
+TINY = f"{TINY_LAYERS} --vocab-size 256 --mock-data"
 
 _POLL_S = 0.05
 _GRACE_S = 3.0
@@ -64,6 +64,7 @@ class Run:
 
     Args:
         lines: Command line of the script; each is split at spaces, later flags override.
+        model: Which script, a key of `SCRIPTS`.
         world_size: Number of ranks.
         timeout_s: All ranks are killed after this time.
         environment: Added to the environment of every rank.
@@ -73,12 +74,14 @@ class Run:
     def __init__(
         self,
         *lines: str,
+        model: str = "gpt",
         world_size: int = 1,
         timeout_s: float = 60.0,
         environment: dict[str, str] | None = None,
         fresh: bool = False,
     ) -> None:
         flags = [flag for line in lines for flag in shlex.split(line)]
+        self._script = SCRIPTS[model]
         self._directory = tempfile.TemporaryDirectory(prefix="trainer-test-")
         self.metrics_path = Path(self._directory.name) / "metrics.jsonl"
         if "--metrics-file" in flags:
@@ -100,7 +103,7 @@ class Run:
     def _start(
         self, flags: list[str], rank: int, added: dict[str, str], fresh: bool
     ) -> ForkedProcess | subprocess.Popen[bytes]:
-        argv, environment = [str(SCRIPT), *flags], rank_environment(added)
+        argv, environment = [str(self._script), *flags], rank_environment(added)
         with (
             self._path(rank, "out").open("wb") as output,
             self._path(rank, "err").open("wb") as errors,
@@ -185,6 +188,7 @@ class Run:
 
 def run_trainer(
     *lines: str,
+    model: str = "gpt",
     world_size: int = 1,
     timeout_s: float = 60.0,
     environment: dict[str, str] | None = None,
@@ -192,16 +196,28 @@ def run_trainer(
 ) -> Outcome:
     """Runs the trainer to its end, whatever that is; see `Run`."""
     with Run(
-        *lines, world_size=world_size, timeout_s=timeout_s, environment=environment, fresh=fresh
+        *lines,
+        model=model,
+        world_size=world_size,
+        timeout_s=timeout_s,
+        environment=environment,
+        fresh=fresh,
     ) as run:
         return run.wait()
 
 
 def train(
-    *lines: str, world_size: int = 1, timeout_s: float = 60.0, fresh: bool = False
+    *lines: str,
+    tiny: str = TINY,
+    model: str = "gpt",
+    world_size: int = 1,
+    timeout_s: float = 60.0,
+    fresh: bool = False,
 ) -> Outcome:
-    """Trains the tiny model; later flags override. Fails unless every rank ends well."""
-    outcome = run_trainer(TINY, *lines, world_size=world_size, timeout_s=timeout_s, fresh=fresh)
+    """Trains a tiny model; later flags override. Fails unless every rank ends well."""
+    outcome = run_trainer(
+        tiny, *lines, model=model, world_size=world_size, timeout_s=timeout_s, fresh=fresh
+    )
     assert outcome.exit_codes == [0] * world_size, outcome.output
     return outcome
 
@@ -222,8 +238,8 @@ def rank_environment(added: dict[str, str]) -> dict[str, str]:
 @functools.cache
 def server() -> ForkServer:
     """The one fork server of this pytest session; it starts with the first launch."""
-    modules = ("trainer.gpt", "trainer.training")  # as the script imports them
-    started = ForkServer(SCRIPT, modules, rank_environment({}))
+    modules = ("trainer.gpt", "trainer.bert", "trainer.t5", "trainer.training")
+    started = ForkServer(SCRIPTS["gpt"], modules, rank_environment({}))
     atexit.register(started.close)
     return started
 
