@@ -30,7 +30,7 @@ TEXT
     MODEL_FLAGS=(
         --num-layers 12 --hidden-size 512 --num-attention-heads 8
         --seq-length 256 --micro-batch-size 8
-        --lr 6e-4 --weight-decay 0.01
+        --lr 3e-4 --weight-decay 0.01
     )
 }
 launch "$@"

@@ -19,6 +19,7 @@ from .model import Task
 
 # Core's compiled `build_mapping` leaves out documents that have a longer sentence among several.
 _LONGEST_SENTENCE = 512
+_SHORTEST = 8  # for special tokens and a little text; of almost none core's code divides by zero
 # A dataset repeats its masks in every epoch. So core is asked for several samples per document,
 # each with other words hidden; BERT's authors hid them in ten ways (arXiv 1907.11692, section 4.1).
 _SAMPLES_PER_DOCUMENT = 10
@@ -48,6 +49,8 @@ class MaskedTask(Task):
                 f"{self.name} has no mock data; give --data-path PREFIX, "
                 "made with tools/preprocess_data.py --split-sentences"
             )
+        if args.seq_length < _SHORTEST:
+            raise UserError(f"--seq-length must be at least {_SHORTEST}, got {args.seq_length}")
         if not 0.0 < args.mask_prob < 1.0:
             raise UserError(f"--mask-prob must be above 0 and below 1, got {args.mask_prob}")
         if args.rotary_base != 10000:
@@ -82,7 +85,7 @@ class MaskedTask(Task):
         usable &= num_sentences >= self.least_sentences(args)
         if not usable.any():
             raise UserError(
-                f"every document of corpus {corpus.prefix} has a sentence of more than "
+                f"corpus {corpus.prefix}: every document of several sentences has one of more than "
                 f"{_LONGEST_SENTENCE} tokens, which megatron-core leaves out; {made_with}"
             )
         return Supply(usable.astype("int64"), 1, _SAMPLES_PER_DOCUMENT)

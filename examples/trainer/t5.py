@@ -224,8 +224,9 @@ def _attention_masks(batch: Batch) -> tuple[Any, Any, Any]:
 def _most_hidden(args: argparse.Namespace) -> tuple[int, int]:
     """Most tokens that core's dataset hides in a sample, and most gaps that they make.
 
-    The first is a bound. Gaps have four words on average (a geometric distribution, cut at ten), so
-    that one gap per two tokens and some more is never met.
+    The first is a bound. A gap has a geometrically distributed number of words, ten at most. Of
+    some 7000 samples of the quickstart's corpus the worst had 7 gaps for 9 hidden tokens, 20 for 38
+    and 50 for 153: half as many gaps as tokens and eight more are beyond all of these.
     """
     num_hidden = max(1, int(args.mask_prob * args.seq_length))
     return num_hidden, min(num_hidden, num_hidden // 2 + 8)

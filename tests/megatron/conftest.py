@@ -57,6 +57,7 @@ def tiny(prose: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
         flags[model] = (
             f"{TINY_LAYERS} --data-path {folder}/corpus_text_sentence --split 80,20,0"
             f" --tokenizer-model {folder}/tokenizer.json --make-vocab-size-divisible-by 512"
+            " --global-batch-size 2"
         )
     flags["t5"] += " --num-layers 2 --decoder-seq-length 16"
     return flags

@@ -53,6 +53,7 @@ def test_valid_flags(model: str, tiny: dict[str, str], monkeypatch: pytest.Monke
         ("t5", "--seq-length 512 --decoder-seq-length 256", 1, "has 16 sentinels; "),
         ("t5", "--mask-prob 1.0", 1, "--mask-prob must be above 0 and below 1"),
         ("bert", "--mask-prob 1.5", 1, "expected a fraction in [0, 1], got '1.5'"),
+        ("bert", "--seq-length 4", 1, "--seq-length must be at least 8, got 4"),
         ("bert", "--rotary-base 500", 1, "leave out --rotary-base"),
         ("bert", "--decoder-seq-length 8", 1, "unrecognized arguments: --decoder-seq-length"),
         ("bert", "--pipeline-model-parallel-size 2 --num-layers 5", 2, "--num-layers (5)"),
@@ -86,7 +87,7 @@ def test_there_is_no_mock_data(
     ("documents", "expected"),
     [
         ([[40], [40], [40]], "has no document of several sentences"),
-        ([[40, 513], [600, 2]], "has a sentence of more than 512 tokens"),
+        ([[40, 513], [600, 2]], "has one of more than 512 tokens"),
         # The four documents for training are the ones that no sample can be made of.
         ([[40, 513]] * 4 + [[40, 40]], "the training part of --split 80,20,0 holds less"),
     ],
