@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from launch import Outcome, run_trainer, train
+from trainer.arguments import parse_arguments
+from trainer.t5 import T5
 
 MODELS = ("bert", "t5")
 DP2 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -114,35 +116,57 @@ def validations(outcome: Outcome) -> list[str]:
 # ------------------------------------------------------------------ nothing moves twice
 
 
+ADDED_TOKENS, MICRO_BATCH = 64, 2
+
+
+@pytest.fixture(scope="module")
+def steps_of_t5(
+    tiny: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[int, int], tuple[str, dict[str, int]]]:
+    """By decoder layers and length of the encoder's text: flags, and what one step moved."""
+    directory = tmp_path_factory.mktemp("offload")
+    steps = {}
+    for layers in (1, 3):
+        for length in (64, 64 + ADDED_TOKENS):
+            flags = (
+                f"--train-iters 1 --decoder-num-layers {layers} --seq-length {length}"
+                f" --decoder-seq-length 64 --micro-batch-size {MICRO_BATCH}"
+                " --max-position-embeddings 128 --mask-prob 0.05"
+            )
+            outcome = train(ssd(directory), flags, tiny=tiny["t5"], model="t5")
+            steps[layers, length] = f"{tiny['t5']} {flags}", outcome.values("offload")[0]
+    return steps
+
+
 def test_the_encoder_output_that_every_decoder_layer_saves_moves_once(
-    tiny: dict[str, str], tmp_path: Path
+    steps_of_t5: dict[tuple[int, int], tuple[str, dict[str, int]]],
 ) -> None:
     """What a longer encoder text adds to a step, per decoder layer, exactly.
 
     A decoder layer's own part is the projection of the encoder's output, one storage of keys and
     values. Saved besides are the other half of that storage and the encoder's output: duplicates.
     """
-    added_tokens, hidden, micro_batch, element = 64, 64, 2, 4
-    output_bytes = added_tokens * hidden * micro_batch * element
-    counts = {}
-    for layers in (1, 3):
-        for length in (64, 64 + added_tokens):
-            outcome = train(
-                ssd(tmp_path),
-                f"--train-iters 1 --decoder-num-layers {layers} --seq-length {length}"
-                f" --decoder-seq-length 64 --micro-batch-size {micro_batch}"
-                " --max-position-embeddings 128 --mask-prob 0.05",
-                tiny=tiny["t5"],
-                model="t5",
-            )
-            (counts[layers, length],) = outcome.values("offload")
+    hidden, element = 64, 4
+    output_bytes = ADDED_TOKENS * hidden * MICRO_BATCH * element
 
     def added(name: str, layers: int) -> int:
-        return int(counts[layers, 64 + added_tokens][name] - counts[layers, 64][name])
+        short, long = (steps_of_t5[layers, length][1] for length in (64, 64 + ADDED_TOKENS))
+        return long[name] - short[name]
 
     for name, outputs in (("offloaded_bytes", 2), ("deduplicated_bytes", 1 + 2)):
         assert added(name, layers=3) - added(name, layers=1) == 2 * outputs * output_bytes, name
-    assert all(step["kept_bytes"] == 0 for step in counts.values())
+    assert all(moved["kept_bytes"] == 0 for _, moved in steps_of_t5.values())
+
+
+def test_what_t5_reserves_is_little_more_than_it_moves(
+    steps_of_t5: dict[tuple[int, int], tuple[str, dict[str, int]]],
+) -> None:
+    task = T5()
+    for flags, moved in steps_of_t5.values():
+        args = parse_arguments("", flags.split(), (task.add_arguments,))
+        task.check_arguments(args)
+        reserved = task.activation_bytes(args, task.transformer_config(args))
+        assert moved["offloaded_bytes"] <= reserved <= 1.3 * moved["offloaded_bytes"]
 
 
 # ------------------------------------------------------------------ layouts
