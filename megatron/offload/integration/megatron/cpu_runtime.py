@@ -259,33 +259,23 @@ def _table() -> Iterable[Redirection]:
 # ------------------------------------------------------------------ on and off
 
 
-class _Runtime:
-    """What is redirected at present, and how to put it back."""
-
-    def __init__(self) -> None:
-        self._undo = contextlib.ExitStack()
-        with contextlib.ExitStack() as undo:
-            for redirection in list(_table()):
-                owner = redirection.resolve_owner()
-                before = inspect.getattr_static(owner, redirection.name, _MISSING)
-                setattr(owner, redirection.name, redirection.replacement)
-                undo.callback(self._restore, owner, redirection.name, before)
-            undo.enter_context(_CudaMeansCpu())
-            self._undo = undo.pop_all()
-
-    @staticmethod
-    def _restore(owner: Any, name: str, before: Any) -> None:
-        if before is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-    def close(self) -> None:
-        """Puts every symbol back, last first."""
-        self._undo.close()
+_undo = contextlib.ExitStack()  # of what is redirected at present
+_active = False
 
 
-_active: _Runtime | None = None
+def _redirect(redirections: Iterable[Redirection], undo: contextlib.ExitStack) -> None:
+    for redirection in list(redirections):
+        owner = redirection.resolve_owner()
+        before = inspect.getattr_static(owner, redirection.name, _MISSING)
+        setattr(owner, redirection.name, redirection.replacement)
+        undo.callback(_restore, owner, redirection.name, before)
+
+
+def _restore(owner: Any, name: str, before: Any) -> None:
+    if before is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
 
 
 def activate() -> bool:
@@ -299,20 +289,34 @@ def activate() -> bool:
     global _active
     if torch.cuda.is_available():
         return False
-    if _active is None:
-        _active = _Runtime()
+    if not _active:
+        with contextlib.ExitStack() as undo:
+            _redirect(_table(), undo)
+            undo.enter_context(_CudaMeansCpu())
+            _undo.push(undo.pop_all())
+        _active = True
         _log.info("CPU runtime on: no CUDA here, megatron-core's CUDA calls go to the CPU")
     return True
 
 
+def redirect(redirections: Iterable[Redirection]) -> None:
+    """Redirects more, for a program that asks for more than megatron-core does.
+
+    The runtime must be on; `deactivate` puts these back as well.
+    """
+    assert _active, "the CPU runtime is off"
+    with contextlib.ExitStack() as undo:
+        _redirect(redirections, undo)
+        _undo.push(undo.pop_all())
+
+
 def is_active() -> bool:
     """Whether CUDA calls are redirected at present."""
-    return _active is not None
+    return _active
 
 
 def deactivate() -> None:
     """Puts every redirected symbol back. Nothing happens when the runtime is off."""
     global _active
-    if _active is not None:
-        runtime, _active = _active, None
-        runtime.close()
+    _active = False
+    _undo.close()
