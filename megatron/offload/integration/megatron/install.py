@@ -28,7 +28,8 @@ from megatron.offload.storage.open import check_tiers
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_VERSIONS = ("0.16.1",)
+# The last one is what `pip install megatron-offload[megatron]` brings.
+SUPPORTED_VERSIONS = ("0.19.1", "0.16.1")
 
 # Settings of TransformerConfig that place activations themselves or run layers past our hooks.
 _REFUSED_SETTINGS = {
@@ -43,6 +44,7 @@ _REFUSED_SETTINGS = {
     "enable_cuda_graph": "a captured graph has fixed addresses; drop --enable-cuda-graph",
     "external_cuda_graph": "a captured graph has fixed addresses; drop --external-cuda-graph",
     "hybrid_context_parallel": "drop --hybrid-context-parallel",
+    "moe_paged_stash": "both would move the same activations; drop --moe-paged-stash",
 }
 
 
@@ -201,12 +203,13 @@ def check_version() -> None:
     """Raises ConfigurationError if the hooks are not known to fit the imported megatron-core."""
     import megatron.core
 
-    # Not the installed wheel's metadata: a checkout on PYTHONPATH wins over the wheel.
+    # Not the installed wheel's metadata: a checkout on PYTHONPATH wins over the wheel. Its version
+    # may name its commit as well: 0.19.1+5be9626709.
     version = megatron.core.__version__
-    if version not in SUPPORTED_VERSIONS:
+    if version.partition("+")[0] not in SUPPORTED_VERSIONS:
         raise ConfigurationError(
             f"megatron-core {version} is not supported, only {', '.join(SUPPORTED_VERSIONS)}; "
-            f"pip install megatron-core=={SUPPORTED_VERSIONS[-1]}"
+            f"pip install megatron-core=={SUPPORTED_VERSIONS[-1]}, or use such a checkout"
         )
 
 
@@ -215,6 +218,12 @@ def check_settings(settings: Any) -> None:
     for name, advice in _REFUSED_SETTINGS.items():
         if getattr(settings, name, False):
             raise ConfigurationError(f"{name} cannot be combined with offload: {advice}")
+    graphs = getattr(settings, "cuda_graph_impl", None) or "none"
+    if graphs != "none":
+        raise ConfigurationError(
+            f"cuda_graph_impl {graphs} cannot be combined with offload: a captured graph has fixed "
+            "addresses; drop --cuda-graph-impl"
+        )
     if getattr(settings, "recompute_granularity", None) == "full":
         raise ConfigurationError(
             "--recompute-granularity full leaves no activations to offload; drop one of the two "
