@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation offload in an unmodified training script of Megatron-LM: `TrainingScript`.
+
+`megatron/offload/launch.py` connects it, runs the script and closes it. It wraps the few functions
+that every `pretrain_*.py` goes through (`SEAMS`), calls `check`, `install` and `step` as a trainer
+does, and shows the counters in the script's own log. It copies nothing of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.offload.config import OffloadConfig, format_size
+from megatron.offload.errors import ConfigurationError, OffloadError
+from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
+from megatron.offload.integration.megatron.arguments import (
+    add_offload_arguments,
+    config_from_args,
+)
+from megatron.offload.integration.megatron.estimate import activation_bytes
+from megatron.offload.integration.megatron.install import MegatronOffload, check, install
+from megatron.offload.integration.megatron.seam import Seam
+from megatron.offload.report.memory import PeakMemory
+from megatron.offload.storage.device import open_device
+
+logger = logging.getLogger(__name__)
+
+_ARGUMENTS, _TRAINING = "megatron.training.arguments", "megatron.training.training"
+_GLOBALS = "megatron.training.global_vars"
+
+_ADD_FLAGS = Seam(_ARGUMENTS, "add_megatron_arguments", ("parser",))
+_SETUP = Seam(_TRAINING, "setup_model_and_optimizer", ("model_type", "checkpointing_context"))
+_STEP = Seam(_TRAINING, "train_step", ("model", "optimizer", "forward_backward_func"))
+_LOG = Seam(_TRAINING, "training_log", ("loss_dict", "iteration", "is_first_iteration"))
+_PRINT = Seam(_TRAINING, "print_rank_last", ("message",))
+_GET_FLAGS = Seam(_GLOBALS, "get_args", ())
+_GET_TENSORBOARD = Seam(_GLOBALS, "get_tensorboard_writer", ())
+_GET_WANDB = Seam(_GLOBALS, "get_wandb_writer", ())
+_MODEL_SETTINGS = Seam(_ARGUMENTS, "core_transformer_config_from_args", ("args",))
+
+# Everything of Megatron-LM that is wrapped (the first five) or called.
+SEAMS = (
+    _ADD_FLAGS,
+    _SETUP,
+    _STEP,
+    _LOG,
+    _PRINT,
+    _GET_FLAGS,
+    _GET_TENSORBOARD,
+    _GET_WANDB,
+    _MODEL_SETTINGS,
+)
+
+# Flags of Megatron-LM that change what `install` hooks: the value that works, and why no other.
+_UNTRIED = "it has not been tried"
+_FLAGS = {
+    "use_legacy_models": (False, "its layers are not megatron-core's"),
+    "use_megatron_fsdp": (False, _UNTRIED),
+    "use_torch_fsdp2": (False, _UNTRIED),
+    "inprocess_restart": (False, _UNTRIED),
+    "perform_rl_step": (False, _UNTRIED),
+    "gtp_weight_remat_size": (1, _UNTRIED),
+}
+
+
+class TrainingScript:
+    """One run of a training script; connected, it does what the script's flags ask for."""
+
+    def __init__(self) -> None:
+        self._restore: list[Callable[[], None]] = []
+        self._offload: MegatronOffload | None = None
+        self._peak: PeakMemory | None = None
+        self._device = torch.device("cpu")
+        self._peak_bytes = 0
+        self._addition = ""  # to the line that Megatron-LM logs next
+
+    # -------------------------------------------------------------- on and off
+
+    def connect(self) -> None:
+        """Wraps Megatron-LM's functions. Call it before the script runs.
+
+        Raises:
+            ConfigurationError: one of them is not as it is known here; nothing was touched then.
+        """
+        for seam in SEAMS:
+            seam.find()
+        for seam, wrap in (
+            (_ADD_FLAGS, self._wrap_add_flags),
+            (_SETUP, self._wrap_setup),
+            (_STEP, self._wrap_step),
+            (_LOG, self._wrap_log),
+            (_PRINT, self._wrap_print),
+        ):
+            original = seam.find()
+            self._restore.append(seam.replace(functools.wraps(original)(wrap(original))))
+
+    def summary(self) -> str:
+        """A few lines for the end of the run; empty without offload or without a step."""
+        return self._offload.summary() if self._offload is not None else ""
+
+    def close(self) -> None:
+        """Ends offload, gives memory and disk space back, restores Megatron-LM's functions."""
+        while self._restore:
+            self._restore.pop()()
+        if self._offload is not None:
+            self._offload.close()
+
+    # -------------------------------------------------------------- what is wrapped
+
+    def _wrap_add_flags(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser = add_offload_arguments(original(parser))
+            if cpu_runtime.is_active():
+                cpu_training_script.set_defaults(parser)
+            return parser
+
+        return add_megatron_arguments
+
+    def _wrap_setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            flags = _GET_FLAGS.find()()
+            num_local_ranks = _num_local_ranks()
+            request = _on_all_ranks(lambda: _checked_request(flags, num_local_ranks))
+            result = original(*args, **kwargs)
+            if cpu_runtime.is_active():
+                cpu_training_script.keep_sent_tensors(result[0])
+            if not flags.skip_train:
+                _on_all_ranks(lambda: self._install(request, result[0]))
+            return result
+
+        return setup_model_and_optimizer
+
+    def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(*args, **kwargs)
+            # Around the schedule alone: what the optimizer does is no part of activations' peak.
+            schedule = call.arguments["forward_backward_func"]
+            call.arguments["forward_backward_func"] = functools.partial(self._step, schedule)
+            return original(*call.args, **call.kwargs)
+
+        return train_step
+
+    def _wrap_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+            figures = self._largest_figures()
+            self._addition = _describe(figures)
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._addition = ""
+            _write_scalars(figures, iteration)
+            return result
+
+        return training_log
+
+    def _wrap_print(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def print_rank_last(message: str) -> Any:
+            addition, self._addition = self._addition, ""
+            return original(f"{message}{addition}")
+
+        return print_rank_last
+
+    # -------------------------------------------------------------- what they do
+
+    def _install(self, request: _Request, model_chunks: Sequence[torch.nn.Module]) -> None:
+        self._device = next(model_chunks[0].parameters()).device
+        if self._device.type == "cpu":
+            # Megatron-LM logs a GPU's memory itself, from counters that we leave alone.
+            self._peak = PeakMemory(open_device(self._device))
+        if request.config.enabled:
+            _check_blocks(model_chunks)
+        self._offload = install(
+            request.config,
+            model_chunks,
+            reserve_bytes=request.reserve_bytes,
+            num_local_ranks=request.num_local_ranks,
+        )
+
+    def _step(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._offload is not None, "train_step before setup_model_and_optimizer"
+        if self._peak is not None:
+            self._peak.begin_step()
+        with self._offload.step():
+            result = schedule(*args, **kwargs)
+        if self._peak is not None:
+            self._peak_bytes = self._peak.end_step()
+        return result
+
+    def _largest_figures(self) -> dict[str, float]:
+        """The last step's counters; of each the largest value of all ranks. Called by all ranks."""
+        assert self._offload is not None, "training_log before setup_model_and_optimizer"
+        figures: dict[str, float] = dict(self._offload.statistics)
+        if self._peak is not None:
+            figures["peak_activation_bytes"] = self._peak_bytes
+        if not figures:
+            return {}
+        values = torch.tensor(list(figures.values()), dtype=torch.float64, device=self._device)
+        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+        return dict(zip(figures, values.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the flags ask for."""
+
+    config: OffloadConfig
+    reserve_bytes: int
+    num_local_ranks: int
+
+
+def _checked_request(flags: argparse.Namespace, num_local_ranks: int) -> _Request:
+    """Reads our flags and checks them against Megatron-LM's, before a model is built.
+
+    Raises:
+        ConfigurationError: they do not fit together, or cannot work here.
+    """
+    if not hasattr(flags, "activation_offload"):
+        raise ConfigurationError(
+            "the flags have lost --activation-offload on their way, as with --yaml-cfg, which "
+            "replaces all of them; give the model as flags"
+        )
+    config = config_from_args(flags)
+    # Checkpoints hold the flags, and are to be read where this package is not installed.
+    flags.activation_offload_dir = ",".join(map(str, config.directories))
+    if not config.enabled:
+        return _Request(config, 0, num_local_ranks)
+    for name, (works, reason) in _FLAGS.items():
+        if getattr(flags, name, works) != works:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigurationError(f"{flag} cannot be combined with offload: {reason}; drop it")
+    settings = _MODEL_SETTINGS.find()(flags)
+    samples = flags.micro_batch_size * flags.data_parallel_size
+    reserve_bytes = activation_bytes(
+        settings,
+        flags.seq_length,
+        flags.micro_batch_size,
+        max(1, flags.global_batch_size // samples),
+    )
+    check(config, settings, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
+    return _Request(config, reserve_bytes, num_local_ranks)
+
+
+def _check_blocks(model_chunks: Sequence[torch.nn.Module]) -> None:
+    """Raises ConfigurationError for a model without a block of transformer layers."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    modules = [module for chunk in model_chunks for module in chunk.modules()]
+    if not any(isinstance(module, TransformerBlock) for module in modules):
+        raise ConfigurationError(
+            f"{type(modules[-1]).__name__} and its kind are not offloaded: the model has no "
+            "TransformerBlock of megatron-core; use --activation-offload off"
+        )
+
+
+# ------------------------------------------------------------------ ranks
+
+
+def _num_local_ranks() -> int:
+    """How many ranks share this machine. Called by all ranks."""
+    names: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(names, socket.gethostname())
+    return names.count(socket.gethostname())
+
+
+def _on_all_ranks(action: Callable[[], Any]) -> Any:
+    """The action's result. Where it fails on one rank, all of them raise that rank's error.
+
+    A rank that left alone would leave the others in their next collective.
+    """
+    error, result = None, None
+    try:
+        result = action()
+    except OffloadError as raised:
+        error = str(raised)
+    errors: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(errors, error)
+    for message in errors:
+        if message is not None:
+            raise ConfigurationError(message)
+    return result
+
+
+# ------------------------------------------------------------------ the script's own log
+
+
+def _describe(figures: dict[str, float]) -> str:
+    """What is added to Megatron-LM's line, in its manner."""
+    parts = []
+    if "offloaded_bytes" in figures:
+        parts += [
+            f" offloaded: {format_size(figures['offloaded_bytes'])} |",
+            f" kept: {format_size(figures['kept_bytes'])} |",
+            f" stall: {figures['stall_s'] + figures['write_wait_s']:.3f} s |",
+        ]
+    if "peak_activation_bytes" in figures:
+        parts += [f" peak activations: {format_size(figures['peak_activation_bytes'])} |"]
+    return "".join(parts)
+
+
+def _write_scalars(figures: dict[str, float], iteration: int) -> None:
+    """To TensorBoard and wandb, where this rank writes there, under `offload/`."""
+    tensorboard, wandb = _GET_TENSORBOARD.find()(), _GET_WANDB.find()()
+    flags = _GET_FLAGS.find()()
+    if not figures or iteration % flags.tensorboard_log_interval != 0:
+        return
+    scalars = {f"offload/{name}": value for name, value in figures.items()}
+    if tensorboard is not None:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if wandb is not None:
+        wandb.log(scalars, iteration)

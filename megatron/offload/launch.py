@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs an unmodified training script of Megatron-LM with activation offload.
+
+    torchrun --nproc-per-node 8 -m megatron.offload.launch /path/to/Megatron-LM/pretrain_gpt.py \
+        ITS FLAGS --activation-offload ssd --activation-offload-dir /mnt/ssd0/offload
+
+Everything that knows Megatron-LM is in `integration/megatron/training_script.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.offload.config import OffloadConfig
+from megatron.offload.errors import PREFIX, ConfigurationError
+from megatron.offload.integration.megatron import cpu_training_script
+from megatron.offload.integration.megatron.training_script import TrainingScript
+
+_NAME = "megatron.offload.launch"
+_USAGE = f"python -m {_NAME} SCRIPT [FLAGS OF THE SCRIPT] [--activation-offload ...]"
+_EXAMPLES = """\
+Runs a training script of a Megatron-LM checkout (pretrain_gpt.py, for example) as it is. The script
+takes the flags below beside its own; losses and weights stay the same, bit for bit. Its log line,
+TensorBoard and wandb also show what was offloaded, and the run ends with a summary.
+
+One machine:
+
+  torchrun --nproc-per-node 8 -m megatron.offload.launch /path/to/Megatron-LM/pretrain_gpt.py \\
+      --tensor-model-parallel-size 8 ... \\
+      --activation-offload ssd --activation-offload-dir /mnt/ssd0/offload,/mnt/ssd1/offload
+
+Slurm, one task on each node, which starts the ranks:
+
+  srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 \\
+      --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $HEAD_NODE:29500 \\
+      -m megatron.offload.launch /path/to/Megatron-LM/pretrain_gpt.py ...
+
+Can these disks work?  megatron-offload doctor --activation-offload ssd --activation-offload-dir DIR
+The script's own flags: python -m megatron.offload.launch SCRIPT --help
+Without a CUDA device it runs on the CPU, over gloo; the log says which defaults that changes."""
+
+# The other ranks wait this long before they leave: a launcher that sees one rank fail kills the
+# rest, and rank 0 must have said why by then.
+_EXIT_DELAY_S = 2.0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the script. What the user can put right ends with one sentence and exit code 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        _parser().print_help(sys.stdout if argv else sys.stderr)
+        sys.exit(0 if argv else 2)
+    _show_our_log()
+    try:
+        run(Path(argv[0]), argv[1:])
+    except ConfigurationError as error:
+        _fail(str(error).removeprefix(PREFIX))
+
+
+def run(path: Path, flags: Sequence[str]) -> None:
+    """Runs one training script in this process.
+
+    Args:
+        path: the script.
+        flags: its flags, and ours.
+
+    Raises:
+        ConfigurationError: the script, its Megatron-LM or the flags cannot work.
+    """
+    if not path.is_file():
+        raise ConfigurationError(
+            f"{path} is not a file; give the path of a training script, for example "
+            "Megatron-LM/pretrain_gpt.py"
+        )
+    sys.argv = [str(path), *flags]
+    sys.path.insert(0, str(path.resolve().parent))  # as `python SCRIPT` does
+    script = TrainingScript()
+    try:
+        _import_megatron_lm(path)
+        script.connect()
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as leaving:
+        if not leaving.code:
+            _print_once(script.summary())
+        raise
+    else:
+        _print_once(script.summary())
+    finally:
+        script.close()
+
+
+def _import_megatron_lm(path: Path) -> None:
+    try:
+        if not cpu_training_script.activate():
+            importlib.import_module("megatron.training.training")
+    except ImportError as error:
+        if error.name in ("megatron.training", "megatron.core"):
+            raise ConfigurationError(
+                f"there is no {error.name} beside {path} or on PYTHONPATH; give a script of a "
+                "Megatron-LM checkout"
+            ) from error
+        raise ConfigurationError(
+            f"Megatron-LM could not be imported: {error}; install what it needs"
+        ) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {_NAME}",
+        usage=_USAGE,
+        description=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    OffloadConfig.add_arguments(parser)
+    return parser
+
+
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _show_our_log() -> None:
+    """Our log lines on rank 0, warnings on the others, whatever level Megatron-LM sets for its."""
+    ours = logging.getLogger("megatron.offload")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO if _is_rank_0() else logging.WARNING)
+    ours.propagate = False
+
+
+def _print_once(text: str) -> None:
+    if text and _is_rank_0():
+        print(text, flush=True)
+
+
+def _fail(message: str) -> NoReturn:
+    if _is_rank_0():
+        print(f"{_NAME}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_EXIT_DELAY_S)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

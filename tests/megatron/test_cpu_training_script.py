@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training script of Megatron-LM needs on a CPU beyond megatron-core's CPU runtime."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import ConfigurationError
+from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
+
+TRAINING = "megatron.training.training"
+
+
+@pytest.fixture(autouse=True)
+def off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test begins and ends with the runtime off."""
+    for name in cpu_training_script._ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    random_log = logging.getLogger("megatron.core.tensor_parallel.random")
+    level = random_log.level
+    cpu_runtime.deactivate()
+    yield
+    cpu_runtime.deactivate()
+    random_log.setLevel(level)
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Megatron-LM's `training.py` with what the runtime asks of it."""
+    module = ModuleType(TRAINING)
+    vars(module).update(
+        initialize_megatron=lambda args_defaults=None, allow_no_cuda=False: allow_no_cuda,
+        build_train_valid_test_data_iterators=lambda provider: provider(),
+    )
+    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
+    monkeypatch.setitem(sys.modules, TRAINING, module)
+    return module
+
+
+def test_megatron_lm_starts_without_cuda(training: ModuleType) -> None:
+    before = dict(vars(training))
+    assert cpu_training_script.activate()
+    assert training.initialize_megatron(args_defaults={}) is True
+    assert torch.cuda.get_device_properties("cuda:0").major == 8
+    assert not torch.cuda.is_available()
+    cpu_runtime.deactivate()
+    assert dict(vars(training)) == before
+
+
+def test_loading_data_leaves_dropouts_generator_where_the_checkpoint_put_it(
+    training: ModuleType,
+) -> None:
+    def draw() -> float:
+        return float(torch.rand(()))
+
+    cpu_training_script.activate()
+    torch.manual_seed(3)
+    expected = draw()
+    torch.manual_seed(3)
+    assert training.build_train_valid_test_data_iterators(draw) == expected
+    assert draw() == expected
+
+
+def test_where_cuda_is_nothing_is_touched(
+    training: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(vars(training))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not cpu_training_script.activate()
+    assert dict(vars(training)) == before and not cpu_runtime.is_active()
+
+
+def test_a_training_module_of_another_kind_is_refused(training: ModuleType) -> None:
+    training.initialize_megatron = lambda: None  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match="initialize_megatron has no parameter allow_no"):
+        cpu_training_script.activate()
+
+
+def parser(*without: str) -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser()
+    for name, value, _ in cpu_training_script._DEFAULTS:
+        if name in without:
+            continue
+        if isinstance(value, bool):
+            action = "store_true" if value else "store_false"
+            result.add_argument(f"--x-{name}", dest=name, action=action)
+        else:
+            result.add_argument(f"--x-{name}", dest=name, default="needs CUDA")
+    return result
+
+
+def test_what_needs_cuda_is_off_by_default_and_flags_still_win() -> None:
+    flags = parser()
+    cpu_training_script.set_defaults(flags)
+    expected: dict[str, Any] = {name: value for name, value, _ in cpu_training_script._DEFAULTS}
+    assert vars(flags.parse_args([])) == expected
+    chosen = flags.parse_args(["--x-distributed_backend", "mpi"])
+    assert vars(chosen) == {**expected, "distributed_backend": "mpi"}
+
+
+def test_a_parser_without_such_a_flag_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="has no --no-rope-fusion, which a CPU needs"):
+        cpu_training_script.set_defaults(parser("apply_rope_fusion"))
+
+
+def test_pipeline_stages_keep_what_gloo_may_still_read() -> None:
+    chunk = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    chunk[1].config = SimpleNamespace(deallocate_pipeline_outputs=True)
+    cpu_training_script.keep_sent_tensors([chunk])
+    assert chunk[1].config.deallocate_pipeline_outputs is False

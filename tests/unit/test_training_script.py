@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher does to a training script, against a Megatron-LM in miniature."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron.offload import ConfigurationError, OffloadConfig
+from megatron.offload.integration.megatron import training_script
+from megatron.offload.integration.megatron.training_script import SEAMS, TrainingScript
+from tests.megatron_lm import FakeMegatronLm, Scalars, settings
+from tests.processes import finish, start_python
+
+STATISTICS = {"offloaded_bytes": 3 << 20, "kept_bytes": 0, "stall_s": 0.25, "write_wait_s": 0.5}
+
+
+class FakeOffload:
+    """Stands for `MegatronOffload`: writes down what happens."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.statistics = STATISTICS
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        self.events.append("begin")
+        try:
+            yield
+        finally:
+            self.events.append("end")
+
+    def summary(self) -> str:
+        return "the summary"
+
+    def close(self) -> None:
+        self.events.append("close")
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def megatron_lm(monkeypatch: pytest.MonkeyPatch) -> FakeMegatronLm:
+    fake = FakeMegatronLm()
+    fake.settings = settings()
+    fake.put(monkeypatch)
+    return fake
+
+
+@pytest.fixture
+def script(megatron_lm: FakeMegatronLm) -> Iterator[TrainingScript]:
+    connected = TrainingScript()
+    connected.connect()
+    yield connected
+    connected.close()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, megatron_lm: FakeMegatronLm) -> dict[str, Any]:
+    """Makes `install` a stand-in, and the model one that it would take; what it was called with."""
+    call: dict[str, Any] = {}
+
+    def install(config: OffloadConfig, model_chunks: Any, **kwargs: Any) -> FakeOffload:
+        call.update(config=config, model_chunks=model_chunks, **kwargs)
+        return FakeOffload(megatron_lm.events)
+
+    monkeypatch.setattr(training_script, "install", install)
+    monkeypatch.setattr(training_script, "_check_blocks", lambda chunks: None)
+    return call
+
+
+def parse(megatron_lm: FakeMegatronLm, *argv: str) -> None:
+    """Gives the script its flags, as its own parser reads them."""
+    parser = megatron_lm.arguments.add_megatron_arguments(argparse.ArgumentParser())
+    parser.parse_args(argv, namespace=megatron_lm.flags)
+
+
+def set_up(megatron_lm: FakeMegatronLm) -> Any:
+    return megatron_lm.training.setup_model_and_optimizer(None, "gpt")
+
+
+# ------------------------------------------------------------------ flags
+
+
+def test_the_parser_takes_both_kinds_of_flags(
+    megatron_lm: FakeMegatronLm, script: TrainingScript
+) -> None:
+    parse(megatron_lm, "--micro-batch-size", "3", "--activation-offload", "host")
+    assert megatron_lm.flags.micro_batch_size == 3
+    assert megatron_lm.flags.activation_offload == "host"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_flags_reach_install_and_stay_plain_for_checkpoints(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, installed: dict[str, Any], tmp_path: Path
+) -> None:
+    parse(megatron_lm, "--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path))
+    assert set_up(megatron_lm) == (megatron_lm.model, "optimizer", "scheduler")
+    assert installed["config"].directories == (tmp_path,)
+    assert installed["model_chunks"] is megatron_lm.model
+    assert installed["num_local_ranks"] == 1 and installed["reserve_bytes"] > 0
+    plain = (str, int, float, type(None))
+    assert all(isinstance(value, plain) for value in vars(megatron_lm.flags).values())
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("flags", "changed", "sentence"),
+    [
+        ({"use_megatron_fsdp": True}, {}, "--use-megatron-fsdp cannot be combined"),
+        ({"use_torch_fsdp2": True}, {}, "--use-torch-fsdp2 cannot be combined"),
+        ({"use_legacy_models": True}, {}, "--use-legacy-models cannot be combined"),
+        ({"inprocess_restart": True}, {}, "--inprocess-restart cannot be combined"),
+        ({"perform_rl_step": True}, {}, "--perform-rl-step cannot be combined"),
+        ({"gtp_weight_remat_size": 2}, {}, "--gtp-weight-remat-size cannot be combined"),
+        ({}, {"cuda_graph_impl": "local"}, "drop --cuda-graph-impl"),
+        ({}, {"recompute_granularity": "full"}, "--recompute-granularity full"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_before_a_model_is_built(
+    megatron_lm: FakeMegatronLm,
+    script: TrainingScript,
+    tmp_path: Path,
+    flags: dict[str, Any],
+    changed: dict[str, Any],
+    sentence: str,
+) -> None:
+    vars(megatron_lm.flags).update(flags)
+    megatron_lm.settings = settings(**changed)
+    parse(megatron_lm, "--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=sentence):
+        set_up(megatron_lm)
+    assert megatron_lm.events == []
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--activation-offload", "ssd"], "needs a place on an SSD"),
+        (
+            ["--activation-offload", "ssd", "--activation-offload-dir", "/no/such/place"],
+            "/no/such/place",
+        ),
+    ],
+)
+def test_our_own_flags_are_checked_before_a_model_is_built(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, argv: list[str], sentence: str
+) -> None:
+    parse(megatron_lm, *argv)
+    with pytest.raises(ConfigurationError, match=sentence):
+        set_up(megatron_lm)
+    assert megatron_lm.events == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_flags_that_were_lost_are_no_reason_to_train_without_offload(
+    megatron_lm: FakeMegatronLm, script: TrainingScript
+) -> None:
+    with pytest.raises(ConfigurationError, match="--yaml-cfg"):
+        set_up(megatron_lm)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_without_transformer_blocks_is_refused(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, tmp_path: Path
+) -> None:
+    parse(megatron_lm, "--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="no TransformerBlock"):
+        set_up(megatron_lm)
+
+
+def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
+    ranks = [
+        start_python(
+            """
+            import sys
+            import torch.distributed as dist
+            from megatron.offload import ConfigurationError
+            from megatron.offload.integration.megatron import training_script
+
+            rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+            def action():
+                if rank == 1:
+                    raise ConfigurationError("rank 1 has no room")
+
+            try:
+                training_script._on_all_ranks(action)
+            except ConfigurationError as error:
+                print(error, training_script._num_local_ranks())
+            """,
+            rank,
+            tmp_path / "store",
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        code, output, errors = finish(process)
+        assert code == 0, errors
+        assert output == "activation offload: rank 1 has no room 2\n"
+
+
+# ------------------------------------------------------------------ steps and their log
+
+
+@pytest.fixture
+def training(
+    megatron_lm: FakeMegatronLm,
+    script: TrainingScript,
+    installed: dict[str, Any],
+    one_rank: None,
+    tmp_path: Path,
+) -> FakeMegatronLm:
+    """A script that is ready for its first step."""
+    parse(megatron_lm, "--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path))
+    set_up(megatron_lm)
+    megatron_lm.events.clear()
+    return megatron_lm
+
+
+def test_a_step_is_around_the_schedule_and_not_around_the_optimizer(
+    training: FakeMegatronLm,
+) -> None:
+    assert training.train() == "losses"
+    assert training.events == ["begin", "forward and backward", "end", "optimizer"]
+
+
+def test_the_log_line_says_what_was_offloaded_and_other_lines_do_not(
+    training: FakeMegatronLm,
+) -> None:
+    training.train(iteration=7)
+    training.training.print_rank_last("validation loss")
+    line, validation = training.printed
+    assert line.startswith(" iteration 7 | offloaded: 3 MiB | kept: 0 B | stall: 0.750 s |")
+    assert " peak activations: " in line  # this is a CPU
+    assert validation == "validation loss"
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+def test_counters_go_to_the_scripts_own_writers(training: FakeMegatronLm, kind: str) -> None:
+    writer = Scalars()
+    setattr(training, kind, writer)
+    training.flags.tensorboard_log_interval = 2
+    training.train(iteration=1)
+    assert writer.values == {}
+    training.train(iteration=2)
+    assert writer.values["offload/offloaded_bytes"] == (3 << 20, 2)
+    assert writer.values["offload/stall_s"] == (0.25, 2)
+    assert writer.values["offload/peak_activation_bytes"][0] >= 0
+
+
+def test_a_step_that_fails_ends_offloads_step_too(training: FakeMegatronLm) -> None:
+    def schedule(**kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        training.training.train_step(None, None, None, None, None, None, schedule)
+    assert training.events == ["begin", "end"]
+
+
+def test_close_ends_offload(training: FakeMegatronLm, script: TrainingScript) -> None:
+    assert script.summary() == "the summary"
+    script.close()
+    assert training.events == ["close"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_off_and_skip_train_install_nothing_that_moves(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, installed: dict[str, Any]
+) -> None:
+    megatron_lm.flags.skip_train = True
+    parse(megatron_lm)
+    set_up(megatron_lm)
+    assert installed == {}
+    megatron_lm.flags.skip_train = False
+    set_up(megatron_lm)
+    assert not installed["config"].enabled
+
+
+# ------------------------------------------------------------------ seams
+
+
+def test_close_restores_every_function(megatron_lm: FakeMegatronLm) -> None:
+    before = {name: dict(vars(getattr(megatron_lm, name))) for name in ("arguments", "training")}
+    script = TrainingScript()
+    script.connect()
+    for name, functions in before.items():
+        assert vars(getattr(megatron_lm, name)) != functions
+    script.close()
+    for name, functions in before.items():
+        assert vars(getattr(megatron_lm, name)) == functions
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name)
+def test_a_function_that_is_missing_is_refused_by_name(
+    megatron_lm: FakeMegatronLm, monkeypatch: pytest.MonkeyPatch, seam: Any
+) -> None:
+    module = getattr(megatron_lm, seam.module.rpartition(".")[2])
+    monkeypatch.delattr(module, seam.name)
+    before = {name: dict(vars(getattr(megatron_lm, name))) for name in ("arguments", "training")}
+    with pytest.raises(ConfigurationError, match=f"{seam.module} has no function {seam.name};"):
+        TrainingScript().connect()
+    for name, functions in before.items():
+        assert vars(getattr(megatron_lm, name)) == functions
+
+
+@pytest.mark.parametrize(
+    "seam", [seam for seam in SEAMS if seam.parameters], ids=lambda seam: seam.name
+)
+def test_a_function_with_another_signature_is_refused_by_parameter(
+    megatron_lm: FakeMegatronLm, monkeypatch: pytest.MonkeyPatch, seam: Any
+) -> None:
+    module = getattr(megatron_lm, seam.module.rpartition(".")[2])
+    monkeypatch.setattr(module, seam.name, lambda one, *others: None)
+    with pytest.raises(
+        ConfigurationError, match=f"{seam.name} has no parameter {seam.parameters[0]}"
+    ):
+        TrainingScript().connect()
+
+
+def test_further_parameters_are_no_reason_to_refuse(
+    megatron_lm: FakeMegatronLm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def training_log(loss_dict: Any, iteration: int, is_first_iteration: bool, new: int) -> None:
+        pass
+
+    monkeypatch.setattr(megatron_lm.training, "training_log", training_log)
+    script = TrainingScript()
+    script.connect()
+    script.close()
+    assert megatron_lm.training.training_log is training_log
