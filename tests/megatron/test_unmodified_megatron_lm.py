@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-LM's own pretrain_gpt.py, as it is in a checkout, with and without offload.
+
+    MEGATRON_LM_PATH=/path/to/Megatron-LM pytest -s tests/megatron/test_unmodified_megatron_lm.py
+
+The interpreter needs what Megatron-LM imports: six, pyyaml, pydantic, einops, regex, triton, and
+pybind11, a C++ compiler and make for its data sets. Each run is a process of torchrun's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.offload.storage.allocator import allocator_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(os.environ.get("MEGATRON_LM_PATH", ""))
+
+pytestmark = pytest.mark.skipif(
+    "MEGATRON_LM_PATH" not in os.environ,
+    reason="MEGATRON_LM_PATH names no checkout of Megatron-LM to run",
+)
+
+# Attention scores are not fused on a CPU, so a sequence of 256 gives activations worth moving.
+MODEL = """
+    --num-layers 8 --hidden-size 128 --num-attention-heads 8 --seq-length 256
+    --max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 4
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 128 --split 8,1,1 --num-workers 0
+    --train-iters 4 --lr 1e-3 --min-lr 1e-4 --eval-interval 2 --eval-iters 1 --log-interval 1
+    --ckpt-format torch --save-interval 2
+"""
+LAYOUTS = {
+    "tensor": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pipeline": (2, "--pipeline-model-parallel-size 2"),
+    "interleaved": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+    ),
+    "distributed optimizer": (
+        2,
+        "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+}
+
+# Every tensor of a checkpoint, in one digest: weights, optimizer, random generators.
+DIGEST = """
+import hashlib, sys, torch
+def leaves(value, path):
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from leaves(value[key], f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{path}/{index}")
+digest, number = hashlib.sha256(), 0
+for file in sys.argv[1:]:
+    state = torch.load(file, map_location="cpu", weights_only=False)
+    state = {key: state[key] for key in state if not key.startswith(("args", "rerun"))}
+    for path, tensor in leaves(state, file.rpartition("iter_")[2]):
+        digest.update(path.encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        number += 1
+print(number, digest.hexdigest())
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What pretrain_gpt.py printed, and where its checkpoints are."""
+
+    output: str
+    save: Path
+
+    def losses(self) -> list[str]:
+        """Of the log lines and of the evaluations, in order, with all digits that are shown."""
+        return re.findall(r"lm loss(?: value)?: (\S+)", self.output)
+
+    def peak_mib(self) -> float:
+        """The largest peak of activations after the first step, over all ranks."""
+        peaks = re.findall(r"peak activations: ([\d.]+) MiB", self.output)
+        return max(map(float, peaks[1:]))
+
+    def offloaded(self) -> list[str]:
+        """What the log lines say of it."""
+        return re.findall(r"offloaded: ([\d.]+ \S+) \|", self.output)
+
+    def digest(self, iteration: int) -> str:
+        """All tensors of a checkpoint: their number and a digest of their bytes."""
+        files = sorted(map(str, self.save.glob(f"iter_{iteration:07}/*/*.pt")))
+        assert files, self.output
+        loaded = subprocess.run(
+            [sys.executable, "-c", DIGEST, *files],
+            env={**environment(), "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{search_path()}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return loaded.stdout
+
+
+def search_path() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def environment() -> dict[str, str]:
+    """What a run starts with. Its Makefile asks python3 and python3-config on PATH."""
+    programs = [Path(sys.executable).parent, Path(sys.base_prefix) / "bin"]
+    return {
+        **os.environ,
+        **allocator_environment(),
+        "PATH": os.pathsep.join([*map(str, programs), os.environ["PATH"]]),
+        "PYTHONPATH": search_path(),
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def pretrain(layout: str, directory: Path, *flags: str, succeeds: bool = True) -> Run:
+    """Runs pretrain_gpt.py in a layout, to its end."""
+    num_ranks, parallel = LAYOUTS[layout]
+    script = [str(CHECKOUT / "pretrain_gpt.py"), *MODEL.split(), *parallel.split(), *flags]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*launcher, "--nproc-per-node", str(num_ranks), "-m", "megatron.offload.launch", *script],
+        cwd=directory,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert (result.returncode == 0) == succeeds, result.stdout[-10000:]
+    return Run(result.stdout, directory)
+
+
+@functools.cache
+def run(layout: str, mode: str) -> Run:
+    """A whole run, once for all tests."""
+    directory = Path(tempfile.mkdtemp(prefix="megatron-lm-"))
+    return pretrain(layout, directory, "--save", str(directory), *offload(mode, directory))
+
+
+def offload(mode: str, directory: Path) -> list[str]:
+    """The flags for it."""
+    flags = f"--activation-offload {mode} --activation-offload-dir {directory}"
+    bounds = "--activation-offload-min-bytes 64KiB --activation-offload-inflight 8MiB"
+    return [*flags.split(), *bounds.split()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_weights_and_optimizer_are_bit_identical(layout: str) -> None:
+    off, ssd = run(layout, "off"), run(layout, "ssd")
+    # 4 steps, evaluations after the 2nd and the 4th and at the end (validation, test).
+    assert len(off.losses()) == 8
+    assert ssd.losses() == off.losses()
+    number, _ = off.digest(4).split()
+    assert int(number) > 50
+    for iteration in (2, 4):
+        assert ssd.digest(iteration) == off.digest(iteration)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_falls_and_the_log_says_what_was_offloaded(layout: str) -> None:
+    off, ssd = run(layout, "off"), run(layout, "ssd")
+    print(f"{layout}: peak {off.peak_mib()} MiB off, {ssd.peak_mib()} MiB ssd")
+    assert off.offloaded() == []
+    assert len(ssd.offloaded()) == 4 and "0 B" not in ssd.offloaded()
+    assert ssd.output.count(f"activation offload to {ssd.save} ") == 1
+    assert ssd.peak_mib() < 0.75 * off.peak_mib()
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_a_checkpoint_resumes_to_the_same_bits_with_and_without_offload(
+    layout: str, tmp_path: Path
+) -> None:
+    whole = run(layout, "ssd")
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "iter_0000002").symlink_to(whole.save / "iter_0000002")
+    (begun / "latest_checkpointed_iteration.txt").write_text("2\n")
+    load = ["--load", str(begun)]
+    for mode in ("ssd", "off"):
+        save = tmp_path / mode
+        save.mkdir()
+        resumed = pretrain(layout, save, *load, "--save", str(save), *offload(mode, save))
+        assert resumed.digest(4) == whole.digest(4)
+        assert resumed.losses()[-3:] == whole.losses()[-3:]
+
+
+def test_flags_that_do_not_fit_end_with_one_sentence(tmp_path: Path) -> None:
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    refused = pretrain("tensor", tmp_path, *full.split(), *offload("ssd", tmp_path), succeeds=False)
+    (line,) = re.findall(r"^megatron\.offload\.launch: error: .*$", refused.output, re.M)
+    assert "--recompute-granularity full leaves no activations to offload" in line
+    assert refused.output.count("exitcode  : 2 ") == 2  # torchrun's report on both ranks
+    assert 'Traceback (most recent call last):\n  File "' in refused.output  # torchrun's own
+    assert "setup_model_and_optimizer" not in refused.output
