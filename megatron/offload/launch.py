@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _is_rank_0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _show_our_log() -> None:

@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,27 +51,29 @@ LAYOUTS = {
     ),
 }
 
-# Every tensor of a checkpoint, in one digest: weights, optimizer, random generators.
-DIGEST = """
-import hashlib, sys, torch
+# Every tensor of each checkpoint, in one digest: weights, optimizer, random generators.
+DIGESTS = """
+import hashlib, pathlib, sys, torch
 def leaves(value, path):
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
-            yield from leaves(value[key], f"{path}/{key}")
+            if not str(key).startswith(("args", "rerun")):
+                yield from leaves(value[key], f"{path}/{key}")
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from leaves(item, f"{path}/{index}")
-digest, number = hashlib.sha256(), 0
-for file in sys.argv[1:]:
-    state = torch.load(file, map_location="cpu", weights_only=False)
-    state = {key: state[key] for key in state if not key.startswith(("args", "rerun"))}
-    for path, tensor in leaves(state, file.rpartition("iter_")[2]):
-        digest.update(path.encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        number += 1
-print(number, digest.hexdigest())
+for directory in map(pathlib.Path, sys.argv[1:]):
+    digest, number = hashlib.sha256(), 0
+    for file in sorted(directory.glob("*/*.pt")):
+        state = torch.load(file, map_location="cpu", weights_only=False)
+        for path, tensor in leaves(state, str(file.relative_to(directory))):
+            digest.update(path.encode())
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            number += 1
+    assert number > 50, (directory, number)
+    print(directory.name, digest.hexdigest())
 """
 
 
@@ -95,18 +97,17 @@ class Run:
         """What the log lines say of it."""
         return re.findall(r"offloaded: ([\d.]+ \S+) \|", self.output)
 
-    def digest(self, iteration: int) -> str:
-        """All tensors of a checkpoint: their number and a digest of their bytes."""
-        files = sorted(map(str, self.save.glob(f"iter_{iteration:07}/*/*.pt")))
-        assert files, self.output
+    def checkpoints(self) -> dict[str, str]:
+        """Digests of all tensors of each checkpoint, by its directory's name."""
+        directories = sorted(map(str, self.save.glob("iter_*")))
         loaded = subprocess.run(
-            [sys.executable, "-c", DIGEST, *files],
+            [sys.executable, "-c", DIGESTS, *directories],
             env={**environment(), "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{search_path()}"},
             capture_output=True,
             text=True,
-            check=True,
         )
-        return loaded.stdout
+        assert loaded.returncode == 0, loaded.stderr
+        return dict(line.split() for line in loaded.stdout.splitlines())
 
 
 def search_path() -> str:
@@ -145,11 +146,19 @@ def pretrain(layout: str, directory: Path, *flags: str, succeeds: bool = True) -
     return Run(result.stdout, directory)
 
 
-@functools.cache
-def run(layout: str, mode: str) -> Run:
-    """A whole run, once for all tests."""
-    directory = Path(tempfile.mkdtemp(prefix="megatron-lm-"))
-    return pretrain(layout, directory, "--save", str(directory), *offload(mode, directory))
+Runs = Callable[[str, str], Run]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Whole runs by layout and mode, each made once."""
+
+    @functools.cache
+    def run(layout: str, mode: str) -> Run:
+        directory = tmp_path_factory.mktemp("run")
+        return pretrain(layout, directory, "--save", str(directory), *offload(mode, directory))
+
+    return run
 
 
 def offload(mode: str, directory: Path) -> list[str]:
@@ -160,50 +169,57 @@ def offload(mode: str, directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_weights_and_optimizer_are_bit_identical(layout: str) -> None:
-    off, ssd = run(layout, "off"), run(layout, "ssd")
+def test_losses_weights_and_optimizer_are_bit_identical(runs: Runs, layout: str) -> None:
+    off, ssd = runs(layout, "off"), runs(layout, "ssd")
     # 4 steps, evaluations after the 2nd and the 4th and at the end (validation, test).
     assert len(off.losses()) == 8
     assert ssd.losses() == off.losses()
-    number, _ = off.digest(4).split()
-    assert int(number) > 50
-    for iteration in (2, 4):
-        assert ssd.digest(iteration) == off.digest(iteration)
+    expected = off.checkpoints()
+    assert list(expected) == ["iter_0000002", "iter_0000004"]
+    assert ssd.checkpoints() == expected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_memory_falls_and_the_log_says_what_was_offloaded(layout: str) -> None:
-    off, ssd = run(layout, "off"), run(layout, "ssd")
-    print(f"{layout}: peak {off.peak_mib()} MiB off, {ssd.peak_mib()} MiB ssd")
+def test_the_log_says_what_was_offloaded(runs: Runs, layout: str) -> None:
+    off, ssd = runs(layout, "off"), runs(layout, "ssd")
     assert off.offloaded() == []
     assert len(ssd.offloaded()) == 4 and "0 B" not in ssd.offloaded()
     assert ssd.output.count(f"activation offload to {ssd.save} ") == 1
-    assert ssd.peak_mib() < 0.75 * off.peak_mib()
+
+
+# In bf16 a CPU's own temporary memory is larger than the activations of this small model.
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "interleaved"])
+def test_memory_falls(runs: Runs, layout: str) -> None:
+    off, ssd = runs(layout, "off"), runs(layout, "ssd")
+    print(f"\n{layout}: peak {off.peak_mib()} MiB off, {ssd.peak_mib()} MiB ssd")
+    assert ssd.peak_mib() < 0.6 * off.peak_mib()
 
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_a_checkpoint_resumes_to_the_same_bits_with_and_without_offload(
-    layout: str, tmp_path: Path
+    runs: Runs, layout: str, tmp_path: Path
 ) -> None:
-    whole = run(layout, "ssd")
+    whole = runs(layout, "ssd")
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / "iter_0000002").symlink_to(whole.save / "iter_0000002")
     (begun / "latest_checkpointed_iteration.txt").write_text("2\n")
     load = ["--load", str(begun)]
+    expected = whole.checkpoints()["iter_0000004"]
     for mode in ("ssd", "off"):
         save = tmp_path / mode
         save.mkdir()
         resumed = pretrain(layout, save, *load, "--save", str(save), *offload(mode, save))
-        assert resumed.digest(4) == whole.digest(4)
+        assert resumed.checkpoints() == {"iter_0000004": expected}
+        # The log line of step 4 is of two steps on average; the evaluations are as they were.
         assert resumed.losses()[-3:] == whole.losses()[-3:]
 
 
 def test_flags_that_do_not_fit_end_with_one_sentence(tmp_path: Path) -> None:
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    refused = pretrain("tensor", tmp_path, *full.split(), *offload("ssd", tmp_path), succeeds=False)
+    flags = [*full.split(), *offload("ssd", tmp_path)]
+    refused = pretrain("tensor", tmp_path, *flags, succeeds=False)
     (line,) = re.findall(r"^megatron\.offload\.launch: error: .*$", refused.output, re.M)
     assert "--recompute-granularity full leaves no activations to offload" in line
-    assert refused.output.count("exitcode  : 2 ") == 2  # torchrun's report on both ranks
-    assert 'Traceback (most recent call last):\n  File "' in refused.output  # torchrun's own
-    assert "setup_model_and_optimizer" not in refused.output
+    assert "exitcode  : 2 " in refused.output  # in torchrun's report
+    assert "setup_model_and_optimizer" not in refused.output  # no traceback of ours

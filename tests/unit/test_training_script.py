@@ -177,7 +177,7 @@ def test_a_model_without_transformer_blocks_is_refused(
     megatron_lm: FakeMegatronLm, script: TrainingScript, tmp_path: Path
 ) -> None:
     parse(megatron_lm, "--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path))
-    with pytest.raises(ConfigurationError, match="no TransformerBlock"):
+    with pytest.raises(ConfigurationError, match="Linear has no TransformerBlock"):
         set_up(megatron_lm)
 
 
@@ -288,6 +288,14 @@ def test_off_and_skip_train_install_nothing_that_moves(
     megatron_lm.flags.skip_train = False
     set_up(megatron_lm)
     assert not installed["config"].enabled
+
+
+def test_a_script_that_goes_another_way_is_told_so(
+    megatron_lm: FakeMegatronLm, script: TrainingScript
+) -> None:
+    assert "never called setup_model_and_optimizer" in script.summary()
+    with pytest.raises(ConfigurationError, match="cannot be offloaded by the launcher"):
+        megatron_lm.train()
 
 
 # ------------------------------------------------------------------ seams

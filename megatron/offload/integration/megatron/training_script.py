@@ -82,6 +82,7 @@ class TrainingScript:
         self._device = torch.device("cpu")
         self._peak_bytes = 0
         self._addition = ""  # to the line that Megatron-LM logs next
+        self._has_set_up = False
 
     # -------------------------------------------------------------- on and off
 
@@ -105,6 +106,11 @@ class TrainingScript:
 
     def summary(self) -> str:
         """A few lines for the end of the run; empty without offload or without a step."""
+        if not self._has_set_up:
+            return (
+                "activation offload: the script never called setup_model_and_optimizer of "
+                f"{_TRAINING}, so nothing was offloaded"
+            )
         return self._offload.summary() if self._offload is not None else ""
 
     def close(self) -> None:
@@ -127,6 +133,7 @@ class TrainingScript:
 
     def _wrap_setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            self._has_set_up = True
             flags = _GET_FLAGS.find()()
             num_local_ranks = _num_local_ranks()
             request = _on_all_ranks(lambda: _checked_request(flags, num_local_ranks))
@@ -190,11 +197,19 @@ class TrainingScript:
             num_local_ranks=request.num_local_ranks,
         )
 
+    def _installed(self) -> MegatronOffload:
+        if self._offload is None:
+            raise ConfigurationError(
+                f"the script trains a model that setup_model_and_optimizer of {_TRAINING} has not "
+                "built; it cannot be offloaded by the launcher"
+            )
+        return self._offload
+
     def _step(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._offload is not None, "train_step before setup_model_and_optimizer"
+        offload = self._installed()
         if self._peak is not None:
             self._peak.begin_step()
-        with self._offload.step():
+        with offload.step():
             result = schedule(*args, **kwargs)
         if self._peak is not None:
             self._peak_bytes = self._peak.end_step()
@@ -202,8 +217,7 @@ class TrainingScript:
 
     def _largest_figures(self) -> dict[str, float]:
         """The last step's counters; of each the largest value of all ranks. Called by all ranks."""
-        assert self._offload is not None, "training_log before setup_model_and_optimizer"
-        figures: dict[str, float] = dict(self._offload.statistics)
+        figures: dict[str, float] = dict(self._installed().statistics)
         if self._peak is not None:
             figures["peak_activation_bytes"] = self._peak_bytes
         if not figures:
@@ -260,9 +274,12 @@ def _check_blocks(model_chunks: Sequence[torch.nn.Module]) -> None:
 
     modules = [module for chunk in model_chunks for module in chunk.modules()]
     if not any(isinstance(module, TransformerBlock) for module in modules):
+        model: Any = model_chunks[0]
+        while hasattr(model, "module"):  # wrapped for mixed precision and data parallelism
+            model = model.module
         raise ConfigurationError(
-            f"{type(modules[-1]).__name__} and its kind are not offloaded: the model has no "
-            "TransformerBlock of megatron-core; use --activation-offload off"
+            f"{type(model).__name__} has no TransformerBlock of megatron-core, whose layers are "
+            "what is offloaded; use --activation-offload off"
         )
 
 
