@@ -20,6 +20,7 @@ from megatron.offload.integration.megatron.estimate import (
     layer_bytes,
     passes_in_flight,
 )
+from megatron.offload.integration.megatron.install import check_version
 
 
 def hooked() -> tuple[Any, ...]:
@@ -69,7 +70,9 @@ def test_off_touches_nothing() -> None:
         {"overlap_moe_expert_parallel_comm": True},
         {"enable_cuda_graph": True},
         {"external_cuda_graph": True},
+        {"cuda_graph_impl": "transformer_engine"},
         {"hybrid_context_parallel": True},
+        {"moe_paged_stash": True},
     ],
     ids=lambda settings: next(iter(settings)),
 )
@@ -85,6 +88,23 @@ def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("megatron.core.__version__", "0.99.0")
     with pytest.raises(ConfigurationError, match=r"megatron-core 0\.99\.0 is not supported"):
         install(OffloadConfig(mode="ssd", directories=(tmp_path,)), model())
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.1", "0.19.1+5be9626709"])
+def test_a_checkouts_version_may_name_its_commit(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.core.__version__", version)
+    check_version()
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.1rc0", "0.16.10", "0.16.1.dev1+abc"])
+def test_a_version_that_only_looks_alike_is_refused(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.core.__version__", version)
+    with pytest.raises(ConfigurationError, match="is not supported"):
+        check_version()
 
 
 def settings(**changes: Any) -> SimpleNamespace:

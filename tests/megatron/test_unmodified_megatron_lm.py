@@ -25,10 +25,13 @@ from megatron.offload.storage.allocator import allocator_environment
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = Path(os.environ.get("MEGATRON_LM_PATH", ""))
 
-pytestmark = pytest.mark.skipif(
-    "MEGATRON_LM_PATH" not in os.environ,
-    reason="MEGATRON_LM_PATH names no checkout of Megatron-LM to run",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        "MEGATRON_LM_PATH" not in os.environ,
+        reason="MEGATRON_LM_PATH names no checkout of Megatron-LM to run",
+    ),
+    pytest.mark.timeout(1000),  # four runs
+]
 
 # Attention scores are not fused on a CPU, so a sequence of 256 gives activations worth moving.
 MODEL = """
