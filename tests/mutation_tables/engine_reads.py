@@ -240,25 +240,25 @@ engine(
 engine(
     "nothing is read before the first use",
     """
-        self._prefetcher.start(tape)
+        self._prefetcher.start(tape, opens_at_once)
         self._starter.submit(self._prefetcher.advance)
 """,
     """
-        self._prefetcher.start(tape)
+        self._prefetcher.start(tape, opens_at_once)
 """,
     WINDOW,
 )
 engine(
     "the read-ahead goes on after the backward pass",
     """
-        self._starter.submit(self._prefetcher.advance)
+        self.prefetch(tape)
         try:
             yield
         finally:
             self._prefetcher.stop()
 """,
     """
-        self._starter.submit(self._prefetcher.advance)
+        self.prefetch(tape)
         yield
 """,
     ENDS + "test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead[backward]",
@@ -266,14 +266,14 @@ engine(
 engine(
     "the read-ahead goes on after an error in the backward pass",
     """
-        self._starter.submit(self._prefetcher.advance)
+        self.prefetch(tape)
         try:
             yield
         finally:
             self._prefetcher.stop()
 """,
     """
-        self._starter.submit(self._prefetcher.advance)
+        self.prefetch(tape)
         yield
         self._prefetcher.stop()
 """,

@@ -107,11 +107,11 @@ prefetch(
 prefetch(
     "in its second backward pass the window is open before the first use",
     """
-        self._has_used_one = False
-        self._missing_bytes *= _FORGETTING
+            self._has_used_one = opens_at_once
+            self._missing_bytes *= _FORGETTING
 """,
     """
-        self._missing_bytes *= _FORGETTING
+            self._missing_bytes *= _FORGETTING
 """,
     TAPE + "test_each_backward_pass_begins_with_one_storage",
 )

@@ -126,7 +126,7 @@ class MegatronOffload:
         if self._calls is not None:
             connect(None)
         while self._seams:
-            self._seams.pop().restore()
+            self._seams.pop()()
 
     def close(self) -> None:
         """Uninstalls, waits for transfers and gives the disk space back."""

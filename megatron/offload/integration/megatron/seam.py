@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A function of somebody else's code that we wrap where it stands: `Seam`.
 
-`training_script.py` lists the ones it needs. A seam is checked by name and by its parameters before
-it is touched. What does not fit is refused, never guessed.
+`seams.py` lists those of megatron-core, `training_script.py` those of Megatron-LM. A seam is
+checked by name and parameters before it is touched. What does not fit is refused, not guessed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Seam:
 
     Attributes:
         module: import path of the module whose attribute is replaced.
-        name: the function.
+        name: the function, or `Class.method`.
         parameters: the parameters that we rely on; it may have more.
     """
 
@@ -36,7 +36,8 @@ class Seam:
         Raises:
             ConfigurationError: it is not there, or lacks a parameter.
         """
-        function = getattr(importlib.import_module(self.module), self.name, None)
+        owner, name = self._place()
+        function = getattr(owner, name, None)
         if not callable(function):
             raise ConfigurationError(f"{self.module} has no function {self.name}; {_ADVICE}")
         found = inspect.signature(function).parameters
@@ -50,9 +51,18 @@ class Seam:
 
     def replace(self, replacement: Callable[..., Any]) -> Callable[[], None]:
         """Puts a function in its place; the result puts the original back."""
-        module, original = importlib.import_module(self.module), self.find()
-        setattr(module, self.name, replacement)
-        return lambda: setattr(module, self.name, original)
+        original = self.find()
+        owner, name = self._place()
+        setattr(owner, name, replacement)
+        return lambda: setattr(owner, name, original)
+
+    def _place(self) -> tuple[Any, str]:
+        """The module or class, and the attribute's name in it."""
+        *classes, name = self.name.split(".")
+        owner: Any = importlib.import_module(self.module)
+        for part in classes:
+            owner = getattr(owner, part, None)
+        return owner, name
 
 
-_ADVICE = "this Megatron-LM is not known to work: use a release that README.md names"
+_ADVICE = "this Megatron is not known to work: use a release that README.md names"
