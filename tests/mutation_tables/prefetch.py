@@ -400,7 +400,7 @@ prefetch(
 prefetch(
     "a widened window stays wide",
     """
-        self._missing_bytes *= _FORGETTING
+            self._missing_bytes *= _FORGETTING
 """,
     "",
     PREFETCH + "test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again",
