@@ -17,11 +17,12 @@ from pathlib import Path
 import launch
 import pytest
 from fork_server import ForkServer
-from launch import SCRIPT, TINY, Outcome, rank_environment, run_trainer
+from launch import SCRIPTS, TINY, Outcome, rank_environment, run_trainer
 
 import megatron.offload
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = SCRIPTS["gpt"]
 FILES = ("transformer/transformer_layer.py", "pipeline_parallel/schedules.py")
 # Two chunks on each of two stages: every kind of call, and prefetches out of the simple order.
 LAYOUT = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
@@ -144,7 +145,7 @@ def train(
         " --activation-offload-min-bytes 1KiB --activation-recompute-layers 2"
     )
     with patch.context() as patched:
-        patched.setattr(launch, "SCRIPT", script)
+        patched.setitem(launch.SCRIPTS, "gpt", script)
         patched.setattr(launch, "server", lambda: server)
         outcome = run_trainer(TINY, LAYOUT, flags, world_size=2, environment=environment)
     assert outcome.exit_codes == [0, 0], outcome.output
