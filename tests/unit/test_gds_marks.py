@@ -52,7 +52,7 @@ def test_the_mark_of_a_read_is_set_after_its_memory_is_taken() -> None:
     device = Device()
     access = _FromDevice(device)
     target, view = access.for_reading(access.for_writing(torch.UntypedStorage(64)).cut, num_parts=1)
-    assert device.marks[1].time >= device._written_at[target._cdata]
+    assert device.marks[1].time >= device._written_at[target._cdata].time
     thread = threading.Thread(target=view.memory, args=(0, 64))
     thread.start()
     thread.join(timeout=10)
