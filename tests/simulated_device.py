@@ -7,8 +7,8 @@ each storage was last written by an operation and makes every missing wait visib
   poison in the host buffer, as if the producer had still been queued;
 - a copy from the host that does not wait for a mark set after its target was allocated leaves
   poison in the target, as if an operation of the memory's former user had run late;
-- marks and fresh memory belong to the stream of whoever said `computes_here` last: a mark of
-  another stream tells nothing, and an operation that uses memory of another stream raises;
+- marks and fresh memory belong to the stream that their thread is on: a mark of another stream
+  tells nothing, and an operation that uses memory of another stream raises;
 - fresh memory is poison, and copies take a while, so whoever does not wait for one reads poison;
 - a staging buffer is poisoned when it is given back, so whoever still needed it reads poison.
 Copies of different threads end out of order.
@@ -22,6 +22,7 @@ import random
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -47,8 +48,7 @@ class SimulatedDevice(CpuDevice):
 
     def __init__(self, slowest_copy_s: float = 0.002) -> None:
         self.num_copies = 0
-        self.stream = "main"  # that operations are queued in from now on
-        self._compute_stream = "main"  # as whoever computes has said
+        self._own = threading.local()  # each thread's stream, if it has been put on one
         self._time = 0
         # The last operation, by storage identity until it is freed.
         self._written_at: dict[int, Mark] = {}
@@ -60,13 +60,13 @@ class SimulatedDevice(CpuDevice):
         """A context in which every operation is queued work of this device."""
         return _Recording(self)
 
-    def queued(self, storage: torch.UntypedStorage, stream: str | None = None) -> None:
+    def queued(self, storage: torch.UntypedStorage) -> None:
         """An operation that writes a storage was queued."""
         with self._lock:
             self._time += 1
             if storage._cdata not in self._written_at:
                 weakref.finalize(storage, self._written_at.pop, storage._cdata, None)
-            self._written_at[storage._cdata] = Mark(self._time, stream or self.stream)
+            self._written_at[storage._cdata] = Mark(self._time, self.stream)
 
     def check_stream(self, storage: torch.UntypedStorage) -> None:
         """An operation that uses a storage was queued. Raises AssertionError if it cannot."""
@@ -74,18 +74,35 @@ class SimulatedDevice(CpuDevice):
             last = self._written_at.get(storage._cdata)
         assert last is None or last.stream == self.stream, "memory of another stream"
 
-    def computes_here(self) -> None:
-        self._compute_stream = self.stream
+    @property
+    def stream(self) -> str:
+        """The stream that the calling thread is on."""
+        return getattr(self._own, "stream", "main")
+
+    @stream.setter
+    def stream(self, stream: str) -> None:
+        self._own.stream = stream
+
+    def queue(self) -> Any:
+        return self.stream
+
+    @contextlib.contextmanager
+    def on(self, queue: Any) -> Iterator[None]:
+        outer, self.stream = self.stream, queue
+        try:
+            yield
+        finally:
+            self.stream = outer
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
         storage = super().new_storage(num_bytes)
         ctypes.memset(storage.data_ptr(), POISON, num_bytes)
-        self.queued(storage, self._compute_stream)  # by the memory's former user
+        self.queued(storage)  # the last operation of the memory's former user
         return storage
 
     def mark(self) -> Any:
         with self._lock:
-            return Mark(self._time, self._compute_stream)
+            return Mark(self._time, self.stream)
 
     def copy_to_host(self, source: torch.UntypedStorage, address: int, after: Any) -> None:
         self._take_a_while()

@@ -281,6 +281,7 @@ class OffloadEngine:
         if not is_new:
             self.statistics.deduplicated_bytes += record.num_bytes
             return
+        record.queue = self._device.queue()
         record.queue_write()
         tier = self._tiers[self._policy.place(self._scope, record.num_bytes)]
         outgoing = Outgoing(weakref.ref(record), record.num_bytes, tier)
@@ -310,8 +311,6 @@ class OffloadEngine:
 
     def _hand_over(self, outgoing: list[Outgoing]) -> None:
         """Gives what was saved to the starter. Waits while too many bytes are on their way."""
-        if outgoing:
-            self._device.computes_here()
         batch: list[Outgoing] = []
         for one in outgoing:
             if not self._inflight.try_acquire(one.num_bytes):
@@ -341,7 +340,8 @@ class OffloadEngine:
             return
         started = None
         try:
-            started = outgoing.tier.begin_write(memory)
+            with self._device.on(record.queue):
+                started = outgoing.tier.begin_write(memory)
         finally:
             if started is None:
                 record.stay()
@@ -371,7 +371,8 @@ class OffloadEngine:
         with self._reading:
             if record.state is not State.ON_TIER:
                 return False
-            memory, transfer = record.block.tier.begin_read(record.block, deadline)
+            with self._device.on(record.queue):
+                memory, transfer = record.block.tier.begin_read(record.block, deadline)
             record.begin_reading(memory, transfer)
             return True
 

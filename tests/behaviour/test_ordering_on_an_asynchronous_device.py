@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.offload import OffloadEngine
+from megatron.offload import OffloadEngine, Scope
 from megatron.offload.storage import open as open_module
 from megatron.offload.storage.direct import memory_at
-from tests.models import Model, assert_same, run_step
+from tests.models import Model, assert_same, run_step, settle
 from tests.simulated_device import POISON, PoisoningArena, SimulatedDevice
 
 MIB = 1 << 20
@@ -101,12 +101,15 @@ def test_loss_and_gradients_are_equal(make_simulated_engine, device, settings):
 def test_a_mark_of_another_stream_tells_nothing(device):
     buffer = bytearray(64)
     address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
-    device.stream = "side"
     source = storage_of(3, device)
-    device.copy_to_host(source, address, device.mark())
-    assert set(buffer) == {POISON}
+    for stream, found in (("side", POISON), ("main", 3)):
+        with device.on(stream):
+            device.copy_to_host(source, address, device.mark())
+        assert set(buffer) == {found}
+    with device.on("side"):
+        memory = torch.empty(0, dtype=torch.uint8).set_(device.new_storage(64))
     with pytest.raises(AssertionError, match="another stream"), device.computing():
-        torch.empty(0, dtype=torch.uint8).set_(device.new_storage(64)).add(1)
+        memory.add(1)
 
 
 @pytest.mark.parametrize("mode", ["ssd", "host"])
@@ -118,6 +121,28 @@ def test_a_model_may_compute_on_a_stream_of_its_own(make_simulated_engine, devic
         with device.computing():
             assert_same(run_step(model, x, engine), plain)
     assert engine.statistics.written_bytes + engine.statistics.host_written_bytes > 0
+
+
+@pytest.mark.parametrize("mode", ["ssd", "host"])
+def test_operations_may_be_on_several_streams_at_once(make_simulated_engine, device, mode):
+    engine = make_simulated_engine(mode=mode, host_budget=64 * MIB)
+    streams = ["main", "side", "side", "main", "other"]
+    leaves = [torch.randn(1024, requires_grad=True) for _ in streams]
+    results = []
+    with device.computing(), engine.step():
+        with engine.forward(Scope()) as tape, engine.saved_tensors_hooks():
+            for stream, leaf in zip(streams, leaves, strict=True):
+                with device.on(stream):
+                    results.append(leaf.exp().clone())
+        settle(engine)
+        with engine.backward(tape):
+            for stream, result in zip(streams[::-1], results[::-1], strict=True):
+                with device.on(stream):  # as autograd does, each where it was in forward
+                    result.backward(torch.ones_like(result))
+    for leaf, result in zip(leaves, results, strict=True):
+        assert torch.equal(leaf.grad, result)
+    moved = engine.statistics.read_bytes + engine.statistics.host_read_bytes
+    assert moved == len(leaves) * 4096
 
 
 def test_large_storages_striped_over_directories_come_back(make_simulated_engine, device, tmp_path):

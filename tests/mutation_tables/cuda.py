@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors in the CUDA device. Their tests need a GPU: without one nothing is shown of them.
 
-Left out: an event that is not blocking, with which threads spin instead of sleeping; and marks or
-memory of the stream of the thread that asks, which the tests of the simulated device tell apart.
+Left out: an event that is not blocking, with which threads spin instead of sleeping.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ CUDA = "unit/test_cuda_device.py::"
 WAITS_FOR_PRODUCER = (
     CUDA + "test_a_copy_to_the_host_waits_for_what_was_queued_before_its_mark[False-True]"
 )
+ON_A_QUEUE = CUDA + "test_a_thread_that_is_put_on_a_queue_sets_its_marks_there"
 
 cuda = table_of("storage/cuda.py", MUTATIONS)
 
@@ -61,23 +61,42 @@ cuda(
     CUDA + "test_copies_of_several_threads_keep_their_bytes_apart",
 )
 cuda(
+    "a mark is of the default stream, whatever the current one is",
+    """
+        event.record(torch.cuda.current_stream(self.device))
+""",
+    """
+        event.record(torch.cuda.default_stream(self.device))
+""",
+    CUDA + "test_a_copy_to_the_host_waits_for_what_was_queued_before_its_mark[True-True]",
+)
+cuda(
     "a mark is of no stream",
     """
-        event.record(self._compute)
+        event.record(torch.cuda.current_stream(self.device))
 """,
     "",
     WAITS_FOR_PRODUCER,
 )
 cuda(
-    "who computes is not noted",
+    "all threads are on one queue",
     """
-        \"\"\"See `Device`.\"\"\"
-        self._compute = torch.cuda.current_stream(self.device)
+        return torch.cuda.current_stream(self.device)
 """,
     """
-        \"\"\"See `Device`.\"\"\"
+        return torch.cuda.default_stream(self.device)
 """,
-    CUDA + "test_a_copy_to_the_host_waits_for_what_was_queued_before_its_mark[True-True]",
+    ON_A_QUEUE,
+)
+cuda(
+    "a thread that is put on a queue stays where it was",
+    """
+        return torch.cuda.stream(queue)
+""",
+    """
+        return contextlib.nullcontext()
+""",
+    ON_A_QUEUE,
 )
 cuda(
     "copies run on the stream that computes",
@@ -86,7 +105,7 @@ cuda(
             stream.wait_event(after)
 """,
     """
-        stream = self._compute
+        stream = torch.cuda.current_stream(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             stream.wait_event(after)
 """,
@@ -105,12 +124,11 @@ cuda(
 cuda(
     "new memory belongs to the stream that loads",
     """
-        with torch.cuda.stream(self._compute):
-            new = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 """,
     """
         with torch.cuda.stream(self._load):
-            new = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 """,
     CUDA + "test_memory_is_never_reused_before_those_who_use_it_are_done",
 )

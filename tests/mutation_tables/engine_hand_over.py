@@ -3,7 +3,6 @@
 
 Left out:
 - a batch without writes is submitted all the same: nothing happens;
-- `computes_here` is said by another thread: the simulated device has one stream at a time;
 - an operation is handed over again with the next one: what has begun is not begun again;
 - `_collecting` puts None back instead of what was there: nothing that is collected from nests.
 """
@@ -172,15 +171,13 @@ engine(
 
 # -- Bytes in flight -------------------------------------------------------------------------------
 engine(
-    "the device is not told which stream computes",
+    "a record does not know the queue of its operation",
     """
-            self._device.computes_here()
+        record.queue = self._device.queue()
 """,
-    """
-            pass
-""",
+    "",
     "behaviour/test_ordering_on_an_asynchronous_device.py::"
-    "test_a_model_may_compute_on_a_stream_of_its_own",
+    "test_a_model_may_compute_on_a_stream_of_its_own[ssd]",
 )
 engine(
     "bytes in flight are not bounded",

@@ -92,12 +92,24 @@ engine(
 engine(
     "reads have no deadline",
     """
-            memory, transfer = record.block.tier.begin_read(record.block, deadline)
+                memory, transfer = record.block.tier.begin_read(record.block, deadline)
 """,
     """
-            memory, transfer = record.block.tier.begin_read(record.block)
+                memory, transfer = record.block.tier.begin_read(record.block)
 """,
     OVERTAKES,
+)
+engine(
+    "memory is of the queue of the thread that starts the read",
+    """
+            with self._device.on(record.queue):
+                memory, transfer = record.block.tier.begin_read(record.block, deadline)
+""",
+    """
+            memory, transfer = record.block.tier.begin_read(record.block, deadline)
+""",
+    "behaviour/test_ordering_on_an_asynchronous_device.py::"
+    "test_operations_may_be_on_several_streams_at_once[host]",
 )
 engine(
     "compute and the read-ahead begin one read at once",

@@ -14,6 +14,10 @@ ORDERED = "behaviour/test_transfers_and_memory_are_ordered.py::"
 DROPPED = ORDERED + "test_a_graph_dropped_without_backward_cancels_its_queued_writes"
 ENDS = "behaviour/test_engine_ends_what_it_began.py::"
 GIVEN_UP = "behaviour/test_storage_moves_once.py::test_the_memory_is_really_given_up"
+STREAMS = (
+    "behaviour/test_ordering_on_an_asynchronous_device.py::"
+    "test_operations_may_be_on_several_streams_at_once"
+)
 
 engine = table_of("engine.py", MUTATIONS)
 
@@ -58,6 +62,17 @@ for end in ("used", "dropped"):
         HOWEVER + f"[{end}]",
     )
 engine(
+    "a write waits for the queue of the thread that starts it",
+    """
+            with self._device.on(record.queue):
+                started = outgoing.tier.begin_write(memory)
+""",
+    """
+            started = outgoing.tier.begin_write(memory)
+""",
+    STREAMS + "[ssd]",
+)
+engine(
     "what no tier takes is still to be written",
     """
                 record.stay()
@@ -81,12 +96,14 @@ engine(
     """
         started = None
         try:
-            started = outgoing.tier.begin_write(memory)
+            with self._device.on(record.queue):
+                started = outgoing.tier.begin_write(memory)
         finally:
             if started is None:
 """,
     """
-        started = outgoing.tier.begin_write(memory)
+        with self._device.on(record.queue):
+            started = outgoing.tier.begin_write(memory)
         if True:
             if started is None:
 """,

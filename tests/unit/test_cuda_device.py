@@ -98,7 +98,9 @@ def test_other_kinds_of_devices_are_refused():
 
 def test_a_cpu_queues_nothing_and_its_memory_is_the_processs():
     device = CpuDevice()
-    assert device.mark() is None and device.is_host and not device.pins_host_memory
+    with device.on(device.queue()):
+        assert device.mark() is None
+    assert device.is_host and not device.pins_host_memory
     before = device.allocated_bytes()
     device.reset_peak()
     storage = device.new_storage(64 * MIB)
@@ -148,11 +150,23 @@ def test_a_copy_to_the_host_waits_for_what_was_queued_before_its_mark(gpu, pinne
     with torch.cuda.stream(stream):
         keep_busy()
         source.fill_(5)
-        gpu.computes_here()
         mark = gpu.mark()
     assert not mark.query(), "the GPU was done before the copy began; keep it busy for longer"
     gpu.copy_to_host(source.untyped_storage(), host.data_ptr(), mark)
     assert torch.all(host == 5)
+
+
+@pytest.mark.gpu
+def test_a_thread_that_is_put_on_a_queue_sets_its_marks_there(gpu):
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        queue = gpu.queue()
+        keep_busy()
+    with gpu.on(queue):
+        there = gpu.mark()
+    here = gpu.mark()
+    here.synchronize()
+    assert queue == side and not there.query()
 
 
 @pytest.mark.gpu

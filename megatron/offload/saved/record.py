@@ -75,6 +75,7 @@ class SavedStorage:
         self._address = storage.data_ptr()
         self.state = State.IN_MEMORY
         self.block: Any = None  # where the bytes are on a tier; the tier alone looks into it
+        self.queue: Any = None  # of the device, that the operation was in; the device alone looks
         self.num_unused_views = 0
         self.witness: torch.Tensor | None = None  # of the first view, see `SavedView`
         self._memory: torch.UntypedStorage | None = storage

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -27,22 +28,23 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self._store = torch.cuda.Stream(self.device)  # device to host, while forward computes
         self._load = torch.cuda.Stream(self.device)  # host to device, while backward computes
-        self._compute = torch.cuda.current_stream(self.device)
 
-    def computes_here(self) -> None:
+    def queue(self) -> torch.cuda.Stream:
         """See `Device`."""
-        self._compute = torch.cuda.current_stream(self.device)
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, queue: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+        """See `Device`."""
+        return torch.cuda.stream(queue)
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
-        """See `Device`. Belongs to the stream that computes, as what compute allocates does."""
-        with torch.cuda.stream(self._compute):
-            new = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return new.untyped_storage()
+        """See `Device`. Belongs to the current stream, as what compute allocates on it does."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def mark(self) -> torch.cuda.Event:
         """See `Device`."""
         event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
-        event.record(self._compute)
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def copy_to_host(

@@ -12,10 +12,10 @@ Compute queues its operations and runs ahead of the device. A `Mark` is a moment
   operations are still queued: it waits for the mark set when the memory was allocated.
 - Both copies return when the bytes have arrived, in the I/O thread that made them. So whoever waits
   for a transfer may use its memory at once, or let it be reused, and needs no mark of its own.
-Marks are set and memory is allocated by the starter's thread, for the queue of the thread that said
-`computes_here` last. The thread that trains waits for transfers only, never for the device. A
-transfer holds the memory at both of its ends, so the allocator never sees a storage that a copy
-still touches.
+A record knows the queue that its operation was in, to which its backward belongs too. Whoever
+starts a transfer of it, the starter's thread as a rule, sets marks and allocates memory on that
+queue. The thread that trains waits for transfers only, never for the device. A transfer holds the
+memory at both of its ends, so the allocator never sees a storage that a copy still touches.
 """
 
 from __future__ import annotations
@@ -42,16 +42,20 @@ class Device(Protocol):
     is_host: bool  # its memory is host memory: I/O may work on it in place
     pins_host_memory: bool  # copies overlap only with page-locked host memory
 
-    def computes_here(self) -> None:
-        """The calling thread computes: from now on memory and marks are for its present queue."""
+    def queue(self) -> Any:
+        """The queue that the calling thread is on: there go its operations, memory and marks."""
+        ...
+
+    def on(self, queue: Any) -> contextlib.AbstractContextManager[Any]:
+        """Puts the calling thread on a queue."""
         ...
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
-        """Fresh memory on the device for the queue that computes, contents undefined."""
+        """Fresh memory on the device for the calling thread's queue, contents undefined."""
         ...
 
     def mark(self) -> Any:
-        """This moment in the queue that computes."""
+        """This moment in the calling thread's queue."""
         ...
 
     def copy_to_host(self, source: torch.UntypedStorage, address: int, after: Any) -> None:
@@ -90,8 +94,12 @@ class CpuDevice:
     is_host = True
     pins_host_memory = False
 
-    def computes_here(self) -> None:
+    def queue(self) -> None:
+        """Nothing is ever queued."""
+
+    def on(self, queue: None) -> contextlib.AbstractContextManager[Any]:
         """See `Device`."""
+        return contextlib.nullcontext()
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
         """See `Device`."""
