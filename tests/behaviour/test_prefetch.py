@@ -90,5 +90,18 @@ def test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again():
     assert prefetcher.window_bytes == 2250
     for _ in range(30):
         prefetcher.start(tape)
+        prefetcher.stop()
+    prefetcher.start(tape)
     prefetcher.used(record)
     assert prefetcher.window_bytes == pytest.approx(2000, abs=1)
+
+
+def test_a_pass_that_was_prepared_is_not_begun_a_second_time():
+    tape = Tape()
+    tape.largest_bytes = 1000
+    prefetcher = Prefetcher(lambda record, deadline: True, limit_bytes=10**6)
+    prefetcher.start(tape, opens_at_once=True)
+    assert prefetcher.window_bytes == 2000
+    prefetcher.waited(1.0, 500.0)
+    prefetcher.start(tape)
+    assert prefetcher.window_bytes == 2500

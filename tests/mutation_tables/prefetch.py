@@ -116,6 +116,26 @@ prefetch(
     TAPE + "test_each_backward_pass_begins_with_one_storage",
 )
 prefetch(
+    "a pass that was prepared begins anew",
+    """
+        if self._tape is not tape:
+""",
+    """
+        if True:
+""",
+    PREFETCH + "test_a_pass_that_was_prepared_is_not_begun_a_second_time",
+)
+prefetch(
+    "the window never opens at once",
+    """
+            self._has_used_one = opens_at_once
+""",
+    """
+            self._has_used_one = False
+""",
+    PREFETCH + "test_a_pass_that_was_prepared_is_not_begun_a_second_time",
+)
+prefetch(
     "the first use does not open the window",
     """
         is_first, self._has_used_one = not self._has_used_one, True
