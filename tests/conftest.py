@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,15 @@ import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine
 from megatron.offload.storage.file import UnlinkedFile
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """No test leaves environment variables to those after it; torch's compiler sets some."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ TRAINING = "megatron.training.training"
 def off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test begins and ends with the runtime off."""
     for name in cpu_training_script._ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is put back as it was, also where it was not
+        monkeypatch.delenv(name)
     random_log = logging.getLogger("megatron.core.tensor_parallel.random")
     level = random_log.level
     cpu_runtime.deactivate()

@@ -406,8 +406,7 @@ record(
 record(
     "who waits for a read does not",
     """
-            with contextlib.suppress(Exception):
-                pending.wait()
+            pending.wait_until_done()
 """,
     """
             pass
@@ -417,8 +416,7 @@ record(
 record(
     "who waits for a read meets its error",
     """
-            with contextlib.suppress(Exception):
-                pending.wait()
+            pending.wait_until_done()
 """,
     """
             pending.wait()

@@ -34,6 +34,9 @@ class FakeTransfer:
     def abandon(self) -> None:
         self.calls.append("abandon")
 
+    def wait_until_done(self) -> None:
+        self.calls.append("wait until done")
+
     def wait(self) -> None:
         self.calls.append("wait")
         if self._error is not None:
@@ -187,7 +190,7 @@ def test_who_waits_for_a_read_learns_of_its_error_at_the_end(written: SavedStora
     transfer = FakeTransfer(OSError(5, "no"))
     written.begin_reading(new_storage(), transfer)
     written.wait_until_arrived()
-    assert transfer.calls == ["wait"] and written.state is State.READING
+    assert transfer.calls == ["wait until done"] and written.state is State.READING
     with pytest.raises(OSError, match="no"):
         written.end_reading()
 

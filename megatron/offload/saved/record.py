@@ -13,7 +13,6 @@ transfer under way holds the memory and the block it works on, so neither is reu
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import threading
@@ -44,6 +43,10 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Blocks until the end; raises what the worker raised."""
+        ...
+
+    def wait_until_done(self) -> None:
+        """Blocks until the end; raises nothing."""
         ...
 
 
@@ -182,8 +185,7 @@ class SavedStorage:
         """Blocks until the read under way has ended, well or badly. `end_reading` says which."""
         pending = self._pending
         if pending is not None:
-            with contextlib.suppress(Exception):
-                pending.wait()
+            pending.wait_until_done()
 
     def end_reading(self) -> torch.UntypedStorage:
         """Waits for the read; the restored bytes.

@@ -6,10 +6,11 @@ Tiers hand them out, records and the prefetcher wait for them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 
 class Transfer(Future[None]):
@@ -80,6 +81,14 @@ class Transfer(Future[None]):
             self.result()
         finally:
             self = None  # type: ignore[assignment]  # an error refers to this frame, and we to it
+
+    def wait_until_done(self) -> None:
+        """Blocks until it has ended, well or badly.
+
+        What the worker raised is not raised here: an error keeps the frames that it passes through.
+        """
+        with contextlib.suppress(CancelledError):
+            self.exception()
 
 
 def gather(parts: Sequence[Transfer]) -> Transfer:
