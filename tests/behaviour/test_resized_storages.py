@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
+from megatron.offload.saved.record import State
 from tests.models import settle, ssd
 
 
@@ -24,6 +27,24 @@ def test_freed_before_its_write_began_it_is_not_written(make_engine, write_gate)
         tensor.detach().data.fill_(7.0)
         assert torch.equal(engine._hooks.unpack(packed), torch.full((1 << 20,), 7.0))
         assert torch.equal(engine._hooks.unpack(first), torch.zeros(1024))
+
+
+@pytest.mark.parametrize("mode", ["ssd", "host", "tiered"])
+def test_freed_before_its_write_was_queued_it_is_not_written(make_engine, caplog, mode):
+    engine = make_engine(mode=mode, host_budget=64 << 20)
+    hold = threading.Event()
+    engine._starter.submit(lambda: hold.wait(10))
+    with engine.step():
+        tensor = torch.zeros(1 << 20)
+        packed = engine._hooks.pack(tensor)
+        tensor.untyped_storage().resize_(0)
+        hold.set()
+        settle(engine)
+        assert packed.saved.state is State.IN_MEMORY and not caplog.records
+        tensor.untyped_storage().resize_(4 << 20)
+        tensor.detach().data.fill_(7.0)
+        assert torch.equal(engine._hooks.unpack(packed), torch.full((1 << 20,), 7.0))
+    assert engine.statistics.written_bytes == engine.statistics.host_written_bytes == 0
 
 
 def test_freed_after_it_was_written_it_is_read(engine):

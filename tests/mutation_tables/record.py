@@ -23,6 +23,7 @@ ENDS = "behaviour/test_engine_ends_what_it_began.py::"
 NOT_BEGUN = RECORD + "test_bytes_needed_before_their_write_began_are_not_written"
 ARRIVED = RECORD + "test_a_read_has_arrived_when_its_transfer_is_done"
 ERROR_AT_THE_END = RECORD + "test_who_waits_for_a_read_learns_of_its_error_at_the_end"
+FREED = RECORD + "test_a_storage_that_was_resized_before_its_write_began_is_not_written[0]"
 
 record = table_of("saved/record.py", MUTATIONS)
 
@@ -304,12 +305,32 @@ record(
 record(
     "what was taken back before its write began is written",
     """
-            return self._memory if self.state is State.QUEUED else None
+            if self.state is not State.QUEUED:
+                return None
+""",
+    "",
+    NOT_BEGUN,
+)
+record(
+    "what was freed before its write began is written",
+    """
+            if not self._is_as_saved(self._memory):
+                self.state = State.IN_MEMORY
+                return None
+""",
+    "",
+    FREED,
+)
+record(
+    "what was freed before its write began is still to be written",
+    """
+                self.state = State.IN_MEMORY
+                return None
 """,
     """
-            return self._memory
+                return None
 """,
-    NOT_BEGUN,
+    FREED,
 )
 record(
     "what is to be written is not given out",

@@ -107,6 +107,16 @@ def test_bytes_needed_before_their_write_began_are_not_written() -> None:
     assert record.state is State.IN_MEMORY and record.take_back() is storage
 
 
+@pytest.mark.parametrize("num_bytes", [0, 2 * NUM_BYTES])
+def test_a_storage_that_was_resized_before_its_write_began_is_not_written(num_bytes: int) -> None:
+    storage = new_storage()
+    record = SavedStorage(storage, Scope(), 0)
+    record.queue_write()
+    storage.resize_(num_bytes)
+    assert record.memory_to_write() is None and record.state is State.IN_MEMORY
+    assert record.take_back() is storage
+
+
 def test_bytes_that_no_tier_takes_stay_in_memory() -> None:
     storage = new_storage()
     record = SavedStorage(storage, Scope(), 0)

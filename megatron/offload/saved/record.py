@@ -101,9 +101,18 @@ class SavedStorage:
             return self._memory
 
     def memory_to_write(self) -> torch.UntypedStorage | None:
-        """The bytes, if they are still to be written; None if they were needed meanwhile."""
+        """The bytes, if they are still to be written; None if they were needed meanwhile.
+
+        Also None if somebody has freed them under everybody's hands: see `end_writing`.
+        """
         with self._lock:
-            return self._memory if self.state is State.QUEUED else None
+            if self.state is not State.QUEUED:
+                return None
+            assert self._memory is not None
+            if not self._is_as_saved(self._memory):
+                self.state = State.IN_MEMORY
+                return None
+            return self._memory
 
     def stay(self) -> None:
         """No tier takes the bytes: they remain in memory."""
