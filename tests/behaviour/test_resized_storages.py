@@ -19,6 +19,7 @@ def test_freed_before_its_write_began_it_is_not_written(make_engine, write_gate)
         write_gate.wait_for_arrival()
         tensor = torch.zeros(1 << 20)  # large: its memory is unmapped when it is freed
         packed = engine._hooks.pack(tensor)
+        engine._starter.drain()  # its write is queued
         tensor.untyped_storage().resize_(0)
         write_gate.open.set()
         settle(engine)

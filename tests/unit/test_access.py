@@ -79,6 +79,14 @@ def test_edges_and_body_come_back_each_in_its_place(num_bytes: int, alignment: A
     view.before_write()
     body = body_of(view)
     assert is_aligned(view, alignment)
+    new_storage = access._new_storage
+
+    def new_and_full_of_others(cut: Cut) -> torch.UntypedStorage:
+        storage = new_storage(cut)
+        ctypes.memset(storage.data_ptr(), POISON, storage.nbytes())
+        return storage
+
+    access._new_storage = new_and_full_of_others  # type: ignore[method-assign]
     target, view = access.for_reading(view.cut, num_parts=2)
     assert is_aligned(view, alignment)
     half = len(body) // 2
