@@ -371,6 +371,8 @@ class OffloadEngine:
         with self._reading:
             if record.state is not State.ON_TIER:
                 return False
+            if record.num_unused_views <= 0 and deadline != _NOW:
+                return False  # compute has read and used it all meanwhile
             with self._device.on(record.queue):
                 memory, transfer = record.block.tier.begin_read(record.block, deadline)
             record.begin_reading(memory, transfer)
