@@ -324,14 +324,9 @@ class OffloadEngine:
 
     def _submit_writes(self, batch: list[Outgoing]) -> None:
         if batch:
-            self._starter.submit(functools.partial(self._begin_writes, batch))
+            self._starter.submit(*(functools.partial(self._begin_write, one) for one in batch))
 
     # Runs in the starter's thread.
-    def _begin_writes(self, batch: list[Outgoing]) -> None:
-        with contextlib.ExitStack() as writes:  # an error of one keeps no other back
-            for outgoing in reversed(batch):
-                writes.callback(self._begin_write, outgoing)
-
     def _begin_write(self, outgoing: Outgoing) -> None:
         record = outgoing.record()
         memory = record.memory_to_write() if record is not None else None

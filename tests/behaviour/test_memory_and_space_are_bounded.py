@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 
 import pytest
 import torch
@@ -113,6 +115,20 @@ def test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back(engine, monk
     assert begun == [4000, 4000, 3600]
     assert engine.statistics.kept_bytes == 4000
     assert engine.statistics.written_bytes == 4000 + 3600
+
+
+def test_a_write_that_could_not_start_keeps_nothing_alive(engine, monkeypatch):
+    monkeypatch.setattr(ssd(engine), "begin_write", lambda _: 1 / 0)
+    with engine.step():
+        packed = engine._hooks.pack(torch.randn(1000))
+        reference = weakref.ref(packed.saved)
+        gc.disable()
+        try:
+            settle(engine)
+            del packed
+            assert reference() is None
+        finally:
+            gc.enable()
 
 
 def test_a_storage_larger_than_the_inflight_budget_still_goes(make_engine):

@@ -46,7 +46,7 @@ def leaf():
 def test_a_layer_is_handed_over_at_its_end_and_in_one_go(engine, monkeypatch, records):
     submit, submitted = engine._starter.submit, []
     monkeypatch.setattr(
-        engine._starter, "submit", lambda work: (submitted.append(work), submit(work))
+        engine._starter, "submit", lambda *work: (submitted.append(work), submit(*work))
     )
     x = leaf()
     with engine.step():

@@ -238,6 +238,27 @@ engine(
     GIVEN_UP,
 )
 engine(
+    "a layer is written from its end",
+    """
+            self._starter.submit(*(functools.partial(self._begin_write, one) for one in batch))
+""",
+    """
+            batch.reverse()
+            self._starter.submit(*(functools.partial(self._begin_write, one) for one in batch))
+""",
+    BOUNDED + "test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back",
+)
+engine(
+    "an error of one write keeps the rest of its layer back",
+    """
+            self._starter.submit(*(functools.partial(self._begin_write, one) for one in batch))
+""",
+    """
+            self._starter.submit(lambda: [self._begin_write(one) for one in batch] and None)
+""",
+    BOUNDED + "test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back",
+)
+engine(
     "the wait for bytes in flight is not counted",
     """
                 self.statistics.write_wait_s += time.perf_counter() - began

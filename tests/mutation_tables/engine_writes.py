@@ -22,29 +22,6 @@ STREAMS = (
 engine = table_of("engine.py", MUTATIONS)
 
 # -- In the starter's thread -----------------------------------------------------------------------
-engine(
-    "an error of one write keeps the rest of its layer back",
-    """
-        with contextlib.ExitStack() as writes:  # an error of one keeps no other back
-            for outgoing in reversed(batch):
-                writes.callback(self._begin_write, outgoing)
-""",
-    """
-        for outgoing in batch:
-            self._begin_write(outgoing)
-""",
-    BOUNDED + "test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back",
-)
-engine(
-    "a layer is written from its end",
-    """
-            for outgoing in reversed(batch):
-""",
-    """
-            for outgoing in batch:
-""",
-    BOUNDED + "test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back",
-)
 for end in ("used", "dropped"):
     engine(
         f"what was {end} before its write began stays in flight",

@@ -19,17 +19,18 @@ starter(
         self._work.put(work)
 """,
     """
-        work()
+        for piece in work:
+            piece()
 """,
     IN_ORDER,
 )
 starter(
     "what was submitted last is done first",
     """
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Sequence[Callable[[], None]] | None] = queue.SimpleQueue()
 """,
     """
-        self._work: queue.LifoQueue[Callable[[], None] | None] = queue.LifoQueue()
+        self._work: queue.LifoQueue[Sequence[Callable[[], None]] | None] = queue.LifoQueue()
 """,
     IN_ORDER,
 )
@@ -93,14 +94,22 @@ starter(
     STARTER + "test_draining_and_closing_wait_for_what_was_submitted[close]",
 )
 starter(
+    "of work that was submitted together the last is done first",
+    """
+        for piece in work:
+""",
+    """
+        for piece in reversed(work):
+""",
+    IN_ORDER,
+)
+starter(
     "an error ends the thread",
     """
             except BaseException as error:  # also from outside: nobody could take this one's place
-                if type(error) not in self._reported:
 """,
     """
             except GeneratorExit as error:
-                if type(error) not in self._reported:
 """,
     ERRORS,
 )
@@ -111,6 +120,21 @@ starter(
 """,
     """
             except Exception as error:
+""",
+    ERRORS,
+)
+starter(
+    "an error keeps the rest of what was submitted with it back",
+    """
+        for piece in work:
+            try:
+                piece()
+""",
+    """
+        if True:
+            try:
+                for piece in work:
+                    piece()
 """,
     ERRORS,
 )

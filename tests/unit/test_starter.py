@@ -23,8 +23,11 @@ def starter():
 
 def test_work_is_done_in_order_and_in_another_thread(starter):
     done = []
-    for index in range(100):
-        starter.submit(lambda i=index: done.append((i, threading.current_thread())))
+    for index in range(0, 100, 2):
+        starter.submit(
+            lambda i=index: done.append((i, threading.current_thread())),
+            lambda i=index + 1: done.append((i, threading.current_thread())),
+        )
     starter.drain()
     assert done == [(index, starter._thread) for index in range(100)]
     assert starter._thread.name == "starter under test"
@@ -52,10 +55,10 @@ def test_an_error_is_said_once_and_the_next_work_is_done(starter, caplog):
     done = []
     with caplog.at_level(logging.WARNING):
         for error in (ValueError("odd"), ValueError("odd again"), SystemExit("killed")):
-            starter.submit(lambda e=error: fail(e))
+            starter.submit(lambda e=error: fail(e), lambda: done.append(True))
         starter.submit(lambda: done.append(True))
         starter.drain()
-    assert done == [True]
+    assert done == [True] * 4
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
     assert "ValueError('odd')" in messages[0] and "SystemExit('killed')" in messages[1]
