@@ -60,7 +60,8 @@ record(
 record(
     "a failed read leaves the record waiting for it",
     """
-            self.state, self._memory, self._pending = State.ON_TIER, None, None
+            with self._lock:
+                self.state, self._memory, self._pending = State.ON_TIER, None, None
             raise
 """,
     """
@@ -179,42 +180,40 @@ record(
 record(
     "a used view releases nothing",
     """
-        self.num_unused_views -= 1
+            self.num_unused_views -= 1
 """,
     """
-        pass
+            pass
 """,
     RECORD + "test_restored_memory_stays_until_the_last_view_was_used",
 )
 record(
     "the last view that is used leaves the memory restored",
     """
-            self.state, self._memory = State.ON_TIER, None
-
+                self.state, restored, self._memory = State.ON_TIER, self._memory, None
 """,
     """
-            pass
-
+                pass
 """,
     "behaviour/test_every_way_through_a_step.py::test_backward_twice_through_one_graph",
 )
 record(
     "the first view that is used releases the memory",
     """
-        if self.num_unused_views <= 0 and self.state is State.RESTORED:
+            if self.num_unused_views <= 0 and self.state is State.RESTORED:
 """,
     """
-        if self.state is State.RESTORED:
+            if self.state is State.RESTORED:
 """,
     ONE_STORAGE,
 )
 record(
     "only the first pass through a graph releases the memory",
     """
-        if self.num_unused_views <= 0 and self.state is State.RESTORED:
+            if self.num_unused_views <= 0 and self.state is State.RESTORED:
 """,
     """
-        if self.num_unused_views == 0 and self.state is State.RESTORED:
+            if self.num_unused_views == 0 and self.state is State.RESTORED:
 """,
     "behaviour/test_every_way_through_a_step.py::test_backward_twice_through_one_graph",
 )
@@ -262,6 +261,18 @@ for call, first_line in (
         f"        if True:\n{first_line}",
         RECORD + f"test_the_end_of_a_write_and_taking_back_exclude_each_other[{call}]",
     )
+record(
+    "view_used does not take the lock",
+    """
+        with self._lock:
+            self.num_unused_views -= 1
+""",
+    """
+        if True:
+            self.num_unused_views -= 1
+""",
+    RECORD + "test_the_last_use_and_taking_back_exclude_each_other",
+)
 record(
     "begin_writing does not take the lock",
     """

@@ -176,6 +176,18 @@ def test_the_end_of_a_write_and_taking_back_exclude_each_other(call: str) -> Non
 # -- Reading ------------------------------------------------------------------------------------
 
 
+def test_the_last_use_and_taking_back_exclude_each_other(written: SavedStorage) -> None:
+    written.begin_reading(new_storage(), FakeTransfer())
+    written.end_reading()
+    thread = threading.Thread(target=written.view_used, daemon=True)
+    with written._lock:  # as if the read-ahead were looking
+        thread.start()
+        thread.join(timeout=0.1)
+        assert thread.is_alive() and written.state is State.RESTORED
+    thread.join(timeout=10)
+    assert written.state is State.ON_TIER
+
+
 def test_bytes_that_are_being_read_are_given_out_only_after_the_wait(written: SavedStorage) -> None:
     memory, transfer = new_storage(), FakeTransfer()
     written.begin_reading(memory, transfer)

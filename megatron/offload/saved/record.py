@@ -206,7 +206,8 @@ class SavedStorage:
         try:
             self._pending.wait()
         except BaseException:
-            self.state, self._memory, self._pending = State.ON_TIER, None, None
+            with self._lock:
+                self.state, self._memory, self._pending = State.ON_TIER, None, None
             raise
         self.state, self._pending = State.RESTORED, None
         assert self._memory is not None
@@ -218,9 +219,12 @@ class SavedStorage:
         The node that runs now holds the memory itself. A view that is asked for again
         (`retain_graph`) is read again: the block lives as long as the record.
         """
-        self.num_unused_views -= 1
-        if self.num_unused_views <= 0 and self.state is State.RESTORED:
-            self.state, self._memory = State.ON_TIER, None
+        restored = None  # freed when this frame ends, outside the lock
+        with self._lock:
+            self.num_unused_views -= 1
+            if self.num_unused_views <= 0 and self.state is State.RESTORED:
+                self.state, restored, self._memory = State.ON_TIER, self._memory, None
+        del restored
 
 
 class SavedView:
