@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron.offload.integration.megatron.schedule import Layout, passes_of_step
+from megatron.offload.placement.passes import Layout, passes_of_step
 
 
 def text(layout: Layout, num_microbatches: int) -> str:

@@ -11,70 +11,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from megatron.offload.engine import OffloadEngine
+from megatron.offload.placement.passes import Layout, Pass, passes_of_step
 from megatron.offload.restore.prefetch import Tape
 from megatron.offload.saved.scope import Scope
-
-
-class Pass(NamedTuple):
-    """One forward or backward pass of a stage."""
-
-    is_backward: bool
-    chunk: int
-    micro_batch: int
-
-
-class Layout(NamedTuple):
-    """What the order of a stage's passes depends on."""
-
-    num_stages: int
-    stage: int
-    num_chunks: int
-    group_size: int  # micro-batches that a chunk runs in a row, with several chunks
-
-    @classmethod
-    def current(cls, settings: Any) -> Layout:
-        """That of this rank. `settings`: a `TransformerConfig`."""
-        num_stages = parallel_state.get_pipeline_model_parallel_world_size()
-        return cls(
-            num_stages,
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-            getattr(settings, "microbatch_group_size_per_vp_stage", None) or num_stages,
-        )
-
-
-def passes_of_step(layout: Layout, num_microbatches: int) -> list[Pass]:
-    """The passes of one step of one stage, in the order of Megatron's schedules.
-
-    Without pipelining a micro-batch's backward follows its forward at once. With it, stages begin
-    with forward passes, more of them the earlier the stage, then do one of each in turn (1F1B;
-    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021).
-    """
-    stages, stage, chunks, group = layout
-    group = group if chunks > 1 else num_microbatches
-    order = [
-        (chunk, micro_batch)
-        for first in range(0, num_microbatches, group)
-        for chunk in range(chunks)
-        for micro_batch in range(first, min(first + group, num_microbatches))
-    ]
-    num_warm_up = 0
-    if stages > 1:
-        later = stages - stage - 1
-        num_warm_up = later if chunks == 1 else 2 * later + (chunks - 1) * group
-    num_warm_up = min(num_warm_up, len(order))
-    forward = [Pass(False, *place) for place in order]
-    backward = [Pass(True, chunks - 1 - chunk, micro_batch) for chunk, micro_batch in order]
-    passes = forward[:num_warm_up]
-    for one in zip(forward[num_warm_up:], backward, strict=False):
-        passes.extend(one)
-    return passes + backward[len(order) - num_warm_up :]
 
 
 class ScheduleCalls:
@@ -107,7 +52,7 @@ class ScheduleCalls:
         named = self._signature.bind(*args, **kwargs).arguments
         place = (named.get("vp_stage") or 0, named.get("current_microbatch") or 0)
         if self._order is None:
-            layout = Layout.current(self._settings)
+            layout = _current_layout(self._settings)
             self._order = passes_of_step(layout, named["num_microbatches"])
             is_last = layout.stage == layout.num_stages - 1
             self._chunk_with_loss = layout.num_chunks - 1 if is_last else -1
@@ -148,6 +93,17 @@ class ScheduleCalls:
             tape = self._tapes.get((chunk, micro_batch))
             if tape is not None:
                 self._engine.prefetch(tape, opens_at_once=chunk != self._chunk_with_loss)
+
+
+def _current_layout(settings: Any) -> Layout:
+    """That of this rank. `settings`: a `TransformerConfig`."""
+    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return Layout(
+        num_stages,
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        getattr(settings, "microbatch_group_size_per_vp_stage", None) or num_stages,
+    )
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

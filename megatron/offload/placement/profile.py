@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a planner knows of one pipeline stage: `StageProfile`.
+
+Measured in the first steps of a run, or projected from descriptions of a model and of hardware;
+whoever solves or simulates cannot tell the difference. Written and read as JSON. Bytes and seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement.passes import Layout
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class GroupProfile:
+    """Activations of one part of a layer, which get one placement. For one micro-batch.
+
+    Attributes:
+        name: `attention`, `mlp`, or `layer` where a layer is not divided.
+        movable_bytes: in storages that a tier can take.
+        kept_bytes: in storages that always stay: too small, or somebody else's.
+        num_storages: how many hold the movable bytes.
+        produced_s: when the last of them is there, after the layer's forward began.
+        first_use_s: when backward first needs one, after the layer's backward began.
+        recompute_s: forward seconds to produce them again; None: not possible for it alone.
+    """
+
+    name: str
+    movable_bytes: int
+    kept_bytes: int
+    num_storages: int
+    produced_s: float
+    first_use_s: float
+    recompute_s: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer of one model chunk, the average of its micro-batches.
+
+    Attributes:
+        chunk: model chunk of this stage, 0 without virtual pipelining.
+        name: e.g. `decoder.7`, see `Scope.layer`.
+        forward_s: its forward pass.
+        backward_s: its backward pass, without recomputation and waits.
+        recompute_s: its forward again in backward; None: it cannot be recomputed.
+        input_bytes: what it keeps when it is recomputed as a whole.
+        groups: in the order of the forward pass.
+    """
+
+    chunk: int
+    name: str
+    forward_s: float
+    backward_s: float
+    recompute_s: float | None
+    input_bytes: int
+    groups: tuple[GroupProfile, ...]
+
+    @property
+    def movable_bytes(self) -> int:
+        """Of all groups."""
+        return sum(group.movable_bytes for group in self.groups)
+
+
+@dataclass(frozen=True)
+class TierProfile:
+    """One tier, as fast as it is while the stage trains.
+
+    Attributes:
+        name: the placement that goes there, `host` or `ssd`.
+        write_bytes_per_s: with nothing else under way.
+        read_bytes_per_s: likewise.
+        shared_bytes_per_s: reads and writes together while both are under way; None: neither slows
+            the other.
+        latency_s: of a transfer, whatever its size.
+        capacity_bytes: None: more than can be needed.
+    """
+
+    name: str
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    shared_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """One rank's view of a training step.
+
+    Attributes:
+        layout: this stage's place in the pipeline.
+        num_micro_batches: in a step.
+        layers: by chunk, then in the order of the forward pass.
+        tiers: that activations may go to.
+        before_s: seconds of a forward pass before each chunk's first layer (embedding), by chunk.
+        after_s: and after its last (head and loss).
+        backward_before_s: the same parts in backward: the head and loss, by chunk.
+        backward_after_s: the embedding.
+        step_fixed_s: outside of forward and backward passes: optimizer, gradient reduction.
+        pass_fixed_bytes: activations of a micro-batch outside of layers, by chunk.
+        transient_bytes: most working memory of the step beyond saved activations (gradients of
+            activations, the loss, allocator slack).
+        inflight_bytes: most bytes on their way out at a time; forward waits beyond it.
+        sizes: what the figures depend on: micro-batch size, sequence length.
+        source: where they come from, for people.
+    """
+
+    layout: Layout
+    num_micro_batches: int
+    layers: tuple[LayerProfile, ...]
+    tiers: tuple[TierProfile, ...]
+    before_s: tuple[float, ...]
+    after_s: tuple[float, ...]
+    backward_before_s: tuple[float, ...]
+    backward_after_s: tuple[float, ...]
+    step_fixed_s: float = 0.0
+    pass_fixed_bytes: tuple[int, ...] = (0,)
+    transient_bytes: int = 0
+    inflight_bytes: int = 512 << 20
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    source: str = ""
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads."""
+        return json.dumps({"version": FORMAT_VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> StageProfile:
+        """The profile in a file's text.
+
+        Raises:
+            ConfigurationError: it is none, or one of another format version.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            version = values.pop("version")
+            if version != FORMAT_VERSION:
+                raise ConfigurationError(
+                    f"the profile has format {version}, this release reads {FORMAT_VERSION}; "
+                    "measure it again"
+                )
+            return cls(
+                **{name: value for name, value in values.items() if name not in _NESTED},
+                **{name: make(values[name]) for name, make in _NESTED.items()},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"this is no profile of a stage: {error}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> StageProfile:
+        """The profile in a file. Raises ConfigurationError, OSError."""
+        return cls.from_json(path.read_text())
+
+
+def _layers(values: list[dict[str, Any]]) -> tuple[LayerProfile, ...]:
+    return tuple(
+        LayerProfile(**{**one, "groups": tuple(GroupProfile(**g) for g in one["groups"])})
+        for one in values
+    )
+
+
+# How fields that are more than a number are made from what JSON has of them.
+_NESTED: dict[str, Any] = {
+    "layout": lambda values: Layout(*values),
+    "layers": _layers,
+    "tiers": lambda values: tuple(TierProfile(**one) for one in values),
+    "before_s": tuple,
+    "after_s": tuple,
+    "backward_before_s": tuple,
+    "backward_after_s": tuple,
+    "pass_fixed_bytes": tuple,
+}
