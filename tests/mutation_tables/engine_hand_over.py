@@ -224,7 +224,7 @@ engine(
             batch.append(one)
         self._submit_writes(batch)
 """,
-    IN_PARTS,
+    FORWARD_WAITS,
 )
 engine(
     "what fitted at once is not handed over",
