@@ -28,7 +28,7 @@ from megatron.offload.restore.prefetch import Prefetcher, Tape
 from megatron.offload.saved.cache import LongLived, Span, TensorCache, span_of
 from megatron.offload.saved.graph import node_of, saved_tensors_between
 from megatron.offload.saved.hooks import PLAIN_TORCH, SavedTensorHooks, is_small_part
-from megatron.offload.saved.record import SavedReference, SavedStorage, State
+from megatron.offload.saved.record import SavedReference, SavedStorage, SavedView, State
 from megatron.offload.saved.scope import Scope
 from megatron.offload.storage.allocator import MIMALLOC, allocator_name
 from megatron.offload.storage.budget import ByteBudget
@@ -141,7 +141,7 @@ class OffloadEngine:
         try:
             yield
         finally:
-            self._prefetcher.stop()
+            self._starter.submit(self._prefetcher.stop)
             self._starter.drain()
             self.statistics.long_lived_bytes = self._cache.end_step()
             self.statistics.left_alone, self._cache.num_left_alone = self._cache.num_left_alone, 0
@@ -193,9 +193,9 @@ class OffloadEngine:
         try:
             with self._collecting(captured):
                 for saved, _, storage in found:
-                    if self.wants(storage.nbytes()):
+                    if self.tier_for(storage.nbytes()) is not None:
                         is_whole = storage._cdata in needed_whole
-                        pack = self._hooks.pack_whole if is_whole else self._hooks.pack
+                        pack = self._hooks.pack_whole if is_whole else self._hooks.pack_found
                         self._register(saved, pack)
         finally:
             self._scope = outer
@@ -231,8 +231,8 @@ class OffloadEngine:
             opens_at_once: backward goes straight to the layers that filled the tape. Else it passes
                 through the loss, where memory is scarcest, and one storage has to do until then.
         """
-        self._prefetcher.start(tape, opens_at_once)
-        self._starter.submit(self._prefetcher.advance)
+        start = functools.partial(self._prefetcher.start, tape, opens_at_once)
+        self._starter.submit(start, self._prefetcher.advance)
 
     @contextlib.contextmanager
     def backward(self, tape: Tape) -> Iterator[None]:
@@ -241,7 +241,7 @@ class OffloadEngine:
         try:
             yield
         finally:
-            self._prefetcher.stop()
+            self._starter.submit(self._prefetcher.stop)
 
     def close(self) -> None:
         """Waits for transfers, ends the threads and gives memory and disk space back."""
@@ -270,20 +270,19 @@ class OffloadEngine:
         """Where activations go, for people."""
         return " and ".join(str(tier) for tier in self._own_tiers.values())
 
-    def wants(self, num_bytes: int) -> bool:
-        """Whether the policy sends so many bytes of the present scope to a tier."""
-        return self._policy.place(self._scope, num_bytes) in self._tiers
+    def tier_for(self, num_bytes: int) -> Tier | None:
+        """Where the policy sends so many bytes of the present scope; None: they stay."""
+        return self._tiers.get(self._policy.place(self._scope, num_bytes))
 
-    def saved(self, record: SavedStorage, *, is_new: bool) -> None:
+    def saved(self, record: SavedStorage, tier: Tier | None) -> None:
         """Has a new record written; notes every save on the tape."""
         if self._tape is not None:
             self._tape.append(record)
-        if not is_new:
+        if tier is None:
             self.statistics.deduplicated_bytes += record.num_bytes
             return
         record.queue = self._device.queue()
         record.queue_write()
-        tier = self._tiers[self._policy.place(self._scope, record.num_bytes)]
         outgoing = Outgoing(weakref.ref(record), record.num_bytes, tier)
         self.statistics.offloaded_bytes += record.num_bytes
         self.statistics.offloaded_storages += 1
@@ -302,10 +301,15 @@ class OffloadEngine:
             memory = self._wait_for_read(record)
         return memory
 
-    def used(self, record: SavedStorage) -> None:
-        """Makes room to read further ahead."""
-        if self._prefetcher.used(record):
-            self._starter.submit(self._prefetcher.advance)
+    def used(self, view: SavedView) -> None:
+        """Has the memory let go after the last use, and what comes next read ahead."""
+        self._starter.submit(functools.partial(self._was_used, view))
+
+    # Runs in the starter's thread.
+    def _was_used(self, view: SavedView) -> None:
+        view.saved.view_used(view)
+        if self._prefetcher.used(view.saved):
+            self._prefetcher.advance()
 
     # -- How bytes leave ------------------------------------------------------------------------
 
@@ -371,15 +375,19 @@ class OffloadEngine:
             with self._device.on(record.queue):
                 memory, transfer = record.block.tier.begin_read(record.block, deadline)
             record.begin_reading(memory, transfer)
-            return True
+        transfer.add_done_callback(functools.partial(_end_of_read, weakref.ref(record)))
+        return True
 
     def _wait_for_read(self, record: SavedStorage) -> torch.UntypedStorage:
-        if record.state is State.ON_TIER:
-            self._begin_read(record, _NOW)
+        memory = None
         try:
-            if not record.has_arrived:
-                self._stall(record)
-            return record.end_reading()
+            while memory is None:
+                if record.state is State.ON_TIER:
+                    self._begin_read(record, _NOW)
+                if not record.has_arrived:
+                    self._stall(record)
+                memory = record.end_reading()
+            return memory
         except Exception as error:
             raise StorageError(
                 f"rank {self.rank} could not read an activation of {record.scope} back "
@@ -396,7 +404,8 @@ class OffloadEngine:
         self.statistics.stall_s += waited_s
         if waited_s > _NOTICEABLE_S:
             reads = record.block.tier.statistics.reads
-            self._prefetcher.waited(waited_s, reads.bytes_per_s or 0.0)
+            rate = reads.bytes_per_s or 0.0
+            self._starter.submit(functools.partial(self._prefetcher.waited, waited_s, rate))
 
     # -- What the tiers did ---------------------------------------------------------------------
 
@@ -443,6 +452,14 @@ class OffloadEngine:
             statistics = ssd.statistics
             step.write_bytes_per_s = statistics.writes.bytes_per_s or 0.0
             step.read_bytes_per_s = statistics.reads.bytes_per_s or 0.0
+
+
+# Runs in an I/O thread.
+def _end_of_read(reference: SavedReference, transfer: Future[None]) -> None:
+    """Makes tensors of the bytes. If the read failed, whoever waits for it says so."""
+    record = reference()
+    if record is not None and not transfer.cancelled() and transfer.exception() is None:
+        record.make_ready()
 
 
 class _Context(torch.autograd.graph.saved_tensors_hooks):

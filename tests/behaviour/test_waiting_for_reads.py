@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from megatron.offload import Scope
+from megatron.offload import ChangedInPlaceError, Scope
 from megatron.offload import engine as engine_module
-from megatron.offload.saved.record import SavedStorage, State
+from megatron.offload.saved.record import SavedStorage, SavedView, State
 from megatron.offload.storage.file import UnlinkedFile
 from tests.models import settle, ssd
 
@@ -36,6 +36,13 @@ def ranges(engine, monkeypatch):
 
     monkeypatch.setattr(engine._device, "annotate", annotate)
     return names
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.001)
 
 
 def saved(engine, values):
@@ -79,7 +86,7 @@ def test_a_read_that_has_arrived_is_no_stall(engine, waits, ranges):
         with engine.backward(tape):
             engine._starter.drain()
             packed.saved.wait_until_arrived()
-            assert packed.saved.state is State.READING
+            assert packed.saved.state in (State.READING, State.RESTORED)
             assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
     assert engine.statistics.read_bytes == 4096 and engine.statistics.forwarded_bytes == 0
     assert engine.statistics.stall_s == 0 and not waits and not ranges
@@ -119,3 +126,38 @@ def test_only_who_starts_a_read_says_so(engine):
         begun = [engine._begin_read(packed.saved, 0.0) for _ in range(2)]
         assert begun == [True, False]
         assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+
+
+def test_what_was_read_ahead_is_handed_out_ready_made(engine, monkeypatch):
+    threads, rebuild = [], SavedView.rebuild
+
+    def noted(view, memory):
+        threads.append(threading.current_thread())
+        return rebuild(view, memory)
+
+    monkeypatch.setattr(SavedView, "rebuild", noted)
+    with engine.step():
+        tape, (packed,) = saved(engine, [3.0])
+        with engine.backward(tape):
+            wait_until(lambda: packed.ready)
+            tensor = engine._hooks.unpack(packed)
+            assert torch.equal(tensor, torch.full((1024,), 3.0)) and not packed.ready
+            again = engine._hooks.unpack(packed)  # of a graph that is retained
+            assert torch.equal(again, tensor) and again is not tensor
+    assert threads[0] is not threading.current_thread()
+    assert threads[1:] == [threading.current_thread()]
+
+
+def test_what_is_ready_but_was_modified_is_not_handed_out(engine):
+    with engine.step():
+        tensor = torch.full((1024,), 3.0)
+        with engine.forward(Scope()) as tape:
+            packed = engine._hooks.pack(tensor.detach())
+            settle(engine)
+        changed = packed._witness.detach()  # shares the version counter, as any view of it
+        del tensor
+        with engine.backward(tape):
+            wait_until(lambda: packed.ready)
+            changed.add_(1)
+            with pytest.raises(ChangedInPlaceError):
+                engine._hooks.unpack(packed)

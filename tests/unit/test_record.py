@@ -179,7 +179,8 @@ def test_the_end_of_a_write_and_taking_back_exclude_each_other(call: str) -> Non
 def test_the_last_use_and_taking_back_exclude_each_other(written: SavedStorage) -> None:
     written.begin_reading(new_storage(), FakeTransfer())
     written.end_reading()
-    thread = threading.Thread(target=written.view_used, daemon=True)
+    view = SavedView(written, torch.empty(4))
+    thread = threading.Thread(target=written.view_used, args=(view,), daemon=True)
     with written._lock:  # as if the read-ahead were looking
         thread.start()
         thread.join(timeout=0.1)
@@ -239,12 +240,72 @@ def test_restored_memory_stays_until_the_last_view_was_used(written: SavedStorag
     written.begin_reading(memory, FakeTransfer())
     del memory
     written.end_reading()
-    written.view_used()
+    written.view_used(views[0])
     assert written.state is State.RESTORED and not torch.UntypedStorage._expired(weak)
-    written.view_used()
+    written.view_used(views[1])
     assert written.state is State.ON_TIER and torch.UntypedStorage._expired(weak)
     torch.UntypedStorage._free_weak_ref(weak)
-    assert len(views) == 2
+
+
+def read(record: SavedStorage) -> torch.UntypedStorage:
+    memory = new_storage()
+    record.begin_reading(memory, FakeTransfer())
+    record.make_ready()
+    return memory
+
+
+def test_a_view_is_ready_after_a_read_once(written: SavedStorage) -> None:
+    view = SavedView(written, torch.empty(4, 8)[1:].t())
+    assert view.take_ready() is None
+    memory = read(written)
+    tensor = view.take_ready()
+    assert tensor is not None and tensor.untyped_storage().data_ptr() == memory.data_ptr()
+    assert (tensor.shape, tensor.stride(), tensor.storage_offset()) == ((8, 3), (1, 8), 8)
+    assert view.take_ready() is None and written.state is State.RESTORED
+
+
+def test_a_view_that_was_used_is_not_made_ready(written: SavedStorage) -> None:
+    views = [SavedView(written, torch.empty(4)) for _ in range(2)]
+    written.view_used(views[0])
+    read(written)
+    assert views[0].take_ready() is None and views[1].take_ready() is not None
+
+
+def test_a_view_that_was_used_meanwhile_keeps_nothing(
+    written: SavedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, rebuild = SavedView(written, torch.empty(4)), SavedView.rebuild
+
+    def use_meanwhile(self: SavedView, memory: torch.UntypedStorage) -> torch.Tensor:
+        written.view_used(self)
+        return rebuild(self, memory)
+
+    monkeypatch.setattr(SavedView, "rebuild", use_meanwhile)
+    memory = read(written)
+    weak = memory._weak_ref()
+    del memory
+    assert not view.ready and torch.UntypedStorage._expired(weak)
+    torch.UntypedStorage._free_weak_ref(weak)
+
+
+def test_what_is_ready_and_not_taken_goes_with_the_last_use(written: SavedStorage) -> None:
+    view = SavedView(written, torch.empty(4))
+    memory = read(written)
+    weak = memory._weak_ref()
+    del memory
+    assert not torch.UntypedStorage._expired(weak)
+    written.view_used(view)
+    assert torch.UntypedStorage._expired(weak) and written.state is State.ON_TIER
+    torch.UntypedStorage._free_weak_ref(weak)
+
+
+def test_bytes_that_were_read_and_used_by_others_are_to_be_read_again(
+    written: SavedStorage,
+) -> None:
+    view = SavedView(written, torch.empty(4))
+    read(written)
+    written.view_used(view)
+    assert written.end_reading() is None, "a thread that waited comes late"
 
 
 # -- Bytes that somebody else keeps -------------------------------------------------------------

@@ -8,7 +8,7 @@ the thread of the operation. What happens in between is the engine's: it hands i
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,20 +29,20 @@ class Mover(Protocol):
         """Where in the step we are."""
         ...
 
-    def wants(self, num_bytes: int) -> bool:
-        """Whether the policy moves so many bytes of this scope out of device memory."""
+    def tier_for(self, num_bytes: int) -> Any:
+        """The tier that the policy sends so many bytes of this scope to; None: they stay."""
         ...
 
-    def saved(self, record: SavedStorage, *, is_new: bool) -> None:
-        """A storage was saved, for the first time or by one more operation."""
+    def saved(self, record: SavedStorage, tier: Any) -> None:
+        """A storage was saved, for the first time or, without a tier, by one more operation."""
         ...
 
     def bring_back(self, record: SavedStorage) -> torch.UntypedStorage:
         """The record's bytes in memory, waiting for them if need be."""
         ...
 
-    def used(self, record: SavedStorage) -> None:
-        """A view of the record's bytes was handed to backward."""
+    def used(self, view: SavedView) -> None:
+        """A view is about to be handed to backward."""
         ...
 
 
@@ -61,13 +61,15 @@ class SavedTensorHooks:
         """What autograd keeps instead of `tensor`: a view record, or the tensor if it stays."""
         with PLAIN_TORCH():
             storage = self._cache.movable(tensor)
-            return tensor if storage is None else self._take(tensor, storage, moves_whole=False)
+            return tensor if storage is None else self._take(tensor, storage)
+
+    def pack_found(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
+        """The same for a tensor that is known to be movable, without torch's modes in the way."""
+        return self._take(tensor, tensor.untyped_storage())
 
     def pack_whole(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
-        """The same for a tensor whose whole storage is needed, by it and others together."""
-        with PLAIN_TORCH():
-            storage = self._cache.movable(tensor)
-            return tensor if storage is None else self._take(tensor, storage, moves_whole=True)
+        """The same if its whole storage is needed, by it and others together."""
+        return self._take(tensor, tensor.untyped_storage(), moves_whole=True)
 
     def unpack(self, packed: SavedView | torch.Tensor) -> torch.Tensor:
         """The saved tensor, bit for bit.
@@ -79,29 +81,29 @@ class SavedTensorHooks:
         if isinstance(packed, torch.Tensor):
             return packed
         with PLAIN_TORCH():
-            packed.check_unchanged()
-            with self._one_at_a_time:
-                memory = self._mover.bring_back(packed.saved)
-                tensor = packed.rebuild(memory)
-                packed.saved.view_used()
-                self._mover.used(packed.saved)
+            tensor = packed.take_ready()
+            if tensor is None:
+                packed.check_unchanged()
+                with self._one_at_a_time:
+                    tensor = packed.rebuild(self._mover.bring_back(packed.saved))
+        self._mover.used(packed)
         return tensor
 
     def _take(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, *, moves_whole: bool
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, moves_whole: bool = False
     ) -> SavedView | torch.Tensor:
-        span = whole(storage)
+        span, tier = whole(storage), None
         record = self._cache.find(storage, span, tensor)
         if record is None and not moves_whole and is_small_part(tensor, storage):
             span = span_of(tensor)
             record = self._cache.find(storage, span, tensor)
-        is_new = record is None
         if record is None:
-            if not self._mover.wants(span.num_bytes):
+            tier = self._mover.tier_for(span.num_bytes)
+            if tier is None:
                 return tensor
             record = self._cache.add(storage, span, tensor, self._mover.scope)
         view = SavedView(record, tensor, span.start_bytes)
-        self._mover.saved(record, is_new=is_new)
+        self._mover.saved(record, tier)
         return view
 
 

@@ -64,9 +64,9 @@ class State(enum.Enum):
 class SavedStorage:
     """The bytes of one `untyped_storage` that autograd saved, however many views point into it.
 
-    States change under `_lock`: threads that compute save and use, the starter begins transfers, an
-    I/O thread ends writes. The lock is held for a few assignments; nothing waits or frees memory
-    under it.
+    States change under `_lock`: threads that compute save, the starter begins transfers and hears
+    of uses, I/O threads end transfers. The lock is held for a few assignments; nothing waits or
+    frees memory under it.
     """
 
     def __init__(self, storage: torch.UntypedStorage, scope: Scope, version: int) -> None:
@@ -80,6 +80,7 @@ class SavedStorage:
         self.block: Any = None  # where the bytes are on a tier; the tier alone looks into it
         self.queue: Any = None  # of the device, that the operation was in; the device alone looks
         self.num_unused_views = 0
+        self._views: list[weakref.ref[SavedView]] = []
         self.witness: torch.Tensor | None = None  # of the first view, see `SavedView`
         self._memory: torch.UntypedStorage | None = storage
         self._lock = threading.Lock()
@@ -196,35 +197,55 @@ class SavedStorage:
         if pending is not None:
             pending.wait_until_done()
 
-    def end_reading(self) -> torch.UntypedStorage:
-        """Waits for the read; the restored bytes.
+    def end_reading(self) -> torch.UntypedStorage | None:
+        """Waits for the read; the restored bytes. None: others have used and released them.
 
         Raises:
             OSError: the read failed; the record is as before the read.
         """
-        assert self.state is State.READING and self._pending is not None, self.state
+        pending = self._pending
         try:
-            self._pending.wait()
+            if pending is not None:
+                pending.wait()
         except BaseException:
             with self._lock:
-                self.state, self._memory, self._pending = State.ON_TIER, None, None
+                if self._pending is pending:
+                    self.state, self._memory, self._pending = State.ON_TIER, None, None
             raise
-        self.state, self._pending = State.RESTORED, None
-        assert self._memory is not None
-        return self._memory
+        finally:
+            del pending  # an error refers to this frame, and the transfer to the error
+        with self._lock:
+            if self.state is State.READING:
+                self.state, self._pending = State.RESTORED, None
+            return self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
 
-    def view_used(self) -> None:
+    def make_ready(self) -> None:
+        """Builds the tensors of all views of bytes that were read, before anybody asks for them.
+
+        To do so takes longer than all the rest of `unpack`. An I/O thread has the time.
+        """
+        memory = self.end_reading()
+        for view in [view for weak in self._views if (view := weak()) is not None]:
+            if memory is not None and not view.is_used:
+                tensor = view.rebuild(memory)
+                with self._lock:
+                    if not view.is_used:
+                        view.ready.append(tensor)
+
+    def view_used(self, view: SavedView) -> None:
         """A view was handed to backward. After the last one the restored memory is let go.
 
         The node that runs now holds the memory itself. A view that is asked for again
         (`retain_graph`) is read again: the block lives as long as the record.
         """
-        restored = None  # freed when this frame ends, outside the lock
+        restored, late = None, None  # freed when this frame ends, outside the lock
         with self._lock:
+            view.is_used = True
+            late, view.ready = view.ready, []
             self.num_unused_views -= 1
             if self.num_unused_views <= 0 and self.state is State.RESTORED:
                 self.state, restored, self._memory = State.ON_TIER, self._memory, None
-        del restored
+        del restored, late
 
 
 class SavedView:
@@ -236,10 +257,15 @@ class SavedView:
         start_bytes: where in the tensor's storage the saved bytes begin.
     """
 
-    __slots__ = ("_dtype", "_offset", "_shape", "_stride", "_version", "_witness", "saved")
+    __slots__ = (
+        *("_dtype", "_offset", "_shape", "_stride", "_version", "_witness", "__weakref__"),
+        *("is_used", "ready", "saved"),
+    )
 
     def __init__(self, saved: SavedStorage, tensor: torch.Tensor, start_bytes: int = 0) -> None:
         self.saved = saved
+        self.is_used = False
+        self.ready: list[torch.Tensor] = []  # the tensor, once its bytes were read; for one use
         self._dtype = tensor.dtype
         self._shape = tensor.shape
         self._stride = tensor.stride()
@@ -250,8 +276,18 @@ class SavedView:
         self._witness = tensor.detach()
         self._witness.data = _nothing_like(tensor.dtype, tensor.device)
         saved.num_unused_views += 1
+        saved._views.append(weakref.ref(self))
         if saved.witness is None:
             saved.witness = self._witness
+
+    def take_ready(self) -> torch.Tensor | None:
+        """The tensor, if it is ready and was not modified; nobody else gets the same one."""
+        if self._witness._version != self._version:
+            return None
+        try:
+            return self.ready.pop()
+        except IndexError:
+            return None
 
     def check_unchanged(self) -> None:
         """Raises:
