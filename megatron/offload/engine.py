@@ -375,8 +375,17 @@ class OffloadEngine:
             with self._device.on(record.queue):
                 memory, transfer = record.block.tier.begin_read(record.block, deadline)
             record.begin_reading(memory, transfer)
-        transfer.add_done_callback(functools.partial(_end_of_read, weakref.ref(record)))
+        transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
         return True
+
+    def _end_of_read(self, reference: SavedReference) -> Callable[[Future[None]], None]:
+        """Has the tensors built, unless the read failed: then whoever waits for it says so."""
+
+        def end(transfer: Future[None]) -> None:
+            if not transfer.cancelled() and transfer.exception() is None:
+                self._starter.submit(functools.partial(_make_ready, reference))
+
+        return end
 
     def _wait_for_read(self, record: SavedStorage) -> torch.UntypedStorage:
         memory = None
@@ -454,11 +463,10 @@ class OffloadEngine:
             step.read_bytes_per_s = statistics.reads.bytes_per_s or 0.0
 
 
-# Runs in an I/O thread.
-def _end_of_read(reference: SavedReference, transfer: Future[None]) -> None:
-    """Makes tensors of the bytes. If the read failed, whoever waits for it says so."""
+# Runs in the starter's thread.
+def _make_ready(reference: SavedReference) -> None:
     record = reference()
-    if record is not None and not transfer.cancelled() and transfer.exception() is None:
+    if record is not None:
         record.make_ready()
 
 

@@ -65,7 +65,7 @@ class SavedStorage:
     """The bytes of one `untyped_storage` that autograd saved, however many views point into it.
 
     States change under `_lock`: threads that compute save, the starter begins transfers and hears
-    of uses, I/O threads end transfers. The lock is held for a few assignments; nothing waits or
+    of uses, I/O threads end writes. The lock is held for a few assignments; nothing waits or
     frees memory under it.
     """
 
@@ -220,13 +220,18 @@ class SavedStorage:
             return self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
 
     def make_ready(self) -> None:
-        """Builds the tensors of all views of bytes that were read, before anybody asks for them.
+        """Bytes were read, and nobody has waited for them: builds the tensors of all views.
 
-        To do so takes longer than all the rest of `unpack`. An I/O thread has the time.
+        To do so takes longer than all the rest of `unpack`. The starter has the time.
         """
-        memory = self.end_reading()
+        with self._lock:
+            if self.state is not State.READING:
+                return
+            self.state, self._pending = State.RESTORED, None
+            memory = self._memory
+        assert memory is not None
         for view in [view for weak in self._views if (view := weak()) is not None]:
-            if memory is not None and not view.is_used:
+            if not view.is_used:
                 tensor = view.rebuild(memory)
                 with self._lock:
                     if not view.is_used:
