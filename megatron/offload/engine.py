@@ -215,11 +215,11 @@ class OffloadEngine:
         return _Context(self)
 
     @contextlib.contextmanager
-    def _collecting(self, captured: list[Outgoing]) -> Iterator[None]:
+    def _collecting(self, captured: list[Outgoing]) -> Iterator[list[Outgoing]]:
         """What is saved goes to this list instead of to the starter."""
         outer, self._captured.outgoing = self._captured.outgoing, captured
         try:
-            yield
+            yield captured
         finally:
             self._captured.outgoing = outer
 
