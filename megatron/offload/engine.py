@@ -359,6 +359,7 @@ class OffloadEngine:
             record = outgoing.record()
             if record is not None:
                 record.end_writing(failed=transfer.cancelled() or transfer.exception() is not None)
+            del record  # whoever hears that nothing is in flight may end the step
             self._inflight.release(outgoing.num_bytes)
 
         return end
@@ -370,8 +371,6 @@ class OffloadEngine:
         with self._reading:
             if record.state is not State.ON_TIER:
                 return False
-            if record.num_unused_views <= 0 and deadline != _NOW:
-                return False  # compute has read and used it all meanwhile
             with self._device.on(record.queue):
                 memory, transfer = record.block.tier.begin_read(record.block, deadline)
             record.begin_reading(memory, transfer)
@@ -383,7 +382,7 @@ class OffloadEngine:
 
         def end(transfer: Future[None]) -> None:
             if not transfer.cancelled() and transfer.exception() is None:
-                self._starter.submit(functools.partial(_make_ready, reference))
+                self._starter.submit(functools.partial(_make_ready, reference, transfer))
 
         return end
 
@@ -464,10 +463,10 @@ class OffloadEngine:
 
 
 # Runs in the starter's thread.
-def _make_ready(reference: SavedReference) -> None:
+def _make_ready(reference: SavedReference, ended: Future[None]) -> None:
     record = reference()
     if record is not None:
-        record.make_ready()
+        record.make_ready(ended)
 
 
 class _Context(torch.autograd.graph.saved_tensors_hooks):

@@ -68,6 +68,20 @@ def test_a_gathered_part_does_not_keep_its_storage_alive(engine):
     torch.UntypedStorage._free_weak_ref(weak)
 
 
+def test_a_part_that_a_layer_saved_moves_alone(engine):
+    x = torch.randn(4096, requires_grad=True)
+    with engine.step(), engine.forward(Scope()) as tape:
+        part = x.neg()[8:108].sin()  # saves a part
+        engine.capture(Scope(), [part], [x])
+        settle(engine)
+        assert engine.statistics.offloaded_bytes == 400
+        total = part.sum()
+        del part
+        with engine.backward(tape):
+            total.backward()
+    assert torch.equal(x.grad[8:108], -x.detach()[8:108].neg().cos())
+
+
 def test_parts_that_cover_a_storage_move_as_one(engine):
     x = torch.randn(4096, requires_grad=True)
     with engine.step(), engine.forward(Scope()) as tape:

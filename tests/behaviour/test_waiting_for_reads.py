@@ -6,14 +6,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 
-from megatron.offload import ChangedInPlaceError, Scope
+from megatron.offload import ChangedInPlaceError, Scope, StorageError
 from megatron.offload import engine as engine_module
 from megatron.offload.saved.record import SavedStorage, SavedView, State
 from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.storage.transfer import Transfer
 from tests.models import settle, ssd
 
 
@@ -148,6 +150,16 @@ def test_what_was_read_ahead_is_handed_out_ready_made(engine, monkeypatch):
     assert threads[1:] == [threading.current_thread()]
 
 
+def test_the_use_of_what_is_ready_is_a_use(engine):
+    with engine.step():
+        tape, (packed,) = saved(engine, [3.0])
+        with engine.backward(tape):
+            wait_until(lambda: packed.ready)
+            engine._hooks.unpack(packed)
+            engine._starter.drain()
+            assert packed.is_used and packed.saved.state is State.ON_TIER
+
+
 def test_what_is_ready_but_was_modified_is_not_handed_out(engine):
     with engine.step():
         tensor = torch.full((1024,), 3.0)
@@ -161,3 +173,126 @@ def test_what_is_ready_but_was_modified_is_not_handed_out(engine):
             changed.add_(1)
             with pytest.raises(ChangedInPlaceError):
                 engine._hooks.unpack(packed)
+
+
+def test_bytes_that_others_used_and_let_go_meanwhile_are_read_again(engine, monkeypatch):
+    end_reading, ends = SavedStorage.end_reading, []
+
+    def come_late(record):
+        if not ends:
+            end_reading(record)
+            record.view_used(packed)
+            assert record.state is State.ON_TIER
+        ends.append(end_reading(record))
+        return ends[-1]
+
+    with engine.step():
+        _, (packed,) = saved(engine, [3.0])
+        monkeypatch.setattr(SavedStorage, "end_reading", come_late)
+        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+    assert len(ends) == 2 and ends[0] is None
+    assert engine.statistics.read_bytes == 2 * 4096
+
+
+def test_a_read_ahead_that_failed_makes_nothing_ready(engine, monkeypatch):
+    gate, ended = threading.Event(), threading.Event()
+
+    def fail(*_):
+        assert gate.wait(10)
+        raise OSError(5, "no")
+
+    with engine.step():
+        tape, (packed,) = saved(engine, [3.0])
+        monkeypatch.setattr(UnlinkedFile, "read", fail)
+        with engine.backward(tape):
+            engine._starter.drain()
+            packed.saved._pending.add_done_callback(lambda _: ended.set())  # after the engine's own
+            gate.set()
+            assert ended.wait(10)
+            engine._starter.drain()
+            assert packed.saved.state is State.READING and not packed.ready
+            with pytest.raises(StorageError, match="Errno 5"):
+                engine._hooks.unpack(packed)
+
+
+def test_a_read_that_was_cancelled_makes_nothing_ready(engine, monkeypatch):
+    submitted, transfer = [], Transfer()
+    transfer.cancel()
+    with engine.step():
+        _, (packed,) = saved(engine, [3.0])
+        end = engine._end_of_read(weakref.ref(packed.saved))
+        monkeypatch.setattr(engine._starter, "submit", submitted.append)
+        end(transfer)  # an error here would be logged by whoever cancelled it
+        monkeypatch.undo()
+        del packed
+    assert not submitted
+
+
+def test_a_record_that_died_meanwhile_is_not_made_ready(engine, monkeypatch, caplog):
+    arrived, gate, ended = (threading.Event() for _ in range(3))
+    read = UnlinkedFile.read
+
+    def held(*arguments):
+        arrived.set()
+        assert gate.wait(10)
+        read(*arguments)
+
+    with engine.step():
+        tape, packed = saved(engine, [3.0])
+        monkeypatch.setattr(UnlinkedFile, "read", held)
+        with engine.backward(tape):
+            engine._starter.drain()
+            assert arrived.wait(10)
+            packed[0].saved._pending.add_done_callback(lambda _: ended.set())
+            weak = weakref.ref(packed[0].saved)
+            del packed
+            assert weak() is None, "a read holds no record"
+            gate.set()
+            assert ended.wait(10)
+    assert not caplog.records
+
+
+def test_the_starters_thread_alone_calls_the_read_ahead(engine, monkeypatch):
+    threads = {}
+
+    def noting(name, call):
+        def noted(*arguments):
+            threads.setdefault(name, set()).add(threading.current_thread())
+            return call(*arguments)
+
+        return noted
+
+    for name in ("start", "advance", "used", "waited", "stop"):
+        call = getattr(engine._prefetcher, name)
+        monkeypatch.setattr(engine._prefetcher, name, noting(name, call))
+    monkeypatch.setattr(SavedStorage, "view_used", noting("view_used", SavedStorage.view_used))
+    monkeypatch.setattr(SavedStorage, "has_arrived", False)
+    monkeypatch.setattr(engine_module, "_NOTICEABLE_S", -1.0)
+    with engine.step():
+        tape, packed = saved(engine, [3.0, 4.0])
+        engine._hooks.unpack(packed.pop())  # waits
+        with engine.backward(tape):
+            engine._hooks.unpack(packed.pop())
+    assert len(threads) == 6
+    assert set.union(*threads.values()) == {engine._starter._thread}
+
+
+def test_a_step_ends_when_no_thread_holds_what_it_wrote(engine, monkeypatch):
+    release, released = engine._inflight.release, []
+
+    def linger(num_bytes):
+        release(num_bytes)
+        if threading.current_thread() is not threading.main_thread():
+            released.append(num_bytes)
+            assert gate.wait(10)
+
+    gate = threading.Event()
+    monkeypatch.setattr(engine._inflight, "release", linger)
+    try:
+        with engine.step():
+            _, packed = saved(engine, [3.0])
+            wait_until(lambda: released)
+            del packed
+        assert engine.statistics.tier_used_bytes == 0
+    finally:
+        gate.set()

@@ -47,6 +47,21 @@ def test_small_storages_stay(make_engine):
     assert saved_in_a_step(engine, lambda: ([x], [(x * 2).exp()])).offloaded_storages == 1
 
 
+def test_parameters_and_small_storages_stay_in_a_context_too(make_engine):
+    engine = make_engine(min_bytes=4001)
+    weight = torch.nn.Parameter(torch.randn(2000))
+    engine.exclude([weight])
+    x = torch.randn(1000, requires_grad=True)
+    with engine.step():
+        with engine.saved_tensors_hooks():
+            y = (x * 2).exp().sum() + (weight * weight.detach()).sum()
+        settle(engine)
+        y.backward()
+        step = engine.statistics
+        assert step.offloaded_storages == step.deduplicated_bytes == 0
+        assert step.forwarded_bytes == 0 and not engine._cache._entries
+
+
 def test_what_is_more_than_its_bytes_stays_and_is_counted_step_by_step(engine):
     x = torch.randn(1000, dtype=torch.complex64, requires_grad=True)
     for _ in range(2):  # a lazily conjugated view is saved, and what it views

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from megatron.offload import Scope
 from megatron.offload.saved.record import SavedStorage, SavedView, State
+from megatron.offload.storage.transfer import Transfer
 
 NUM_BYTES = 4096
 
@@ -176,6 +180,39 @@ def test_the_end_of_a_write_and_taking_back_exclude_each_other(call: str) -> Non
 # -- Reading ------------------------------------------------------------------------------------
 
 
+def test_a_new_view_and_the_last_use_exclude_each_other(written: SavedStorage) -> None:
+    views: list[SavedView] = []
+    tensor = torch.empty(4)
+    thread = threading.Thread(target=lambda: views.append(SavedView(written, tensor)), daemon=True)
+    with written._lock:  # as if the starter were at a use
+        thread.start()
+        thread.join(timeout=0.1)
+        assert thread.is_alive() and written.num_unused_views == 0
+    thread.join(timeout=10)
+    assert written.num_unused_views == 1 and len(views) == 1
+
+
+@pytest.mark.parametrize("end", ["waited for", "made ready", "failed"])
+def test_the_end_of_a_read_and_its_uses_exclude_each_other(written: SavedStorage, end: str) -> None:
+    transfer = FakeTransfer(OSError(5, "no") if end == "failed" else None)
+    written.begin_reading(new_storage(), transfer)
+
+    def work() -> None:
+        if end == "made ready":
+            written.make_ready(transfer)
+            return
+        with contextlib.suppress(OSError):
+            written.end_reading()
+
+    thread = threading.Thread(target=work, daemon=True)
+    with written._lock:  # as if the starter were at a use
+        thread.start()
+        thread.join(timeout=0.1)
+        assert thread.is_alive() and written.state is State.READING
+    thread.join(timeout=10)
+    assert written.state is (State.ON_TIER if end == "failed" else State.RESTORED)
+
+
 def test_the_last_use_and_taking_back_exclude_each_other(written: SavedStorage) -> None:
     written.begin_reading(new_storage(), FakeTransfer())
     written.end_reading()
@@ -248,9 +285,9 @@ def test_restored_memory_stays_until_the_last_view_was_used(written: SavedStorag
 
 
 def read(record: SavedStorage) -> torch.UntypedStorage:
-    memory = new_storage()
-    record.begin_reading(memory, FakeTransfer())
-    record.make_ready()
+    memory, transfer = new_storage(), FakeTransfer()
+    record.begin_reading(memory, transfer)
+    record.make_ready(transfer)
     return memory
 
 
@@ -264,11 +301,36 @@ def test_a_view_is_ready_after_a_read_once(written: SavedStorage) -> None:
     assert view.take_ready() is None and written.state is State.RESTORED
 
 
-def test_a_view_that_was_used_is_not_made_ready(written: SavedStorage) -> None:
-    views = [SavedView(written, torch.empty(4)) for _ in range(2)]
+def test_a_view_that_was_used_is_not_made_ready(
+    written: SavedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views, built = [SavedView(written, torch.empty(4)) for _ in range(2)], []
+    rebuild = SavedView.rebuild
+    monkeypatch.setattr(
+        SavedView, "rebuild", lambda view, memory: (built.append(view), rebuild(view, memory))[1]
+    )
     written.view_used(views[0])
     read(written)
     assert views[0].take_ready() is None and views[1].take_ready() is not None
+    assert built == [views[1]]
+
+
+def test_views_that_died_are_not_made_ready(written: SavedStorage) -> None:
+    views = [SavedView(written, torch.empty(4)) for _ in range(2)]
+    del views[0]
+    read(written)
+    assert views[0].take_ready() is not None
+
+
+def test_what_was_used_and_let_go_is_not_made_ready(written: SavedStorage) -> None:
+    view, other = (SavedView(written, torch.empty(4)) for _ in range(2))
+    transfer = FakeTransfer()
+    written.begin_reading(new_storage(), transfer)
+    written.end_reading()
+    for _ in range(2):  # as in a graph that is retained
+        written.view_used(view)
+    written.make_ready(transfer)
+    assert written.state is State.ON_TIER and not other.ready
 
 
 def test_a_view_that_was_used_meanwhile_keeps_nothing(
@@ -306,6 +368,108 @@ def test_bytes_that_were_read_and_used_by_others_are_to_be_read_again(
     read(written)
     written.view_used(view)
     assert written.end_reading() is None, "a thread that waited comes late"
+
+
+def test_bytes_that_are_in_memory_for_good_need_no_read() -> None:
+    storage = new_storage()
+    assert SavedStorage(storage, Scope(), 0).end_reading() is storage
+
+
+def test_a_view_and_its_last_use_exclude_each_other_when_it_is_made_ready(
+    written: SavedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, rebuild = SavedView(written, torch.empty(4)), SavedView.rebuild
+    built, go_on = threading.Event(), threading.Event()
+
+    def held(self: SavedView, memory: torch.UntypedStorage) -> torch.Tensor:
+        tensor = rebuild(self, memory)
+        built.set()
+        assert go_on.wait(10)
+        return tensor
+
+    monkeypatch.setattr(SavedView, "rebuild", held)
+    thread = threading.Thread(target=read, args=(written,), daemon=True)
+    thread.start()
+    assert built.wait(10)
+    with written._lock:  # as if the view were used now
+        go_on.set()
+        thread.join(timeout=0.1)
+        assert thread.is_alive() and not view.ready
+    thread.join(timeout=10)
+    assert len(view.ready) == 1
+
+
+# -- Two reads, one after the other -------------------------------------------------------------
+
+
+class LateTransfer(FakeTransfer):
+    """While somebody waits for it, others are faster."""
+
+    others: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        others, self.others = self.others, None
+        if others is not None:
+            others()
+        super().wait()
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_the_end_of_a_read_is_not_taken_for_that_of_the_next(
+    written: SavedStorage, is_waited_for: bool
+) -> None:
+    view = SavedView(written, torch.empty(4))
+    first, second = LateTransfer(), FakeTransfer()
+
+    def use_it_and_read_it_again() -> None:
+        written.make_ready(first)
+        written.view_used(view)
+        assert written.state is State.ON_TIER
+        written.begin_reading(new_storage(), second)
+
+    written.begin_reading(new_storage(), first)
+    if is_waited_for:
+        first.others = use_it_and_read_it_again
+        assert written.end_reading() is None, "what was read is not there any more"
+    else:
+        use_it_and_read_it_again()
+        written.make_ready(first)
+    assert written.state is State.READING and second.calls == []
+    assert not view.ready and written.take_back() is None
+
+
+def test_the_error_of_a_read_does_not_end_the_next(written: SavedStorage) -> None:
+    first, second = LateTransfer(OSError(5, "no")), FakeTransfer()
+
+    def fail_and_read_it_again() -> None:
+        with pytest.raises(OSError, match="no"):
+            written.end_reading()
+        written.begin_reading(memory, second)
+
+    memory, first.others = new_storage(), fail_and_read_it_again
+    written.begin_reading(new_storage(), first)
+    with pytest.raises(OSError, match="no"):
+        written.end_reading()
+    assert written.state is State.READING
+    assert written.end_reading() is memory and second.calls == ["wait"]
+
+
+def test_the_error_of_a_read_keeps_nothing_alive(written: SavedStorage) -> None:
+    def fail() -> None:
+        raise OSError(5, "no")
+
+    transfer = Transfer(fail)
+    transfer.run()
+    written.begin_reading(new_storage(), transfer)
+    weak = weakref.ref(transfer)
+    del transfer
+    gc.disable()  # it must not need to find a circle
+    try:
+        with contextlib.suppress(OSError):
+            written.end_reading()
+        assert written.state is State.ON_TIER and weak() is None
+    finally:
+        gc.enable()
 
 
 # -- Bytes that somebody else keeps -------------------------------------------------------------

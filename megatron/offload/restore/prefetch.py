@@ -5,7 +5,7 @@ The engine notes every save on a tape, one per micro-batch and model chunk, and 
 when the backward pass of a tape begins. Backward needs the storages of a tape in reverse order of
 their last save, so the prefetcher walks the tape from its end. It holds no record alive.
 
-`advance` runs in the starter's thread, behind the one that computes, which calls everything else.
+All of it runs in the starter's thread, behind the one that computes.
 """
 
 from __future__ import annotations

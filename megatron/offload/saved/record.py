@@ -207,6 +207,10 @@ class SavedStorage:
         try:
             if pending is not None:
                 pending.wait()
+            with self._lock:
+                if self._pending is pending and self.state is State.READING:
+                    self.state, self._pending = State.RESTORED, None
+                return self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
         except BaseException:
             with self._lock:
                 if self._pending is pending:
@@ -214,18 +218,15 @@ class SavedStorage:
             raise
         finally:
             del pending  # an error refers to this frame, and the transfer to the error
-        with self._lock:
-            if self.state is State.READING:
-                self.state, self._pending = State.RESTORED, None
-            return self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
 
-    def make_ready(self) -> None:
-        """Bytes were read, and nobody has waited for them: builds the tensors of all views.
+    def make_ready(self, ended: object) -> None:
+        """A read ended well. If nobody has waited for it, builds the tensors of all views.
 
-        To do so takes longer than all the rest of `unpack`. The starter has the time.
+        To do so takes longer than all the rest of `unpack`. The starter has the time. By now, what
+        `ended` brought may have been used and let go, and another read be under way.
         """
         with self._lock:
-            if self.state is not State.READING:
+            if self.state is not State.READING or self._pending is not ended:
                 return
             self.state, self._pending = State.RESTORED, None
             memory = self._memory
@@ -280,7 +281,8 @@ class SavedView:
         # assigning `data` keeps it too but swaps the storage.
         self._witness = tensor.detach()
         self._witness.data = _nothing_like(tensor.dtype, tensor.device)
-        saved.num_unused_views += 1
+        with saved._lock:
+            saved.num_unused_views += 1
         saved._views.append(weakref.ref(self))
         if saved.witness is None:
             saved.witness = self._witness
