@@ -166,6 +166,46 @@ engine(
     "behaviour/test_gathered_views.py::test_parts_that_cover_a_storage_move_as_one",
 )
 engine(
+    "each storage of a layer moves whole",
+    """
+                        is_whole = storage._cdata in needed_whole
+""",
+    """
+                        is_whole = True
+""",
+    "behaviour/test_gathered_views.py::test_a_part_that_a_layer_saved_moves_alone",
+)
+engine(
+    "in a context everything is taken for movable",
+    """
+            return self._engine._hooks.pack(tensor)
+""",
+    """
+            return self._engine._hooks.pack_found(tensor)
+""",
+    NEVER + "test_parameters_and_small_storages_stay_in_a_context_too",
+)
+engine(
+    "what the policy leaves in memory goes to a tier all the same",
+    """
+        return self._tiers.get(self._policy.place(self._scope, num_bytes))
+""",
+    """
+        return next(iter(self._tiers.values()))
+""",
+    NEVER + "test_small_storages_stay",
+)
+engine(
+    "the policy has to send everything to a tier",
+    """
+        return self._tiers.get(self._policy.place(self._scope, num_bytes))
+""",
+    """
+        return self._tiers[self._policy.place(self._scope, num_bytes)]
+""",
+    NEVER + "test_small_storages_stay",
+)
+engine(
     "modes of others see what capture calls",
     """
         with PLAIN_TORCH():

@@ -20,6 +20,9 @@ BOUNDED = "behaviour/test_memory_and_space_are_bounded.py::"
 HOWEVER = BOUNDED + "test_however_a_write_ends_its_bytes_are_no_longer_in_flight"
 IN_PARTS = BOUNDED + "test_a_layer_larger_than_the_inflight_budget_is_handed_over_in_parts"
 FORWARD_WAITS = BOUNDED + "test_forward_waits_while_too_many_bytes_are_in_flight"
+SAVED_TWICE = (
+    "behaviour/test_prefetch.py::test_a_storage_saved_twice_is_brought_back_for_its_last_save"
+)
 GIVEN_UP = "behaviour/test_storage_moves_once.py::test_the_memory_is_really_given_up"
 
 engine = table_of("engine.py", MUTATIONS)
@@ -141,6 +144,25 @@ engine(
 """,
     "",
     GIVEN_UP,
+)
+engine(
+    "what was saved again is written again",
+    """
+            self.statistics.deduplicated_bytes += record.num_bytes
+            return
+""",
+    """
+            self.statistics.deduplicated_bytes += record.num_bytes
+""",
+    SAVED_TWICE,
+)
+engine(
+    "what was saved again is not counted",
+    """
+            self.statistics.deduplicated_bytes += record.num_bytes
+""",
+    "",
+    SAVED_TWICE,
 )
 engine(
     "what is handed over keeps its record alive",

@@ -11,6 +11,10 @@ WAITING = "behaviour/test_waiting_for_reads.py::"
 STALL = WAITING + "test_a_read_that_is_waited_for_is_a_stall"
 NO_STALL = WAITING + "test_a_read_that_has_arrived_is_no_stall"
 AT_ONCE = WAITING + "test_what_compute_and_the_read_ahead_want_at_once_is_read_once"
+LATE = WAITING + "test_bytes_that_others_used_and_let_go_meanwhile_are_read_again"
+READY = WAITING + "test_what_was_read_ahead_is_handed_out_ready_made"
+DIED = WAITING + "test_a_record_that_died_meanwhile_is_not_made_ready"
+STARTERS_ALONE = WAITING + "test_the_starters_thread_alone_calls_the_read_ahead"
 PREFETCH = "behaviour/test_prefetch.py::"
 WINDOW = PREFETCH + "test_the_window_opens_at_the_first_use_and_moves_in_reverse_order"
 ENDS = "behaviour/test_engine_ends_what_it_began.py::"
@@ -23,11 +27,11 @@ engine = table_of("engine.py", MUTATIONS)
 engine(
     "a read error is swallowed and undefined memory handed out",
     """
-            return record.end_reading()
+            return memory
         except Exception as error:
 """,
     """
-            return record.end_reading()
+            return memory
         except Exception as error:
             return self._device.new_storage(record.num_bytes)
 """,
@@ -36,11 +40,11 @@ engine(
 engine(
     "only an OSError of a read is named",
     """
-            return record.end_reading()
+            return memory
         except Exception as error:
 """,
     """
-            return record.end_reading()
+            return memory
         except OSError as error:
 """,
     ENDS + "test_any_error_of_a_read_names_the_place",
@@ -48,12 +52,12 @@ engine(
 engine(
     "restored memory is handed out without waiting for its read",
     """
-            if not record.has_arrived:
-                self._stall(record)
-            return record.end_reading()
+                if not record.has_arrived:
+                    self._stall(record)
+                memory = record.end_reading()
 """,
     """
-            return record._memory
+                memory = record._memory
 """,
     "behaviour/test_ordering_on_an_asynchronous_device.py::"
     "test_large_storages_striped_over_directories_come_back",
@@ -82,12 +86,39 @@ engine(
 engine(
     "the read that compute waits for queues up behind the others",
     """
-            self._begin_read(record, _NOW)
+                    self._begin_read(record, _NOW)
 """,
     """
-            self._begin_read(record, float("inf"))
+                    self._begin_read(record, float("inf"))
 """,
     OVERTAKES,
+)
+engine(
+    "who comes late is handed nothing",
+    """
+            while memory is None:
+                if record.state is State.ON_TIER:
+""",
+    """
+            if memory is None:
+                if record.state is State.ON_TIER:
+""",
+    LATE,
+)
+engine(
+    "who comes late waits for a read that nobody begins",
+    """
+            while memory is None:
+                if record.state is State.ON_TIER:
+                    self._begin_read(record, _NOW)
+""",
+    """
+            if record.state is State.ON_TIER:
+                self._begin_read(record, _NOW)
+            while memory is None:
+""",
+    LATE,
+    hangs=True,
 )
 engine(
     "reads have no deadline",
@@ -145,33 +176,108 @@ engine(
 engine(
     "a read that was begun is said not to be",
     """
-            record.begin_reading(memory, transfer)
-            return True
+        transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
+        return True
 """,
     """
-            record.begin_reading(memory, transfer)
-            return False
+        transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
+        return False
 """,
     WINDOW,
 )
+
+# -- What was read ahead ---------------------------------------------------------------------------
+engine(
+    "nobody hears of the end of a read",
+    """
+        transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
+""",
+    "",
+    READY,
+)
+engine(
+    "the end of a read builds nothing",
+    """
+                self._starter.submit(functools.partial(_make_ready, reference, transfer))
+""",
+    """
+                pass
+""",
+    READY,
+)
+engine(
+    "the thread that read builds the tensors",
+    """
+                self._starter.submit(functools.partial(_make_ready, reference, transfer))
+""",
+    """
+                _make_ready(reference, transfer)
+""",
+    READY,
+)
+engine(
+    "a read under way holds its record",
+    """
+        transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
+""",
+    """
+        transfer.add_done_callback(self._end_of_read(lambda: record))
+""",
+    DIED,
+)
+engine(
+    "what a record that died should hold is built",
+    """
+    record = reference()
+    if record is not None:
+        record.make_ready(ended)
+""",
+    """
+    record = reference()
+    record.make_ready(ended)
+""",
+    DIED,
+)
+engine(
+    "tensors are built of what could not be read",
+    """
+            if not transfer.cancelled() and transfer.exception() is None:
+""",
+    """
+            if not transfer.cancelled():
+""",
+    WAITING + "test_a_read_ahead_that_failed_makes_nothing_ready",
+)
+for error, line in (
+    ("is asked for its error", "            if transfer.exception() is None:"),
+    ("counts as done", "            if transfer.cancelled() or transfer.exception() is None:"),
+):
+    engine(
+        f"a read that was cancelled {error}",
+        """
+            if not transfer.cancelled() and transfer.exception() is None:
+""",
+        line,
+        WAITING + "test_a_read_that_was_cancelled_makes_nothing_ready",
+    )
 
 # -- Stalls ----------------------------------------------------------------------------------------
 engine(
     "a read that has arrived is a stall",
     """
-            if not record.has_arrived:
-                self._stall(record)
+                if not record.has_arrived:
+                    self._stall(record)
 """,
     """
-            self._stall(record)
+                self._stall(record)
 """,
     NO_STALL,
 )
 engine(
     "a read that is waited for is no stall",
     """
-            if not record.has_arrived:
-                self._stall(record)
+                if not record.has_arrived:
+                    self._stall(record)
 """,
     "",
     STALL + "[True]",
@@ -220,45 +326,103 @@ engine(
 engine(
     "stalls do not widen the window",
     """
-            self._prefetcher.waited(waited_s, reads.bytes_per_s or 0.0)
+            self._starter.submit(functools.partial(self._prefetcher.waited, waited_s, rate))
 """,
     "",
     STALL + "[True]",
+)
+engine(
+    "who waited widens the window while the read-ahead looks at it",
+    """
+            self._starter.submit(functools.partial(self._prefetcher.waited, waited_s, rate))
+""",
+    """
+            self._prefetcher.waited(waited_s, rate)
+""",
+    STARTERS_ALONE,
 )
 
 # -- The read-ahead --------------------------------------------------------------------------------
 engine(
     "a used storage stays in the window",
     """
-        if self._prefetcher.used(record):
-            self._starter.submit(self._prefetcher.advance)
+        if self._prefetcher.used(view.saved):
+            self._prefetcher.advance()
 """,
     """
-        self._starter.submit(self._prefetcher.advance)
+        self._prefetcher.advance()
 """,
     WINDOW,
 )
 engine(
     "the window does not move",
     """
-        if self._prefetcher.used(record):
-            self._starter.submit(self._prefetcher.advance)
+        if self._prefetcher.used(view.saved):
+            self._prefetcher.advance()
 """,
     """
-        self._prefetcher.used(record)
+        self._prefetcher.used(view.saved)
 """,
     WINDOW,
 )
 engine(
-    "nothing is read before the first use",
+    "nobody hears of uses",
     """
-        self._prefetcher.start(tape, opens_at_once)
-        self._starter.submit(self._prefetcher.advance)
+        self._starter.submit(functools.partial(self._was_used, view))
 """,
     """
-        self._prefetcher.start(tape, opens_at_once)
+        pass
 """,
     WINDOW,
+)
+engine(
+    "the thread that computes does what follows a use",
+    """
+        self._starter.submit(functools.partial(self._was_used, view))
+""",
+    """
+        self._was_used(view)
+""",
+    STARTERS_ALONE,
+)
+engine(
+    "a view that was used is not told to its record",
+    """
+        view.saved.view_used(view)
+""",
+    "",
+    "behaviour/test_every_way_through_a_step.py::test_backward_twice_through_one_graph",
+)
+engine(
+    "nothing is read before the first use",
+    """
+        self._starter.submit(start, self._prefetcher.advance)
+""",
+    """
+        self._starter.submit(start)
+""",
+    WINDOW,
+)
+engine(
+    "the read-ahead looks at a tape that it has not been given",
+    """
+        self._starter.submit(start, self._prefetcher.advance)
+""",
+    """
+        self._starter.submit(self._prefetcher.advance)
+""",
+    WINDOW,
+)
+engine(
+    "a tape is given to the read-ahead while it looks at another",
+    """
+        self._starter.submit(start, self._prefetcher.advance)
+""",
+    """
+        start()
+        self._starter.submit(self._prefetcher.advance)
+""",
+    STARTERS_ALONE,
 )
 engine(
     "the read-ahead goes on after the backward pass",
@@ -267,7 +431,7 @@ engine(
         try:
             yield
         finally:
-            self._prefetcher.stop()
+            self._starter.submit(self._prefetcher.stop)
 """,
     """
         self.prefetch(tape)
@@ -282,23 +446,53 @@ engine(
         try:
             yield
         finally:
-            self._prefetcher.stop()
+            self._starter.submit(self._prefetcher.stop)
 """,
     """
         self.prefetch(tape)
         yield
-        self._prefetcher.stop()
+        self._starter.submit(self._prefetcher.stop)
 """,
     ENDS + "test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead[error]",
 )
 engine(
+    "the backward pass ends while the read-ahead looks",
+    """
+        self.prefetch(tape)
+        try:
+            yield
+        finally:
+            self._starter.submit(self._prefetcher.stop)
+""",
+    """
+        self.prefetch(tape)
+        try:
+            yield
+        finally:
+            self._prefetcher.stop()
+""",
+    STARTERS_ALONE,
+)
+engine(
     "the read-ahead goes on after the step",
     """
-            self._prefetcher.stop()
+            self._starter.submit(self._prefetcher.stop)
             self._starter.drain()
 """,
     """
             self._starter.drain()
 """,
     ENDS + "test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead[step]",
+)
+engine(
+    "the step ends while the read-ahead looks",
+    """
+            self._starter.submit(self._prefetcher.stop)
+            self._starter.drain()
+""",
+    """
+            self._prefetcher.stop()
+            self._starter.drain()
+""",
+    STARTERS_ALONE,
 )

@@ -17,15 +17,15 @@ CHANGED = IN_PLACE + "test_change_after_capture_raises_and_names_the_layer[True]
 MODES = "behaviour/test_hooks_of_others.py::test_a_mode_of_somebody_else_sees_no_call_of_ours"
 
 # -- saved/hooks.py --------------------------------------------------------------------------------
-# Left out: `pack` asks `wants` again although `capture` has asked; both get the same answer. And
-# modes that see what `pack_whole` calls: only `capture` calls it, which keeps them out.
+# Left out: `capture` does not ask `tier_for`, which `pack` asks again: what stays then has hooks
+# that do nothing. And it takes `pack` for `pack_found`, which asks once more what it has asked.
 
 hooks = table_of("saved/hooks.py", MUTATIONS)
 
 hooks(
     "unpack does not look for changes in place",
     """
-            packed.check_unchanged()
+                packed.check_unchanged()
 """,
     "",
     CHANGED,
@@ -33,40 +33,55 @@ hooks(
 hooks(
     "unpack does not say that a view was used",
     """
-                packed.saved.view_used()
-""",
-    "",
-    "behaviour/test_every_way_through_a_step.py::test_backward_twice_through_one_graph",
-)
-hooks(
-    "unpack does not make room for the read-ahead",
-    """
-                self._mover.used(packed.saved)
+        self._mover.used(packed)
 """,
     "",
     "behaviour/test_prefetch.py::test_the_window_opens_at_the_first_use_and_moves_in_reverse_order",
 )
 hooks(
-    "a view is used before its memory is held",
+    "unpack says that a view was used only if it had to bring it back",
     """
-                memory = self._mover.bring_back(packed.saved)
-                tensor = packed.rebuild(memory)
-                packed.saved.view_used()
+                    tensor = packed.rebuild(self._mover.bring_back(packed.saved))
+        self._mover.used(packed)
 """,
     """
-                packed.saved.view_used()
-                memory = self._mover.bring_back(packed.saved)
-                tensor = packed.rebuild(memory)
+                    tensor = packed.rebuild(self._mover.bring_back(packed.saved))
+                self._mover.used(packed)
+""",
+    "behaviour/test_waiting_for_reads.py::test_the_use_of_what_is_ready_is_a_use",
+)
+hooks(
+    "unpack builds what is ready",
+    """
+            tensor = packed.take_ready()
+            if tensor is None:
+""",
+    """
+            if True:
+""",
+    "behaviour/test_waiting_for_reads.py::test_what_was_read_ahead_is_handed_out_ready_made",
+)
+hooks(
+    "a view is used before its memory is held",
+    """
+                with self._one_at_a_time:
+                    tensor = packed.rebuild(self._mover.bring_back(packed.saved))
+        self._mover.used(packed)
+""",
+    """
+                self._mover.used(packed)
+                with self._one_at_a_time:
+                    tensor = packed.rebuild(self._mover.bring_back(packed.saved))
 """,
     ONE_STORAGE,
 )
 hooks(
     "several threads bring a storage back at once",
     """
-            with self._one_at_a_time:
+                with self._one_at_a_time:
 """,
     """
-            if True:
+                if True:
 """,
     "behaviour/test_transfers_and_memory_are_ordered.py::"
     "test_threads_that_need_one_storage_at_once_bring_it_back_one_by_one",
@@ -76,11 +91,11 @@ hooks(
     """
         with PLAIN_TORCH():
             storage = self._cache.movable(tensor)
-            return tensor if storage is None else self._take(tensor, storage, moves_whole=False)
+            return tensor if storage is None else self._take(tensor, storage)
 """,
     """
         storage = self._cache.movable(tensor)
-        return tensor if storage is None else self._take(tensor, storage, moves_whole=False)
+        return tensor if storage is None else self._take(tensor, storage)
 """,
     MODES + "[context]",
 )
@@ -88,33 +103,62 @@ hooks(
     "modes of others see what unpack calls",
     """
         with PLAIN_TORCH():
-            packed.check_unchanged()
+            tensor = packed.take_ready()
 """,
     """
         if True:
-            packed.check_unchanged()
+            tensor = packed.take_ready()
 """,
     MODES + "[capture]",
 )
 hooks(
-    "only the first save of a storage is told",
+    "a storage that is needed whole moves in pieces",
     """
-        self._mover.saved(record, is_new=is_new)
+        return self._take(tensor, tensor.untyped_storage(), moves_whole=True)
 """,
     """
-        if is_new:
-            self._mover.saved(record, is_new=True)
+        return self._take(tensor, tensor.untyped_storage())
+""",
+    GATHERED + "test_parts_that_cover_a_storage_move_as_one",
+)
+hooks(
+    "a storage moves whole if a small part of it is found",
+    """
+        return self._take(tensor, tensor.untyped_storage())
+""",
+    """
+        return self._take(tensor, tensor.untyped_storage(), moves_whole=True)
+""",
+    GATHERED + "test_a_part_that_a_layer_saved_moves_alone",
+)
+hooks(
+    "what the policy leaves in memory is recorded",
+    """
+            if tier is None:
+                return tensor
+""",
+    "",
+    "behaviour/test_what_never_moves.py::test_parameters_and_small_storages_stay_in_a_context_too",
+)
+hooks(
+    "only the first save of a storage is told",
+    """
+        self._mover.saved(record, tier)
+""",
+    """
+        if tier is not None:
+            self._mover.saved(record, tier)
 """,
     "behaviour/test_prefetch.py::test_a_storage_saved_twice_is_brought_back_for_its_last_save",
 )
 hooks(
     "a storage moves once for each view",
     """
-        span = whole(storage)
+        span, tier = whole(storage), None
         record = self._cache.find(storage, span, tensor)
 """,
     """
-        span = whole(storage)
+        span, tier = whole(storage), None
         record = None
 """,
     ONE_STORAGE,

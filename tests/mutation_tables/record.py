@@ -3,7 +3,9 @@
 
 Left out:
 - memory is freed under the lock: nothing that runs then takes it;
-- a restored record keeps its finished transfer, which holds nothing and ignores `abandon`;
+- a restored record keeps its finished transfer, which holds nothing and ignores `abandon`; its
+  state is no longer READING, so nobody takes the transfer for one under way;
+- a view takes what is ready without the lock: a list hands out each element once;
 - `queue_write`, `memory_to_write` and `stay` do not take the lock: what may happen between their
   two steps is that the bytes are taken back, which `begin_writing` notices;
 - `stay` does not look at the state: it is QUEUED, or already what it becomes.
@@ -22,6 +24,9 @@ NEVER = "behaviour/test_what_never_moves.py::"
 ENDS = "behaviour/test_engine_ends_what_it_began.py::"
 NOT_BEGUN = RECORD + "test_bytes_needed_before_their_write_began_are_not_written"
 ARRIVED = RECORD + "test_a_read_has_arrived_when_its_transfer_is_done"
+NEXT = RECORD + "test_the_end_of_a_read_is_not_taken_for_that_of_the_next"
+LATE = RECORD + "test_bytes_that_were_read_and_used_by_others_are_to_be_read_again"
+READY_ONCE = RECORD + "test_a_view_is_ready_after_a_read_once"
 ERROR_AT_THE_END = RECORD + "test_who_waits_for_a_read_learns_of_its_error_at_the_end"
 FREED = RECORD + "test_a_storage_that_was_resized_before_its_write_began_is_not_written[0]"
 
@@ -30,10 +35,12 @@ record = table_of("saved/record.py", MUTATIONS)
 record(
     "a read is not waited for",
     """
-            self._pending.wait()
+                pending.wait()
+            with self._lock:
 """,
     """
-            pass
+                pass
+            with self._lock:
 """,
     RECORD + "test_bytes_that_are_being_read_are_given_out_only_after_the_wait",
 )
@@ -61,7 +68,8 @@ record(
     "a failed read leaves the record waiting for it",
     """
             with self._lock:
-                self.state, self._memory, self._pending = State.ON_TIER, None, None
+                if self._pending is pending:
+                    self.state, self._memory, self._pending = State.ON_TIER, None, None
             raise
 """,
     """
@@ -69,6 +77,216 @@ record(
 """,
     ENDS + "test_a_read_that_failed_once_is_tried_again",
 )
+record(
+    "a failed read ends the one after it",
+    """
+                if self._pending is pending:
+                    self.state, self._memory, self._pending = State.ON_TIER, None, None
+""",
+    """
+                self.state, self._memory, self._pending = State.ON_TIER, None, None
+""",
+    RECORD + "test_the_error_of_a_read_does_not_end_the_next",
+)
+record(
+    "the end of a read that was waited for is taken for that of the next",
+    """
+                if self._pending is pending and self.state is State.READING:
+""",
+    """
+                if self.state is State.READING:
+""",
+    NEXT + "[True]",
+)
+record(
+    "the end of a read is taken for that of the next",
+    """
+            if self.state is not State.READING or self._pending is not ended:
+                return
+""",
+    """
+            if self.state is not State.READING:
+                return
+""",
+    NEXT + "[False]",
+)
+record(
+    "who comes late takes what was let go for restored",
+    """
+                if self._pending is pending and self.state is State.READING:
+""",
+    """
+                if True:
+""",
+    LATE,
+)
+record(
+    "what was waited for goes on being read",
+    """
+                if self._pending is pending and self.state is State.READING:
+                    self.state, self._pending = State.RESTORED, None
+                return self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
+""",
+    """
+                return self._memory
+""",
+    RECORD + "test_bytes_that_are_being_read_are_given_out_only_after_the_wait",
+)
+record(
+    "who waited for a read is handed memory of the next",
+    """
+                return self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
+""",
+    """
+                return self._memory
+""",
+    NEXT + "[True]",
+)
+record(
+    "what is in memory for good is not handed out",
+    """
+                return self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
+""",
+    """
+                return self._memory if self.state is State.RESTORED else None
+""",
+    RECORD + "test_bytes_that_are_in_memory_for_good_need_no_read",
+)
+record(
+    "the error of a read keeps its transfer and its frame",
+    """
+            del pending  # an error refers to this frame, and the transfer to the error
+""",
+    """
+            pass
+""",
+    RECORD + "test_the_error_of_a_read_keeps_nothing_alive",
+)
+record(
+    "what is made ready goes on being read",
+    """
+            self.state, self._pending = State.RESTORED, None
+            memory = self._memory
+""",
+    """
+            memory = self._memory
+""",
+    READY_ONCE,
+)
+record(
+    "what somebody waited for, used and let go is made ready",
+    """
+            if self.state is not State.READING or self._pending is not ended:
+                return
+""",
+    """
+            if self._pending is not None and self._pending is not ended:
+                return
+""",
+    RECORD + "test_what_was_used_and_let_go_is_not_made_ready",
+)
+record(
+    "views that were used are made ready",
+    """
+            if not view.is_used:
+                tensor = view.rebuild(memory)
+                with self._lock:
+                    if not view.is_used:
+                        view.ready.append(tensor)
+""",
+    """
+            if True:
+                tensor = view.rebuild(memory)
+                with self._lock:
+                    view.ready.append(tensor)
+""",
+    RECORD + "test_a_view_that_was_used_is_not_made_ready",
+)
+record(
+    "tensors of views that were used are built for nothing",
+    """
+            if not view.is_used:
+                tensor = view.rebuild(memory)
+""",
+    """
+            if True:
+                tensor = view.rebuild(memory)
+""",
+    RECORD + "test_a_view_that_was_used_is_not_made_ready",
+)
+record(
+    "a view that was used meanwhile is made ready",
+    """
+                    if not view.is_used:
+                        view.ready.append(tensor)
+""",
+    """
+                    view.ready.append(tensor)
+""",
+    RECORD + "test_a_view_that_was_used_meanwhile_keeps_nothing",
+)
+record(
+    "a view that died is made ready",
+    """
+        for view in [view for weak in self._views if (view := weak()) is not None]:
+""",
+    """
+        for view in [weak() for weak in self._views]:
+""",
+    RECORD + "test_views_that_died_are_not_made_ready",
+)
+record(
+    "views are made ready without the lock",
+    """
+                with self._lock:
+                    if not view.is_used:
+""",
+    """
+                if True:
+                    if not view.is_used:
+""",
+    RECORD + "test_a_view_and_its_last_use_exclude_each_other_when_it_is_made_ready",
+)
+record(
+    "a use is not noted",
+    """
+            view.is_used = True
+""",
+    "",
+    RECORD + "test_a_view_that_was_used_is_not_made_ready",
+)
+record(
+    "what was ready and not taken stays",
+    """
+            late, view.ready = view.ready, []
+""",
+    "",
+    RECORD + "test_what_is_ready_and_not_taken_goes_with_the_last_use",
+)
+for name, line, end in (
+    (
+        "the end of a read that was waited for does not take the lock",
+        "                if self._pending is pending and self.state is State.READING:",
+        "waited for",
+    ),
+    (
+        "the end of a read that failed does not take the lock",
+        "                if self._pending is pending:",
+        "failed",
+    ),
+    (
+        "make_ready does not take the lock",
+        "            if self.state is not State.READING or self._pending is not ended:",
+        "made ready",
+    ),
+):
+    margin = "        " if end == "made ready" else "            "
+    record(
+        name,
+        f"{margin}with self._lock:\n{line}",
+        f"{margin}if True:\n{line}",
+        RECORD + f"test_the_end_of_a_read_and_its_uses_exclude_each_other[{end}]",
+    )
 record(
     "a write of what was taken back is not cancelled",
     """
@@ -220,10 +438,24 @@ record(
 record(
     "views are not counted",
     """
-        saved.num_unused_views += 1
+            saved.num_unused_views += 1
 """,
-    "",
+    """
+            pass
+""",
     ONE_STORAGE,
+)
+record(
+    "views are counted without the lock",
+    """
+        with saved._lock:
+            saved.num_unused_views += 1
+""",
+    """
+        if True:
+            saved.num_unused_views += 1
+""",
+    RECORD + "test_a_new_view_and_the_last_use_exclude_each_other",
 )
 record(
     "a record that dies leaves its transfer queued",
@@ -265,11 +497,11 @@ record(
     "view_used does not take the lock",
     """
         with self._lock:
-            self.num_unused_views -= 1
+            view.is_used = True
 """,
     """
         if True:
-            self.num_unused_views -= 1
+            view.is_used = True
 """,
     RECORD + "test_the_last_use_and_taking_back_exclude_each_other",
 )

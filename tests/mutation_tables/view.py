@@ -13,6 +13,7 @@ GATHERED = "behaviour/test_gathered_views.py::"
 TWO_PARTS = GATHERED + "test_two_small_parts_of_one_storage_come_back_each_with_its_own_bytes"
 IN_PLACE = "behaviour/test_in_place_changes_raise.py::"
 CHANGED = IN_PLACE + "test_change_after_capture_raises_and_names_the_layer[True]"
+READY_ONCE = "unit/test_record.py::test_a_view_is_ready_after_a_read_once"
 
 record = table_of("saved/record.py", MUTATIONS)
 
@@ -20,11 +21,65 @@ record(
     "a change in place is not noticed",
     """
         if self._witness._version != self._version:
+            raise ChangedInPlaceError(
 """,
     """
         if False:
+            raise ChangedInPlaceError(
 """,
     CHANGED,
+)
+record(
+    "what is ready is handed out although it was changed in place",
+    """
+        if self._witness._version != self._version:
+            return None
+""",
+    "",
+    "behaviour/test_waiting_for_reads.py::test_what_is_ready_but_was_modified_is_not_handed_out",
+)
+record(
+    "what is ready is handed out twice",
+    """
+            return self.ready.pop()
+""",
+    """
+            return self.ready[-1]
+""",
+    READY_ONCE,
+)
+record(
+    "what is not ready is an error",
+    """
+            return self.ready.pop()
+        except IndexError:
+            return None
+""",
+    """
+            return self.ready.pop()
+        except KeyError:
+            return None
+""",
+    READY_ONCE,
+)
+record(
+    "a record does not know its views",
+    """
+        saved._views.append(weakref.ref(self))
+""",
+    "",
+    READY_ONCE,
+)
+record(
+    "a record keeps its views alive, and they it",
+    """
+        saved._views.append(weakref.ref(self))
+""",
+    """
+        saved._views.append(lambda: self)
+""",
+    "behaviour/test_transfers_and_memory_are_ordered.py::"
+    "test_a_graph_dropped_without_backward_cancels_its_queued_writes",
 )
 record(
     "the witness has a version counter of its own",
