@@ -102,6 +102,8 @@ def test_memory_that_a_read_brought_back_is_not_counted_as_forwarded(engine):
         settle(engine)
         for view in views:  # the second finds it restored
             assert torch.equal(engine._hooks.unpack(view), torch.ones(1024))
+            engine._starter.drain()
+            views[1].ready.clear()  # as if it were not made ready
     assert engine.statistics.read_bytes == 4096 and engine.statistics.forwarded_bytes == 0
 
 
@@ -158,6 +160,16 @@ def test_the_use_of_what_is_ready_is_a_use(engine):
             engine._hooks.unpack(packed)
             engine._starter.drain()
             assert packed.is_used and packed.saved.state is State.ON_TIER
+
+
+def test_a_use_is_told_once_its_memory_is_held(engine, monkeypatch):
+    bring_back, used, calls = engine.bring_back, engine.used, []
+    monkeypatch.setattr(engine, "bring_back", lambda r: (calls.append("back"), bring_back(r))[1])
+    monkeypatch.setattr(engine, "used", lambda view: (calls.append("used"), used(view))[1])
+    with engine.step():
+        _, (packed,) = saved(engine, [3.0])
+        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+    assert calls == ["back", "used"]
 
 
 def test_what_is_ready_but_was_modified_is_not_handed_out(engine):

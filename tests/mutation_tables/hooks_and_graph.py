@@ -73,7 +73,7 @@ hooks(
                 with self._one_at_a_time:
                     tensor = packed.rebuild(self._mover.bring_back(packed.saved))
 """,
-    ONE_STORAGE,
+    "behaviour/test_waiting_for_reads.py::test_a_use_is_told_once_its_memory_is_held",
 )
 hooks(
     "several threads bring a storage back at once",

@@ -19,7 +19,7 @@ MUTATIONS: list[Mutation] = []
 
 RECORD = "unit/test_record.py::"
 VIEWS = "behaviour/test_storage_moves_once.py::"
-ONE_STORAGE = VIEWS + "test_views_of_one_storage_are_written_once_and_come_back_in_shape"
+LAST_VIEW = RECORD + "test_restored_memory_stays_until_the_last_view_was_used"
 NEVER = "behaviour/test_what_never_moves.py::"
 ENDS = "behaviour/test_engine_ends_what_it_began.py::"
 NOT_BEGUN = RECORD + "test_bytes_needed_before_their_write_began_are_not_written"
@@ -403,7 +403,7 @@ record(
     """
             pass
 """,
-    RECORD + "test_restored_memory_stays_until_the_last_view_was_used",
+    LAST_VIEW,
 )
 record(
     "the last view that is used leaves the memory restored",
@@ -423,7 +423,7 @@ record(
     """
             if self.state is State.RESTORED:
 """,
-    ONE_STORAGE,
+    LAST_VIEW,
 )
 record(
     "only the first pass through a graph releases the memory",
@@ -443,7 +443,7 @@ record(
     """
             pass
 """,
-    ONE_STORAGE,
+    LAST_VIEW,
 )
 record(
     "views are counted without the lock",

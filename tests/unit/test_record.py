@@ -368,6 +368,7 @@ def test_bytes_that_were_read_and_used_by_others_are_to_be_read_again(
     read(written)
     written.view_used(view)
     assert written.end_reading() is None, "a thread that waited comes late"
+    assert written.state is State.ON_TIER
 
 
 def test_bytes_that_are_in_memory_for_good_need_no_read() -> None:
