@@ -60,30 +60,6 @@ def test_off_touches_nothing() -> None:
     offload.close()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"recompute_granularity": "full"},
-        {"cpu_offloading": True},
-        {"fine_grained_activation_offloading": True},
-        {"distribute_saved_activations": True},
-        {"overlap_moe_expert_parallel_comm": True},
-        {"enable_cuda_graph": True},
-        {"external_cuda_graph": True},
-        {"cuda_graph_impl": "transformer_engine"},
-        {"hybrid_context_parallel": True},
-        {"moe_paged_stash": True},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_settings_that_offload_cannot_join_are_refused(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigurationError, match="drop") as refused:
-        install(OffloadConfig(mode="ssd", directories=(tmp_path,)), model(**settings))
-    assert "\n" not in str(refused.value)
-
-
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.__version__", "0.99.0")
     with pytest.raises(ConfigurationError, match=r"megatron-core 0\.99\.0 is not supported"):

@@ -45,7 +45,14 @@ _REFUSED_SETTINGS = {
     "external_cuda_graph": "a captured graph has fixed addresses; drop --external-cuda-graph",
     "hybrid_context_parallel": "drop --hybrid-context-parallel",
     "moe_paged_stash": "both would move the same activations; drop --moe-paged-stash",
+    "overlap_dispatch_backward_with_experts_wgrad": (
+        "it needs activations after the layer's backward pass; "
+        "drop --overlap-dispatch-backward-with-experts-wgrad"
+    ),
 }
+
+# Wrappers that give parameters other memory for each layer, which would be taken for activations.
+_REFUSED_WRAPPERS = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel", "MegatronFSDP")
 
 
 class Calls:
@@ -159,6 +166,7 @@ def install(
     if not config.enabled:
         return MegatronOffload(None, model_chunks)
     check_version()
+    check_wrappers(model_chunks)
     settings = _transformer_config(model_chunks)
     check_settings(settings)
     check_layers(config, settings)
@@ -229,6 +237,19 @@ def check_settings(settings: Any) -> None:
             "--recompute-granularity full leaves no activations to offload; drop one of the two "
             "(selective recomputation works together with offload)"
         )
+
+
+def check_wrappers(model_chunks: Sequence[torch.nn.Module]) -> None:
+    """Raises ConfigurationError for a model whose parameters are sharded over data parallelism."""
+    module: Any = model_chunks[0]
+    while module is not None:
+        name = type(module).__name__
+        if name in _REFUSED_WRAPPERS:
+            raise ConfigurationError(
+                f"{name} cannot be combined with offload: it gives parameters memory for each "
+                "layer anew; use DistributedDataParallel, with the distributed optimizer"
+            )
+        module = getattr(module, "module", None)
 
 
 def check_layers(config: OffloadConfig, settings: Any) -> None:
