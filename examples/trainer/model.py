@@ -66,10 +66,12 @@ class Task(DatasetSource, Protocol):
         """The configuration that the schedules and the last layers read."""
         return transformer_config(args)
 
-    def activation_bytes(self, args: argparse.Namespace, config: TransformerConfig) -> int:
-        """Most bytes of activations on one rank, for the reservation on the SSD."""
+    def activation_bytes(
+        self, args: argparse.Namespace, config: TransformerConfig, stage: int
+    ) -> int:
+        """Most bytes of activations on a rank of a stage, for the reservation on the SSD."""
         return activation_bytes(
-            config, args.seq_length, args.micro_batch_size, args.num_microbatches
+            config, args.seq_length, args.micro_batch_size, args.num_microbatches, stage
         )
 
     def tokens_per_sample(self, args: argparse.Namespace) -> int:

@@ -150,7 +150,9 @@ class T5(MaskedTask):
         """The decoder's, which has the loss."""
         return transformer_config(args, args.decoder_num_layers)
 
-    def activation_bytes(self, args: argparse.Namespace, config: TransformerConfig) -> int:
+    def activation_bytes(
+        self, args: argparse.Namespace, config: TransformerConfig, stage: int
+    ) -> int:
         """The encoder's, the decoder's without and those of its cross attention."""
         encoder, decoder = (
             activation_bytes(settings, length, args.micro_batch_size, args.num_microbatches)

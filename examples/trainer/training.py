@@ -22,6 +22,7 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import OffloadError
 from megatron.offload.integration.megatron import arguments as offload_arguments
 from megatron.offload.integration.megatron import check, cpu_runtime, install
+from megatron.offload.integration.megatron.estimate import stage_of
 from megatron.offload.report.memory import PeakMemory
 from megatron.offload.storage.device import open_device
 
@@ -50,11 +51,12 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
         offload_config = offload_arguments.config_from_args(args)
         task.check_arguments(args)
         settings = task.transformer_config(args)
-        reserve_bytes = task.activation_bytes(args, settings)
+        reserves = _reserves(args, task, settings)
         check(
             offload_config,
             settings,
-            reserve_bytes=reserve_bytes,
+            # They share the disks: what one of them takes on average.
+            reserve_bytes=sum(reserves) // len(reserves),
             num_local_ranks=args.local_world_size,
         )
         check_corpus(args, task)
@@ -69,11 +71,19 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
     device = distributed.initialize_distributed(args)
     run = _Run(args, task, tokenizer, device)
     try:
-        run.start(settings, offload_config, reserve_bytes)
+        run.start(settings, offload_config, reserves[args.local_rank])
     except (UserError, OffloadError, ValueError) as error:
         fail(str(error))
     run.train()
     distributed.shutdown()
+
+
+def _reserves(args: argparse.Namespace, task: model.Task, settings: TransformerConfig) -> list[int]:
+    """Bytes of activations on each rank of this machine."""
+    first = args.rank - args.local_rank
+    ranks = range(first, first + args.local_world_size)
+    stages = [stage_of(rank, args.world_size, settings) for rank in ranks]
+    return [task.activation_bytes(args, settings, stage) for stage in stages]
 
 
 class _Run:

@@ -16,9 +16,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.offload import ConfigurationError, OffloadConfig
 from megatron.offload.integration.megatron import install
 from megatron.offload.integration.megatron.estimate import (
+    MARGIN,
     activation_bytes,
     layer_bytes,
     passes_in_flight,
+    stage_of,
 )
 from megatron.offload.integration.megatron.install import check_version
 
@@ -115,13 +117,29 @@ def test_the_estimate_is_the_papers_34_sbh_and_its_parallel_forms() -> None:
 
 @pytest.mark.parametrize(
     ("stages", "chunks", "num_microbatches", "passes"),
-    [(1, None, 8, 1), (4, None, 8, 4), (4, None, 2, 2), (2, 2, 4, 5), (2, 2, 2, 4)],
+    [
+        (1, None, 8, [1]),
+        (4, None, 8, [4, 3, 2, 1]),
+        (4, None, 2, [2, 2, 2, 1]),
+        (2, 2, 4, [5, 3]),
+        (2, 2, 2, [4, 3]),
+        (4, 2, 8, [11, 9, 7, 5]),
+    ],
 )
-def test_passes_in_flight(
-    stages: int, chunks: int | None, num_microbatches: int, passes: int
+def test_a_stage_holds_fewer_passes_the_later_it_is(
+    stages: int, chunks: int | None, num_microbatches: int, passes: list[int]
 ) -> None:
     layout = settings(
         pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=chunks
     )
-    assert passes_in_flight(layout, num_microbatches) == passes
-    assert activation_bytes(layout, 512, 4, num_microbatches) > 0
+    found = [passes_in_flight(layout, num_microbatches, stage) for stage in range(stages)]
+    assert found == passes
+    one_pass = MARGIN * (24 // (stages * (chunks or 1))) * layer_bytes(layout, 512 * 4)
+    for stage, count in enumerate(passes):
+        reserve = activation_bytes(layout, 512, 4, num_microbatches, stage)
+        assert reserve == pytest.approx(count * one_pass, rel=1e-6)
+
+
+def test_the_stage_of_a_rank_changes_last() -> None:
+    layout = settings(pipeline_model_parallel_size=2)
+    assert [stage_of(rank, 4, layout) for rank in range(4)] == [0, 0, 1, 1]

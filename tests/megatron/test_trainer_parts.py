@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's parts that can be wrong on their own: sample order, attention, metrics file."""
+"""The trainer's parts that can be wrong on their own: sample order, attention, metrics,
+reserves."""
 
 from __future__ import annotations
 
@@ -10,9 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from launch import TINY
+from trainer import arguments, training
 from trainer.attention import _DropoutAttention, _DropoutMask
 from trainer.data import SampleOrder
+from trainer.gpt import GPT
 from trainer.metrics import MetricsFile, StepRecord
+
+from megatron.offload.integration.megatron import arguments as offload_arguments
+from megatron.offload.integration.megatron.estimate import activation_bytes
 
 
 def order(first_sample: int, rank: int, num_ranks: int = 2, num_samples: int = 10) -> SampleOrder:
@@ -117,3 +124,25 @@ def test_metrics_of_a_resumed_run_are_continued_not_repeated(tmp_path: Path) -> 
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [entry["step"] for entry in records] == [1, 2, 3]
     assert records[0]["loss"] == 0.1 + 0.2
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "stages"), [(1, 1, [0, 0]), (2, 0, [1, 1])])
+def test_each_rank_reserves_what_its_stage_needs(
+    rank: int, local_rank: int, stages: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines of two ranks each; each machine's ranks are one stage."""
+    checked = {}
+    environment = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(training, "check", lambda *args, **kwargs: checked.update(kwargs))
+    flags = f"{TINY} --pipeline-model-parallel-size 2 --validate-only".split()
+    training.pretrain(GPT(), flags)
+    args = arguments.parse_arguments("", flags[:-1], (offload_arguments.add_offload_arguments,))
+    settings = GPT().transformer_config(args)
+    reserves = training._reserves(args, GPT(), settings)
+    expected = [activation_bytes(settings, 32, 1, 2, stage) for stage in stages]
+    assert reserves == expected
+    assert checked["reserve_bytes"] == sum(expected) // 2
+    first, last = (activation_bytes(settings, 32, 1, 2, stage) for stage in (0, 1))
+    assert first == 2 * last

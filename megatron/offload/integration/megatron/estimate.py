@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.offload.placement.passes import Layout, passes_of_step
+
 MARGIN = 1.15  # statistics of norms, log-sum-exp of attention, rounding to file-system blocks
 
 
@@ -38,33 +40,46 @@ def layer_bytes(settings: Any, tokens: int) -> int:
     return int(tokens * ((split / tp + whole) * element + masks))
 
 
-def passes_in_flight(settings: Any, num_microbatches: int) -> int:
-    """Most forward passes of a model chunk whose backward is still to come, on the first stage.
+def passes_in_flight(settings: Any, num_microbatches: int, stage: int = 0) -> int:
+    """Most forward passes of a model chunk whose backward is still to come, on one stage.
 
-    1F1B holds one micro-batch for each stage from here to the last; the interleaved schedule holds
-    its warm-up (see `get_pp_rank_microbatches` in megatron-core) plus the one that runs.
+    Args:
+        settings: a `TransformerConfig`.
+        num_microbatches: micro-batches of one step on each data-parallel rank.
+        stage: pipeline rank; the first one holds most.
     """
     stages = settings.pipeline_model_parallel_size
     chunks = settings.virtual_pipeline_model_parallel_size or 1
-    if chunks == 1:
-        return min(stages, num_microbatches)
     group = settings.microbatch_group_size_per_vp_stage or stages
-    warm_up = (stages - 1) * 2 + (chunks - 1) * group
-    return min(warm_up + 1, num_microbatches * chunks)
+    in_flight = most = 0
+    for one in passes_of_step(Layout(stages, stage, chunks, group), num_microbatches):
+        in_flight += -1 if one.is_backward else 1
+        most = max(most, in_flight)
+    return most
+
+
+def stage_of(rank: int, world_size: int, settings: Any) -> int:
+    """The pipeline stage of a rank in Megatron's default order, where it changes last."""
+    return rank * int(settings.pipeline_model_parallel_size) // world_size
 
 
 def activation_bytes(
-    settings: Any, seq_length: int, micro_batch_size: int, num_microbatches: int
+    settings: Any,
+    seq_length: int,
+    micro_batch_size: int,
+    num_microbatches: int,
+    stage: int = 0,
 ) -> int:
-    """Bytes that the fullest rank keeps on its SSD at the worst moment of a step.
+    """Bytes that a rank keeps on its SSD at the worst moment of a step.
 
     Args:
         settings: a `TransformerConfig`.
         seq_length: tokens of one sample.
         micro_batch_size: samples of one micro-batch.
         num_microbatches: micro-batches of one step on each data-parallel rank.
+        stage: pipeline rank; the first one needs most.
     """
     chunks = settings.virtual_pipeline_model_parallel_size or 1
     layers = -(-settings.num_layers // (settings.pipeline_model_parallel_size * chunks))
     per_pass = layers * layer_bytes(settings, seq_length * micro_batch_size)
-    return int(MARGIN * per_pass * passes_in_flight(settings, num_microbatches))
+    return int(MARGIN * per_pass * passes_in_flight(settings, num_microbatches, stage))

@@ -263,9 +263,19 @@ def _checked_request(flags: argparse.Namespace, num_local_ranks: int) -> _Reques
         flags.seq_length,
         flags.micro_batch_size,
         max(1, flags.global_batch_size // samples),
+        _stage(),
     )
     check(config, settings, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
     return _Request(config, reserve_bytes, num_local_ranks)
+
+
+def _stage() -> int:
+    """This rank's pipeline stage; Megatron-LM has made its groups by now."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 0
+    return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def _check_blocks(model_chunks: Sequence[torch.nn.Module]) -> None:
