@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused accumulation of weight gradients with overlapped reduction, as GPU runs have it.
+
+The kernel adds to `weight.main_grad` and marks the weight it was handed; both are attributes of the
+Parameter, which a default saved-tensor hook replaces by a plain tensor. A stand-in for the kernel
+shows on a CPU that per-node capture leaves them alone, and that the default hooks do not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import launch
+import pytest
+from launch import TINY, Outcome, run_trainer
+from test_offload_is_bit_identical import ssd
+
+STEPS = 3
+# The import that megatron-core tries. Beside the script, so that it is found first.
+_KERNEL = """\
+calls = 0
+
+def wgrad_gemm_accum_fp32(total_input, grad_output, main_grad):
+    global calls
+    calls += 1
+    main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
+"""
+_SCRIPT = """\
+import hashlib
+import os
+import sys
+
+import fused_weight_gradient_mlp_cuda as kernel
+import torch
+from trainer import optimizer
+from trainer.gpt import GPT
+from trainer.training import pretrain
+
+
+class FusedGPT(GPT):
+    def transformer_config(self, args):
+        config = super().transformer_config(args)
+        config.gradient_accumulation_fusion = True
+        return config
+
+    def forward_step(self, iterator, model):
+        if "DEFAULT_HOOKS" not in os.environ:
+            return super().forward_step(iterator, model)
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+            return super().forward_step(iterator, model)
+
+
+def build_optimizer(args, chunks, build=optimizer.build_optimizer):
+    built = build(args, chunks)
+    step = built.step
+
+    def step_after_a_look():
+        digest = hashlib.sha256()
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                digest.update(parameter.main_grad.view(torch.uint8).numpy().data)
+        print("GRADIENTS", digest.hexdigest(), kernel.calls, flush=True)
+        return step()
+
+    built.step = step_after_a_look
+    return built
+
+
+optimizer.build_optimizer = build_optimizer
+pretrain(FusedGPT())
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A trainer with the stand-in for the kernel; a directory for activations."""
+    (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text(_KERNEL)
+    script = tmp_path / "pretrain.py"
+    script.write_text(_SCRIPT)
+    monkeypatch.setitem(launch.SCRIPTS, "fused", script)
+    directory = tmp_path / "offload"
+    directory.mkdir()
+    return directory
+
+
+def run(*lines: str, **environment: str) -> Outcome:
+    environment["PYTHONPATH"] = str(launch.ROOT / "examples")
+    flags = f"{TINY} --overlap-grad-reduce --train-iters {STEPS}"
+    return run_trainer(flags, *lines, model="fused", world_size=2, environment=environment)
+
+
+def gradients(outcome: Outcome) -> list[str]:
+    """Of every step and rank: a digest of all gradients, and how often the kernel was called."""
+    lines = [line for line in outcome.output.splitlines() if line.startswith("GRADIENTS ")]
+    assert len(lines) == 2 * STEPS
+    return lines
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
+def test_fusion_and_overlap_give_the_same_bits_with_offload(trainer: Path, precision: str) -> None:
+    off = run(precision)
+    assert off.exit_codes == [0, 0], off.output
+    # Each micro-batch calls the kernel for two linear layers of attention and two of the MLP in
+    # each of four layers, and for the logits: fusion is on.
+    calls = [int(line.split()[2]) for line in gradients(off)]
+    assert max(calls) == 2 * STEPS * (4 * 4 + 1)
+    offloaded = run(precision, ssd(trainer))
+    assert offloaded.exit_codes == [0, 0], offloaded.output
+    assert gradients(offloaded) == gradients(off)
+    for name in ("loss", "grad_norm"):
+        assert offloaded.values(name) == off.values(name)
+    assert offloaded.model == off.model
+    assert all(step["offloaded_bytes"] > 0 for step in offloaded.values("offload"))
+
+
+def test_fusion_and_overlap_give_the_same_bits_with_recomputed_layers(trainer: Path) -> None:
+    lists = " --activation-recompute-layers 1,3 --activation-offload-layers 2"
+    off, mixed = run(), run(ssd(trainer) + lists)
+    assert mixed.exit_codes == [0, 0], mixed.output
+    assert gradients(mixed) == gradients(off)
+    assert mixed.model == off.model
+
+
+def test_default_saved_tensor_hooks_break_it(trainer: Path) -> None:
+    """What these tests would see if activations were captured that way."""
+    outcome = run(DEFAULT_HOOKS="1")
+    assert 0 not in outcome.exit_codes
+    assert "param.grad being None is not safe when overlap_grad_reduce is True" in outcome.output
