@@ -105,7 +105,7 @@ positive = _bounded(int, 1, float("inf"), "a positive whole number")
 _count = _bounded(int, 0, float("inf"), "a whole number that is not negative")
 _probability = _bounded(float, 0.0, 1.0, "a probability in [0, 1)")
 fraction = _bounded(float, 0.0, 1.0 + 1e-12, "a fraction in [0, 1]")
-_real = _bounded(float, 0.0, float("inf"), "a number that is not negative")
+real = _bounded(float, 0.0, float("inf"), "a number that is not negative")
 
 
 def _split(text: str) -> str:
@@ -122,6 +122,17 @@ def _split(text: str) -> str:
 
 
 # ------------------------------------------------------------------ flags
+
+# megatron-core's names.
+_RECOMPUTE_MODULES = (
+    "core_attn",
+    "layernorm",
+    "mlp",
+    "moe",
+    "shared_experts",
+    "moe_act",
+    "mla_up_proj",
+)
 
 
 def _add_network_args(parser: argparse.ArgumentParser) -> None:
@@ -142,14 +153,14 @@ def _add_network_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--rotary-percent", type=fraction, default=1.0)
     group.add_argument("--rotary-base", type=positive, default=10000)
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
-    group.add_argument("--norm-epsilon", type=_real, default=1e-5)
+    group.add_argument("--norm-epsilon", type=real, default=1e-5)
     group.add_argument("--swiglu", action="store_true")
     group.add_argument("--disable-bias-linear", action="store_true")
     group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     group.add_argument("--make-vocab-size-divisible-by", type=positive, default=128)
     group.add_argument("--attention-dropout", type=_probability, default=0.1)
     group.add_argument("--hidden-dropout", type=_probability, default=0.1)
-    group.add_argument("--init-method-std", type=_real, default=0.02)
+    group.add_argument("--init-method-std", type=real, default=0.02)
 
 
 def _add_training_args(parser: argparse.ArgumentParser) -> None:
@@ -160,8 +171,8 @@ def _add_training_args(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--train-iters", type=positive, default=100)
     group.add_argument("--exit-interval", type=positive, help="leave after a multiple of this")
-    group.add_argument("--lr", type=_real, default=3e-4)
-    group.add_argument("--min-lr", type=_real, default=0.0)
+    group.add_argument("--lr", type=real, default=3e-4)
+    group.add_argument("--min-lr", type=real, default=0.0)
     group.add_argument(
         "--lr-decay-style",
         choices=("constant", "linear", "cosine", "inverse-square-root"),
@@ -170,20 +181,18 @@ def _add_training_args(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--lr-warmup-iters", type=_count, default=0)
     group.add_argument("--lr-decay-iters", type=positive, help="default: --train-iters")
-    group.add_argument("--weight-decay", type=_real, default=0.01)
-    group.add_argument("--clip-grad", type=_real, default=1.0)
+    group.add_argument("--weight-decay", type=real, default=0.01)
+    group.add_argument("--clip-grad", type=real, default=1.0)
     group.add_argument("--adam-beta1", type=_probability, default=0.9)
     group.add_argument("--adam-beta2", type=_probability, default=0.999)
-    group.add_argument("--adam-eps", type=_real, default=1e-8)
+    group.add_argument("--adam-eps", type=real, default=1e-8)
     group.add_argument("--seed", type=_count, default=1234)
     group.add_argument("--bf16", action="store_true")
     group.add_argument("--accumulate-allreduce-grads-in-fp32", action="store_true")
     group.add_argument("--recompute-granularity", choices=("full", "selective"))
     group.add_argument("--recompute-method", choices=("uniform", "block"))
     group.add_argument("--recompute-num-layers", type=positive)
-    group.add_argument(
-        "--recompute-modules", nargs="+", choices=("core_attn", "layernorm", "mlp"), default=None
-    )
+    group.add_argument("--recompute-modules", nargs="+", choices=_RECOMPUTE_MODULES, default=None)
     group.add_argument(
         "--cpu-threads", type=positive, help="torch threads per process; default: cores / ranks"
     )
@@ -194,6 +203,8 @@ def _add_parallel_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensor-model-parallel-size", type=positive, default=1)
     group.add_argument("--pipeline-model-parallel-size", type=positive, default=1)
     group.add_argument("--num-layers-per-virtual-pipeline-stage", type=positive)
+    group.add_argument("--context-parallel-size", type=positive, default=1)
+    group.add_argument("--expert-model-parallel-size", type=positive, default=1)
     group.add_argument("--sequence-parallel", action="store_true")
     group.add_argument("--use-distributed-optimizer", action="store_true")
     group.add_argument("--overlap-grad-reduce", action="store_true")
@@ -258,6 +269,12 @@ def _divides(whole_name: str, whole: int, part_name: str, part: int) -> None:
 def _set_layout(args: argparse.Namespace) -> None:
     """Derives data-parallel size, micro-batches, virtual stages; checks that sizes divide."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    _require(
+        args.context_parallel_size == 1,
+        "--context-parallel-size needs the attention of Transformer Engine, which this trainer "
+        "does not split over ranks; use --sequence-parallel, or Megatron-LM's own script with "
+        "megatron.offload.launch",
+    )
     _require(
         args.world_size % (tp * pp) == 0,
         f"world size ({args.world_size}) must be divisible by tensor ({tp}) x pipeline ({pp}) "
@@ -330,6 +347,12 @@ def _check_combinations(args: argparse.Namespace) -> None:
         args.recompute_modules is None or args.recompute_granularity == "selective",
         "--recompute-modules needs --recompute-granularity selective",
     )
+    for name in ("moe_act", "mla_up_proj"):
+        _require(
+            name not in (args.recompute_modules or ()),
+            f"--recompute-modules {name} needs layers that this trainer does not build; leave it "
+            "out, or use Megatron-LM's own script with megatron.offload.launch",
+        )
     _require(
         "mlp" not in (args.recompute_modules or ()) or args.disable_bias_linear,
         "--recompute-modules mlp needs --disable-bias-linear",

@@ -54,6 +54,7 @@ def initialize_distributed(args: argparse.Namespace) -> torch.device:
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
     )
     # Stages draw different weights and dropout masks; the ranks of a stage and its replicas agree.
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()

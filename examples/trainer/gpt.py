@@ -19,26 +19,46 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from . import experts
 from .arguments import UserError
 from .corpus import Corpus, Supply
 from .data import Batch, next_batch
 from .layers import has_transformer_engine, with_torch_attention
 from .loss import language_model_loss
-from .model import LossFunction, Task
+from .model import LossFunction, Task, transformer_config
 from .tokenizer import Tokenizer, build_tokenizer
 
 
 def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     """Transformer Engine's layers if it and CUDA are there, else core's with torch's attention."""
     if has_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec()
-    return with_torch_attention(get_gpt_layer_local_spec(normalization=config.normalization))
+        return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts)
+    return with_torch_attention(
+        get_gpt_layer_local_spec(config.num_moe_experts, normalization=config.normalization)
+    )
 
 
 class GPT(Task):
     """The pretraining task of a decoder: predict the next token."""
 
     name = "GPT"
+    fixed_flags = ("num_experts", "moe_shared_expert_intermediate_size")
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of experts."""
+        experts.add_arguments(parser)
+
+    def check_arguments(self, args: argparse.Namespace) -> None:
+        """Checks the flags of experts.
+
+        Raises:
+            UserError: They do not fit.
+        """
+        experts.check_arguments(args)
+
+    def transformer_config(self, args: argparse.Namespace) -> TransformerConfig:
+        """With experts, if they are asked for."""
+        return transformer_config(args, **experts.settings(args))
 
     def build_tokenizer(self, args: argparse.Namespace) -> Tokenizer:
         """Any tokenizer with an end of document, or none."""

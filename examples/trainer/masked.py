@@ -49,6 +49,12 @@ class MaskedTask(Task):
                 f"{self.name} has no mock data; give --data-path PREFIX, "
                 "made with tools/preprocess_data.py --split-sentences"
             )
+        modules = {"moe", "shared_experts"}.intersection(args.recompute_modules or ())
+        if args.expert_model_parallel_size > 1 or modules:
+            flag = f"--recompute-modules {min(modules)}" if modules else ""
+            raise UserError(
+                f"{self.name} has no experts; leave out {flag or '--expert-model-parallel-size'}"
+            )
         if args.seq_length < _SHORTEST:
             raise UserError(f"--seq-length must be at least {_SHORTEST}, got {args.seq_length}")
         if not 0.0 < args.mask_prob < 1.0:

@@ -100,7 +100,7 @@ class Task(DatasetSource, Protocol):
 
 
 def transformer_config(
-    args: argparse.Namespace, num_layers: int | None = None
+    args: argparse.Namespace, num_layers: int | None = None, **of_task: Any
 ) -> TransformerConfig:
     """The configuration that every layer reads; `num_layers` is --num-layers by default."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
@@ -144,6 +144,7 @@ def transformer_config(
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
         **optional,
+        **of_task,
     )
 
 

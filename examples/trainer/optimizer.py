@@ -95,7 +95,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, content: dict[str, Any]) 
     if not parts:
         optimizer.load_state_dict(content)
         return
-    (part,) = parts  # several only with expert parallelism, which this trainer does not have
+    (part,) = parts  # several only with expert parallelism, which has no checkpoints here
     content = dict(content)
     parameter_state = content.pop("param_state")
     content.pop("param_state_sharding_type")

@@ -26,7 +26,7 @@ from megatron.offload.integration.megatron.estimate import stage_of
 from megatron.offload.report.memory import PeakMemory
 from megatron.offload.storage.device import open_device
 
-from . import checkpointing, distributed, model, optimizer
+from . import checkpointing, distributed, experts, model, optimizer
 from .arguments import UserError, fail, parse_arguments
 from .checkpointing import Progress, TrainingState
 from .corpus import check_corpus
@@ -204,7 +204,7 @@ class _Run:
         peak_bytes = self.peak.end_step()
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=args.global_batch_size)
-        losses = self._share(loss_sums)
+        losses = {**self._share(loss_sums), **experts.take_balance_loss(args)}
         step_time_s = time.perf_counter() - begin
         self.progress.iteration += 1
         self.progress.consumed_samples += args.global_batch_size

@@ -140,6 +140,19 @@ def test_a_stage_holds_fewer_passes_the_later_it_is(
         assert reserve == pytest.approx(count * one_pass, rel=1e-6)
 
 
+def test_context_parallel_ranks_share_a_sample() -> None:
+    whole = activation_bytes(settings(), 2048, 1, 1)
+    assert activation_bytes(settings(context_parallel_size=2), 2048, 1, 1) == whole // 2
+
+
+def test_experts_save_what_each_of_them_gets() -> None:
+    tokens, hidden = 2048, 1024
+    experts = settings(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=2048)
+    # 34 s h with an MLP four times as wide as h, of which 16; two that are twice as wide have as
+    # much. Two bytes for each copy of a token, before its expert and behind it.
+    assert layer_bytes(experts, tokens) == (34 + 2 * 2 * 2) * tokens * hidden
+
+
 def test_the_stage_of_a_rank_changes_last() -> None:
     layout = settings(pipeline_model_parallel_size=2)
     assert [stage_of(rank, 4, layout) for rank in range(4)] == [0, 0, 1, 1]

@@ -161,6 +161,13 @@ TRAINER = (
         "--recompute-granularity selective --recompute-modules mlp",
         "--recompute-modules mlp needs --disable-bias-linear",
     ),
+    *(
+        Row(
+            f"--recompute-granularity selective --recompute-modules core_attn {name}",
+            f"--recompute-modules {name} needs layers that this trainer does not build",
+        )
+        for name in ("moe_act", "mla_up_proj")
+    ),
     Row("--overlap-param-gather", "needs --use-distributed-optimizer"),
     Row("--data-path corpus", "give either --data-path PREFIX or --mock-data"),
     Row("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
@@ -170,13 +177,34 @@ TRAINER = (
         patches={"trainer.arguments._has_dali": lambda: False},
     ),
 )
-TABLE = (*OFFLOAD, *TRAINER)
+MOE = "--num-experts 4 --disable-bias-linear"
+EP2 = "--expert-model-parallel-size 2"
+LAYOUT = (
+    Row("--context-parallel-size 2", "--context-parallel-size needs the attention of", 2),
+    Row(EP2, "--expert-model-parallel-size needs --num-experts", 2),
+    Row(
+        "--recompute-granularity selective --recompute-modules shared_experts",
+        "--recompute-modules shared_experts needs --num-experts",
+    ),
+    Row("--num-experts 4", "--num-experts needs --disable-bias-linear"),
+    Row(f"{MOE} --num-experts 3 {EP2}", "--num-experts (3) and the data-parallel size (2)", 2),
+    Row(f"{MOE} {EP2}", "the data-parallel size (1) must be divisible by"),
+    Row(f"{MOE} --moe-router-topk 5", "--moe-router-topk (5) must not exceed --num-experts (4)"),
+    Row(
+        f"{MOE} --recompute-granularity selective --recompute-modules shared_experts",
+        "--recompute-modules shared_experts needs --moe-shared-expert-intermediate-size",
+    ),
+    Row(f"{MOE} {TP2}", "--num-experts with tensor parallelism needs --sequence-parallel", 2),
+    Row(f"{MOE} {EP2} --save {{tmp}}", "--save and --load are not there for", 2),
+)
+TABLE = (*OFFLOAD, *TRAINER, *LAYOUT)
 
 # Where refusals stand: the file, and the functions in it that are tested elsewhere.
 SEARCHED = {
     "megatron/offload/config.py": (),
     "megatron/offload/layer_set.py": (),
     f"{MEGATRON}/install.py": ("check_wrappers",),  # below: it needs a model
+    "examples/trainer/experts.py": (),
     "examples/trainer/arguments.py": ("check_megatron_core_version",),  # in test_trainer_errors.py
 }
 _REFUSING_CALLS = ("_require", "_divides")

@@ -138,6 +138,10 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def _as_numpy_if_wanted(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 class _Fp8Off:
     """Stands where Transformer Engine's FP8 state would be: FP8 is off."""
 
@@ -254,6 +258,15 @@ def _table() -> Iterable[Redirection]:
         yield Redirection(random, "FP8GlobalStateManager", _Fp8Off, reason)
         yield Redirection(random, "activation_recompute_forward", nothing, reason)
         yield Redirection(random, "fp8_autocast", nothing, reason)
+    moe = "megatron.core.transformer.moe.moe_utils"
+    if not importlib.import_module(moe).HAVE_TE:
+        yield Redirection(moe, "te_general_gemm", None, "routers ask for it without importing it")
+    yield Redirection(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        _as_numpy_if_wanted,
+        "leaves a tensor that is on the CPU a tensor, where all-to-all takes numbers",
+    )
 
 
 # ------------------------------------------------------------------ on and off

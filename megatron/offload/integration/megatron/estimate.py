@@ -30,8 +30,13 @@ def layer_bytes(settings: Any, tokens: int) -> int:
     head = settings.kv_channels
     query = settings.num_attention_heads * head
     key_value = 2 * settings.num_query_groups * head
-    # Split over tensor-parallel ranks: q, k, v; attention's output; around the activation function.
-    split = query + key_value + query + (4 if settings.gated_linear_unit else 2) * ffn
+    # Around the activation function; with experts, of those that a token goes to, and its copies.
+    inner = (4 if settings.gated_linear_unit else 2) * ffn
+    if getattr(settings, "num_moe_experts", None):
+        inner = inner * (settings.moe_ffn_hidden_size or ffn) // ffn + 2 * hidden
+        inner *= settings.moe_router_topk
+    # Split over tensor-parallel ranks: q, k, v; attention's output; the MLP.
+    split = query + key_value + query + inner
     # Whole on each rank without sequence parallelism: input and output of both norms.
     whole = 4 * hidden
     masks = 2 * hidden if settings.hidden_dropout > 0 else 0  # one byte an element
@@ -74,12 +79,15 @@ def activation_bytes(
 
     Args:
         settings: a `TransformerConfig`.
-        seq_length: tokens of one sample.
+        seq_length: tokens of one sample, on all context-parallel ranks together.
         micro_batch_size: samples of one micro-batch.
         num_microbatches: micro-batches of one step on each data-parallel rank.
         stage: pipeline rank; the first one needs most.
     """
     chunks = settings.virtual_pipeline_model_parallel_size or 1
     layers = -(-settings.num_layers // (settings.pipeline_model_parallel_size * chunks))
-    per_pass = layers * layer_bytes(settings, seq_length * micro_batch_size)
+    tokens = (
+        seq_length * micro_batch_size // (getattr(settings, "context_parallel_size", None) or 1)
+    )
+    per_pass = layers * layer_bytes(settings, tokens)
     return int(MARGIN * per_pass * passes_in_flight(settings, num_microbatches, stage))
