@@ -103,6 +103,11 @@ OFFLOAD = (
         "cannot recompute layers that compute in fp4",
         settings={"fp4": "e2m1"},
     ),
+    Row(
+        f"{SSD} --activation-recompute-layers 1",
+        "cannot recompute layers whose routing is replayed",
+        settings={"moe_enable_routing_replay": True},
+    ),
     Row(f"{SSD} --activation-offload-layers 1-5", "--activation-offload-layers names layer 5"),
     Row(f"{SSD} --activation-recompute-layers 5", "--activation-recompute-layers names layer 5"),
     Row(SSD, "megatron-core 0.99.0 is not supported", patches=OTHER_VERSION),
@@ -340,6 +345,8 @@ _DETAILS = {
     "cuda_graph_retain_backward_graph",
     "cuda_graph_warmup_steps",
     "cuda_graph_scope",
+    # refused together with recomputed layers
+    "moe_enable_routing_replay",
     # works together with offload
     "recompute_method",
     "recompute_num_layers",
@@ -349,7 +356,7 @@ _DETAILS = {
 
 
 def test_this_megatron_core_has_no_setting_of_that_kind_that_nobody_has_looked_at() -> None:
-    kind = re.compile("offload|graph|recompute|stash|saved_activ|hybrid_context|overlap_moe")
+    kind = re.compile("offload|graph|recompute|replay|stash|saved_act|hybrid_context|overlap_moe")
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
     found = {name for name in names if kind.search(name)}
     refused = {name for settings, _ in SETTINGS for name in settings}

@@ -266,6 +266,13 @@ def check_layers(config: OffloadConfig, settings: Any) -> None:
             raise ConfigurationError(
                 f"{flag} names layer {layers.last}; the model has {num_layers}, counted from 1"
             )
+    if config.recompute_layers is not None and getattr(
+        settings, "moe_enable_routing_replay", False
+    ):
+        raise ConfigurationError(
+            "--activation-recompute-layers cannot recompute layers whose routing is replayed, "
+            "which counts their passes (moe_enable_routing_replay); drop one of the two"
+        )
     for name in ("fp8", "fp4"):
         if config.recompute_layers is not None and getattr(settings, name, None):
             raise ConfigurationError(
