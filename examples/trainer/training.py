@@ -81,7 +81,7 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
 def _reserves(args: argparse.Namespace, task: model.Task, settings: TransformerConfig) -> list[int]:
     """Bytes of activations on each rank of this machine."""
     first = args.rank - args.local_rank
-    ranks = range(first, first + args.local_world_size)
+    ranks = range(first, min(first + args.local_world_size, args.world_size))
     stages = [stage_of(rank, args.world_size, settings) for rank in ranks]
     return [task.activation_bytes(args, settings, stage) for stage in stages]
 

@@ -126,13 +126,21 @@ def test_metrics_of_a_resumed_run_are_continued_not_repeated(tmp_path: Path) -> 
     assert records[0]["loss"] == 0.1 + 0.2
 
 
-@pytest.mark.parametrize(("rank", "local_rank", "stages"), [(1, 1, [0, 0]), (2, 0, [1, 1])])
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "local_world_size", "stages"),
+    [(1, 1, 2, [0, 0]), (2, 0, 2, [1, 1]), (2, 0, 4, [1, 1])],  # the last is a launcher's silence
+)
 def test_each_rank_reserves_what_its_stage_needs(
-    rank: int, local_rank: int, stages: list[int], monkeypatch: pytest.MonkeyPatch
+    rank: int,
+    local_rank: int,
+    local_world_size: int,
+    stages: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two machines of two ranks each; each machine's ranks are one stage."""
     checked = {}
-    environment = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
+    environment = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4}
+    environment["LOCAL_WORLD_SIZE"] = local_world_size
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(training, "check", lambda *args, **kwargs: checked.update(kwargs))
