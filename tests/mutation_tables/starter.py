@@ -16,13 +16,22 @@ starter = table_of("storage/starter.py", MUTATIONS)
 starter(
     "work is done by the thread that submits it",
     """
-        self._work.put(work)
+            self._work.put(work)
 """,
     """
-        for piece in work:
-            piece()
+            self._do(work)
 """,
     IN_ORDER,
+)
+starter(
+    "what is submitted after the end waits for ever",
+    """
+        if self._is_closed:
+""",
+    """
+        if False:
+""",
+    STARTER + "test_after_the_end_who_submits_does_the_work",
 )
 starter(
     "what was submitted last is done first",

@@ -48,6 +48,13 @@ def test_draining_and_closing_wait_for_what_was_submitted(starter, monkeypatch, 
     assert not waiting.is_alive()
 
 
+def test_after_the_end_who_submits_does_the_work(starter):
+    starter.close()
+    done = []
+    starter.submit(lambda: done.append(threading.current_thread()))
+    assert done == [threading.current_thread()]
+
+
 def test_an_error_is_said_once_and_the_next_work_is_done(starter, caplog):
     def fail(error):
         raise error

@@ -128,7 +128,7 @@ class Prefetcher:
 
     def _bring_back(self, record: SavedStorage) -> None:
         """What is still in memory, because it was not written yet, stays there; else it is read."""
-        # Noted first: it may be read, and used, before this thread goes on.
+        # Noted first: compute may have it read, and let it die, before this thread goes on.
         reference = weakref.ref(record, self._died)
         self._ahead[reference] = record.num_bytes
         self._ahead_bytes += record.num_bytes

@@ -29,12 +29,18 @@ class Starter:
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[Sequence[Callable[[], None]] | None] = queue.SimpleQueue()
         self._reported: set[type[BaseException]] = set()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, *work: Callable[[], None]) -> None:
-        """Has each piece of work done soon. Takes a microsecond or two."""
-        self._work.put(work)
+        """Has each piece of work done soon. Takes a microsecond or two; after `close`, as long as
+        the work does.
+        """
+        if self._is_closed:
+            self._do(work)
+        else:
+            self._work.put(work)
 
     def drain(self) -> None:
         """Returns when everything that was submitted before has been done."""
@@ -45,6 +51,7 @@ class Starter:
 
     def close(self) -> None:
         """Ends the thread when it has done what was submitted."""
+        self._is_closed = True
         self._work.put(None)
         self._thread.join()
 
