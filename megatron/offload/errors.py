@@ -20,6 +20,20 @@ class ConfigurationError(OffloadError, ValueError):
     """The flags, the directory or the installed versions cannot work; found before training."""
 
 
+class InfeasibleBudgetError(ConfigurationError):
+    """No plan needs as little memory, or as little time, as was asked for.
+
+    Attributes:
+        smallest_bytes: the smallest memory budget that can be met.
+        step_s: seconds of a step with it.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int, step_s: float) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+        self.step_s = step_s
+
+
 class StorageError(OffloadError):
     """A write could not be completed, or saved bytes could not be read back."""
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ class GroupProfile:
         num_storages: how many hold the movable bytes.
         produced_s: when the last of them is there, after the layer's forward began.
         first_use_s: when backward first needs one, after the layer's backward began.
-        recompute_s: forward seconds to produce them again; None: not possible for it alone.
+        recompute_s: forward seconds to produce them again; None: not possible for it alone. What
+            that needs as input stays: it counts as kept, here or in another group.
     """
 
     name: str
@@ -129,6 +132,28 @@ class StageProfile:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     source: str = ""
 
+    def __post_init__(self) -> None:
+        chunks = self.layout.num_chunks
+        for name in _BY_CHUNK:
+            if len(getattr(self, name)) != chunks:
+                raise ConfigurationError(
+                    f"the profile's {name} has {len(getattr(self, name))} entries; "
+                    f"expected one for each of {chunks} model chunks; measure it again"
+                )
+        if [layer.chunk for layer in self.layers] != sorted(
+            layer.chunk for layer in self.layers if 0 <= layer.chunk < chunks
+        ):
+            raise ConfigurationError(
+                f"the profile's layers are not in the order of its {chunks} model chunks; "
+                "measure it again"
+            )
+        wrong = next(_wrong_figures(self, ""), None)
+        if wrong is not None:
+            raise ConfigurationError(
+                f"the profile has {wrong}; expected a finite number from zero up, and above zero "
+                "for bandwidths and counts; measure it again"
+            )
+
     def to_json(self) -> str:
         """Text that `from_json` reads."""
         return json.dumps({"version": FORMAT_VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
@@ -152,13 +177,36 @@ class StageProfile:
                 **{name: value for name, value in values.items() if name not in _NESTED},
                 **{name: make(values[name]) for name, make in _NESTED.items()},
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except ConfigurationError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(f"this is no profile of a stage: {error}") from None
 
     @classmethod
     def load(cls, path: Path) -> StageProfile:
         """The profile in a file. Raises ConfigurationError, OSError."""
         return cls.from_json(path.read_text())
+
+
+_BY_CHUNK = ("before_s", "after_s", "backward_before_s", "backward_after_s", "pass_fixed_bytes")
+_ABOVE_ZERO = ("bytes_per_s", "num_micro_batches", "num_stages", "num_chunks")
+
+
+def _wrong_figures(value: Any, name: str) -> Iterator[str]:
+    """Figures that cannot be, as `name = figure`; looks into everything below `value`."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _wrong_figures(getattr(value, field.name), field.name)
+    elif isinstance(value, Layout):
+        for part, figure in value._asdict().items():
+            yield from _wrong_figures(figure, part)
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _wrong_figures(one, name)
+    elif isinstance(value, int | float) and (
+        not math.isfinite(value) or value < 0 or (value == 0 and name.endswith(_ABOVE_ZERO))
+    ):
+        yield f"{name} = {value}"
 
 
 def _layers(values: list[dict[str, Any]]) -> tuple[LayerProfile, ...]:
