@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small profiles of stages, with round figures that a reader can add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.offload.placement.passes import Layout
+from megatron.offload.placement.profile import (
+    GroupProfile,
+    LayerProfile,
+    StageProfile,
+    TierProfile,
+)
+
+ONE_STAGE = Layout(1, 0, 1, 1)
+
+
+def tier(name: str = "ssd", write: float = 8.0, read: float = 8.0, **more: Any) -> TierProfile:
+    """A tier that moves a layer of `stage` in a second."""
+    return TierProfile(name, write, read, **more)
+
+
+def group(name: str = "layer", size: int = 8, **more: Any) -> GroupProfile:
+    """A storage that is there when the layer ends and needed when its backward begins."""
+    values = {"kept_bytes": 0, "num_storages": 1, "produced_s": 1.0, "first_use_s": 0.0}
+    return GroupProfile(name, size, **{**values, **more})
+
+
+def layer(name: str = "decoder.0", chunk: int = 0, **more: Any) -> LayerProfile:
+    """Forward takes a second, backward two, recomputation one; its input has two bytes."""
+    values = {
+        "forward_s": 1.0,
+        "backward_s": 2.0,
+        "recompute_s": 1.0,
+        "input_bytes": 2,
+        "groups": (group(),),
+    }
+    return LayerProfile(chunk, name, **{**values, **more})
+
+
+def stage(
+    num_layers: int = 1,
+    *,
+    layout: Layout = ONE_STAGE,
+    micro_batches: int = 1,
+    tiers: tuple[TierProfile, ...] = (tier(),),
+    layers: tuple[LayerProfile, ...] | None = None,
+    **more: Any,
+) -> StageProfile:
+    """`num_layers` of `layer` in each chunk."""
+    chunks = layout.num_chunks
+    if layers is None:
+        layers = tuple(
+            layer(f"decoder.{chunk * num_layers + number}", chunk)
+            for chunk in range(chunks)
+            for number in range(num_layers)
+        )
+    nothing = (0.0,) * chunks
+    values: dict[str, Any] = {
+        "before_s": nothing,
+        "after_s": nothing,
+        "backward_before_s": nothing,
+        "backward_after_s": nothing,
+        "pass_fixed_bytes": (0,) * chunks,
+        "inflight_bytes": 1000,
+    }
+    return StageProfile(layout, micro_batches, layers, tiers, **{**values, **more})

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulated step against arithmetic by hand. Seconds and bytes of the profiles are round."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement import flow
+from megatron.offload.placement.passes import Layout
+from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
+from megatron.offload.placement.policy import Placement
+from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.simulation import new_channels
+from megatron.offload.placement.tables import tables_of
+from megatron.offload.placement.timeline import Timeline
+from tests.stages import group, layer, stage, tier
+
+KEEP, RECOMPUTE = Placement.KEEP, Placement.RECOMPUTE
+HOST, SSD = Placement.HOST, Placement.SSD
+
+
+def predict(profile: StageProfile, *placements: Placement) -> Prediction:
+    """One placement for each layer; the last one for those that are left."""
+    lines = []
+    for number, one in enumerate(profile.layers):
+        where = placements[min(number, len(placements) - 1)]
+        lines.append(PlannedGroup(one.chunk, one.name, "layer", where, one.movable_bytes))
+    return Timeline(profile).predict(Plan(tuple(lines)))
+
+
+def test_what_is_kept_costs_nothing_but_memory() -> None:
+    profile = stage(
+        3, transient_bytes=100, pass_fixed_bytes=(5,), step_fixed_s=0.5, before_s=(0.25,)
+    )
+    assert predict(profile, KEEP) == Prediction(9.75, 0.0, 0.0, 3 * 8 + 5 + 100)
+
+
+def test_what_is_recomputed_costs_its_forward_again_and_holds_its_input() -> None:
+    # Peak: inputs of both layers, and all of the second one's bytes while it is recomputed.
+    assert predict(stage(2), RECOMPUTE) == Prediction(8.0, 0.0, 2.0, 2 * 2 + 8)
+    # Peak: the second layer's input and bytes above the first one's bytes.
+    assert predict(stage(2), KEEP, RECOMPUTE) == Prediction(7.0, 0.0, 1.0, 8 + 2 + 8)
+
+
+def test_a_layer_that_is_used_at_once_is_not_moved() -> None:
+    assert predict(stage(1), SSD) == Prediction(3.0, 0.0, 0.0, 8)
+
+
+def test_a_write_hides_behind_the_next_layer_and_a_read_behind_backward() -> None:
+    # 0-1 F0. 1-2 F1 while 0 is written. 2-4 B1 (never written) while 0 is read: 2-3. 4-6 B0.
+    assert predict(stage(2), SSD) == Prediction(6.0, 0.0, 0.0, 16, 8, 8)
+
+
+def test_backward_waits_for_exactly_what_the_read_lacks() -> None:
+    # As above with reads that take 3 s: 2-5, one second longer than B1.
+    profile = stage(2, tiers=(tier(read=8 / 3),))
+    assert predict(profile, SSD) == Prediction(7.0, 1.0, 0.0, 16, 8, 8)
+
+
+def test_the_loss_hides_the_first_read_only_when_its_backward_comes_after_the_forward_pass() -> (
+    None
+):
+    # The read begins when the forward pass ends, at 11, and takes 2 s.
+    profile = stage(1, after_s=(10.0,), tiers=(tier(read=4.0),))
+    assert predict(profile, SSD) == Prediction(15.0, 2.0, 0.0, 8, 8, 8)
+    profile = stage(1, after_s=(10.0,), backward_before_s=(3.0,), tiers=(tier(read=4.0),))
+    assert predict(profile, SSD) == Prediction(16.0, 0.0, 0.0, 8, 8, 8)
+
+
+def test_before_the_loss_one_piece_has_to_do() -> None:
+    # Two layers written by 3 (a head of 10 s). At 12 layer 1 is read; 0 only when 1 is used.
+    profile = stage(2, after_s=(10.0,), backward_before_s=(5.0,))
+    assert predict(profile, SSD) == Prediction(21.0, 0.0, 0.0, 16, 16, 16)
+    # The middle of a pipeline has no loss: it reads two at once, as the window allows. Both wait
+    # for the last stage's passes, which take as long: forward 12-24, backward 24-33.
+    middle = stage(2, layout=Layout(2, 0, 1, 2), after_s=(10.0,), backward_before_s=(5.0,))
+    assert predict(middle, SSD) == Prediction(42.0, 0.0, 0.0, 16, 16, 16)
+
+
+def test_forward_waits_while_too_many_bytes_are_on_their_way() -> None:
+    # Writes take 2 s. Layer 1 ends at 2 and is handed over when layer 0 is written, at 3.
+    profile = stage(2, tiers=(tier(write=4.0),), inflight_bytes=8)
+    assert predict(profile, SSD) == Prediction(7.0, 1.0, 0.0, 16, 8, 8)
+    # With room for both nobody waits, and the write that has begun ends for nothing.
+    profile = stage(2, tiers=(tier(write=4.0),), inflight_bytes=16)
+    assert predict(profile, SSD) == Prediction(6.0, 0.0, 0.0, 16, 8, 0)
+
+
+def test_a_write_under_way_is_taken_back_without_a_read() -> None:
+    # F0 ends at 1, its write would end at 11; B0 begins at 4.
+    profile = stage(2, tiers=(tier(write=0.8),))
+    assert predict(profile, SSD) == Prediction(6.0, 0.0, 0.0, 16, 8, 0)
+
+
+def test_memory_goes_when_the_write_for_nothing_ends() -> None:
+    # The write of the first layer goes on until 11, after its backward has ended at 6: the second
+    # micro-batch's two layers come on top.
+    profile = stage(2, tiers=(tier(write=0.8),), micro_batches=2)
+    assert predict(profile, SSD, KEEP).peak_bytes == 8 + 16
+
+
+def test_latency_is_for_each_storage() -> None:
+    # Four storages of 2 bytes, each 0.5 s to be read and as long to be found: 2-6. B1 ends at 4.
+    # The first is there at 3, and every next one a second later, while each is used for half a one.
+    layers = (layer(groups=(group(num_storages=4),)), layer("decoder.1"))
+    profile = stage(layers=layers, tiers=(tier(read=4.0, latency_s=0.5),), after_s=(10.0,))
+    # F ends at 12, all is read from then on; the head's backward takes no time. B1 would wait.
+    found = predict(profile, SSD, KEEP)
+    # 12-14 B1. Read before the first use: one, 12-13. Then used 14-14.5, the others' reads begin at
+    # 14: there at 15, 16, 17. Waits of 0.5, 0.5 and 0.5.
+    assert found.stall_s == pytest.approx(1.5) and found.step_s == pytest.approx(17.5)
+
+
+@pytest.mark.parametrize(
+    ("shared", "written_at"),
+    [(None, 3.0), (8.0, 4.0), (12.0, 3.5)],  # what is left for the write: 8, 0, 4 bytes a second
+)
+def test_while_a_read_is_under_way_a_write_has_what_is_left(
+    shared: float | None, written_at: float
+) -> None:
+    # A second stage and micro-batch make layer 0 of the next forward pass end while layer 0 of the
+    # backward pass before is read: figures of `flow` show it without a schedule around them.
+    tables = tables_of(stage(tiers=(tier(shared_bytes_per_s=shared),)))
+    channels = new_channels(tables.tiers)
+    figures, log = np.zeros(flow.NUM_FIGURES), np.zeros((9, 5))
+    figures[flow.URGENT], figures[flow.IN_FLIGHT_LIMIT] = -1, 1000
+    flow.stop_reading_ahead(figures)
+    pieces = np.zeros((2, flow.NUM_PIECE_COLUMNS))
+    pieces[:, flow.BYTES] = 24, 8
+    pieces[1, flow.STATE] = flow.ON_TIER
+    flow.hand_over(figures, pieces, channels, log, 0)  # takes three seconds by itself
+    flow.compute(figures, pieces, channels, log, 1.0)
+    flow.use(figures, pieces, channels, log, 1)
+    assert figures[flow.NOW] == 2.0
+    flow.compute(figures, pieces, channels, log, 8.0)
+    writes = log[log[:, 0] == flow.WRITE]
+    assert writes[0, 2] == written_at
+
+
+def test_a_full_tier_keeps_the_rest_in_memory() -> None:
+    profile = stage(3, tiers=(tier(capacity_bytes=8),))
+    assert predict(profile, SSD).written_bytes == 8
+    assert predict(stage(3), SSD).written_bytes == 16
+
+
+def test_groups_move_and_are_recomputed_on_their_own() -> None:
+    groups = (
+        group("attention", produced_s=0.5, first_use_s=1.0, recompute_s=0.25),
+        group("mlp", 6, kept_bytes=1),
+    )
+    profile = stage(layers=(layer(groups=groups), layer("decoder.1")))
+    plan = Plan(
+        (
+            PlannedGroup(0, "decoder.0", "attention", RECOMPUTE, 8),
+            PlannedGroup(0, "decoder.0", "mlp", SSD, 6),
+            PlannedGroup(0, "decoder.1", "layer", KEEP, 8),
+        )
+    )
+    # Peak: at 2, when the second layer is done: 1 and 8 bytes, and 6 until they are written at
+    # 1.75. Read back at 4, or when layer 1 is not used up yet: 1 + 8 + 6.
+    assert Timeline(profile).predict(plan) == Prediction(6.25, 0.0, 0.25, 15, 6, 6)
+
+
+@pytest.mark.parametrize("own", range(4))
+def test_a_stage_holds_as_many_micro_batches_as_come_before_its_first_backward(own: int) -> None:
+    profile = stage(layout=Layout(4, own, 1, 4), micro_batches=8)
+    assert predict(profile, KEEP) == Prediction(11 * 3.0, 0.0, 0.0, (4 - own) * 8)
+
+
+def test_recomputation_makes_every_stage_slower() -> None:
+    profile = stage(layout=Layout(4, 0, 1, 4), micro_batches=8)
+    assert predict(profile, RECOMPUTE).step_s == 11 * 4.0
+    assert predict(profile, RECOMPUTE).peak_bytes == 4 * 2 + 8
+
+
+def test_chunks_of_virtual_stages_shorten_the_bubble() -> None:
+    # (M + (p - 1) / v) passes of both chunks.
+    profile = stage(layout=Layout(2, 0, 2, 2), micro_batches=4)
+    assert predict(profile, KEEP).step_s == 4 * 6.0 + 6.0 / 2
+
+
+def test_a_long_step_is_extrapolated() -> None:
+    for layout in (Layout(1, 0, 1, 1), Layout(4, 1, 1, 4), Layout(2, 0, 2, 2)):
+        profile = stage(16, layout=layout, micro_batches=96)
+        short, whole = Timeline(profile), Timeline(profile, all_micro_batches=True)
+        for choice in (0, 2, 3):
+            chosen = short.choices.all(choice)
+            fast, slow = short.cost(chosen), whole.cost(chosen)
+            assert fast.num_events < slow.num_events / 3
+            assert fast[:-1] == pytest.approx(slow[:-1], rel=0.01)
+
+
+def test_a_trace_adds_up_to_the_prediction() -> None:
+    profile = stage(2, tiers=(tier(read=8 / 3),), transient_bytes=7)
+    timeline = Timeline(profile)
+    plan = timeline.choices.plan(timeline.choices.all(3))
+    trace, found = timeline.trace(plan), timeline.predict(plan)
+    took = {kind: 0.0 for kind, *_ in trace.intervals}
+    for one in trace.intervals:
+        took[one.kind] += one.end_s - one.begin_s
+    assert took == pytest.approx(
+        {"forward": 2, "backward": 4, "wait for a read": found.stall_s, "write": 1, "read": 3}
+    )
+    assert max(num_bytes for _, num_bytes in trace.memory) == found.peak_bytes == 16 + 7
+    assert trace.memory[-1][1] == 7
+    assert [one.where for one in trace.intervals if one.kind == "read"] == ["ssd"]
+    assert trace.intervals[0] == ("forward", 0.0, 1.0, "decoder.0", (False, 0, 0))
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    plan = Plan((PlannedGroup(0, "encoder.0", "layer", KEEP, 8),))
+    with pytest.raises(ConfigurationError, match=r"layer of encoder\.0 in chunk 0 as keep"):
+        Timeline(stage()).predict(plan)
+    with pytest.raises(ConfigurationError, match="as host, which the profile does not allow"):
+        predict(stage(), HOST)
+
+
+def test_a_schedule_that_cannot_run_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="for ever"):
+        Timeline(stage(layout=Layout(4, 0, 2, 1), micro_batches=3))
