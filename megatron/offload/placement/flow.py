@@ -38,6 +38,7 @@ FORWARD, BACKWARD, RECOMPUTE, WAIT_FOR_READ, WAIT_FOR_ROOM, WRITE, READ_BACK, LE
 
 _NOBODY = -1.0
 _LATER = np.inf
+_SAME = 1 + 1e-9  # what should end together does, however it was rounded
 _FORGETTING = 0.7  # as `Prefetcher`'s
 
 
@@ -120,8 +121,9 @@ def pass_time(figures: Floats, pieces: Floats, channels: Floats, log: Floats, un
             rate = _rate(channels, channel)
             if rate > 0 and now + channels[channel, LEFT_BYTES] / rate < next_s:
                 next_s, ending = now + channels[channel, LEFT_BYTES] / rate, channel
-    if next_s > until:
+    if next_s > until * _SAME:
         next_s, ending = until, -1
+    next_s = min(next_s, until)
     if next_s == _LATER:
         return False  # nothing is under way
     for channel in range(number):
