@@ -189,7 +189,7 @@ def test_a_long_step_is_extrapolated() -> None:
             chosen = short.choices.all(choice)
             fast, slow = short.cost(chosen), whole.cost(chosen)
             assert fast.num_events < slow.num_events / 3
-            assert fast[:5] == pytest.approx(slow[:5], rel=0.01)
+            assert fast[:5] == pytest.approx(slow[:5], rel=0.02)
             # Where writes and reads meet, two storages more or fewer.
             assert abs(fast.peak_bytes - slow.peak_bytes) <= 2 * 8
 
