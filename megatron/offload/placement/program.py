@@ -278,22 +278,37 @@ class Program:
         return _Option(resident, live, recompute_s, moved)
 
     def _make_blocks(self) -> list[list[int]]:
-        """Neighbours of the same chunk with the same options, as few as it takes."""
+        """Neighbours of the same chunk, as few blocks as it takes.
+
+        Layers of a block have the same options; where that would make too many blocks, those
+        options that all of them have.
+        """
         layers = self._profile.layers
         size = -(-len(layers) // _MOST_BLOCKS)
-        blocks: list[list[int]] = []
+        windows: list[list[int]] = []
         for n, layer in enumerate(layers):
-            last = blocks[-1] if blocks else []
-            if (
-                last
-                and len(last) < size
-                and layers[last[0]].chunk == layer.chunk
-                and self._options[last[0]] == self._options[n]
-            ):
+            last = windows[-1] if windows else []
+            if last and len(last) < size and layers[last[0]].chunk == layer.chunk:
                 last.append(n)
             else:
-                blocks.append([n])
-        return blocks
+                windows.append([n])
+        blocks = []
+        for window in windows:
+            alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+            for n in window:
+                alike.setdefault(tuple(self._options[n]), []).append(n)
+            blocks += alike.values()
+        if len(blocks) <= 2 * len(windows):
+            return blocks
+        for window in windows:
+            common = [
+                option
+                for option in self._options[window[0]]
+                if all(option in self._options[n] for n in window)
+            ]
+            for n in window:
+                self._options[n] = common
+        return windows
 
 
 class _Rows:

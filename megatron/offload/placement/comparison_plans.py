@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans that others would make, to compare the solver's with: `COMPARISON_PLANS`.
+
+Each takes a profile and gives a plan without looking at a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement.choices import Choices
+from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.policy import Placement
+from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.script import FIRST_TIER, KEEP, RECOMPUTE_LAYER
+
+
+def all_keep(profile: StageProfile) -> Plan:
+    """Everything stays in device memory."""
+    choices = Choices(profile)
+    return choices.plan(choices.all(KEEP))
+
+
+def all_recompute(profile: StageProfile) -> Plan:
+    """Every layer that can be recomputed is."""
+    choices = Choices(profile)
+    return choices.plan(choices.all(RECOMPUTE_LAYER))
+
+
+def all_ssd(profile: StageProfile) -> Plan:
+    """Everything that can move goes to SSDs."""
+    choices = Choices(profile)
+    return choices.plan(choices.all(FIRST_TIER + _ssd(profile)))
+
+
+def suffix_plan(profile: StageProfile) -> Plan:
+    """The adaptive rule of SSDTrain: layers before a certain one go to SSDs, it and the rest stay.
+
+    From Wu et al., "SSDTrain: An Activation Offloading Framework to SSDs for Faster Large Language
+    Model Training", arXiv 2408.10013, where the system is also called TBA.
+
+    That is the first layer n, of those of a micro-batch, where
+    (V_before + 2 V_n) / (3 T_forward - 2 t_before) > write bandwidth, with backward taken to be
+    twice forward: what lies before it, and it back and forth, would not pass in the time from its
+    own forward to its backward.
+    """
+    choices = Choices(profile)
+    ssd = _ssd(profile)
+    bytes_per_s = profile.tiers[ssd].write_bytes_per_s
+    chosen = choices.all(FIRST_TIER + ssd)
+    forward_s = sum(layer.forward_s for layer in profile.layers)
+    forward_s += sum(profile.before_s) + sum(profile.after_s)
+    before_bytes, before_s = 0, 0.0
+    for layer, (begin, _) in zip(profile.layers, choices.spans, strict=True):
+        size = before_bytes + 2 * layer.movable_bytes
+        if size > bytes_per_s * (3 * forward_s - 2 * before_s):
+            chosen[begin:] = KEEP
+            break
+        before_bytes += layer.movable_bytes
+        before_s += layer.forward_s
+    return choices.plan(chosen)
+
+
+def _ssd(profile: StageProfile) -> int:
+    names = [tier.name for tier in profile.tiers]
+    if Placement.SSD.value not in names:
+        raise ConfigurationError(
+            f"the profile has tiers {names}; this plan needs ssd; measure with one or leave it out"
+        )
+    return names.index(Placement.SSD.value)
+
+
+COMPARISON_PLANS: dict[str, Callable[[StageProfile], Plan]] = {
+    "all_keep": all_keep,
+    "all_recompute": all_recompute,
+    "all_ssd": all_ssd,
+    "suffix": suffix_plan,
+}
