@@ -147,6 +147,12 @@ class StageProfile:
                 f"the profile's layers are not in the order of its {chunks} model chunks; "
                 "measure it again"
             )
+        names = [tier.name for tier in self.tiers]
+        if len(set(names)) < len(names) or not set(names) <= {"host", "ssd"}:
+            raise ConfigurationError(
+                f"the profile has tiers {names}; expected host and ssd, each once at most; "
+                "measure it again"
+            )
         wrong = next(_wrong_figures(self, ""), None)
         if wrong is not None:
             raise ConfigurationError(

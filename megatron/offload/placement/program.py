@@ -78,6 +78,8 @@ class Program:
             budget_bytes: most memory, beyond what no plan changes; then the least time is sought.
             slowdown_s: most seconds of a step beyond keeping everything; then the least memory is.
         """
+        if not self._blocks:
+            return None
         rows = _Rows()
         most = np.inf
         if budget_bytes is not None:
@@ -98,7 +100,7 @@ class Program:
         found = rows.solve(objective)
         if found is None:
             return None
-        chosen = np.zeros(self._spans[-1][1] if self._spans else 0, np.int64)
+        chosen = np.zeros(self._spans[-1][1], np.int64)
         for block, of_block in zip(self._blocks, counts, strict=True):
             numbers = np.round(found[of_block]).astype(int)
             for layer, option in zip(block, _spread(numbers), strict=True):
@@ -292,7 +294,7 @@ class Program:
                 last.append(n)
             else:
                 windows.append([n])
-        blocks = []
+        blocks: list[list[int]] = []
         for window in windows:
             alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
             for n in window:

@@ -18,9 +18,10 @@ Value = tuple[float, ...]  # the smaller the better
 Goal = Callable[[Cost], Value]
 _Change = list[tuple[int, tuple[int, ...]]]  # layers and their new options
 
+_MOST_TRIED = 400  # from one starting point
 _MOST_SINGLE_CHANGES = 400  # in a neighbourhood; of more, a random part is tried
-_MOST_PAIRS = 1500
-_MOST_TRIPLES = 1200
+_MOST_PAIRS = 300
+_MOST_TRIPLES = 100
 
 
 class Search:
@@ -36,6 +37,11 @@ class Search:
         self._choices = timeline.choices
         self.left_events = most_events
         self._known: dict[bytes, tuple[Cost, Ints]] = {}
+
+    @property
+    def num_tried(self) -> int:
+        """How many different choices were simulated."""
+        return len(self._known)
 
     @property
     def tried(self) -> Iterator[tuple[Cost, Ints]]:
@@ -56,15 +62,16 @@ class Search:
         return min(self.tried, key=lambda one: goal(one[0]))[1]
 
     def improve(self, chosen: Ints, goal: Goal, most_events: float) -> Ints:
-        """The best that is found from here; spends so many events at most."""
+        """The best that is found from here, with so many events at most."""
         until = self.left_events - most_events
+        most_tried = self.num_tried + _MOST_TRIED
         chance = random.Random(0)
         value = goal(self.cost(chosen))
         better = True
         while better:
             better = False
             for change in self._changes(chosen, chance):
-                if self.left_events <= max(until, 0.0):
+                if self.left_events <= max(until, 0.0) or self.num_tried >= most_tried:
                     return chosen
                 changed = chosen.copy()
                 for layer, option in change:

@@ -16,13 +16,13 @@ from megatron.offload.errors import ConfigurationError, InfeasibleBudgetError
 from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.placement.program import Program
-from megatron.offload.placement.reasons import reasons_for
+from megatron.offload.placement.reasons import Reasons
 from megatron.offload.placement.script import FIRST_TIER, KEEP, RECOMPUTE_LAYER
 from megatron.offload.placement.search import Goal, Search, Value
 from megatron.offload.placement.tables import Ints
 from megatron.offload.placement.timeline import Cost, Timeline, prediction_of
 
-_MOST_EVENTS = 500_000
+_MOST_EVENTS = 400_000
 _SHARE = 0.4  # of what is left of it, for the most promising starting point
 _MOST_STARTS = 3
 _MOST_CHECKS = 4
@@ -78,13 +78,15 @@ class _Solution:
     def plan(self) -> Plan:
         """What was asked for. Raises InfeasibleBudgetError."""
         chosen, cost = self._solve()
-        reasons = reasons_for(self._whole, chosen)
+        budget = math.inf if self._budget_bytes is None else self._budget_bytes
+        reasons = Reasons(self._timeline, chosen, budget).of_groups()
         fastest = self._whole.cost(self._choices.all(KEEP))
         return replace(
             self._choices.plan(chosen, reasons),
             goal=self._goal_in_words(),
             predicted=prediction_of(cost),
             fastest=prediction_of(fastest),
+            notes=(f"{self._search.num_tried} plans were simulated",),
         )
 
     def _solve(self) -> tuple[Ints, Cost]:
