@@ -26,6 +26,7 @@ _MOST_EVENTS = 400_000
 _SHARE = 0.4  # of what is left of it, for the most promising starting point
 _MOST_STARTS = 3
 _MOST_CHECKS = 4
+_BELOW = (0.97, 0.9, 0.97, 0.8, 0.97, 0.9)  # parts of the best peak so far, to be tried in turn
 
 
 def solve(
@@ -116,14 +117,9 @@ class _Solution:
         raise self._infeasible()
 
     def _least_time(self, budget: float) -> Ints:
-        def goal(cost: Cost) -> Value:
-            over = max(cost.peak_bytes - budget, 0.0)
-            # What is as fast to a millionth is told apart by what it writes.
-            step = round(cost.step_s / self._fastest.step_s, 6)
-            return over, step, cost.written_bytes, cost.peak_bytes
-
         if self._fastest.peak_bytes <= budget:
             return self._choices.all(KEEP)
+        goal = self._fastest_within(budget)
         starts = self._simple_starts()
         aim = budget
         for _ in range(_MOST_STARTS):
@@ -136,8 +132,10 @@ class _Solution:
             aim = min(aim * budget / max(peak, 1.0), 2 * budget)
         best = self._improve(starts, goal)
         if goal(self._search.cost(best))[0] > 0:
-            best = self._improve([best, *starts], _smallest)
-            best = self._improve([best], goal)
+            smallest = self._program.solve(slowdown_s=math.inf)
+            starts += [] if smallest is None else [smallest]
+            self._improve(starts, _smallest)
+            best = self._improve([self._search.best(goal)], goal)
         return best
 
     def _least_memory(self, limit_s: float) -> Ints:
@@ -151,7 +149,22 @@ class _Solution:
             found = self._program.solve(slowdown_s=max(allowed_s * factor, 0.0))
             if found is not None:
                 starts.append(found)
-        return self._improve(starts, goal)
+        best = self._improve(starts, goal)
+        # A change alone seldom lowers a peak: below it, the fastest may become fast enough.
+        for part in _BELOW:
+            aim = self._fastest_within(part * self._search.cost(best).peak_bytes)
+            self._improve([self._search.best(aim)], aim)
+            best = self._search.best(goal)
+        return best
+
+    def _fastest_within(self, budget: float) -> Goal:
+        def goal(cost: Cost) -> Value:
+            over = max(cost.peak_bytes - budget, 0.0)
+            # What is as fast to a millionth is told apart by what it writes.
+            step = round(cost.step_s / self._fastest.step_s, 6)
+            return over, step, cost.written_bytes, cost.peak_bytes
+
+        return goal
 
     def _simple_starts(self) -> list[Ints]:
         tiers = range(FIRST_TIER, FIRST_TIER + len(self._profile.tiers))

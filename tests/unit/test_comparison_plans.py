@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plans that the solver's is compared with."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement.comparison_plans import COMPARISON_PLANS, suffix_plan
+from megatron.offload.placement.policy import Placement
+from tests.stages import group, layer, stage, tier
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("all_keep", Placement.KEEP),
+        ("all_recompute", Placement.RECOMPUTE),
+        ("all_ssd", Placement.SSD),
+    ],
+)
+def test_one_placement_for_all_that_allow_it(name: str, placement: Placement) -> None:
+    layers = (
+        layer(groups=(group("attention"), group("mlp"))),
+        layer("decoder.1", recompute_s=None, groups=(group(size=0),)),
+    )
+    plan = COMPARISON_PLANS[name](stage(layers=layers, tiers=(tier("host"), tier())))
+    found = {(line.layer, line.placement) for line in plan.groups}
+    assert found == {("decoder.0", placement), ("decoder.1", Placement.KEEP)}
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "num_moved"),
+    # Four layers of 8 bytes, forward 4 s: (8 n + 16) / (12 - 2 n) is 1.33, 2.4, 4, 6.67.
+    [(1.0, 0), (1.5, 1), (3.0, 2), (4.1, 3), (7.0, 4)],
+)
+def test_the_suffix_rule_keeps_from_the_first_layer_that_would_not_pass(
+    bytes_per_s: float, num_moved: int
+) -> None:
+    plan = suffix_plan(stage(4, tiers=(tier(write=bytes_per_s),)))
+    expected = [Placement.SSD] * num_moved + [Placement.KEEP] * (4 - num_moved)
+    assert [line.placement for line in plan.groups] == expected
+
+
+def test_a_plan_for_ssds_needs_one() -> None:
+    with pytest.raises(ConfigurationError, match=r"tiers \['host'\]; this plan needs ssd"):
+        suffix_plan(stage(tiers=(tier("host"),)))

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The solver's plans keep what they promise, and say so when nothing can."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.offload.errors import ConfigurationError, InfeasibleBudgetError
+from megatron.offload.placement.passes import Layout
+from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.policy import Placement
+from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.solver import solve
+from megatron.offload.placement.timeline import Timeline
+from tests.stages import group, layer, stage, tier
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# Forward takes 4 s, backward 8. The SSD needs 4 s for a layer, so one or two of four hide.
+SLOW_SSD = tier("ssd", write=2.0, read=2.0)
+SLOW_HOST = tier("host", write=4.0, read=4.0)
+
+
+def placements(plan: Plan) -> list[Placement]:
+    return [line.placement for line in plan.groups]
+
+
+def best_of_all(profile: StageProfile, budget_bytes: int) -> float:
+    """The shortest step of all plans within the budget."""
+    timeline = Timeline(profile)
+    costs = [
+        timeline.cost(np.array(list(itertools.chain(*plan)), np.int64))
+        for plan in itertools.product(*timeline.choices.options)
+    ]
+    return min((cost.step_s for cost in costs if cost.peak_bytes <= budget_bytes), default=math.inf)
+
+
+def test_with_room_for_everything_everything_is_kept() -> None:
+    plan = solve(stage(4), budget_bytes=32)
+    assert placements(plan) == [Placement.KEEP] * 4
+    assert {line.reason for line in plan.groups} == {"there is room"}
+    assert plan.predicted == plan.fastest and plan.goal == "at most 32 B"
+
+
+def test_what_hides_moves_before_anything_is_recomputed() -> None:
+    plan = solve(stage(4), budget_bytes=24)
+    assert plan.predicted is not None and plan.fastest is not None
+    assert plan.predicted.peak_bytes <= 24 and plan.predicted.step_s == plan.fastest.step_s
+    assert Placement.RECOMPUTE not in placements(plan) and Placement.SSD in placements(plan)
+    moved = [line.reason for line in plan.groups if line.placement is Placement.SSD]
+    assert set(moved) == {"hides behind compute"}
+
+
+def test_recomputation_is_taken_where_waiting_costs_more() -> None:
+    very_slow = tier("ssd", write=0.5, read=0.5)
+    plan = solve(stage(4, tiers=(very_slow,), inflight_bytes=8), budget_bytes=20)
+    assert plan.predicted is not None and plan.predicted.peak_bytes <= 20
+    reasons = {line.reason for line in plan.groups if line.placement is Placement.RECOMPUTE}
+    assert any(reason.startswith("cheaper than waiting") for reason in reasons), reasons
+
+
+@pytest.mark.parametrize("budget_bytes", [14, 18, 22, 26, 30, 36, 44])
+@pytest.mark.parametrize(
+    "layout", [Layout(1, 0, 1, 1), Layout(2, 0, 1, 2), Layout(2, 1, 2, 2)], ids=str
+)
+def test_within_a_budget_the_plan_is_as_fast_as_the_best_of_all(
+    layout: Layout, budget_bytes: int
+) -> None:
+    profile = stage(
+        4 // layout.num_chunks,
+        layout=layout,
+        micro_batches=2,
+        tiers=(SLOW_HOST, SLOW_SSD),
+        inflight_bytes=16,
+        after_s=(0.5,) * layout.num_chunks,
+    )
+    best_s = best_of_all(profile, budget_bytes)
+    if math.isinf(best_s):
+        with pytest.raises(InfeasibleBudgetError):
+            solve(profile, budget_bytes=budget_bytes)
+        return
+    plan = solve(profile, budget_bytes=budget_bytes)
+    assert plan.predicted is not None
+    assert plan.predicted.peak_bytes <= budget_bytes
+    assert plan.predicted.step_s <= 1.01 * best_s
+    assert plan.predicted == Timeline(profile, all_micro_batches=True).predict(plan)
+
+
+def test_a_larger_budget_is_never_slower() -> None:
+    profile = stage(5, micro_batches=2, tiers=(SLOW_HOST, SLOW_SSD), inflight_bytes=16)
+    steps = []
+    for budget_bytes in range(16, 44, 4):
+        predicted = solve(profile, budget_bytes=budget_bytes).predicted
+        assert predicted is not None
+        steps.append(predicted.step_s)
+    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+
+
+def test_the_least_memory_within_a_slowdown() -> None:
+    profile = stage(5, tiers=(SLOW_HOST,), inflight_bytes=16)
+    peaks = []
+    for slowdown in (0.0, 0.1, 0.2, 0.35):
+        plan = solve(profile, max_slowdown=slowdown)
+        assert plan.predicted is not None and plan.fastest is not None
+        assert plan.predicted.step_s <= (1 + slowdown) * plan.fastest.step_s + 1e-6
+        peaks.append(plan.predicted.peak_bytes)
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0] < 40
+    assert plan.goal == "at most 35 % slower"
+
+
+def test_a_budget_that_cannot_be_met_names_the_smallest_that_can() -> None:
+    profile = stage(4)
+    with pytest.raises(InfeasibleBudgetError, match="fits into 0 B of device memory") as caught:
+        solve(profile, budget_bytes=0)
+    smallest, step_s = caught.value.smallest_bytes, caught.value.step_s
+    assert f"({smallest} bytes), with {step_s:.3f} s a step" in str(caught.value)
+    plan = solve(profile, budget_bytes=smallest)
+    assert plan.predicted is not None
+    assert plan.predicted.peak_bytes == smallest and plan.predicted.step_s == step_s
+    with pytest.raises(InfeasibleBudgetError):
+        solve(profile, budget_bytes=smallest - 1)
+
+
+def test_a_budget_and_a_slowdown_are_both_kept_or_refused() -> None:
+    profile = stage(4, tiers=())
+    plan = solve(profile, budget_bytes=24, max_slowdown=0.5)
+    assert plan.goal == "at most 24 B, at most 50 % slower"
+    with pytest.raises(InfeasibleBudgetError, match=r"slower than keeping.*at most 1\.0%"):
+        solve(profile, budget_bytes=24, max_slowdown=0.01)
+
+
+def test_a_tier_takes_no_more_than_it_holds() -> None:
+    profile = stage(4, tiers=(tier(capacity_bytes=8),), layers=None)
+    plan = solve(profile, budget_bytes=26)
+    assert plan.predicted is not None and plan.predicted.written_bytes <= 8
+
+
+def test_what_cannot_be_recomputed_or_moved_is_not() -> None:
+    layers = tuple(
+        layer(f"decoder.{n}", recompute_s=None, groups=(group(size=8 if n else 0),))
+        for n in range(4)
+    )
+    plan = solve(stage(layers=layers), budget_bytes=22)
+    assert Placement.RECOMPUTE not in placements(plan)
+    assert plan.groups[0].placement is Placement.KEEP
+    assert plan.groups[0].reason == "nothing to move"
+
+
+def test_parts_of_a_layer_are_placed_on_their_own() -> None:
+    groups = (
+        group("attention", 6, produced_s=0.5, first_use_s=1.0, recompute_s=0.1),
+        group("mlp", 8),
+    )
+    layers = tuple(layer(f"decoder.{n}", groups=groups) for n in range(4))
+    plan = solve(stage(layers=layers, tiers=()), budget_bytes=42)
+    found = {(line.group, line.placement) for line in plan.groups}
+    assert ("attention", Placement.RECOMPUTE) in found and ("mlp", Placement.KEEP) in found
+    assert ("layer", Placement.RECOMPUTE) not in found
+
+
+def test_a_goal_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="without a goal"):
+        solve(stage())
+    with pytest.raises(ConfigurationError, match="from zero up"):
+        solve(stage(), budget_bytes=-1)
+    with pytest.raises(ConfigurationError, match="from zero up"):
+        solve(stage(), max_slowdown=float("nan"))
+
+
+def test_the_same_profile_gives_the_same_plan_in_every_process(tmp_path: Path) -> None:
+    profile = stage(
+        7,
+        layout=Layout(4, 1, 1, 4),
+        micro_batches=6,
+        tiers=(SLOW_HOST, SLOW_SSD),
+        inflight_bytes=16,
+    )
+    here = solve(profile, budget_bytes=60)
+    assert solve(profile, budget_bytes=60) == here
+    path = tmp_path / "profile.json"
+    path.write_text(profile.to_json())
+    program = (
+        "import sys, pathlib, json\n"
+        "from megatron.offload.placement.profile import StageProfile\n"
+        "from megatron.offload.placement.solver import solve\n"
+        "plan = solve(StageProfile.load(pathlib.Path(sys.argv[1])), budget_bytes=60)\n"
+        "print(json.dumps([[one.layer, one.placement.value, one.reason] for one in plan.groups]))\n"
+    )
+    there = subprocess.run(
+        [sys.executable, "-c", program, str(path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "77"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    )
+    assert json.loads(there.stdout) == [
+        [one.layer, one.placement.value, one.reason] for one in here.groups
+    ]
+
+
+def test_a_stage_without_layers_has_an_empty_plan() -> None:
+    assert solve(stage(layers=()), budget_bytes=10).groups == ()

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for the simulated step of any stage and plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.offload.placement.passes import Layout
+from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.tables import Ints
+from megatron.offload.placement.timeline import Cost, Timeline
+from tests.stages import group, layer, stage, tier
+
+layouts = st.sampled_from([Layout(1, 0, 1, 1), Layout(2, 0, 1, 2), Layout(4, 1, 1, 4)])
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> tuple[StageProfile, Ints]:
+    """A stage with one tier, and choices."""
+    layers = tuple(
+        layer(
+            f"decoder.{n}",
+            forward_s=draw(st.floats(0.1, 2.0)),
+            groups=(group(size=draw(st.integers(1, 40)), num_storages=draw(st.integers(1, 3))),),
+        )
+        for n in range(draw(st.integers(1, 5)))
+    )
+    profile = stage(
+        layers=layers,
+        layout=draw(layouts),
+        micro_batches=draw(st.integers(1, 5)),
+        tiers=(tier(write=draw(st.floats(1.0, 50.0)), read=draw(st.floats(1.0, 50.0))),),
+        inflight_bytes=draw(st.integers(1, 100)),
+        after_s=(draw(st.floats(0.0, 3.0)),),
+    )
+    choices = draw(st.lists(st.sampled_from([0, 2, 3]), min_size=len(layers), max_size=len(layers)))
+    return profile, np.array(choices, np.int64)
+
+
+def cost(profile: StageProfile, choices: Ints, **changes: Any) -> Cost:
+    tiers = tuple(replace(one, **changes) for one in profile.tiers)
+    return Timeline(replace(profile, tiers=tiers)).cost(choices)
+
+
+@settings(max_examples=150, deadline=None)
+@given(stages())
+def test_a_step_is_what_is_computed_and_what_is_waited_for(case: tuple[StageProfile, Ints]) -> None:
+    profile, choices = case
+    found = cost(profile, choices)
+    kept = cost(profile, np.zeros_like(choices))
+    recomputed = cost(profile, np.where(choices == 3, 0, choices))
+    assert kept.step_s <= recomputed.step_s <= found.step_s + 1e-9
+    assert found.step_s <= recomputed.step_s + found.stall_s + 1e-9  # the rest a bubble may hide
+    assert found.recompute_s == recomputed.recompute_s
+    assert found.read_bytes <= found.written_bytes
+
+
+@settings(max_examples=150, deadline=None)
+@given(stages())
+def test_memory_lies_between_what_one_layer_needs_and_everything(
+    case: tuple[StageProfile, Ints],
+) -> None:
+    profile, choices = case
+    found, kept = cost(profile, choices), cost(profile, np.zeros_like(choices))
+    inputs = 2 * len(choices) * 5 * profile.layout.num_stages
+    assert max(one.movable_bytes for one in profile.layers) <= found.peak_bytes
+    # A write for nothing, and pieces that were read ahead, may lie beside what is computed.
+    assert found.peak_bytes <= kept.peak_bytes + inputs + 3 * 40
+
+
+@settings(max_examples=150, deadline=None)
+@given(stages(), st.floats(1.0, 20.0))
+def test_a_drive_that_reads_and_writes_at_once_is_never_slower_by_more_than_a_piece(
+    case: tuple[StageProfile, Ints], times: float
+) -> None:
+    # A faster write may take away what would have been forwarded, which then must be read: for
+    # each micro-batch, what was on its way may be read again.
+    profile, choices = case
+    one = profile.tiers[0]
+    fast = cost(
+        profile,
+        choices,
+        write_bytes_per_s=one.write_bytes_per_s * times,
+        read_bytes_per_s=one.read_bytes_per_s * times,
+    )
+    slow = cost(profile, choices)
+    largest = max(layer.movable_bytes for layer in profile.layers)
+    on_its_way = (profile.inflight_bytes + 2 * largest) / (one.read_bytes_per_s * times)
+    assert fast.step_s <= slow.step_s + profile.num_micro_batches * on_its_way + 1e-9
+
+
+@settings(max_examples=150, deadline=None)
+@given(stages(), st.floats(1.0, 20.0))
+def test_faster_writes_never_make_the_forward_passes_wait_longer(
+    case: tuple[StageProfile, Ints], times: float
+) -> None:
+    # One micro-batch: its forward pass has nothing to do with reads.
+    profile, choices = case
+    profile = replace(profile, num_micro_batches=1, layout=Layout(1, 0, 1, 1))
+    faster = profile.tiers[0].write_bytes_per_s * times
+
+    def forward_wait_s(**changes: Any) -> float:
+        tiers = tuple(replace(one, **changes) for one in profile.tiers)
+        timeline = Timeline(replace(profile, tiers=tiers))
+        trace = timeline.trace(timeline.choices.plan(choices))
+        waits = [one for one in trace.intervals if one.kind == "wait for a write"]
+        return sum(one.end_s - one.begin_s for one in waits)
+
+    assert forward_wait_s(write_bytes_per_s=faster) <= forward_wait_s() + 1e-9
