@@ -20,6 +20,7 @@ _Change = list[tuple[int, tuple[int, ...]]]  # layers and their new options
 
 _MOST_TRIED = 400  # from one starting point
 _MOST_SINGLE_CHANGES = 400  # in a neighbourhood; of more, a random part is tried
+_KICKED = 1 / 3  # of the layers, to leave a dead end
 _MOST_PAIRS = 300
 _MOST_TRIPLES = 100
 
@@ -82,6 +83,15 @@ class Search:
                     chosen, value, better = changed, changed_value, True
                     break
         return chosen
+
+    def kick(self, chosen: Ints, number: int) -> Ints:
+        """Random options for a third of the layers, another third for each number."""
+        chance = random.Random(number)
+        kicked = chosen.copy()
+        for layer, (begin, end) in enumerate(self._choices.spans):
+            if chance.random() < _KICKED and begin < end:
+                kicked[begin:end] = chance.choice(self._choices.options[layer])
+        return kicked
 
     def _changes(self, chosen: Ints, chance: random.Random) -> Iterator[_Change]:
         """The small ones first, in random order."""

@@ -23,8 +23,9 @@ from megatron.offload.placement.tables import Ints
 from megatron.offload.placement.timeline import Cost, Timeline, prediction_of
 
 _MOST_EVENTS = 400_000
-_SHARE = 0.4  # of what is left of it, for the most promising starting point
-_MOST_STARTS = 3
+_SHARE = 0.4  # of what is left of it, for the next starting point
+_MOST_PROGRAMS = 3
+_MOST_KICKS = 8
 _MOST_CHECKS = 4
 _BELOW = (0.97, 0.9, 0.97, 0.8, 0.97, 0.9)  # parts of the best peak so far, to be tried in turn
 
@@ -122,7 +123,7 @@ class _Solution:
         goal = self._fastest_within(budget)
         starts = self._simple_starts()
         aim = budget
-        for _ in range(_MOST_STARTS):
+        for _ in range(_MOST_PROGRAMS):
             found = self._program.solve(budget_bytes=aim)
             if found is None:
                 break
@@ -132,9 +133,7 @@ class _Solution:
             aim = min(aim * budget / max(peak, 1.0), 2 * budget)
         best = self._improve(starts, goal)
         if goal(self._search.cost(best))[0] > 0:
-            smallest = self._program.solve(slowdown_s=math.inf)
-            starts += [] if smallest is None else [smallest]
-            self._improve(starts, _smallest)
+            self._find_smallest(starts)
             best = self._improve([self._search.best(goal)], goal)
         return best
 
@@ -166,17 +165,27 @@ class _Solution:
 
         return goal
 
+    def _find_smallest(self, starts: list[Ints]) -> None:
+        """Looks for plans that need little memory, with new effort."""
+        self._search.left_events = max(self._search.left_events, 0.5 * _MOST_EVENTS)
+        found = self._program.solve(slowdown_s=math.inf)
+        self._improve(starts if found is None else [found, *starts], _smallest)
+        self._improve([self._search.best(_smallest)], _smallest)
+
     def _simple_starts(self) -> list[Ints]:
         tiers = range(FIRST_TIER, FIRST_TIER + len(self._profile.tiers))
         return [self._choices.all(choice) for choice in (KEEP, RECOMPUTE_LAYER, *tiers)]
 
     def _improve(self, starts: list[Ints], goal: Goal) -> Ints:
-        """From the most promising starting points, the best one with the most effort."""
+        """From all starting points, the most promising one first and with the most effort."""
+        search = self._search
         different = {start.tobytes(): start for start in starts}
-        promising = sorted(different.values(), key=lambda one: goal(self._search.cost(one)))
-        for start in promising[:_MOST_STARTS]:
-            self._search.improve(start, goal, _SHARE * self._search.left_events)
-        return self._search.best(goal)
+        for start in sorted(different.values(), key=lambda one: goal(search.cost(one))):
+            search.improve(start, goal, _SHARE * search.left_events)
+        for number in range(_MOST_KICKS):
+            kicked = search.kick(search.best(goal), number)
+            search.improve(kicked, goal, _SHARE * search.left_events)
+        return search.best(goal)
 
     def _check_time(self, cost: Cost) -> None:
         if self._max_slowdown is None or cost.step_s <= self._limit_s:
@@ -192,8 +201,7 @@ class _Solution:
 
     def _infeasible(self) -> InfeasibleBudgetError:
         """Says what would be possible."""
-        self._search.left_events = max(self._search.left_events, 0.5 * _MOST_EVENTS)
-        chosen = self._improve([self._search.best(_smallest), *self._simple_starts()], _smallest)
+        chosen = self._search.best(_smallest)
         smallest = math.ceil(self._whole.cost(chosen).peak_bytes)
         within = min(
             (
