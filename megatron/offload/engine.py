@@ -98,7 +98,7 @@ class OffloadEngine:
         self.statistics = StepStatistics()  # of the step under way, or the last one
         self._policy = policy or FixedPolicy(
             config.min_bytes,
-            Placement(config.mode),
+            Placement(config.safe_mode),
             offloaded=config.offload_layers,
             recomputed=config.recompute_layers,
         )
@@ -252,6 +252,11 @@ class OffloadEngine:
     def place_layer(self, scope: Scope) -> Placement:
         """What becomes of a layer as a whole; `RECOMPUTE` is the caller's to carry out."""
         return self._policy.place_layer(scope)
+
+    @property
+    def divides_layers(self) -> bool:
+        """Whether the policy wants to hear of the parts of a layer, see `Policy`."""
+        return getattr(self._policy, "divides_layers", False)
 
     # -- What the hooks ask (`saved.hooks.Mover`) -----------------------------------------------
 

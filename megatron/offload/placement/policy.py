@@ -24,7 +24,11 @@ class Placement(enum.Enum):
 
 
 class Policy(Protocol):
-    """Chooses placements. Called by the thread that computes, in the hot path."""
+    """Chooses placements. Called by the thread that computes, in the hot path.
+
+    One that gives the attention and the MLP of a layer placements of their own has an attribute
+    `divides_layers` that is true; `scope.group` then says which of them is asked about.
+    """
 
     def place_layer(self, scope: Scope) -> Placement:
         """What becomes of a layer as a whole. Asked before it runs.

@@ -66,7 +66,8 @@ class Calls:
         from megatron.offload.integration.megatron.schedule import ScheduleCalls
 
         schedule = ScheduleCalls(engine, settings)
-        self.layer = LayerCalls(engine, model_chunks).layer
+        layers = LayerCalls(engine, model_chunks)
+        self.layer, self.close = layers.layer, layers.close
         self.forward_step, self.backward_step = schedule.forward_step, schedule.backward_step
         self.clear = schedule.clear
 
@@ -132,6 +133,7 @@ class MegatronOffload:
         """Restores Megatron's functions; activations stay in memory from now on."""
         if self._calls is not None:
             connect(None)
+            self._calls.close()
         while self._seams:
             self._seams.pop()()
 

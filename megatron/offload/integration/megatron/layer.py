@@ -16,7 +16,9 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron.offload.engine import OffloadEngine
+from megatron.offload.integration.megatron.groups import ATTENTION, MLP, LayerDivision
 from megatron.offload.placement.policy import Placement
+from megatron.offload.saved.scope import Scope
 
 
 class LayerCalls:
@@ -25,6 +27,12 @@ class LayerCalls:
     def __init__(self, engine: OffloadEngine, model_chunks: Sequence[torch.nn.Module]) -> None:
         self._engine = engine
         self._names = layer_names(model_chunks)
+        self._division = LayerDivision(self._names) if engine.divides_layers else None
+
+    def close(self) -> None:
+        """Takes what it put there off the model."""
+        if self._division is not None:
+            self._division.close()
 
     def layer(
         self,
@@ -44,8 +52,31 @@ class LayerCalls:
         if engine.place_layer(scope) is Placement.RECOMPUTE and _any_requires_grad(inputs):
             engine.statistics.recomputed_layers += 1
             return _recomputed(forward, layer, args, kwargs)
-        result = forward(layer, *args, **kwargs)
-        engine.capture(scope, outputs=_tensors(result), inputs=inputs)
+        if self._division is None:
+            result = forward(layer, *args, **kwargs)
+            engine.capture(scope, outputs=_tensors(result), inputs=inputs)
+            return result
+        return self._divided(self._division, scope, inputs, lambda: forward(layer, *args, **kwargs))
+
+    def _divided(
+        self,
+        division: LayerDivision,
+        scope: Scope,
+        inputs: list[torch.Tensor],
+        forward: Callable[[], Any],
+    ) -> Any:
+        """Captures attention as soon as it is done, the rest at the end. Without a middle, all."""
+        middles: list[torch.Tensor] = []
+
+        def reached(middle: torch.Tensor) -> None:
+            middles.append(middle)
+            attention = dataclasses.replace(scope, group=ATTENTION)
+            self._engine.capture(attention, outputs=[middle], inputs=inputs)
+
+        with division.watching(reached):
+            result = forward()
+        rest = dataclasses.replace(scope, group=MLP) if middles else scope
+        self._engine.capture(rest, outputs=_tensors(result), inputs=[*inputs, *middles])
         return result
 
 

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as a person reads it: `plan_table`. Layers in a row with equal lines share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from megatron.offload.config import format_size
+from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
+
+_HEADINGS = ("layers", "group", "each", "placement", "why")
+
+
+def plan_table(plan: Plan) -> str:
+    """Lines without a newline at the end."""
+    chunks = {one.chunk for one in plan.groups}
+    rows = [_HEADINGS]
+    for run in _runs(plan):
+        first, last = run[0][0], run[-1][0]
+        name = first.layer
+        if len(run) > 1:
+            name += f"-{last.layer.rpartition('.')[2]}"
+        if len(chunks) > 1:
+            name = f"chunk {first.chunk} {name}"
+        for one in run[0]:
+            size = format_size(one.movable_bytes)
+            rows.append((name, one.group, size, one.placement.value, one.reason))
+            name = ""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    goal = f", {plan.goal}" if plan.goal else ""
+    lines = [f"activation plan of stage {plan.stage}{goal}:"]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    if plan.predicted is not None:
+        lines.append(f"  predicted: {_describe(plan.predicted)}")
+    if plan.fastest is not None:
+        lines.append(f"  everything kept: {_describe(plan.fastest)}")
+    lines += [f"  note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def _runs(plan: Plan) -> Iterator[list[list[PlannedGroup]]]:
+    """The groups of each layer, by layers in a row that look alike."""
+    layers = [list(g) for _, g in groupby(plan.groups, key=lambda one: (one.chunk, one.layer))]
+    yield from (list(run) for _, run in groupby(layers, key=_look))
+
+
+def _look(layer: list[PlannedGroup]) -> tuple[object, ...]:
+    block = layer[0].layer.rpartition(".")[0]
+    cells = [(g.group, g.placement, format_size(g.movable_bytes), g.reason) for g in layer]
+    return (layer[0].chunk, block, *cells)
+
+
+def _describe(one: Prediction) -> str:
+    parts = [f"{one.step_s:.3f} s a step"]
+    if one.stall_s or one.recompute_s:
+        parts.append(f"{one.stall_s:.3f} s of them waiting, {one.recompute_s:.3f} s recomputing")
+    parts.append(f"at most {format_size(one.peak_bytes)} of activations")
+    if one.written_bytes:
+        parts.append(f"{format_size(one.written_bytes)} written")
+    return ", ".join(parts)

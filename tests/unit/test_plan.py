@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as a file, as a table and as a number that ranks compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.offload import ConfigurationError, Placement
+from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
+from megatron.offload.placement.plan_file import (
+    load_plans,
+    plans_from_json,
+    plans_to_json,
+    save_plans,
+)
+from megatron.offload.placement.plan_table import plan_table
+
+MIB = 1 << 20
+
+
+def plan(stage: int = 0, num_layers: int = 4) -> Plan:
+    """Attention to the SSD and the MLP kept, but for the last layer, which is recomputed."""
+    groups = []
+    for number in range(1, num_layers):
+        groups += [
+            PlannedGroup(0, f"decoder.{number}", "attention", Placement.SSD, 3 * MIB, "hides"),
+            PlannedGroup(0, f"decoder.{number}", "mlp", Placement.KEEP, 5 * MIB, "room"),
+        ]
+    last = PlannedGroup(0, f"decoder.{num_layers}", "layer", Placement.RECOMPUTE, 8 * MIB, "cheap")
+    return Plan(
+        groups=(*groups, last),
+        goal="at most 12 GiB",
+        predicted=Prediction(1.5, 0.25, 0.125, 12 * MIB, 9 * MIB, 7 * MIB),
+        fastest=Prediction(1.0, 0.0, 0.0, 32 * MIB),
+        stage=stage,
+        notes=("read this",),
+    )
+
+
+def test_a_file_keeps_the_plans_of_all_stages(tmp_path: Path) -> None:
+    plans = [plan(1), dataclasses.replace(plan(0), predicted=None, notes=())]
+    save_plans(tmp_path / "new" / "plan.json", plans)
+    assert load_plans(tmp_path / "new" / "plan.json") == {1: plans[0], 0: plans[1]}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["plan.json"]
+
+
+def test_a_file_has_a_line_for_each_group() -> None:
+    lines = plans_to_json([plan(0), plan(1)]).splitlines()
+    assert sum('"placement": "ssd"' in line for line in lines) == 6
+    assert all(line.count('"placement"') <= 1 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "this is no activation plan"),
+        ("[]", "this is no activation plan"),
+        ('{"stages": []}', "this is no activation plan"),
+        ('{"version": 2, "stages": []}', "format 2, this release reads 1"),
+        ('{"version": 1, "stages": [{"groups": [{"layer": "a"}]}]}', "this is no activation plan"),
+        (plans_to_json([plan()]).replace('"ssd"', '"dvd"'), "this is no activation plan"),
+        (plans_to_json([plan()]).replace('"goal"', '"gaol"'), "this is no activation plan"),
+    ],
+)
+def test_what_is_no_plan_is_refused_in_one_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence) as refused:
+        plans_from_json(text)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_plans(tmp_path / "plan.json")
+
+
+LAYERS = [(0, f"decoder.{number}") for number in range(1, 5)]
+
+
+def test_a_plan_fits_the_layers_and_tiers_that_it_names() -> None:
+    plan().check(LAYERS, [Placement.SSD])
+
+
+@pytest.mark.parametrize(
+    ("layers", "tiers", "sentence"),
+    [
+        (LAYERS[:-1], [Placement.SSD], r"the plan has layer decoder\.4 in chunk 0 and the model"),
+        ([*LAYERS, (1, "decoder.5")], [Placement.SSD], r"the model has layer decoder\.5 in chunk"),
+        (LAYERS, [Placement.HOST], r"sends decoder\.1 to ssd.*give --activation-offload-dir"),
+    ],
+)
+def test_a_plan_of_something_else_is_refused(
+    layers: list[tuple[int, str]], tiers: list[Placement], sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        plan().check(layers, tiers)
+
+
+def test_plans_share_a_number_if_they_place_alike() -> None:
+    one, groups = plan(), plan().groups
+    other_words = dataclasses.replace(one, goal="", groups=tuple(reversed(groups)))
+    moved = dataclasses.replace(groups[0], placement=Placement.HOST)
+    assert one.digest() == other_words.digest()
+    assert one.digest() != dataclasses.replace(one, groups=(moved, *groups[1:])).digest()
+    assert float(one.digest()) == one.digest() < 1 << 48
+
+
+def test_the_table_joins_layers_that_look_alike() -> None:
+    assert plan_table(plan()).splitlines() == [
+        "activation plan of stage 0, at most 12 GiB:",
+        "  layers       group      each   placement  why",
+        "  decoder.1-3  attention  3 MiB  ssd        hides",
+        "               mlp        5 MiB  keep       room",
+        "  decoder.4    layer      8 MiB  recompute  cheap",
+        "  predicted: 1.500 s a step, 0.250 s of them waiting, 0.125 s recomputing, at most 12 MiB "
+        "of activations, 9 MiB written",
+        "  everything kept: 1.000 s a step, at most 32 MiB of activations",
+        "  note: read this",
+    ]
+
+
+def test_the_table_names_chunks_and_keeps_blocks_apart() -> None:
+    groups = [
+        PlannedGroup(chunk, layer, "layer", Placement.KEEP, 8, "room")
+        for chunk, layer in ((0, "encoder.1"), (0, "decoder.1"), (0, "decoder.2"), (1, "decoder.3"))
+    ]
+    lines = plan_table(Plan(tuple(groups))).splitlines()
+    assert [line.split("  ")[1] for line in lines[2:]] == [
+        "chunk 0 encoder.1", "chunk 0 decoder.1-2", "chunk 1 decoder.3",
+    ]  # fmt: skip
+
+
+def test_a_plan_that_was_edited_by_hand_is_read() -> None:
+    values = json.loads(plans_to_json([plan()]))
+    values["stages"][0]["groups"][0]["placement"] = "keep"
+    edited = plans_from_json(json.dumps(values))[0]
+    assert edited.groups[0].placement is Placement.KEEP and edited.groups[1:] == plan().groups[1:]
