@@ -103,6 +103,22 @@ def _parse_count(text: str | int) -> int:
     return count
 
 
+def _parse_path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _parse_slowdown(text: str | float) -> float:
+    try:
+        slowdown = float(text)
+    except ValueError:
+        slowdown = -1.0
+    if not 0.0 <= slowdown < float("inf"):
+        raise ConfigurationError(
+            f"{text} is no slowdown; write the part of a step's time, for example 0.02"
+        )
+    return slowdown
+
+
 def _parse_directories(text: str) -> tuple[Path, ...]:
     return tuple(Path(part).expanduser() for part in text.split(",") if part)
 
@@ -142,8 +158,10 @@ class OffloadConfig:
         "--activation-offload-min-bytes is written to --activation-offload-dir during the forward "
         "pass and read back before the backward pass needs it. host: the same, to host memory. "
         "tiered: to host memory and SSD side by side, in proportion to their measured bandwidth. "
-        "Results are bit-identical.",
-        choices=("off", "ssd", "host", "tiered"),
+        "auto: the first steps are measured with everything offloaded, then each layer's attention "
+        "and MLP stay, are recomputed or go to host memory or SSD, whatever takes the least time "
+        "within --activation-memory-budget. Results are bit-identical.",
+        choices=("off", "ssd", "host", "tiered", "auto"),
     )
     directories: tuple[Path, ...] = _flag(
         "--activation-offload-dir",
@@ -169,6 +187,32 @@ class OffloadConfig:
         "layers that keep their input only and run forward again in backward, written as above.",
         parse=LayerSet.parse,
         metavar="LAYERS",
+    )
+    memory_budget_bytes: int | None = _flag(
+        "--activation-memory-budget",
+        None,
+        "with auto: most device memory that the activations of a rank may take at a time, for "
+        "example 12GiB. Default: what is free when the plan is made; on a CPU half of the memory "
+        "that is free, shared by the ranks of the machine.",
+        parse=parse_size,
+        metavar="SIZE",
+    )
+    max_slowdown: float | None = _flag(
+        "--activation-offload-max-slowdown",
+        None,
+        "with auto: take as little memory as a step that is slower by this fraction allows, for "
+        "example 0.02, instead of as little time as a budget allows. With a budget as well: that "
+        "budget is kept first.",
+        parse=_parse_slowdown,
+        metavar="FRACTION",
+    )
+    plan_file: Path | None = _flag(
+        "--activation-offload-plan",
+        None,
+        "with auto: follow the plan in this file from the first step on and measure nothing; "
+        "where there is no such file yet, write the plan to it.",
+        parse=_parse_path,
+        metavar="FILE",
     )
     min_bytes: int = _flag(
         "--activation-offload-min-bytes",
@@ -255,6 +299,7 @@ class OffloadConfig:
                 f"--activation-offload {self.mode} needs a place on an SSD; "
                 "give it with --activation-offload-dir DIR"
             )
+        self._check_planning()
         if self.io == "gds" and self.verify == "checksum":
             raise ConfigurationError(
                 "--activation-offload-verify checksum reads every byte in host memory, where "
@@ -283,6 +328,44 @@ class OffloadConfig:
                 "ever be written; raise the former"
             )
 
+    def _check_planning(self) -> None:
+        for flag, value in (
+            ("--activation-memory-budget", self.memory_budget_bytes),
+            ("--activation-offload-max-slowdown", self.max_slowdown),
+            ("--activation-offload-plan", self.plan_file),
+        ):
+            if value is not None and not self.plans:
+                raise ConfigurationError(
+                    f"{flag} is for --activation-offload auto, which decides by it; got "
+                    f"--activation-offload {self.mode}"
+                )
+        for flag, layers in (
+            ("--activation-offload-layers", self.offload_layers),
+            ("--activation-recompute-layers", self.recompute_layers),
+        ):
+            if layers is not None and self.plans:
+                raise ConfigurationError(
+                    f"{flag} chooses layers, and so does --activation-offload auto; drop one of "
+                    "the two"
+                )
+        if self.memory_budget_bytes == 0:
+            raise ConfigurationError(
+                "--activation-memory-budget 0 leaves no memory to compute in; give a size above 0, "
+                "or --activation-offload-max-slowdown for as little memory as possible"
+            )
+
+    @property
+    def plans(self) -> bool:
+        """Whether placements are decided by measuring and planning."""
+        return self.mode == "auto"
+
+    @property
+    def safe_mode(self) -> str:
+        """Where everything goes while nothing is planned: `ssd`, `host` or `tiered`."""
+        if not self.plans:
+            return self.mode
+        return "tiered" if self.uses_ssd and self.uses_host else "ssd" if self.uses_ssd else "host"
+
     @property
     def enabled(self) -> bool:
         """Whether any activation may leave device memory."""
@@ -291,11 +374,13 @@ class OffloadConfig:
     @property
     def uses_ssd(self) -> bool:
         """Whether activations may go to an SSD."""
-        return self.mode in ("ssd", "tiered")
+        return self.mode in ("ssd", "tiered") or (self.plans and bool(self.directories))
 
     @property
     def uses_host(self) -> bool:
         """Whether activations may go to host memory."""
+        if self.plans:
+            return not self.directories or self.host_budget is not None
         return self.mode in ("host", "tiered")
 
     @classmethod

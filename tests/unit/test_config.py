@@ -11,6 +11,7 @@ import pytest
 
 from megatron.offload import ConfigurationError, OffloadConfig
 from megatron.offload.config import format_size, parse_budget, parse_rate, parse_size
+from megatron.offload.layer_set import LayerSet
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,12 @@ def test_bad_values_end_with_exit_code_2(argv, sentence, capsys):
         ({"mode": "tiered"}, "tiered needs a place on an SSD"),
         ({"mode": "ssd", "directories": (Path("a"), Path("a"))}, "names a directory twice"),
         ({"inflight_bytes": 1}, "is below"),
+        ({"memory_budget_bytes": 1 << 30}, "--activation-memory-budget is for .* auto"),
+        ({"mode": "ssd", "directories": (Path("a"),), "max_slowdown": 0.1}, "slowdown is for"),
+        ({"plan_file": Path("plan.json")}, "--activation-offload-plan is for"),
+        ({"mode": "auto", "memory_budget_bytes": 0}, "leaves no memory to compute in"),
+        ({"mode": "auto", "offload_layers": LayerSet.parse("1")}, "layers chooses layers"),
+        ({"mode": "auto", "recompute_layers": LayerSet.parse("1")}, "layers chooses layers"),
     ],
 )
 def test_contradictions_are_refused(values, sentence):
@@ -111,3 +118,35 @@ def test_a_rate_is_a_size_a_second():
     assert parse_rate("500MB/s") == parse_rate("500MB") == 5e8
     with pytest.raises(ConfigurationError, match="lets nothing through"):
         parse_rate("0")
+
+
+@pytest.mark.parametrize(
+    ("values", "safe_mode"),
+    [
+        ({}, "host"),
+        ({"directories": (Path("a"),)}, "ssd"),
+        ({"directories": (Path("a"),), "host_budget": 1 << 20}, "tiered"),
+        ({"host_budget": 0.5}, "host"),
+    ],
+)
+def test_auto_uses_the_tiers_that_it_is_given(values, safe_mode):
+    config = OffloadConfig(mode="auto", **values)
+    assert config.safe_mode == safe_mode and config.plans
+    assert config.uses_ssd is (safe_mode != "host")
+    assert config.uses_host is (safe_mode != "ssd")
+
+
+def test_what_the_planner_is_asked_for_comes_from_flags():
+    config = parse(
+        "--activation-offload", "auto", "--activation-memory-budget", "12GiB",
+        "--activation-offload-max-slowdown", "0.02", "--activation-offload-plan", "plan.json",
+    )  # fmt: skip
+    assert config.memory_budget_bytes == 12 << 30 and config.max_slowdown == 0.02
+    assert config.plan_file == Path("plan.json")
+
+
+@pytest.mark.parametrize("text", ["-0.1", "much", "nan", "inf"])
+def test_what_is_no_slowdown_says_so(text, capsys):
+    with pytest.raises(SystemExit):
+        parse("--activation-offload-max-slowdown", text)
+    assert "is no slowdown; write" in capsys.readouterr().err

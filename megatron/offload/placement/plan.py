@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decision: which placement each part of each layer of a stage gets, and why: `Plan`.
 
-The solver makes it, a policy follows it, a file keeps it, a person reads it as a table.
+The solver makes it, a policy follows it, a file keeps it (`plan_file.py`), a person reads it as a
+table (`plan_table.py`).
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.policy import Placement
 
 
@@ -68,3 +72,44 @@ class Plan:
     fastest: Prediction | None = None
     stage: int = 0
     notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def placements(self) -> dict[tuple[int, str, str], Placement]:
+        """By chunk, layer and group."""
+        return {(one.chunk, one.layer, one.group): one.placement for one in self.groups}
+
+    def digest(self) -> int:
+        """A number below 2^48 that two plans share if they place alike, and hardly otherwise.
+
+        Small enough for a double, in which ranks compare it.
+        """
+        lines = (f"{key}{placement.value}" for key, placement in sorted(self.placements.items()))
+        return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:6], "big")
+
+    def check(self, layers: Iterable[tuple[int, str]], tiers: Collection[Placement]) -> None:
+        """Whether a stage can follow it.
+
+        Args:
+            layers: chunk and name of each layer of the stage.
+            tiers: placements that there is a tier for.
+
+        Raises:
+            ConfigurationError: other layers, or tiers that are not there.
+        """
+        planned, there = {(one.chunk, one.layer) for one in self.groups}, set(layers)
+        for chunk, layer in sorted(planned ^ there):
+            has, lacks = ("plan", "model") if (chunk, layer) in planned else ("model", "plan")
+            raise ConfigurationError(
+                f"the plan does not fit stage {self.stage} of the model: the {has} has layer "
+                f"{layer} in chunk {chunk} and the {lacks} has not; plan again for this model"
+            )
+        for one in self.groups:
+            if one.placement not in (*tiers, Placement.KEEP, Placement.RECOMPUTE):
+                flag = {
+                    Placement.HOST: "--activation-offload-host-budget",
+                    Placement.SSD: "--activation-offload-dir",
+                }.get(one.placement, "--activation-offload-dir")
+                raise ConfigurationError(
+                    f"the plan sends {one.layer} to {one.placement.value}, which this run does not "
+                    f"have; give {flag} or plan again"
+                )

@@ -250,6 +250,8 @@ def _checked_request(flags: argparse.Namespace, num_local_ranks: int) -> _Reques
     config = config_from_args(flags)
     # Checkpoints hold the flags, and are to be read where this package is not installed.
     flags.activation_offload_dir = ",".join(map(str, config.directories))
+    if config.plan_file is not None:
+        flags.activation_offload_plan = str(config.plan_file)
     if not config.enabled:
         return _Request(config, 0, num_local_ranks)
     for name, (works, reason) in _FLAGS.items():

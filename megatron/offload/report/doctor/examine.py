@@ -54,7 +54,7 @@ class Flags:
     @property
     def uses_disk(self) -> bool:
         """Whether directories matter: not for `host` alone."""
-        return self.is_chosen or self.mode != "host"
+        return self.is_chosen or self.mode not in ("host", "auto")
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Flags:
@@ -200,7 +200,8 @@ def _ssd_budget_checks(budget_bytes: int, directories: Sequence[Path]) -> list[C
 def _host_budget_checks(flags: Flags, limit: MemoryLimit) -> list[Check]:
     """Whether the host tier's memory is there."""
     name = "host budget"
-    if flags.host_budget is None and flags.mode not in ("host", "tiered"):
+    host_alone = flags.mode == "auto" and not flags.is_chosen
+    if flags.host_budget is None and flags.mode not in ("host", "tiered") and not host_alone:
         return []
     try:
         budget_bytes = host_budget_bytes(flags.host_budget, 1, limit)
