@@ -22,6 +22,7 @@ import torch
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError, StorageError
+from megatron.offload.placement.observer import Observer
 from megatron.offload.placement.policy import FixedPolicy, Placement, Policy
 from megatron.offload.report.statistics import StepStatistics
 from megatron.offload.restore.prefetch import Prefetcher, Tape
@@ -96,6 +97,7 @@ class OffloadEngine:
         self.config = config
         self.rank = rank
         self.statistics = StepStatistics()  # of the step under way, or the last one
+        self.observer: Observer | None = None  # hears what layers save
         self._policy = policy or FixedPolicy(
             config.min_bytes,
             Placement(config.safe_mode),
@@ -197,6 +199,8 @@ class OffloadEngine:
                         is_whole = storage._cdata in needed_whole
                         pack = self._hooks.pack_whole if is_whole else self._hooks.pack_found
                         self._register(saved, pack)
+                    elif self.observer is not None:
+                        self.observer.stayed(scope, storage)
         finally:
             self._scope = outer
             self._hand_over(captured)
@@ -286,6 +290,8 @@ class OffloadEngine:
         if tier is None:
             self.statistics.deduplicated_bytes += record.num_bytes
             return
+        if self.observer is not None:
+            self.observer.moves(self._scope, record.num_bytes)
         record.queue = self._device.queue()
         record.queue_write()
         outgoing = Outgoing(weakref.ref(record), record.num_bytes, tier)
@@ -434,6 +440,11 @@ class OffloadEngine:
         if not isinstance(ssd, SsdTier):
             return {}
         return {str(d.directory): d.statistics.writes.total_bytes for d in ssd.drives}
+
+    @property
+    def tiers(self) -> dict[Placement, Tier]:
+        """Host memory and SSDs, those of them that activations may go to."""
+        return self._own_tiers
 
     @property
     def _own_tiers(self) -> dict[Placement, Tier]:

@@ -23,6 +23,9 @@ class Placement(enum.Enum):
     TIERED = "tiered"  # host DRAM or SSD, whichever is behind its share
 
 
+WHOLE_LAYER = "layer"  # in plans and profiles, the group of a layer that is not divided
+
+
 class Policy(Protocol):
     """Chooses placements. Called by the thread that computes, in the hot path.
 

@@ -74,6 +74,24 @@ class CudaDevice:
     def return_freed_memory(self) -> None:
         """Nothing to do: `allocated_bytes` counts no freed memory."""
 
+    def free_bytes(self) -> int:
+        """What the driver has left, and what the allocator holds for reuse."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + held
+
+    def timestamp(self) -> torch.cuda.Event:
+        """See `Device`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.queue())
+        return event
+
+    def seconds_between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        """See `Device`."""
+        earlier.synchronize()
+        later.synchronize()
+        return float(earlier.elapsed_time(later)) / 1000.0
+
     @contextlib.contextmanager
     def annotate(self, name: str) -> Iterator[None]:
         """Both in NVTX (Nsight) and in torch's profiler."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ import torch
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.storage.allocator import return_freed_memory
+from megatron.offload.storage.memory_limit import memory_limit
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -82,6 +84,18 @@ class Device(Protocol):
         """Makes `allocated_bytes` free of what is only held for reuse, where it counts that."""
         ...
 
+    def free_bytes(self) -> int:
+        """Device memory that this process could still take."""
+        ...
+
+    def timestamp(self) -> Any:
+        """This moment in the calling thread's queue, to measure durations with."""
+        ...
+
+    def seconds_between(self, earlier: Any, later: Any) -> float:
+        """From one timestamp to another, as the device saw it. Waits until it has passed both."""
+        ...
+
     def annotate(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """A range with this name in profiles and traces."""
         ...
@@ -131,6 +145,18 @@ class CpuDevice:
     def return_freed_memory(self) -> None:
         """See `allocator.py`."""
         return_freed_memory()
+
+    def free_bytes(self) -> int:
+        """Of the machine or the container: other processes may take it too."""
+        return memory_limit().available_bytes
+
+    def timestamp(self) -> float:
+        """See `Device`."""
+        return time.perf_counter()
+
+    def seconds_between(self, earlier: float, later: float) -> float:
+        """See `Device`."""
+        return later - earlier
 
     def annotate(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """See `Device`."""

@@ -73,7 +73,7 @@ class SsdTier:
         self._device = device or CpuDevice()
         self._staging = staging
         space = SpaceBudget(budget_bytes)
-        write_limit = RateLimit(write_bytes_per_s) if write_bytes_per_s else None
+        self.write_limit = RateLimit(write_bytes_per_s) if write_bytes_per_s else None
         checksum = load_checksum() if verify else None
         self.drives: list[Drive] = []
         try:
@@ -82,7 +82,7 @@ class SsdTier:
                     self._open_file(directory, io),
                     space=space,
                     num_threads=num_threads,
-                    write_limit=write_limit,
+                    write_limit=self.write_limit,
                     checksum=checksum,
                 )
                 self.drives.append(drive)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what a planner has to know: `Profiler`.
+
+Integrations tell it where a pass and a layer begin and end, the engine what layers save; for
+backward it puts tensor hooks on what goes into a layer and comes out. `figures.py` makes a profile
+of what it noted. Outside of the steps that it measures nobody calls it.
+
+Note [What a moment costs]
+A moment is a clock reading on a CPU and an event in the stream on a GPU: five to seven of them for
+each layer and micro-batch, some microseconds. Nothing waits for the device until the step is over.
+What the engine made compute wait is noted with each moment and left out of the durations: a layer
+takes as long as it would if nothing had to be waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron.offload.planning.marks import LayerMarks, Moment, PassMarks
+from megatron.offload.saved.graph import node_of
+from megatron.offload.saved.scope import Scope
+from megatron.offload.storage.device import Device
+
+
+class Profiler:
+    """Notes the passes of the steps that it measures.
+
+    Args:
+        device: that computes; its clock is used.
+        min_bytes: smaller storages never move.
+        waited_s: how long compute has waited for the engine, in this step so far.
+    """
+
+    def __init__(self, device: Device, min_bytes: int, waited_s: Callable[[], float]) -> None:
+        self.steps: list[list[PassMarks]] = []  # measured so far, complete passes only
+        self.sizes: dict[str, int] = {}
+        self._device = device
+        self._min_bytes = min_bytes
+        self._waited_s = waited_s
+        self._passes: dict[tuple[int, int], PassMarks] | None = None  # of a step that is measured
+        self._forward: PassMarks | None = None
+        self._layer: LayerMarks | None = None
+        self._stayed: set[int] = set()  # storages of this pass that stay
+
+    @property
+    def measures(self) -> bool:
+        """Whether this step is measured."""
+        return self._passes is not None
+
+    def begin_step(self) -> None:
+        """This step is measured."""
+        self._passes = {}
+
+    def end_step(self, *, well: bool) -> None:
+        """It is over; one that did not end well does not count."""
+        passes, self._passes = self._passes or {}, None
+        self._forward = self._layer = None
+        complete = [one for one in passes.values() if one.is_complete]
+        if well and complete and len(complete) == len(passes):
+            self.steps.append(complete)
+
+    def clear(self) -> None:
+        """Forgets the steps measured so far."""
+        self.steps.clear()
+
+    def now(self) -> Moment:
+        """This moment."""
+        return Moment(self._device.timestamp(), self._waited_s())
+
+    # -- Passes ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def forward(self, chunk: int, micro_batch: int) -> Iterator[None]:
+        """Around a forward pass."""
+        if self._passes is None:
+            yield
+            return
+        marks = self._passes[chunk, micro_batch] = PassMarks(chunk, self.now())
+        self._forward = marks
+        self._stayed.clear()
+        try:
+            yield
+            marks.ended = self.now()
+        finally:
+            self._forward = None
+
+    @contextlib.contextmanager
+    def backward(self, chunk: int, micro_batch: int) -> Iterator[None]:
+        """Around a backward pass."""
+        marks = self._passes.get((chunk, micro_batch)) if self._passes is not None else None
+        if marks is None:
+            yield
+            return
+        marks.backward_began = self.now()
+        yield
+        marks.backward_ended = self.now()
+
+    # -- Layers ---------------------------------------------------------------------------------
+
+    def begin_layer(
+        self, scope: Scope, inputs: Sequence[torch.Tensor], *, recomputes: bool
+    ) -> LayerMarks | None:
+        """A layer's forward begins; None: this pass is not measured, its sizes are noted."""
+        if inputs and inputs[0].dim() >= 2:
+            self.sizes["sequence_length"], self.sizes["micro_batch_size"] = inputs[0].shape[:2]
+        if self._forward is None:
+            return None
+        wanting = [tensor for tensor in inputs if tensor.requires_grad]
+        marks = LayerMarks(
+            name=scope.layer,
+            began=self.now(),
+            input_bytes=sum(tensor.nbytes for tensor in wanting),
+            can_be_recomputed=bool(wanting),
+            recomputes=recomputes,
+        )
+        if wanting:
+            marks_ended = _marker(self, marks, "backward_ended")
+            wanting[0].register_hook(marks_ended)
+            if not self._forward.layers and node_of(wanting[0]) is None:
+                self._forward.held_bytes = wanting[0].nbytes
+        self._forward.layers.append(marks)
+        self._layer = marks
+        return marks
+
+    def reach_middle(self, middle: torch.Tensor) -> None:
+        """The layer's attention is done. Call it after its activations were captured."""
+        if self._layer is not None:
+            self._layer.middle = self.now()
+            if middle.requires_grad:
+                middle.register_hook(_marker(self, self._layer, "backward_middle"))
+
+    def end_layer(self, outputs: Sequence[torch.Tensor]) -> None:
+        """A layer's forward is over. Call it after its activations were captured."""
+        marks, self._layer = self._layer, None
+        if marks is None:
+            return
+        marks.ended = self.now()
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(_marker(self, marks, "backward_began"))
+                break
+
+    @contextlib.contextmanager
+    def recomputation(self, marks: LayerMarks) -> Iterator[None]:
+        """Around a layer's forward when it runs again in backward."""
+        marks.recompute_began = self.now()
+        yield
+        marks.recompute_ended = self.now()
+
+    # -- What the engine tells (`Observer`) -------------------------------------------------------
+
+    def moves(self, scope: Scope, num_bytes: int) -> None:
+        """See `Observer`."""
+        if self._layer is not None:
+            group = self._layer.group(scope.group)
+            group.movable_bytes += num_bytes
+            group.num_storages += 1
+
+    def stayed(self, scope: Scope, storage: torch.UntypedStorage) -> None:
+        """See `Observer`. One that is large enough to move could have moved."""
+        # Saved, so it lives until backward: no other can get its address in this pass.
+        if self._layer is None or storage._cdata in self._stayed:
+            return
+        self._stayed.add(storage._cdata)
+        group, num_bytes = self._layer.group(scope.group), storage.nbytes()
+        if num_bytes < self._min_bytes:
+            group.kept_bytes += num_bytes
+        else:
+            group.movable_bytes += num_bytes
+            group.num_storages += 1
+
+
+def _marker(profiler: Profiler, marks: LayerMarks, name: str) -> Callable[[Any], None]:
+    """A tensor hook that notes when the gradient came. It leaves the gradient as it is."""
+
+    def note(_: Any) -> None:
+        if getattr(marks, name) is None:
+            setattr(marks, name, profiler.now())
+
+    return note

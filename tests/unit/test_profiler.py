@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the profiler makes of a step, on a clock that only the model's operations move."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import ConfigurationError, Placement, Scope
+from megatron.offload.placement.passes import Layout
+from megatron.offload.placement.profile import StageProfile, TierProfile
+from megatron.offload.planning.figures import passes_s, profile_of, tier_profiles
+from megatron.offload.planning.fit import fitted
+from megatron.offload.planning.profiler import Profiler
+from megatron.offload.storage.device import CpuDevice
+from megatron.offload.storage.host import HostTier
+
+MIN_BYTES = 1000
+SSD = TierProfile("ssd", 1e9, 2e9)
+
+
+class Clock(CpuDevice):
+    """A device whose time is a number."""
+
+    def __init__(self) -> None:
+        self.now_s = self.waited_s = 0.0
+
+    def timestamp(self) -> float:
+        return self.now_s
+
+    def wait(self, seconds: float) -> None:
+        """The engine makes compute wait."""
+        self.now_s += seconds
+        self.waited_s += seconds
+
+
+class Takes(torch.autograd.Function):
+    """An operation that takes some seconds forward and backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, clock: Clock, seconds: float, backward_s: float, wait_s: float
+    ) -> torch.Tensor:
+        clock.now_s += seconds
+        ctx.then = clock, backward_s, wait_s
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        clock, backward_s, wait_s = ctx.then
+        clock.now_s += backward_s
+        clock.wait(wait_s)
+        return gradient, None, None, None, None
+
+
+class Run:
+    """Micro-batches through an embedding, two layers and a loss."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.profiler = Profiler(self.clock, MIN_BYTES, lambda: self.clock.waited_s)
+        self.divided = True
+        self.recomputed: set[str] = set()
+
+    def step(self, num: int = 2, tokens: int = 8, *, well: bool = True) -> None:
+        self.profiler.begin_step()
+        for micro_batch in range(num):
+            with self.profiler.forward(0, micro_batch):
+                x = torch.zeros(tokens, 2, 4, requires_grad=True)
+                x = self.takes(x, 0.5, 0.25)
+                for name in ("decoder.1", "decoder.2"):
+                    x = self.layer(name, x)
+                x = self.takes(x, 0.125, 4.0)
+            with self.profiler.backward(0, micro_batch):
+                x.sum().backward()
+            self.clock.now_s += 100.0  # between passes
+        self.profiler.end_step(well=well)
+
+    def takes(self, x: torch.Tensor, *seconds: float, wait_s: float = 0.0) -> torch.Tensor:
+        result = Takes.apply(x, self.clock, *seconds, wait_s)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def layer(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        recomputes = name in self.recomputed
+        scope = Scope(0, 0, name)
+        marks = self.profiler.begin_layer(scope, [x], recomputes=recomputes)
+        if not recomputes:
+            return self._parts(scope, x, 3.0)
+        assert marks is not None
+        profiler, clock = self.profiler, self.clock
+
+        def again(_: torch.Tensor) -> None:
+            with profiler.recomputation(marks):
+                clock.now_s += 1.5
+
+        y = self.takes(x, 2.0, 5.0)
+        profiler.end_layer([y])
+        y.register_hook(again)
+        return y
+
+    def _parts(self, scope: Scope, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        size = x.shape[0] * 1000
+        x = self.takes(x, 1.0, 2.0, wait_s=50.0)
+        if self.divided:
+            attention = dataclasses.replace(scope, group="attention")
+            self.profiler.moves(attention, size)
+            self.clock.wait(30.0)
+            self.profiler.reach_middle(x)
+        x = self.takes(x, seconds, 5.0)
+        mlp = dataclasses.replace(scope, group="mlp" if self.divided else "")
+        large, small = torch.UntypedStorage(size), torch.UntypedStorage(MIN_BYTES - 1)
+        self.profiler.stayed(mlp, large)
+        self.profiler.stayed(mlp, large)  # saved twice
+        self.profiler.stayed(mlp, small)
+        self.alive = large, small
+        self.profiler.end_layer([x])
+        return x
+
+    def profile(self, **changes: Any) -> StageProfile:
+        asked: dict[str, Any] = {
+            "seconds_between": self.clock.seconds_between,
+            "step_fixed_s": 9.0,
+            "recomputes": True,
+            "sizes": dict(self.profiler.sizes),
+        }
+        return profile_of(self.profiler.steps, Layout(1, 0, 1, 1), [SSD], **{**asked, **changes})
+
+
+def test_each_part_of_a_step_gets_its_seconds_without_waits() -> None:
+    run = Run()
+    run.step()
+    profile = run.profile()
+    assert [layer.name for layer in profile.layers] == ["decoder.1", "decoder.2"]
+    for layer in profile.layers:
+        assert (layer.forward_s, layer.backward_s, layer.recompute_s) == (4.0, 7.0, 4.0)
+        attention, mlp = layer.groups
+        assert (attention.name, attention.produced_s, attention.first_use_s) == (
+            "attention", 1.0, 5.0,
+        )  # fmt: skip
+        assert (mlp.name, mlp.produced_s, mlp.first_use_s) == ("mlp", 4.0, 0.0)
+    assert (profile.before_s, profile.after_s) == ((0.5,), (0.125,))
+    assert (profile.backward_before_s, profile.backward_after_s) == ((4.0,), (0.25,))
+    assert profile.step_fixed_s == 9.0 and profile.num_micro_batches == 2
+
+
+def test_bytes_are_told_by_what_could_move() -> None:
+    run = Run()
+    run.step()
+    attention, mlp = run.profile().layers[0].groups
+    assert (attention.movable_bytes, attention.kept_bytes, attention.num_storages) == (8000, 0, 1)
+    assert (mlp.movable_bytes, mlp.kept_bytes, mlp.num_storages) == (8000, MIN_BYTES - 1, 1)
+    assert run.profile().layers[0].input_bytes == 8 * 2 * 4 * 4
+    assert run.profile().sizes == {"sequence_length": 8, "micro_batch_size": 2}
+
+
+def test_a_layer_that_is_not_divided_is_one_group() -> None:
+    run = Run()
+    run.divided = False
+    run.step()
+    (group,) = run.profile().layers[0].groups
+    assert (group.name, group.produced_s, group.first_use_s) == ("layer", 4.0, 0.0)
+
+
+def test_passes_are_counted_with_their_waits_and_without_what_lies_between() -> None:
+    run = Run()
+    run.step(num=3)
+    # Per layer 1 + 3 forward, 2 + 5 backward, 30 and 50 waiting.
+    each_s = 0.5 + 0.125 + 0.25 + 4.0 + 2 * (4.0 + 7.0 + 30.0 + 50.0)
+    assert passes_s(run.profiler.steps, run.clock.seconds_between) == 3 * each_s
+
+
+def test_recomputation_is_told_apart_from_backward_and_keeps_what_was_known() -> None:
+    run = Run()
+    run.step()
+    before = run.profile()
+    run.profiler.clear()
+    run.recomputed = {"decoder.2"}
+    run.step()
+    first, second = run.profile(previous=before).layers
+    assert first == before.layers[0]
+    assert (second.forward_s, second.backward_s, second.recompute_s) == (2.0, 5.0, 1.5)
+    assert second.groups == before.layers[1].groups
+
+
+def test_layers_that_must_not_be_recomputed_are_not_offered() -> None:
+    run = Run()
+    run.step()
+    assert [layer.recompute_s for layer in run.profile(recomputes=False).layers] == [None, None]
+
+
+def test_a_disturbed_micro_batch_does_not_count() -> None:
+    run = Run()
+    run.step(num=3)
+    disturbed = run.profiler.steps[0][0].layers[0]
+    assert disturbed.ended is not None
+    disturbed.ended = disturbed.ended._replace(timestamp=disturbed.ended.timestamp + 1000)
+    assert run.profile().layers[0].forward_s == 4.0
+
+
+def test_a_step_that_ended_badly_does_not_count() -> None:
+    run = Run()
+    run.step(well=False)
+    assert run.profiler.steps == [] and not run.profiler.measures
+
+
+def test_a_step_without_all_its_backward_passes_does_not_count() -> None:
+    run = Run()
+    run.profiler.begin_step()
+    with run.profiler.forward(0, 0):
+        run.layer("decoder.1", torch.zeros(8, 2, 4, requires_grad=True))
+    run.profiler.end_step(well=True)
+    assert run.profiler.steps == []
+
+
+def test_outside_of_measured_steps_only_sizes_are_noted() -> None:
+    run = Run()
+    x = torch.zeros(8, 2, 4, requires_grad=True) * 1
+    with run.profiler.forward(0, 0):
+        assert run.profiler.begin_layer(Scope(), [x], recomputes=False) is None
+        run.profiler.end_layer([x])
+    assert x._backward_hooks is None
+    assert run.profiler.sizes == {"sequence_length": 8, "micro_batch_size": 2}
+
+
+def test_two_sizes_give_the_profile_of_a_third() -> None:
+    profiles = {}
+    for tokens in (8, 16, 12):
+        run = Run()
+        run.step(tokens=tokens)
+        profiles[tokens] = run.profile()
+    sizes = {"sequence_length": 12, "micro_batch_size": 2}
+    found = fitted(profiles[8], profiles[16], sizes)
+    assert found is not None
+    assert dataclasses.replace(found, source="") == profiles[12]
+    assert fitted(profiles[8], profiles[8], sizes) is None
+    other = dataclasses.replace(profiles[16], layers=profiles[16].layers[:1])
+    assert fitted(profiles[8], other, sizes) is None
+
+
+def test_a_profile_keeps_all_bits_in_its_file() -> None:
+    run = Run()
+    run.step()
+    assert StageProfile.from_json(run.profile().to_json()) == run.profile()
+    with pytest.raises(ConfigurationError):
+        run.profile(step_fixed_s=float("nan"))
+
+
+def test_tiers_are_as_fast_as_they_were_measured() -> None:
+    tier = HostTier(1 << 20)
+    unused = tier_profiles({Placement.HOST: tier})
+    block, transfer = tier.begin_write(torch.UntypedStorage(4096)) or pytest.fail("refused")
+    transfer.wait()
+    (used,) = tier_profiles({Placement.HOST: tier})
+    assert unused[0].write_bytes_per_s == 1.0 and unused[0].capacity_bytes == 1 << 20
+    assert used.name == "host"
+    assert used.write_bytes_per_s == tier.statistics.writes.bytes_per_s
+    assert used.read_bytes_per_s == used.write_bytes_per_s  # nothing has been read
+    del block
+    tier.close()
