@@ -162,6 +162,10 @@ class Reporter:
         ]
         if record.offload:
             parts.append(f"offloaded {record.offload['offloaded_bytes'] / _GIB:.2f} GiB")
+        if record.offload.get("predicted_step_s"):
+            predicted_s = record.offload["predicted_step_s"]
+            predicted_bytes = record.offload["predicted_peak_bytes"]
+            parts.append(f"predicted {predicted_s:.3f} s, {predicted_bytes / _MIB:,.0f} MiB")
         return "  ".join(parts)
 
     @staticmethod

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.offload.config import OffloadConfig
-from megatron.offload.errors import OffloadError
+from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.integration.megatron import arguments as offload_arguments
 from megatron.offload.integration.megatron import check, cpu_runtime, install
 from megatron.offload.integration.megatron.estimate import stage_of
@@ -74,7 +74,10 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
         run.start(settings, offload_config, reserves[args.local_rank])
     except (UserError, OffloadError, ValueError) as error:
         fail(str(error))
-    run.train()
+    try:
+        run.train()
+    except ConfigurationError as error:  # found by measuring: no plan keeps to the budget
+        fail(str(error))
     distributed.shutdown()
 
 
@@ -132,6 +135,7 @@ class _Run:
             self.chunks,
             reserve_bytes=reserve_bytes,
             num_local_ranks=args.local_world_size,
+            run_directory=args.metrics_file.parent if args.metrics_file is not None else None,
         )
         _log.info(
             "%s: %.1f M parameters on rank 0, tensor %d x pipeline %d x data %d, %s, %d thread(s)",

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.calls import connect
 from megatron.offload.integration.megatron.seams import decorate
-from megatron.offload.placement.policy import Policy
+from megatron.offload.placement.planned import PlannedPolicy
+from megatron.offload.placement.policy import Placement, Policy
+from megatron.offload.planning.planner import Planner
+from megatron.offload.planning.profiler import Profiler
 from megatron.offload.report.endurance import Endurance
 from megatron.offload.report.history import StepHistory
+from megatron.offload.storage.device import open_device
 from megatron.offload.storage.open import check_tiers
 
 logger = logging.getLogger(__name__)
@@ -59,14 +64,18 @@ class Calls:
     """What Megatron's functions call; see `calls.Connection`."""
 
     def __init__(
-        self, engine: OffloadEngine, model_chunks: Sequence[torch.nn.Module], settings: Any
+        self,
+        engine: OffloadEngine,
+        model_chunks: Sequence[torch.nn.Module],
+        settings: Any,
+        profiler: Profiler | None = None,
     ) -> None:
         # Here, because they import megatron-core, which not everybody who imports us has.
         from megatron.offload.integration.megatron.layer import LayerCalls
         from megatron.offload.integration.megatron.schedule import ScheduleCalls
 
-        schedule = ScheduleCalls(engine, settings)
-        layers = LayerCalls(engine, model_chunks)
+        schedule = ScheduleCalls(engine, settings, profiler)
+        layers = LayerCalls(engine, model_chunks, profiler)
         self.layer, self.close = layers.layer, layers.close
         self.forward_step, self.backward_step = schedule.forward_step, schedule.backward_step
         self.clear = schedule.clear
@@ -81,8 +90,10 @@ class MegatronOffload:
         model_chunks: Sequence[torch.nn.Module],
         calls: Calls | None = None,
         endurance: Endurance | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self._engine = engine
+        self._planner = planner
         self._calls = calls
         self._model_chunks = list(model_chunks)
         self._history = StepHistory(endurance or Endurance(None))
@@ -101,7 +112,8 @@ class MegatronOffload:
         # Each time: optimizers re-point parameters into flat buffers of their own.
         self._engine.exclude(_stationary_tensors(self._model_chunks))
         try:
-            with self._engine.step():
+            planned = contextlib.nullcontext() if self._planner is None else self._planner.step()
+            with planned, self._engine.step():
                 yield
         finally:
             self._calls.clear()
@@ -122,8 +134,12 @@ class MegatronOffload:
 
     @property
     def statistics(self) -> dict[str, int | float]:
-        """Counters of the last step, see `StepStatistics`; empty with offload off."""
-        return self._history.last()
+        """Counters of the last step, see `StepStatistics`; empty with offload off.
+
+        With `auto` also what was predicted and what was measured, see `Planner.figures`.
+        """
+        planned = self._planner.figures if self._planner is not None else {}
+        return {**self._history.last(), **planned}
 
     def summary(self) -> str:
         """A few lines for the end of a run; empty with offload off."""
@@ -152,6 +168,7 @@ def install(
     reserve_bytes: int = 0,
     num_local_ranks: int = 1,
     policy: Policy | None = None,
+    run_directory: Path | None = None,
 ) -> MegatronOffload:
     """Makes the model's activations go where `config` says.
 
@@ -161,9 +178,10 @@ def install(
         reserve_bytes: SSD space to allocate before training, see `estimate.activation_bytes`.
         num_local_ranks: ranks on this machine, which share its memory.
         policy: chooses a placement for each layer and storage; default: what `config` says.
+        run_directory: with `auto`, what was measured is written there.
 
     Raises:
-        ConfigurationError: the version, a setting or the directory cannot work.
+        ConfigurationError: the version, a setting, the plan's file or the directory cannot work.
     """
     if not config.enabled:
         return MegatronOffload(None, model_chunks)
@@ -173,7 +191,10 @@ def install(
     check_settings(settings)
     check_layers(config, settings)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    device = next(model_chunks[0].parameters()).device
+    device = open_device(next(model_chunks[0].parameters()).device)
+    planned = None
+    if config.plans and policy is None:
+        policy = planned = PlannedPolicy(config.min_bytes, Placement(config.safe_mode))
     engine = OffloadEngine(
         config,
         device,
@@ -184,8 +205,28 @@ def install(
     )
     # One rank of each machine speaks for its drives.
     rated_bytes = config.drive_endurance_bytes if rank % num_local_ranks == 0 else None
-    calls = Calls(engine, model_chunks, settings)
-    return MegatronOffload(engine, model_chunks, calls, Endurance(rated_bytes, num_local_ranks))
+    planner = None
+    try:
+        if planned is not None:
+            from megatron.offload.integration.megatron.ranks import agreement_of, stage_of
+
+            planner = Planner(
+                config,
+                engine,
+                device,
+                planned,
+                agreement_of(device.device),
+                stage_of(model_chunks, settings, num_local_ranks),
+                directory=run_directory,
+            )
+        calls = Calls(
+            engine, model_chunks, settings, planner.measurement.profiler if planner else None
+        )
+    except BaseException:
+        engine.close()
+        raise
+    endurance = Endurance(rated_bytes, num_local_ranks)
+    return MegatronOffload(engine, model_chunks, calls, endurance, planner)
 
 
 def check(

@@ -7,6 +7,7 @@ Its activations are captured at its end (why there: Note [Why per-node capture] 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,14 +19,22 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.integration.megatron.groups import ATTENTION, MLP, LayerDivision
 from megatron.offload.placement.policy import Placement
+from megatron.offload.planning.marks import LayerMarks
+from megatron.offload.planning.profiler import Profiler
 from megatron.offload.saved.scope import Scope
 
 
 class LayerCalls:
-    """Runs the layers of a model for an engine."""
+    """Runs the layers of a model for an engine, and for a profiler if there is one."""
 
-    def __init__(self, engine: OffloadEngine, model_chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        model_chunks: Sequence[torch.nn.Module],
+        profiler: Profiler | None = None,
+    ) -> None:
         self._engine = engine
+        self._profiler = profiler
         self._names = layer_names(model_chunks)
         self._division = LayerDivision(self._names) if engine.divides_layers else None
 
@@ -49,9 +58,31 @@ class LayerCalls:
         scope = dataclasses.replace(engine.scope, layer=name)
         inputs = [*_tensors(args), *_tensors(kwargs.values())]
         # Without an input that wants a gradient, nothing would ask for the recomputation.
-        if engine.place_layer(scope) is Placement.RECOMPUTE and _any_requires_grad(inputs):
+        recomputes = engine.place_layer(scope) is Placement.RECOMPUTE and _any_requires_grad(inputs)
+        if self._profiler is not None:
+            marks = self._profiler.begin_layer(scope, inputs, recomputes=recomputes)
+            if marks is not None:
+                forward = self._noted(forward, self._profiler, marks)
+        if recomputes:
             engine.statistics.recomputed_layers += 1
-            return _recomputed(forward, layer, args, kwargs)
+            result = _recomputed(forward, layer, args, kwargs)
+        else:
+            result = self._captured(forward, layer, args, kwargs, scope, inputs)
+        if self._profiler is not None:
+            self._profiler.end_layer(_tensors(result))
+        return result
+
+    def _captured(
+        self,
+        forward: Callable[..., Any],
+        layer: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        scope: Scope,
+        inputs: list[torch.Tensor],
+    ) -> Any:
+        """Runs a layer and has what it saved taken over."""
+        engine = self._engine
         if self._division is None:
             result = forward(layer, *args, **kwargs)
             engine.capture(scope, outputs=_tensors(result), inputs=inputs)
@@ -72,12 +103,29 @@ class LayerCalls:
             middles.append(middle)
             attention = dataclasses.replace(scope, group=ATTENTION)
             self._engine.capture(attention, outputs=[middle], inputs=inputs)
+            if self._profiler is not None:
+                self._profiler.reach_middle(middle)
 
         with division.watching(reached):
             result = forward()
         rest = dataclasses.replace(scope, group=MLP) if middles else scope
         self._engine.capture(rest, outputs=_tensors(result), inputs=[*inputs, *middles])
         return result
+
+    @staticmethod
+    def _noted(
+        forward: Callable[..., Any], profiler: Profiler, marks: LayerMarks
+    ) -> Callable[..., Any]:
+        """The forward, which tells when it runs again in backward."""
+        runs = 0
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            with profiler.recomputation(marks) if runs > 1 else contextlib.nullcontext():
+                return forward(*args, **kwargs)
+
+        return run
 
 
 def _recomputed(

@@ -9,6 +9,7 @@ still sends, waits to receive or does nothing at all.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from megatron.core import parallel_state
 
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.placement.passes import Layout, Pass, passes_of_step
+from megatron.offload.planning.profiler import Profiler
 from megatron.offload.restore.prefetch import Tape
 from megatron.offload.saved.scope import Scope
 
@@ -28,10 +30,14 @@ class ScheduleCalls:
     Args:
         engine: hears of them.
         settings: the model's `TransformerConfig`.
+        profiler: hears of them too; None: nobody does.
     """
 
-    def __init__(self, engine: OffloadEngine, settings: Any) -> None:
+    def __init__(
+        self, engine: OffloadEngine, settings: Any, profiler: Profiler | None = None
+    ) -> None:
         self._engine = engine
+        self._profiler = profiler
         self._settings = settings
         self._signature: inspect.Signature | None = None  # of Megatron's forward step
         # What is left of this step's passes, the next one first. None: no step has begun.
@@ -52,11 +58,12 @@ class ScheduleCalls:
         named = self._signature.bind(*args, **kwargs).arguments
         place = (named.get("vp_stage") or 0, named.get("current_microbatch") or 0)
         if self._order is None:
-            layout = _current_layout(self._settings)
+            layout = current_layout(self._settings)
             self._order = passes_of_step(layout, named["num_microbatches"])
             is_last = layout.stage == layout.num_stages - 1
             self._chunk_with_loss = layout.num_chunks - 1 if is_last else -1
-        with self._engine.forward(Scope(*place)) as tape:
+        measured = _nothing if self._profiler is None else self._profiler.forward
+        with measured(*place), self._engine.forward(Scope(*place)) as tape:
             result = step(*args, **kwargs)
         output = _first_tensor(result[0])
         if output is not None:
@@ -72,7 +79,11 @@ class ScheduleCalls:
         output = _first_tensor(kwargs["output_tensor"] if "output_tensor" in kwargs else args[1])
         _, place = self._by_output.pop(id(output), (None, None))
         tape = self._tapes.pop(place, None) if place is not None else None
-        with self._engine.backward(tape if tape is not None else Tape()):
+        measured = _nothing if self._profiler is None or place is None else self._profiler.backward
+        with (
+            measured(*(place or ())),
+            self._engine.backward(tape if tape is not None else Tape()),
+        ):
             result = step(*args, **kwargs)
         if place is not None:
             self._passed(Pass(True, *place))
@@ -95,7 +106,7 @@ class ScheduleCalls:
                 self._engine.prefetch(tape, opens_at_once=chunk != self._chunk_with_loss)
 
 
-def _current_layout(settings: Any) -> Layout:
+def current_layout(settings: Any) -> Layout:
     """That of this rank. `settings`: a `TransformerConfig`."""
     num_stages = parallel_state.get_pipeline_model_parallel_world_size()
     return Layout(
@@ -104,6 +115,11 @@ def _current_layout(settings: Any) -> Layout:
         parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         getattr(settings, "microbatch_group_size_per_vp_stage", None) or num_stages,
     )
+
+
+def _nothing(*_: int) -> contextlib.AbstractContextManager[None]:
+    """In place of a profiler."""
+    return contextlib.nullcontext()
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

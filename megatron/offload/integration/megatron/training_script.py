@@ -335,6 +335,12 @@ def _describe(figures: dict[str, float]) -> str:
             f" kept: {format_size(figures['kept_bytes'])} |",
             f" stall: {figures['stall_s'] + figures['write_wait_s']:.3f} s |",
         ]
+    if figures.get("predicted_step_s"):
+        parts += [
+            f" step: {figures['measured_step_s']:.3f} s"
+            f" (predicted {figures['predicted_step_s']:.3f} s) |",
+            f" planned peak: {format_size(figures['predicted_peak_bytes'])} |",
+        ]
     if "peak_activation_bytes" in figures:
         parts += [f" peak activations: {format_size(figures['peak_activation_bytes'])} |"]
     return "".join(parts)

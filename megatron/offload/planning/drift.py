@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a run still is as its plan took it to be: `Drift`.
+
+The planner shows it every step. It compares and remembers; what follows is the planner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron.offload.config import format_size
+from megatron.offload.placement.plan import Prediction
+from megatron.offload.placement.profile import StageProfile
+
+_PATIENCE = 2  # steps in a row that must differ: one may have been disturbed
+_SLOWER = 1.3  # times the predicted step
+_STALLED = 0.1  # of the predicted step, beyond the predicted stall
+_BANDWIDTH = 0.5  # of the tier's, as it was when the plan was made
+_OVER_BUDGET = 1.02  # a resident set is known to a page or so, and the allocator rounds
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One step as it was."""
+
+    step_s: float
+    stall_s: float
+    peak_bytes: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by tier
+
+
+class Drift:
+    """Compares steps with one plan.
+
+    Args:
+        predicted: of the plan.
+        profile: that it was made from.
+        budget_bytes: that it keeps to; None: no budget.
+        usual: how much longer a step takes than predicted, where planning again did not help.
+    """
+
+    def __init__(
+        self,
+        predicted: Prediction,
+        profile: StageProfile,
+        budget_bytes: int | None,
+        usual: float = 1.0,
+    ) -> None:
+        self._predicted = predicted
+        self._profile = profile
+        self._budget_bytes = budget_bytes
+        self._usual = max(usual, 1.0)
+        self._num_in_a_row = 0
+
+    def over_budget(self, step: MeasuredStep) -> str:
+        """Why memory has to be saved at once; empty: it has not."""
+        budget_bytes = self._budget_bytes
+        if budget_bytes is None or step.peak_bytes <= budget_bytes * _OVER_BUDGET:
+            return ""
+        return (
+            f"activations took {format_size(step.peak_bytes)}, more than the budget of "
+            f"{format_size(budget_bytes)}"
+        )
+
+    def notice(self, step: MeasuredStep) -> str:
+        """Why the plan no longer fits, once that has been so for some steps; empty: it fits."""
+        reason = self._difference(step)
+        self._num_in_a_row = self._num_in_a_row + 1 if reason else 0
+        if self._num_in_a_row < _PATIENCE:
+            return ""
+        return reason
+
+    def _difference(self, step: MeasuredStep) -> str:
+        expected = self._predicted
+        if step.sizes and self._profile.sizes and dict(step.sizes) != self._profile.sizes:
+            sizes = ", ".join(f"{name} {value}" for name, value in step.sizes.items())
+            return f"micro-batches have other sizes: {sizes}"
+        for tier in self._profile.tiers:
+            speed = step.write_bytes_per_s.get(tier.name)
+            if speed is not None and speed < tier.write_bytes_per_s * _BANDWIDTH:
+                return (
+                    f"{tier.name} takes {format_size(speed)}/s, the plan counts on "
+                    f"{format_size(tier.write_bytes_per_s)}/s"
+                )
+        predicted_s = expected.step_s * self._usual
+        if step.stall_s > expected.stall_s + _STALLED * predicted_s:
+            return f"compute waited {step.stall_s:.3f} s, the plan says {expected.stall_s:.3f} s"
+        if step.step_s > _SLOWER * predicted_s:
+            return f"a step took {step.step_s:.3f} s, the plan says {expected.step_s:.3f} s"
+        return ""

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the steps of one rank: `Measurement`. Some of them in detail, for a profile.
+
+The planner puts `step` around every training step. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+
+from megatron.offload.config import OffloadConfig
+from megatron.offload.engine import OffloadEngine
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement.passes import Layout
+from megatron.offload.placement.profile import StageProfile
+from megatron.offload.planning.drift import MeasuredStep
+from megatron.offload.planning.figures import passes_s, profile_of, tier_profiles
+from megatron.offload.planning.profiler import Profiler
+from megatron.offload.report.memory import PeakMemory
+from megatron.offload.storage.device import Device
+
+_REMEMBERED_GAPS = 5
+
+
+class Measurement:
+    """What steps take.
+
+    Args:
+        config: of the engine.
+        engine: counts bytes and waits.
+        device: where activations live.
+    """
+
+    def __init__(self, config: OffloadConfig, engine: OffloadEngine, device: Device) -> None:
+        self.profiler = Profiler(device, config.min_bytes, self._waited_s)
+        self.last: MeasuredStep | None = None
+        self._config = config
+        self._engine = engine
+        self._device = device
+        self._peak = PeakMemory(device)
+        self._ended_s: float | None = None
+        self._gaps_s: list[float] = []  # from the end of one step's passes to the next step
+        self._detailed_s: list[float] = []  # passes of the steps that the profiler noted
+
+    @property
+    def num_detailed(self) -> int:
+        """Steps noted in detail since the last profile was made."""
+        return len(self._detailed_s)
+
+    @contextlib.contextmanager
+    def step(self, *, detailed: bool) -> Iterator[None]:
+        """Around the passes of a training step."""
+        began_s = time.perf_counter()
+        if self._ended_s is not None:
+            self._gaps_s = [*self._gaps_s, began_s - self._ended_s][-_REMEMBERED_GAPS:]
+            self._ended_s = None
+        if detailed:
+            self.profiler.begin_step()
+            self._engine.observer = self.profiler
+        self._peak.begin_step()
+        well = False
+        try:
+            yield
+            well = True
+        finally:
+            self._engine.observer = None
+            if detailed:
+                self.profiler.end_step(well=well)
+        passes_s = time.perf_counter() - began_s
+        if detailed:
+            self._detailed_s.append(passes_s)
+        self.last = self._measured(passes_s, self._peak.end_step())
+        self.resume()
+
+    def resume(self) -> None:
+        """What went on until now, after the step's passes, is no part of a step: planning."""
+        self._ended_s = time.perf_counter()
+
+    def profile(
+        self, layout: Layout, *, recomputes: bool, previous: StageProfile | None
+    ) -> StageProfile:
+        """The profile of the steps noted in detail, which are forgotten.
+
+        Args:
+            layout: of the stage.
+            recomputes: whether its layers may be recomputed.
+            previous: see `profile_of`.
+
+        Raises:
+            ConfigurationError: there was no such step.
+        """
+        steps, seconds = self.profiler.steps, self._device.seconds_between
+        if not steps:
+            raise ConfigurationError(
+                "the first steps could not be measured: no step had a backward pass for each of "
+                "its forward passes; use --activation-offload ssd, host or tiered"
+            )
+        fixed_s = self._gap_s
+        if layout.num_stages == 1:  # else the rest of it is waiting for other stages
+            fixed_s += statistics.median(self._detailed_s) - passes_s(steps, seconds)
+        profile = profile_of(
+            steps,
+            layout,
+            tier_profiles(self._engine.tiers),
+            seconds_between=seconds,
+            step_fixed_s=fixed_s,
+            recomputes=recomputes,
+            previous=previous,
+            sizes=self.profiler.sizes,
+            inflight_bytes=self._config.inflight_bytes,
+            source=f"measured in {len(steps)} step{'' if len(steps) == 1 else 's'}",
+        )
+        self.profiler.clear()
+        self._detailed_s.clear()
+        return profile
+
+    @property
+    def _gap_s(self) -> float:
+        return statistics.median(self._gaps_s) if self._gaps_s else 0.0
+
+    def _waited_s(self) -> float:
+        counted = self._engine.statistics
+        return counted.stall_s + counted.write_wait_s
+
+    def _measured(self, passes_s: float, peak_bytes: int) -> MeasuredStep:
+        counted = self._engine.statistics
+        written_bytes = {"host": counted.host_written_bytes, "ssd": counted.written_bytes}
+        return MeasuredStep(
+            step_s=passes_s + self._gap_s,
+            stall_s=self._waited_s(),
+            peak_bytes=peak_bytes,
+            sizes=dict(self.profiler.sizes),
+            write_bytes_per_s={
+                tier.name: tier.write_bytes_per_s
+                for tier in tier_profiles(self._engine.tiers)
+                if written_bytes[tier.name]
+            },
+        )

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the first steps of a run, plans, and plans again when the run changes: `Planner`.
+
+An integration puts `step` around every training step. All that is decided is decided between steps,
+at the same step on all ranks that share layers; the policy that the engine asks just follows.
+
+Note [The course of a run]
+`WARMING_UP` one step, everything offloaded; `MEASURING` two steps, likewise; then the first plan.
+`FOLLOWING` it, every step is compared with what was predicted. When one rank of a group finds that
+the plan no longer fits, all go on to `UPDATING`: the next step, under the present plan, is measured
+as well, and another plan follows. Too much memory is different: there a plan is made at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from megatron.offload.config import OffloadConfig, format_size
+from megatron.offload.engine import OffloadEngine
+from megatron.offload.errors import PREFIX, ConfigurationError, InfeasibleBudgetError
+from megatron.offload.placement.passes import Layout
+from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.plan_file import load_plans, save_plans
+from megatron.offload.placement.plan_table import plan_table
+from megatron.offload.placement.planned import PlannedPolicy
+from megatron.offload.placement.profile import StageProfile
+from megatron.offload.planning.agreement import Agreement, agreed_profile, check_same
+from megatron.offload.planning.drift import Drift
+from megatron.offload.planning.fit import fitted, tokens_of
+from megatron.offload.planning.measurement import Measurement
+from megatron.offload.planning.solver_process import SolverProcess
+from megatron.offload.storage.device import Device
+
+logger = logging.getLogger(__name__)
+
+_MEASURED_STEPS = 2
+_SETTLING_STEPS = 2  # after a new plan: files grow, the read-ahead finds its window
+_MOST_SETTLING_STEPS = 64
+_REMEMBERED_SIZES = 2
+_FREE_SHARE = 0.9  # of a GPU's free memory: fragments and what libraries take later
+_FREE_SHARE_OF_HOST = 0.5
+
+
+class Phase(enum.Enum):
+    """Where a run is; see Note [The course of a run]."""
+
+    WARMING_UP = "warming up"
+    MEASURING = "measuring"
+    FOLLOWING = "following"
+    UPDATING = "updating"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What the planner has to know of the stage that it plans for.
+
+    Attributes:
+        layout: its place in the pipeline.
+        layers: chunk and name of each layer, in the order of the forward pass.
+        recomputes: whether its layers may be recomputed.
+        speaks: whether this rank's plan is the one of its stage that is shown and written.
+        num_local_ranks: ranks on this machine, which share a CPU's memory.
+    """
+
+    layout: Layout
+    layers: Sequence[tuple[int, str]]
+    recomputes: bool = True
+    speaks: bool = True
+    num_local_ranks: int = 1
+
+
+class Planner:
+    """Decides the placements of one stage.
+
+    Args:
+        config: with mode `auto`.
+        engine: asks `policy`.
+        device: where activations live.
+        policy: follows the plans.
+        agreement: with the ranks that share the stage's layers, and with all.
+        stage: what is planned for.
+        directory: for the profile; None: it is written nowhere.
+        solver: opened for each plan.
+
+    Raises:
+        ConfigurationError: the plan file is there, but is none or does not fit.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        engine: OffloadEngine,
+        device: Device,
+        policy: PlannedPolicy,
+        agreement: Agreement,
+        stage: Stage,
+        *,
+        directory: Path | None = None,
+        solver: Callable[[], SolverProcess] = SolverProcess,
+    ) -> None:
+        self.phase = Phase.WARMING_UP
+        self.plan: Plan | None = None
+        self.profile: StageProfile | None = None
+        self.num_plans = 0
+        self.measurement = Measurement(config, engine, device)
+        self._config = config
+        self._engine = engine
+        self._device = device
+        self._policy = policy
+        self._agreement = agreement
+        self._stage = stage
+        self._directory = directory
+        self._solver = solver
+        self._safe_peak_bytes = 0
+        self._by_tokens: dict[int, StageProfile] = {}  # measured, by size of micro-batches
+        self._drift: Drift | None = None
+        self._budget_bytes: int | None = None
+        self._settling = self._settling_steps = _SETTLING_STEPS
+        self._adapts = True
+        if config.plan_file is not None and config.plan_file.is_file():
+            self._follow_file(config.plan_file)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the passes of a training step.
+
+        Raises:
+            ConfigurationError: after the last measured step: no plan keeps to the budget.
+        """
+        detailed = self.phase in (Phase.MEASURING, Phase.UPDATING)
+        with self.measurement.step(detailed=detailed):
+            yield
+        if self.phase is Phase.WARMING_UP:
+            self.phase = Phase.MEASURING
+        elif self.phase is Phase.MEASURING:
+            self._safe_peak_bytes = max(self._safe_peak_bytes, self._peak_bytes)
+            if self.measurement.num_detailed >= _MEASURED_STEPS:
+                self._make_first_plan()
+        elif self.phase is Phase.UPDATING:
+            self._plan_from_another_measurement()
+        elif self._adapts:
+            self._compare()
+        self.measurement.resume()
+
+    @property
+    def figures(self) -> dict[str, int | float]:
+        """Predicted and measured, for metrics; always the same names."""
+        predicted = self.plan.predicted if self.plan is not None else None
+        last = self.measurement.last
+        return {
+            "predicted_step_s": predicted.step_s if predicted else 0.0,
+            "measured_step_s": last.step_s if last else 0.0,
+            "predicted_peak_bytes": predicted.peak_bytes if predicted else 0,
+            "measured_peak_bytes": last.peak_bytes if last else 0,
+            "plans": self.num_plans,
+        }
+
+    @property
+    def _peak_bytes(self) -> int:
+        return self.measurement.last.peak_bytes if self.measurement.last is not None else 0
+
+    # -- The first plan -------------------------------------------------------------------------
+
+    def _follow_file(self, path: Path) -> None:
+        stage = self._stage.layout.stage
+        plans = load_plans(path)
+        if stage not in plans:
+            raise ConfigurationError(
+                f"the plan {path} has stages {', '.join(map(str, sorted(plans)))}, and none "
+                f"numbered {stage}; plan again for this layout"
+            )
+        plans[stage].check(self._stage.layers, self._engine.tiers)
+        check_same(plans[stage], self._agreement)
+        self._follow(plans[stage])
+        self._adapts = False
+        if self._stage.speaks:
+            logger.info("activation offload: %s\n(from %s)", plan_table(plans[stage]), path)
+
+    def _make_first_plan(self) -> None:
+        """Plans, with all ranks of the run: where one finds no plan, none goes on."""
+        plan, message = None, None
+        self._budget_bytes = self._asked_budget()
+        try:
+            profile = self._measured_profile(None)
+            (peak,) = self._agreement.largest([float(self._safe_peak_bytes)])
+            with self._solver() as solver:
+                # What the peak has beyond the activations that the simulation knows of.
+                beyond_bytes = max(int(peak) - solver.all_offloaded_bytes(profile), 0)
+                self.profile = dataclasses.replace(profile, transient_bytes=beyond_bytes)
+                may_exceed = self._config.memory_budget_bytes is None
+                plan = self._solved(solver, self.profile, may_exceed=may_exceed)
+        except ConfigurationError as error:
+            message = str(error).removeprefix(PREFIX)
+        told = self._agreement.of_all((plan if self._stage.speaks else None, message))
+        for _, one in told:
+            if one is not None:
+                raise ConfigurationError(one)
+        assert plan is not None and self.profile is not None
+        check_same(plan, self._agreement)
+        self._remember(self.profile)
+        self._save_profile(self.profile)
+        self._follow(plan)
+        if self._stage.speaks and self._stage.layout.stage == 0:
+            plans = (one for one, _ in told if one is not None)
+            self._show_and_save(sorted(plans, key=lambda one: one.stage))
+
+    def _show_and_save(self, plans: list[Plan]) -> None:
+        for plan in plans:
+            logger.info("activation offload: %s", plan_table(plan))
+        path = self._config.plan_file
+        if path is None:
+            return
+        try:
+            save_plans(path, plans)
+            logger.info("activation offload: the plan is in %s", path)
+        except OSError as error:
+            logger.warning("activation offload: the plan could not be written: %s", error)
+
+    def _asked_budget(self) -> int | None:
+        """The budget that the ranks of the group share; None: there is none to keep to."""
+        config = self._config
+        if config.memory_budget_bytes is not None or config.max_slowdown is not None:
+            return config.memory_budget_bytes
+        free = self._device.free_bytes()
+        ranks = self._stage.num_local_ranks if self._device.is_host else 1
+        share = _FREE_SHARE_OF_HOST if self._device.is_host else _FREE_SHARE
+        least = -self._agreement.largest([-float(int(free * share) // ranks)])[0]
+        logger.info(
+            "activation offload: no --activation-memory-budget is given; activations may take %s, "
+            "%.0f %% of the %s that are free%s",
+            format_size(least),
+            100 * share,
+            format_size(free),
+            f", shared by {ranks} ranks" if ranks > 1 else "",
+        )
+        return int(least)
+
+    def _solved(self, solver: SolverProcess, profile: StageProfile, *, may_exceed: bool) -> Plan:
+        """The plan. Where no plan keeps to the budget, the one nearest to it, if that will do."""
+        slowdown = self._config.max_slowdown
+        try:
+            plan = solver.solve(profile, budget_bytes=self._budget_bytes, max_slowdown=slowdown)
+        except InfeasibleBudgetError as error:
+            if not may_exceed:
+                raise
+            logger.warning("%s; going on with as little memory as possible", error)
+            plan = solver.solve(profile, budget_bytes=error.smallest_bytes, max_slowdown=None)
+        return dataclasses.replace(plan, stage=profile.layout.stage)
+
+    def _follow(self, plan: Plan, usual: float = 1.0) -> None:
+        self.plan = plan
+        self.num_plans += 1
+        self._policy.follow(plan)
+        self.phase = Phase.FOLLOWING
+        self._settling = self._settling_steps
+        if self.profile is not None and plan.predicted is not None:
+            self._drift = Drift(plan.predicted, self.profile, self._budget_bytes, usual)
+
+    # -- Profiles -------------------------------------------------------------------------------
+
+    def _measured_profile(self, previous: StageProfile | None) -> StageProfile:
+        """The profile of the steps that were measured, the same on all ranks of the group."""
+        profile = self.measurement.profile(
+            self._stage.layout, recomputes=self._stage.recomputes, previous=previous
+        )
+        return agreed_profile(profile, self._agreement)
+
+    def _remember(self, profile: StageProfile) -> None:
+        tokens = tokens_of(profile.sizes)
+        self._by_tokens.pop(tokens, None)
+        self._by_tokens[tokens] = profile
+        while len(self._by_tokens) > _REMEMBERED_SIZES:
+            del self._by_tokens[next(iter(self._by_tokens))]
+
+    def _fitted(self) -> StageProfile | None:
+        """The profile of sizes that are new, where two others were measured."""
+        assert self.profile is not None and self.measurement.last is not None
+        sizes = dict(self.measurement.last.sizes)
+        if len(self._by_tokens) < 2 or tokens_of(sizes) in (*self._by_tokens, 0):
+            return None
+        one, other = self._by_tokens.values()
+        profile = fitted(one, other, sizes)
+        return profile and dataclasses.replace(profile, tiers=self.profile.tiers)
+
+    def _save_profile(self, profile: StageProfile) -> None:
+        if self._directory is None or not self._stage.speaks:
+            return
+        path = self._directory / f"activation-profile-stage{profile.layout.stage}.json"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(profile.to_json())
+        except OSError as error:
+            logger.warning("activation offload: the profile could not be written: %s", error)
+
+    # -- Adapting -------------------------------------------------------------------------------
+
+    def _compare(self) -> None:
+        """Every rank of the group asks the others in every step, whatever it has found itself."""
+        drift, step = self._drift, self.measurement.last
+        over = notice = ""
+        if drift is not None and step is not None and self._settling <= 0:
+            over, notice = drift.over_budget(step), drift.notice(step)
+        self._settling -= 1
+        any_over, any_notice = self._agreement.largest([float(bool(over)), float(bool(notice))])
+        if any_over:
+            self._say(over or "another rank is over its budget")
+            self._correct_memory()
+            self._plan_again()
+        elif any_notice:
+            self._say(notice or "another rank has noticed a change")
+            profile = self._fitted()
+            if profile is not None:
+                self.profile = profile
+                self._plan_again()
+            else:
+                self.phase = Phase.UPDATING
+
+    def _plan_from_another_measurement(self) -> None:
+        previous = self.profile
+        assert previous is not None
+        profile = self._measured_profile(previous)
+        self.profile = dataclasses.replace(profile, transient_bytes=previous.transient_bytes)
+        self._correct_memory()
+        self._remember(self.profile)
+        self._plan_again()
+
+    def _correct_memory(self) -> None:
+        """What was measured beyond the prediction is working memory that was not known of."""
+        predicted = self.plan.predicted if self.plan is not None else None
+        if predicted is None or self.profile is None:
+            return
+        (missing,) = self._agreement.largest([float(self._peak_bytes - predicted.peak_bytes)])
+        if missing > 0:
+            transient_bytes = self.profile.transient_bytes + int(missing)
+            self.profile = dataclasses.replace(self.profile, transient_bytes=transient_bytes)
+
+    def _plan_again(self) -> None:
+        assert self.profile is not None and self.plan is not None
+        before, step = self.plan, self.measurement.last
+        with self._solver() as solver:
+            plan = self._solved(solver, self.profile, may_exceed=True)
+        check_same(plan, self._agreement)
+        changed, usual = plan.digest() != before.digest(), 1.0
+        if changed:
+            self._settling_steps = _SETTLING_STEPS
+        else:  # it is as it is: do not ask again at once
+            self._settling_steps = min(2 * self._settling_steps, _MOST_SETTLING_STEPS)
+            if plan.predicted is not None and plan.predicted.step_s and step is not None:
+                usual = step.step_s / plan.predicted.step_s
+        self._follow(plan, usual)
+        if self._stage.speaks:
+            text = plan_table(plan) if changed else "the plan stays as it is"
+            logger.info("activation offload: planned again: %s", text)
+
+    def _say(self, reason: str) -> None:
+        if self._stage.speaks:
+            stage = self._stage.layout.stage
+            logger.info("activation offload: stage %d is to be planned again: %s", stage, reason)
