@@ -64,16 +64,20 @@ class Drift:
             f"{format_size(budget_bytes)}"
         )
 
-    def notice(self, step: MeasuredStep) -> str:
-        """Why the plan no longer fits, once that has been so for some steps; empty: it fits."""
-        reason = self._difference(step)
+    def notice(self, step: MeasuredStep, *, times_count: bool = True) -> str:
+        """Why the plan no longer fits, once that has been so for some steps; empty: it fits.
+
+        Args:
+            times_count: whether a step that took long or waited is a reason.
+        """
+        reason = self._cause(step) or (self._effect(step) if times_count else "")
         self._num_in_a_row = self._num_in_a_row + 1 if reason else 0
         if self._num_in_a_row < _PATIENCE:
             return ""
         return reason
 
-    def _difference(self, step: MeasuredStep) -> str:
-        expected = self._predicted
+    def _cause(self, step: MeasuredStep) -> str:
+        """What the plan was made from is no longer so."""
         if step.sizes and self._profile.sizes and dict(step.sizes) != self._profile.sizes:
             sizes = ", ".join(f"{name} {value}" for name, value in step.sizes.items())
             return f"micro-batches have other sizes: {sizes}"
@@ -84,6 +88,11 @@ class Drift:
                     f"{tier.name} takes {format_size(speed)}/s, the plan counts on "
                     f"{format_size(tier.write_bytes_per_s)}/s"
                 )
+        return ""
+
+    def _effect(self, step: MeasuredStep) -> str:
+        """What it led to is not what was expected."""
+        expected = self._predicted
         predicted_s = expected.step_s * self._usual
         if step.stall_s > expected.stall_s + _STALLED * predicted_s:
             return f"compute waited {step.stall_s:.3f} s, the plan says {expected.stall_s:.3f} s"

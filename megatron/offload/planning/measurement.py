@@ -41,6 +41,7 @@ class Measurement:
         self._engine = engine
         self._device = device
         self._peak = PeakMemory(device)
+        self._written_bytes: dict[str, int] = {}  # to each tier so far
         self._ended_s: float | None = None
         self._gaps_s: list[float] = []  # from the end of one step's passes to the next step
         self._detailed_s: list[float] = []  # passes of the steps that the profiler noted
@@ -126,16 +127,22 @@ class Measurement:
         return counted.stall_s + counted.write_wait_s
 
     def _measured(self, passes_s: float, peak_bytes: int) -> MeasuredStep:
-        counted = self._engine.statistics
-        written_bytes = {"host": counted.host_written_bytes, "ssd": counted.written_bytes}
         return MeasuredStep(
             step_s=passes_s + self._gap_s,
             stall_s=self._waited_s(),
             peak_bytes=peak_bytes,
             sizes=dict(self.profiler.sizes),
-            write_bytes_per_s={
-                tier.name: tier.write_bytes_per_s
-                for tier in tier_profiles(self._engine.tiers)
-                if written_bytes[tier.name]
-            },
+            write_bytes_per_s=self._write_speeds(),
         )
+
+    def _write_speeds(self) -> dict[str, float]:
+        """Of the tiers that something has reached since the last step."""
+        before, tiers = self._written_bytes, self._engine.tiers
+        self._written_bytes = {
+            placement.value: tier.statistics.writes.total_bytes for placement, tier in tiers.items()
+        }
+        return {
+            tier.name: tier.write_bytes_per_s
+            for tier in tier_profiles(tiers)
+            if self._written_bytes[tier.name] > before.get(tier.name, 0)
+        }

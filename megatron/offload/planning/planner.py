@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _MEASURED_STEPS = 2
 _SETTLING_STEPS = 2  # after a new plan: files grow, the read-ahead finds its window
-_MOST_SETTLING_STEPS = 64
+_MOST_PATIENT_STEPS = 64
 _REMEMBERED_SIZES = 2
 _FREE_SHARE = 0.9  # of a GPU's free memory: fragments and what libraries take later
 _FREE_SHARE_OF_HOST = 0.5
@@ -120,7 +120,8 @@ class Planner:
         self._by_tokens: dict[int, StageProfile] = {}  # measured, by size of micro-batches
         self._drift: Drift | None = None
         self._budget_bytes: int | None = None
-        self._settling = self._settling_steps = _SETTLING_STEPS
+        self._num_followed = 0  # steps under the present plan
+        self._patient_steps = _SETTLING_STEPS  # so long a slow step is no reason to plan again
         self._adapts = True
         if config.plan_file is not None and config.plan_file.is_file():
             self._follow_file(config.plan_file)
@@ -257,7 +258,7 @@ class Planner:
         self.num_plans += 1
         self._policy.follow(plan)
         self.phase = Phase.FOLLOWING
-        self._settling = self._settling_steps
+        self._num_followed = 0
         if self.profile is not None and plan.predicted is not None:
             self._drift = Drift(plan.predicted, self.profile, self._budget_bytes, usual)
 
@@ -303,9 +304,10 @@ class Planner:
         """Every rank of the group asks the others in every step, whatever it has found itself."""
         drift, step = self._drift, self.measurement.last
         over = notice = ""
-        if drift is not None and step is not None and self._settling <= 0:
-            over, notice = drift.over_budget(step), drift.notice(step)
-        self._settling -= 1
+        self._num_followed += 1
+        if drift is not None and step is not None and self._num_followed > _SETTLING_STEPS:
+            over = drift.over_budget(step)
+            notice = drift.notice(step, times_count=self._num_followed > self._patient_steps)
         any_over, any_notice = self._agreement.largest([float(bool(over)), float(bool(notice))])
         if any_over:
             self._say(over or "another rank is over its budget")
@@ -347,9 +349,9 @@ class Planner:
         check_same(plan, self._agreement)
         changed, usual = plan.digest() != before.digest(), 1.0
         if changed:
-            self._settling_steps = _SETTLING_STEPS
+            self._patient_steps = _SETTLING_STEPS
         else:  # it is as it is: do not ask again at once
-            self._settling_steps = min(2 * self._settling_steps, _MOST_SETTLING_STEPS)
+            self._patient_steps = min(2 * self._patient_steps, _MOST_PATIENT_STEPS)
             if plan.predicted is not None and plan.predicted.step_s and step is not None:
                 usual = step.step_s / plan.predicted.step_s
         self._follow(plan, usual)

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The course of a planned run on one rank, with a solver that decides what the test says."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import ConfigurationError, OffloadConfig, OffloadEngine, Placement, Scope
+from megatron.offload.errors import InfeasibleBudgetError
+from megatron.offload.placement.passes import Layout
+from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
+from megatron.offload.placement.plan_file import load_plans, save_plans
+from megatron.offload.placement.planned import PlannedPolicy
+from megatron.offload.placement.profile import StageProfile
+from megatron.offload.planning.agreement import Alone
+from megatron.offload.planning.drift import Drift, MeasuredStep
+from megatron.offload.planning.planner import Phase, Planner, Stage
+from megatron.offload.storage.device import CpuDevice
+from megatron.offload.storage.file import UnlinkedFile
+
+LAYERS = ("decoder.1", "decoder.2")
+GIB = 1 << 30
+
+
+class Solver:
+    """Stands for `SolverProcess`: decides nothing by itself, remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[StageProfile, int | None, float | None]] = []
+        self.placement = Placement.SSD
+        self.predicted = Prediction(1000.0, 0.0, 0.0, 1 << 40)  # nothing can be worse than that
+        self.smallest_bytes = 0
+
+    def __call__(self) -> Solver:
+        return self
+
+    def __enter__(self) -> Solver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+    def all_offloaded_bytes(self, profile: StageProfile) -> int:
+        return 0
+
+    def solve(
+        self, profile: StageProfile, *, budget_bytes: int | None, max_slowdown: float | None
+    ) -> Plan:
+        self.asked.append((profile, budget_bytes, max_slowdown))
+        if budget_bytes is not None and budget_bytes < self.smallest_bytes:
+            raise InfeasibleBudgetError("no plan is so small", self.smallest_bytes, 1.0)
+        groups = [
+            PlannedGroup(layer.chunk, layer.name, group.name, self.placement, group.movable_bytes)
+            for layer in profile.layers
+            for group in layer.groups
+        ]
+        return Plan(tuple(groups), predicted=self.predicted)
+
+
+class Run:
+    """A model of two layers in plain torch, and a planner for it."""
+
+    def __init__(self, config: OffloadConfig, directory: Path | None = None) -> None:
+        self.solver = Solver()
+        policy = PlannedPolicy(config.min_bytes, Placement(config.safe_mode))
+        self.engine = OffloadEngine(config, policy=policy)
+        stage = Stage(Layout(1, 0, 1, 1), [(0, name) for name in LAYERS])
+        try:
+            self.planner = Planner(
+                config,
+                self.engine,
+                CpuDevice(),
+                policy,
+                Alone(),
+                stage,
+                directory=directory,
+                solver=self.solver,  # type: ignore[arg-type]
+            )
+        except BaseException:
+            self.engine.close()
+            raise
+        torch.manual_seed(1)
+        self.model = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in LAYERS)
+        self.engine.exclude(self.model.parameters())
+        self.tokens = 32
+
+    def step(self, *, fails: bool = False) -> None:
+        profiler = self.planner.measurement.profiler
+        with self.planner.step(), self.engine.step():
+            for micro_batch in range(2):
+                scope = Scope(0, micro_batch)
+                with profiler.forward(0, micro_batch), self.engine.forward(scope) as tape:
+                    x = torch.ones(self.tokens, 2, 64, requires_grad=True) * 1
+                    for name, layer in zip(LAYERS, self.model, strict=True):
+                        own = dataclasses.replace(scope, layer=name)
+                        profiler.begin_layer(own, [x], recomputes=False)
+                        y = layer(x).tanh()
+                        self.engine.capture(own, [y], [x])
+                        profiler.end_layer([y])
+                        x = y
+                if fails:
+                    raise ArithmeticError("the loss is infinite")
+                with profiler.backward(0, micro_batch), self.engine.backward(tape):
+                    x.sum().backward()
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.step()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def build(directory: Path | None = None, **changes: Any) -> Run:
+        settings: dict[str, Any] = {
+            "mode": "auto",
+            "directories": (tmp_path,),
+            "min_bytes": 1,
+            "memory_budget_bytes": 16 * GIB,
+            **changes,
+        }
+        runs.append(Run(OffloadConfig(**settings), directory))
+        return runs[-1]
+
+    yield build
+    for run in runs:
+        run.engine.close()
+
+
+def test_three_steps_are_offloaded_and_then_the_plan_is_followed(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start(tmp_path / "run", max_slowdown=0.5)
+    run.solver.placement = Placement.KEEP
+    for phase in (Phase.WARMING_UP, Phase.MEASURING, Phase.MEASURING):
+        assert run.planner.phase is phase and run.planner.plan is None
+        run.step()
+        assert run.engine.statistics.offloaded_bytes > 0
+    ((profile, budget_bytes, slowdown),) = run.solver.asked
+    assert (budget_bytes, slowdown) == (16 * GIB, 0.5)
+    assert profile.num_micro_batches == 2 and [one.name for one in profile.layers] == list(LAYERS)
+    assert profile.transient_bytes > 0 and profile.layers[0].forward_s > 0
+    saved = StageProfile.load(tmp_path / "run" / "activation-profile-stage0.json")
+    assert saved == profile
+    assert run.planner.phase is Phase.FOLLOWING
+    run.steps(3)
+    assert run.engine.statistics.offloaded_bytes == 0
+    assert len(run.solver.asked) == 1 and run.engine.observer is None
+
+
+def test_predicted_and_measured_stand_side_by_side(start: Callable[..., Run]) -> None:
+    run = start()
+    run.step()
+    before = run.planner.figures
+    assert before["predicted_step_s"] == 0 and before["measured_step_s"] > 0
+    run.steps(3)
+    after = run.planner.figures
+    assert list(after) == list(before)
+    assert after["predicted_step_s"] == 1000.0 and after["predicted_peak_bytes"] == 1 << 40
+    assert after["plans"] == 1 and after["measured_peak_bytes"] >= 0
+
+
+def test_a_step_that_ends_badly_is_measured_again(start: Callable[..., Run]) -> None:
+    run = start()
+    run.step()
+    with pytest.raises(ArithmeticError):
+        run.step(fails=True)
+    assert run.planner.phase is Phase.MEASURING and not run.solver.asked
+    run.steps(2)
+    assert run.planner.phase is Phase.FOLLOWING
+
+
+def test_the_plan_is_written_and_another_run_follows_it_at_once(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    first = start(plan_file=path)
+    first.solver.placement = Placement.KEEP
+    first.steps(3)
+    assert load_plans(path)[0] == first.planner.plan
+    second = start(plan_file=path)
+    assert second.planner.plan == first.planner.plan
+    second.solver.predicted = Prediction(0.0, 0.0, 0.0, 0)
+    second.steps(8)
+    assert second.engine.statistics.offloaded_bytes == 0
+    assert second.solver.asked == []  # it neither measures nor adapts
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (Plan((), stage=1), "has stages 1, and none numbered 0"),
+        (Plan(()), r"the model has layer decoder\.1"),
+    ],
+)
+def test_a_plan_of_another_model_is_refused_at_the_start(
+    plan: Plan, sentence: str, start: Callable[..., Run], tmp_path: Path
+) -> None:
+    save_plans(tmp_path / "plan.json", [plan])
+    with pytest.raises(ConfigurationError, match=sentence):
+        start(plan_file=tmp_path / "plan.json")
+
+
+def test_a_budget_that_cannot_be_met_ends_the_run(start: Callable[..., Run]) -> None:
+    run = start(memory_budget_bytes=1000)
+    run.solver.smallest_bytes = 2000
+    run.steps(2)
+    with pytest.raises(ConfigurationError, match="no plan is so small"):
+        run.step()
+
+
+def test_a_budget_that_nobody_gave_is_what_is_free_or_as_little_as_possible(
+    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(memory_budget_bytes=None)
+    run.solver.smallest_bytes = 1 << 60
+    with caplog.at_level(logging.INFO, "megatron.offload"):
+        run.steps(3)
+    assert "50 % of the" in caplog.text and "as little memory as possible" in caplog.text
+    (_, inferred, _), (_, smallest, _) = run.solver.asked
+    assert inferred is not None and 0 < inferred < 1 << 50 and smallest == 1 << 60
+
+
+def test_a_slowdown_alone_sets_no_budget(start: Callable[..., Run]) -> None:
+    run = start(memory_budget_bytes=None, max_slowdown=0.02)
+    run.steps(3)
+    assert run.solver.asked[0][1:] == (None, 0.02)
+
+
+def test_a_disk_that_becomes_slow_is_planned_for_within_five_steps(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    run = start()
+    run.steps(6)
+    num_plans = run.planner.num_plans
+    write = UnlinkedFile.write
+
+    def slow(self: UnlinkedFile, body: memoryview, offset: int) -> None:
+        time.sleep(0.02)
+        write(self, body, offset)
+
+    monkeypatch.setattr(UnlinkedFile, "write", slow)
+    for _ in range(5):
+        run.step()
+        if run.planner.num_plans > num_plans:
+            break
+    assert run.planner.num_plans == num_plans + 1
+    first, second = (one[0].tiers[0].write_bytes_per_s for one in run.solver.asked[-2:])
+    assert second < first / 2
+
+
+def test_other_sizes_are_measured_and_a_third_one_is_fitted(start: Callable[..., Run]) -> None:
+    run = start()
+    run.solver.placement = Placement.KEEP
+    run.steps(5)
+    run.tokens = 64
+    run.steps(3)
+    assert run.planner.num_plans == 2
+    sizes = [profile.sizes["sequence_length"] for profile, _, _ in run.solver.asked]
+    assert sizes == [32, 64]
+    run.steps(2)
+    run.tokens = 48
+    run.steps(2)
+    assert run.planner.num_plans == 3
+    fitted = run.solver.asked[-1][0]
+    assert fitted.source == "fitted to two sizes" and fitted.sizes["sequence_length"] == 48
+    movable = [profile.layers[0].movable_bytes for profile, _, _ in run.solver.asked]
+    assert movable[2] == (movable[0] + movable[1]) // 2
+
+
+def test_more_memory_than_the_budget_is_planned_for_at_once(start: Callable[..., Run]) -> None:
+    run = start(memory_budget_bytes=1)
+    run.solver.placement = Placement.KEEP
+    run.solver.predicted = dataclasses.replace(run.solver.predicted, peak_bytes=0)
+    run.steps(6)
+    (before, _, _), (after, budget_bytes, _) = run.solver.asked[:2]
+    assert budget_bytes == 1 and run.planner.num_plans == 2
+    assert after.transient_bytes > before.transient_bytes
+
+
+PROFILED = Prediction(1.0, 0.1, 0.0, 100)
+
+
+def drift(**changes: Any) -> Drift:
+    profile = StageProfile(
+        Layout(1, 0, 1, 1), 1, (), (), (0.0,), (0.0,), (0.0,), (0.0,), sizes={"sequence_length": 8}
+    )
+    return Drift(PROFILED, profile, 1000, **changes)
+
+
+def test_one_disturbed_step_is_no_drift() -> None:
+    seen = drift()
+    usual, slow = MeasuredStep(1.1, 0.1, 100), MeasuredStep(1.5, 0.1, 100)
+    assert [bool(seen.notice(step)) for step in (slow, usual, slow, slow)] == [
+        False, False, False, True,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (MeasuredStep(1.5, 0.1, 100), "a step took 1.500 s, the plan says 1.000 s"),
+        (MeasuredStep(1.1, 0.3, 100), "compute waited 0.300 s, the plan says 0.100 s"),
+        (MeasuredStep(1.0, 0.1, 100, {"sequence_length": 9}), "other sizes: sequence_length 9"),
+    ],
+)
+def test_drift_says_what_differs(step: MeasuredStep, reason: str) -> None:
+    seen = drift()
+    seen.notice(step)
+    assert reason in seen.notice(step)
+
+
+def test_what_planning_again_did_not_change_is_usual() -> None:
+    seen, slow = drift(usual=1.5), MeasuredStep(1.5, 0.1, 100)
+    assert [seen.notice(slow), seen.notice(slow)] == ["", ""]
+
+
+def test_a_slow_step_is_no_reason_while_times_do_not_count() -> None:
+    seen, slow = drift(), MeasuredStep(1.5, 0.1, 100)
+    assert [seen.notice(slow, times_count=False) for _ in range(3)] == ["", "", ""]
+
+
+def test_a_budget_is_exceeded_by_more_than_what_cannot_be_measured() -> None:
+    assert drift().over_budget(MeasuredStep(1.0, 0.1, 1010)) == ""
+    assert "more than the budget" in drift().over_budget(MeasuredStep(1.0, 0.1, 1100))
