@@ -17,7 +17,7 @@ Flags given here come after those of the settings and win over them. --print sho
 node and starts nothing.
 
 Environment:
-  OFFLOAD          off, ssd, host or tiered (default ssd)
+  OFFLOAD          off, ssd, host, tiered or auto (default ssd); auto uses OFFLOAD_DIR if it is set
   OFFLOAD_DIR      directory on a local NVMe drive, or several on several drives: /nvme0/x,/nvme1/x
   DATA_PATH        prefix of the .bin/.idx files; without it GPT gets made-up tokens (--mock-data)
   TOKENIZER_MODEL  what the data was made with (HuggingFaceTokenizer)
@@ -77,6 +77,8 @@ if [[ "$OFFLOAD" == ssd || "$OFFLOAD" == tiered ]]; then
     # No default: the repository often lies on a network file system, the worst place for this.
     [[ -n "${OFFLOAD_DIR:-}" ]] ||
         fail "OFFLOAD=$OFFLOAD needs a place; set OFFLOAD_DIR to a directory on a local NVMe drive"
+    flags+=(--activation-offload-dir "$OFFLOAD_DIR")
+elif [[ "$OFFLOAD" == auto && -n "${OFFLOAD_DIR:-}" ]]; then
     flags+=(--activation-offload-dir "$OFFLOAD_DIR")
 fi
 

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--activation-offload auto` on megatron-core: measures, plans and follows, and changes no bit.
+
+A plan that differs between ranks that share layers would end these runs with an error, or for ever.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launch import TINY, Outcome, run_trainer, train
+
+from megatron.offload.placement.plan import Plan, PlannedGroup
+from megatron.offload.placement.plan_file import load_plans, save_plans
+from megatron.offload.placement.policy import Placement
+from megatron.offload.placement.profile import StageProfile
+
+STEPS = 6
+LAYOUTS = {
+    "TP2": (2, "--tensor-model-parallel-size 2"),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "TP2+SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+}
+
+
+def auto(directory: Path, *more: str) -> str:
+    """Flags that plan for as little memory as possible, however long a step then takes."""
+    return " ".join(
+        (
+            f"--activation-offload auto --activation-offload-dir {directory}",
+            "--activation-offload-min-bytes 1KiB",
+            *more,
+        )
+    )
+
+
+def assert_same_bits(planned: Outcome, off: Outcome) -> None:
+    """Every loss and gradient norm, and the final weights."""
+    assert len(off.metrics) == STEPS
+    for name in ("step", "loss", "grad_norm", "model"):
+        assert [record.get(name) for record in planned.metrics] == [
+            record.get(name) for record in off.metrics
+        ], name
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+def test_auto_changes_no_bit(layout: str, tmp_path: Path) -> None:
+    world_size, flags = LAYOUTS[layout]
+    flags += f" --train-iters {STEPS}"
+    run, path = tmp_path / "run", tmp_path / "plan.json"
+    planned = train(
+        flags,
+        auto(tmp_path, "--activation-offload-max-slowdown 1", f"--activation-offload-plan {path}"),
+        f"--metrics-file {run / 'metrics.jsonl'}",
+        world_size=world_size,
+        timeout_s=150,
+    )
+    assert_same_bits(planned, train(flags, world_size=world_size))
+    plans = load_plans(path)
+    stages = 2 if "PP" in layout else 1
+    assert sorted(plans) == list(range(stages))
+    layers = {one.layer for plan in plans.values() for one in plan.groups}
+    assert layers == {f"decoder.{number}" for number in range(1, 5)}
+    for stage in range(stages):
+        profile = StageProfile.load(run / f"activation-profile-stage{stage}.json")
+        assert profile.layout.num_stages == stages and profile.num_micro_batches == 4
+        for layer in profile.layers:
+            assert [group.name for group in layer.groups] == ["attention", "mlp"]
+            assert layer.movable_bytes > 0 and layer.forward_s > 0 and layer.backward_s > 0
+    figures = [record["offload"] for record in planned.metrics]
+    assert [step["plans"] > 0 for step in figures] == [False, False, True, True, True, True]
+    for step in figures[2:]:
+        assert step["predicted_step_s"] > 0 and step["measured_step_s"] > 0
+        assert step["predicted_peak_bytes"] > 0
+    assert planned.output.count("activation plan of stage 0") >= 1
+
+
+def mixed(stage: int, layers: range) -> Plan:
+    """Something of everything: recomputed, on the SSD, in two parts, kept."""
+    kinds = [("layer", Placement.RECOMPUTE), ("layer", Placement.SSD), ("", Placement.KEEP)]
+    groups = []
+    for number in layers:
+        group, placement = kinds[(number - 1) % 3]
+        name = f"decoder.{number}"
+        if group:
+            groups.append(PlannedGroup(0, name, group, placement, 0))
+        else:
+            groups.append(PlannedGroup(0, name, "attention", Placement.SSD, 0))
+            groups.append(PlannedGroup(0, name, "mlp", Placement.KEEP, 0))
+    return Plan(tuple(groups), stage=stage)
+
+
+@pytest.mark.parametrize("layout", ["TP2+SP", "PP2"])
+def test_a_plan_that_people_wrote_is_followed_from_the_first_step(
+    layout: str, tmp_path: Path
+) -> None:
+    world_size, flags = LAYOUTS[layout]
+    flags += f" --train-iters {STEPS}"
+    path = tmp_path / "plan.json"
+    plans = [mixed(0, range(1, 5))]
+    if layout == "PP2":
+        plans = [mixed(0, range(1, 3)), mixed(1, range(3, 5))]
+    save_plans(path, plans)
+    written = path.read_text()
+    planned = train(
+        flags, auto(tmp_path, f"--activation-offload-plan {path}"), world_size=world_size
+    )
+    assert_same_bits(planned, train(flags, world_size=world_size))
+    for record in planned.metrics:
+        step = record["offload"]
+        # Of stage 0: layers 1 and 4 (1 with two stages), for each of four micro-batches.
+        assert step["recomputed_layers"] == (4 if layout == "PP2" else 8)
+        assert step["offloaded_bytes"] > 0 and step["plans"] == 1
+    assert path.read_text() == written
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+def test_a_budget_that_cannot_be_met_ends_all_ranks_with_one_sentence(
+    layout: str, tmp_path: Path
+) -> None:
+    world_size, flags = LAYOUTS[layout]
+    outcome = run_trainer(
+        TINY,
+        flags,
+        auto(tmp_path, "--activation-memory-budget 1KiB"),
+        f"--train-iters {STEPS}",
+        world_size=world_size,
+        timeout_s=150,
+    )
+    # Rank 0 leaves first; a launcher may kill the other before it has gone.
+    assert outcome.exit_codes[0] == 2 and 0 not in outcome.exit_codes
+    error = [line for line in outcome.errors.splitlines() if "error:" in line]
+    assert len(error) == 1 and "budget" in error[0]
+    assert "Traceback" not in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--activation-offload auto --activation-memory-budget 0", "leaves no memory"),
+        ("--activation-offload host --activation-memory-budget 1GiB", "is for --activation-off"),
+        ("--activation-offload auto --activation-recompute-layers 1", "drop one of the two"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags: str, sentence: str) -> None:
+    outcome = run_trainer(TINY, flags, "--validate-only")
+    assert outcome.exit_codes == [2] and sentence in outcome.errors
+    assert len(outcome.errors.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (Plan(mixed(0, range(1, 7)).groups), "the plan has layer decoder.5 in chunk 0"),
+        (Plan(mixed(0, range(1, 5)).groups, stage=1), "has stages 1, and none numbered 0"),
+    ],
+)
+def test_a_plan_of_another_model_is_refused(plan: Plan, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plans(path, [plan])
+    outcome = run_trainer(TINY, auto(tmp_path, f"--activation-offload-plan {path}"))
+    assert outcome.exit_codes == [2] and outcome.metrics == []
+    assert sentence in outcome.errors.splitlines()[-1]
+    json.loads(path.read_text())
