@@ -26,6 +26,7 @@ from megatron.offload.planning.drift import Drift, MeasuredStep
 from megatron.offload.planning.planner import Phase, Planner, Stage
 from megatron.offload.storage.device import CpuDevice
 from megatron.offload.storage.file import UnlinkedFile
+from tests.models import settle, ssd
 
 LAYERS = ("decoder.1", "decoder.2")
 GIB = 1 << 30
@@ -97,6 +98,7 @@ class Run:
         self.model = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in LAYERS)
         self.engine.exclude(self.model.parameters())
         self.tokens = 32
+        self.writes_end = False  # before backward, as with a model whose layers take long
 
     def step(self, *, fails: bool = False) -> None:
         profiler = self.planner.measurement.profiler
@@ -112,6 +114,8 @@ class Run:
                         self.engine.capture(own, [y], [x])
                         profiler.end_layer([y])
                         x = y
+                if self.writes_end:
+                    settle(self.engine)
                 if fails:
                     raise ArithmeticError("the loss is infinite")
                 with profiler.backward(0, micro_batch), self.engine.backward(tape):
@@ -242,20 +246,28 @@ def test_a_slowdown_alone_sets_no_budget(start: Callable[..., Run]) -> None:
     assert run.solver.asked[0][1:] == (None, 0.02)
 
 
+@pytest.mark.parametrize("how", ["the disk", "the limit"])
 def test_a_disk_that_becomes_slow_is_planned_for_within_five_steps(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+    how: str, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write, takes_s = UnlinkedFile.write, 0.005
 
-    run = start()
-    run.steps(6)
-    num_plans = run.planner.num_plans
-    write = UnlinkedFile.write
-
-    def slow(self: UnlinkedFile, body: memoryview, offset: int) -> None:
-        time.sleep(0.02)
+    def paced(self: UnlinkedFile, body: memoryview, offset: int) -> None:
+        time.sleep(takes_s)
         write(self, body, offset)
 
-    monkeypatch.setattr(UnlinkedFile, "write", slow)
+    monkeypatch.setattr(UnlinkedFile, "write", paced)
+    run = start(write_bytes_per_s=1e10, threads=1)
+    run.writes_end = True
+    run.steps(6)
+    assert run.planner.phase is Phase.FOLLOWING
+    num_plans = run.planner.num_plans
+    if how == "the disk":
+        takes_s = 0.05
+    else:
+        limit = ssd(run.engine).write_limit
+        assert limit is not None
+        limit.bytes_per_s = 2e5
     for _ in range(5):
         run.step()
         if run.planner.num_plans > num_plans:
