@@ -263,7 +263,7 @@ def test_a_disk_that_becomes_slow_is_planned_for_within_five_steps(
     assert run.planner.phase is Phase.FOLLOWING
     num_plans = run.planner.num_plans
     if how == "the disk":
-        takes_s = 0.05
+        takes_s = 0.15
     else:
         limit = ssd(run.engine).write_limit
         assert limit is not None
