@@ -15,6 +15,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -195,6 +196,7 @@ class TrainingScript:
             model_chunks,
             reserve_bytes=request.reserve_bytes,
             num_local_ranks=request.num_local_ranks,
+            run_directory=request.run_directory,
         )
 
     def _installed(self) -> MegatronOffload:
@@ -234,6 +236,7 @@ class _Request:
     config: OffloadConfig
     reserve_bytes: int
     num_local_ranks: int
+    run_directory: Path | None = None  # where its checkpoints go
 
 
 def _checked_request(flags: argparse.Namespace, num_local_ranks: int) -> _Request:
@@ -268,7 +271,8 @@ def _checked_request(flags: argparse.Namespace, num_local_ranks: int) -> _Reques
         _stage(),
     )
     check(config, settings, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
-    return _Request(config, reserve_bytes, num_local_ranks)
+    save = getattr(flags, "save", None)
+    return _Request(config, reserve_bytes, num_local_ranks, Path(save) if save else None)
 
 
 def _stage() -> int:

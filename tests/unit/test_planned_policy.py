@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy that follows a plan, and offloads everything where there is none."""
+
+from __future__ import annotations
+
+from megatron.offload import Placement, Scope
+from megatron.offload.placement.plan import Plan, PlannedGroup
+from megatron.offload.placement.planned import PlannedPolicy
+
+PLAN = Plan(
+    (
+        PlannedGroup(0, "decoder.1", "layer", Placement.RECOMPUTE, 8),
+        PlannedGroup(0, "decoder.2", "attention", Placement.HOST, 8),
+        PlannedGroup(0, "decoder.2", "mlp", Placement.KEEP, 8),
+        PlannedGroup(1, "decoder.3", "layer", Placement.KEEP, 8),
+    )
+)
+
+
+def place(policy: PlannedPolicy, layer: str, group: str, *, chunk: int = 0) -> Placement:
+    return policy.place(Scope(chunk, 0, layer, group), 100)
+
+
+def test_without_a_plan_everything_of_some_size_goes() -> None:
+    policy = PlannedPolicy(100, Placement.TIERED)
+    assert policy.divides_layers
+    assert policy.place_layer(Scope(0, 0, "decoder.1")) is Placement.TIERED
+    assert place(policy, "decoder.1", "mlp") is Placement.TIERED
+    assert policy.place(Scope(0, 0, "decoder.1", "mlp"), 99) is Placement.KEEP
+
+
+def test_each_group_goes_where_the_plan_says() -> None:
+    policy = PlannedPolicy(1, Placement.SSD)
+    policy.follow(PLAN)
+    assert policy.place_layer(Scope(0, 0, "decoder.1")) is Placement.RECOMPUTE
+    assert place(policy, "decoder.1", "") is Placement.KEEP  # it could not be recomputed
+    assert place(policy, "decoder.1", "mlp") is Placement.KEEP
+    assert place(policy, "decoder.2", "attention") is Placement.HOST
+    assert place(policy, "decoder.2", "mlp") is Placement.KEEP
+    assert place(policy, "decoder.3", "mlp", chunk=1) is Placement.KEEP
+
+
+def test_what_the_plan_does_not_know_leaves_memory() -> None:
+    policy = PlannedPolicy(1, Placement.SSD)
+    policy.follow(PLAN)
+    assert place(policy, "decoder.3", "mlp") is Placement.SSD  # of another chunk
+    assert place(policy, "decoder.2", "") is Placement.SSD  # its middle was not found
