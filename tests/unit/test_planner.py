@@ -300,10 +300,14 @@ def test_more_memory_than_the_budget_is_planned_for_at_once(start: Callable[...,
     run = start(memory_budget_bytes=1)
     run.solver.placement = Placement.KEEP
     run.solver.predicted = dataclasses.replace(run.solver.predicted, peak_bytes=0)
-    run.steps(6)
-    (before, _, _), (after, budget_bytes, _) = run.solver.asked[:2]
+    run.steps(4)
+    (before, _, _), (after, budget_bytes, _) = run.solver.asked
     assert budget_bytes == 1 and run.planner.num_plans == 2
     assert after.transient_bytes > before.transient_bytes
+    run.steps(4)  # the plan has not changed: it is not asked for again at once
+    assert run.planner.num_plans == 2
+    run.steps(1)
+    assert run.planner.num_plans == 3
 
 
 PROFILED = Prediction(1.0, 0.1, 0.0, 100)

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import enum
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.offload.config import OffloadConfig, format_size
@@ -121,9 +121,9 @@ class Planner:
         self._drift: Drift | None = None
         self._budget_bytes: int | None = None
         self._num_followed = 0  # steps under the present plan
-        self._patient_steps = _SETTLING_STEPS  # so long a slow step is no reason to plan again
+        self._patient_steps = 0  # so long neither time nor memory is a reason to plan again
         self._adapts = True
-        if config.plan_file is not None and config.plan_file.is_file():
+        if config.plan_file is not None:
             self._follow_file(config.plan_file)
 
     @contextlib.contextmanager
@@ -168,19 +168,35 @@ class Planner:
     # -- The first plan -------------------------------------------------------------------------
 
     def _follow_file(self, path: Path) -> None:
-        stage = self._stage.layout.stage
-        plans = load_plans(path)
+        """Follows the plan in a file, if there is one. All ranks do, or none."""
+        plan, message = None, None
+        try:
+            plan = self._plan_in(path) if path.is_file() else None
+        except ConfigurationError as error:
+            message = str(error).removeprefix(PREFIX)
+        told = self._agreement.of_all((plan is not None, message))
+        _raise_first(message for _, message in told)
+        if len({found for found, _ in told}) > 1:
+            raise ConfigurationError(
+                f"the plan {path} is there for some ranks only; put it where all machines see it"
+            )
+        if plan is None:
+            return
+        check_same(plan, self._agreement)
+        self._follow(plan)
+        self._adapts = False
+        if self._stage.speaks:
+            logger.info("activation offload: %s\n(from %s)", plan_table(plan), path)
+
+    def _plan_in(self, path: Path) -> Plan:
+        stage, plans = self._stage.layout.stage, load_plans(path)
         if stage not in plans:
             raise ConfigurationError(
                 f"the plan {path} has stages {', '.join(map(str, sorted(plans)))}, and none "
                 f"numbered {stage}; plan again for this layout"
             )
         plans[stage].check(self._stage.layers, self._engine.tiers)
-        check_same(plans[stage], self._agreement)
-        self._follow(plans[stage])
-        self._adapts = False
-        if self._stage.speaks:
-            logger.info("activation offload: %s\n(from %s)", plan_table(plans[stage]), path)
+        return plans[stage]
 
     def _make_first_plan(self) -> None:
         """Plans, with all ranks of the run: where one finds no plan, none goes on."""
@@ -198,9 +214,7 @@ class Planner:
         except ConfigurationError as error:
             message = str(error).removeprefix(PREFIX)
         told = self._agreement.of_all((plan if self._stage.speaks else None, message))
-        for _, one in told:
-            if one is not None:
-                raise ConfigurationError(one)
+        _raise_first(one for _, one in told)
         assert plan is not None and self.profile is not None
         check_same(plan, self._agreement)
         self._remember(self.profile)
@@ -305,9 +319,11 @@ class Planner:
         drift, step = self._drift, self.measurement.last
         over = notice = ""
         self._num_followed += 1
-        if drift is not None and step is not None and self._num_followed > _SETTLING_STEPS:
-            over = drift.over_budget(step)
-            notice = drift.notice(step, times_count=self._num_followed > self._patient_steps)
+        if drift is not None and step is not None:
+            is_impatient = self._num_followed > self._patient_steps
+            over = drift.over_budget(step) if is_impatient else ""
+            if self._num_followed > _SETTLING_STEPS:
+                notice = drift.notice(step, times_count=is_impatient)
         any_over, any_notice = self._agreement.largest([float(bool(over)), float(bool(notice))])
         if any_over:
             self._say(over or "another rank is over its budget")
@@ -349,9 +365,9 @@ class Planner:
         check_same(plan, self._agreement)
         changed, usual = plan.digest() != before.digest(), 1.0
         if changed:
-            self._patient_steps = _SETTLING_STEPS
+            self._patient_steps = 0
         else:  # it is as it is: do not ask again at once
-            self._patient_steps = min(2 * self._patient_steps, _MOST_PATIENT_STEPS)
+            self._patient_steps = min(max(2 * self._patient_steps, 4), _MOST_PATIENT_STEPS)
             if plan.predicted is not None and plan.predicted.step_s and step is not None:
                 usual = step.step_s / plan.predicted.step_s
         self._follow(plan, usual)
@@ -363,3 +379,10 @@ class Planner:
         if self._stage.speaks:
             stage = self._stage.layout.stage
             logger.info("activation offload: stage %d is to be planned again: %s", stage, reason)
+
+
+def _raise_first(messages: Iterable[str | None]) -> None:
+    """Raises ConfigurationError, the same on all ranks, if there was one on any."""
+    for message in messages:
+        if message is not None:
+            raise ConfigurationError(message)
