@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, OffloadConfig, OffloadEngine, Placement, Scope
-from megatron.offload.errors import InfeasibleBudgetError
+from megatron.offload.errors import InfeasibleBudgetError, OffloadError
 from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
 from megatron.offload.placement.plan_file import load_plans, save_plans
@@ -39,7 +39,8 @@ class Solver:
         self.asked: list[tuple[StageProfile, int | None, float | None]] = []
         self.placement = Placement.SSD
         self.predicted = Prediction(1000.0, 0.0, 0.0, 1 << 40)  # nothing can be worse than that
-        self.smallest_bytes = 0
+        self.smallest_bytes = self.simulated_bytes = 0
+        self.error: OffloadError | None = None
 
     def __call__(self) -> Solver:
         return self
@@ -55,13 +56,15 @@ class Solver:
     ) -> None:
         pass
 
-    def all_offloaded_bytes(self, profile: StageProfile) -> int:
-        return 0
+    def peak_bytes(self, profile: StageProfile, plan: Plan | None) -> int:
+        return profile.transient_bytes + self.simulated_bytes
 
     def solve(
         self, profile: StageProfile, *, budget_bytes: int | None, max_slowdown: float | None
     ) -> Plan:
         self.asked.append((profile, budget_bytes, max_slowdown))
+        if self.error is not None:
+            raise self.error
         if budget_bytes is not None and budget_bytes < self.smallest_bytes:
             raise InfeasibleBudgetError("no plan is so small", self.smallest_bytes, 1.0)
         groups = [
@@ -299,15 +302,39 @@ def test_other_sizes_are_measured_and_a_third_one_is_fitted(start: Callable[...,
 def test_more_memory_than_the_budget_is_planned_for_at_once(start: Callable[..., Run]) -> None:
     run = start(memory_budget_bytes=1)
     run.solver.placement = Placement.KEEP
-    run.solver.predicted = dataclasses.replace(run.solver.predicted, peak_bytes=0)
-    run.steps(4)
+    run.steps(3)
+    # The model's activations are small; so the plan's are said to be smaller than nothing.
+    run.solver.simulated_bytes = -1 << 30
+    run.step()
     (before, _, _), (after, budget_bytes, _) = run.solver.asked
     assert budget_bytes == 1 and run.planner.num_plans == 2
-    assert after.transient_bytes > before.transient_bytes
+    assert after.transient_bytes > before.transient_bytes + (1 << 29)
     run.steps(4)  # the plan has not changed: it is not asked for again at once
     assert run.planner.num_plans == 2
     run.steps(1)
     assert run.planner.num_plans == 3
+
+
+def test_a_solver_that_fails_later_leaves_the_plan_as_it_is(
+    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start()
+    run.solver.placement = Placement.KEEP
+    run.steps(5)
+    plan, run.tokens = run.planner.plan, 64
+    run.solver.error = OffloadError("the process that plans ended")
+    run.steps(3)
+    assert "the process that plans ended; going on with the present plan" in caplog.text
+    assert run.planner.plan == plan and run.planner.phase is Phase.FOLLOWING
+    run.steps(1)
+
+
+def test_a_solver_that_fails_at_first_ends_the_run(start: Callable[..., Run]) -> None:
+    run = start()
+    run.solver.error = OffloadError("the process that plans ended")
+    run.steps(2)
+    with pytest.raises(ConfigurationError, match="the process that plans ended"):
+        run.step()
 
 
 PROFILED = Prediction(1.0, 0.1, 0.0, 100)

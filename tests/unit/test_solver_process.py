@@ -42,11 +42,13 @@ def test_it_answers_as_the_solver_does_here() -> None:
     budget_bytes = 24 * MIB
     with SolverProcess() as solver:
         plan = solver.solve(profile(), budget_bytes=budget_bytes, max_slowdown=None)
-        peak_bytes = solver.all_offloaded_bytes(profile())
+        peak_bytes = solver.peak_bytes(profile(), None)
+        planned_bytes = solver.peak_bytes(profile(), plan)
         with pytest.raises(InfeasibleBudgetError) as refused:
             solver.solve(profile(), budget_bytes=1000, max_slowdown=None)
     assert plan == solve(profile(), budget_bytes=budget_bytes)
     assert plan.predicted is not None and plan.predicted.peak_bytes <= budget_bytes
+    assert planned_bytes == plan.predicted.peak_bytes
     timeline = Timeline(profile())
     kept = timeline.cost(timeline.choices.all(0)).peak_bytes
     assert 0 < peak_bytes < kept
@@ -57,7 +59,7 @@ def test_a_process_that_dies_is_an_error_that_says_so() -> None:
     solver = SolverProcess()
     with pytest.raises(OffloadError, match="ended with exit code -9"), solver:
         solver._process.kill()
-        solver.all_offloaded_bytes(profile())
+        solver.peak_bytes(profile(), None)
     assert solver._process.returncode == -9
 
 

@@ -22,7 +22,12 @@ from pathlib import Path
 
 from megatron.offload.config import OffloadConfig, format_size
 from megatron.offload.engine import OffloadEngine
-from megatron.offload.errors import PREFIX, ConfigurationError, InfeasibleBudgetError
+from megatron.offload.errors import (
+    PREFIX,
+    ConfigurationError,
+    InfeasibleBudgetError,
+    OffloadError,
+)
 from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.plan_file import load_plans, save_plans
@@ -143,7 +148,9 @@ class Planner:
             if self.measurement.num_detailed >= _MEASURED_STEPS:
                 self._make_first_plan()
         elif self.phase is Phase.UPDATING:
-            self._plan_from_another_measurement()
+            self._plan_again(self._measured_profile(self.profile))
+            assert self.profile is not None
+            self._remember(self.profile)
         elif self._adapts:
             self._compare()
         self.measurement.resume()
@@ -202,16 +209,14 @@ class Planner:
         """Plans, with all ranks of the run: where one finds no plan, none goes on."""
         plan, message = None, None
         self._budget_bytes = self._asked_budget()
+        peak_bytes = self._largest(self._safe_peak_bytes)
         try:
             profile = self._measured_profile(None)
-            (peak,) = self._agreement.largest([float(self._safe_peak_bytes)])
             with self._solver() as solver:
-                # What the peak has beyond the activations that the simulation knows of.
-                beyond_bytes = max(int(peak) - solver.all_offloaded_bytes(profile), 0)
-                self.profile = dataclasses.replace(profile, transient_bytes=beyond_bytes)
+                self.profile = self._calibrated(solver, profile, None, peak_bytes)
                 may_exceed = self._config.memory_budget_bytes is None
                 plan = self._solved(solver, self.profile, may_exceed=may_exceed)
-        except ConfigurationError as error:
+        except OffloadError as error:
             message = str(error).removeprefix(PREFIX)
         told = self._agreement.of_all((plan if self._stage.speaks else None, message))
         _raise_first(one for _, one in told)
@@ -285,6 +290,9 @@ class Planner:
         )
         return agreed_profile(profile, self._agreement)
 
+    def _largest(self, num_bytes: int) -> int:
+        return int(self._agreement.largest([float(num_bytes)])[0])
+
     def _remember(self, profile: StageProfile) -> None:
         tokens = tokens_of(profile.sizes)
         self._by_tokens.pop(tokens, None)
@@ -327,43 +335,47 @@ class Planner:
         any_over, any_notice = self._agreement.largest([float(bool(over)), float(bool(notice))])
         if any_over:
             self._say(over or "another rank is over its budget")
-            self._correct_memory()
-            self._plan_again()
+            self._plan_again(self.profile)
         elif any_notice:
             self._say(notice or "another rank has noticed a change")
-            profile = self._fitted()
-            if profile is not None:
-                self.profile = profile
-                self._plan_again()
+            fitted_profile = self._fitted()
+            if fitted_profile is not None:
+                self._plan_again(fitted_profile)
             else:
                 self.phase = Phase.UPDATING
 
-    def _plan_from_another_measurement(self) -> None:
-        previous = self.profile
-        assert previous is not None
-        profile = self._measured_profile(previous)
-        self.profile = dataclasses.replace(profile, transient_bytes=previous.transient_bytes)
-        self._correct_memory()
-        self._remember(self.profile)
-        self._plan_again()
+    def _calibrated(
+        self, solver: SolverProcess, profile: StageProfile, followed: Plan | None, peak_bytes: int
+    ) -> StageProfile:
+        """With working memory so that the simulation has the peak that was measured.
 
-    def _correct_memory(self) -> None:
-        """What was measured beyond the prediction is working memory that was not known of."""
-        predicted = self.plan.predicted if self.plan is not None else None
-        if predicted is None or self.profile is None:
-            return
-        (missing,) = self._agreement.largest([float(self._peak_bytes - predicted.peak_bytes)])
-        if missing > 0:
-            transient_bytes = self.profile.transient_bytes + int(missing)
-            self.profile = dataclasses.replace(self.profile, transient_bytes=transient_bytes)
+        The first steps, where everything is offloaded, show too much of it on a CPU: there an
+        allocator holds freed memory that kept activations would take.
 
-    def _plan_again(self) -> None:
-        assert self.profile is not None and self.plan is not None
-        before, step = self.plan, self.measurement.last
-        with self._solver() as solver:
-            plan = self._solved(solver, self.profile, may_exceed=True)
+        Args:
+            followed: the plan at that time; None: none, everything was offloaded.
+            peak_bytes: the largest in the group.
+        """
+        missing_bytes = peak_bytes - solver.peak_bytes(profile, followed)
+        transient_bytes = max(profile.transient_bytes + missing_bytes, 0)
+        return dataclasses.replace(profile, transient_bytes=transient_bytes)
+
+    def _plan_again(self, profile: StageProfile | None) -> None:
+        """Where that fails on a rank of the group, all of them go on as they are."""
+        assert profile is not None and self.plan is not None
+        before, after = self.plan, None
+        peak_bytes = self._largest(self._peak_bytes)
+        try:
+            with self._solver() as solver:
+                profile = self._calibrated(solver, profile, before, peak_bytes)
+                after = self._solved(solver, profile, may_exceed=True)
+        except OffloadError as error:
+            logger.warning("%s; going on with the present plan", error)
+        (any_failed,) = self._agreement.largest([float(after is None)])
+        plan = before if any_failed or after is None else after
         check_same(plan, self._agreement)
-        changed, usual = plan.digest() != before.digest(), 1.0
+        self.profile = profile
+        changed, usual, step = plan.digest() != before.digest(), 1.0, self.measurement.last
         if changed:
             self._patient_steps = 0
         else:  # it is as it is: do not ask again at once

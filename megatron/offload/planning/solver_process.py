@@ -56,9 +56,10 @@ class SolverProcess:
         (plan,) = plans_from_json(answer["plan"]).values()
         return plan
 
-    def all_offloaded_bytes(self, profile: StageProfile) -> int:
-        """The predicted peak of a step in which everything that can goes to a tier."""
-        return int(self._ask("all_offloaded_bytes", profile)["num_bytes"])
+    def peak_bytes(self, profile: StageProfile, plan: Plan | None) -> int:
+        """The predicted peak with a plan; with None, where everything that can goes to a tier."""
+        text = plans_to_json([plan]) if plan is not None else None
+        return int(self._ask("peak_bytes", profile, plan=text)["num_bytes"])
 
     def _ask(self, what: str, profile: StageProfile, **asked: Any) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -94,8 +95,8 @@ def _serve(requests: TextIO, answers: TextIO) -> None:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     profile = StageProfile.from_json(request["profile"])
     try:
-        if request["what"] == "all_offloaded_bytes":
-            return {"num_bytes": _all_offloaded_bytes(profile)}
+        if request["what"] == "peak_bytes":
+            return {"num_bytes": _peak_bytes(profile, request["plan"])}
         from megatron.offload.placement.solver import solve
 
         plan = solve(
@@ -109,9 +110,16 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         return answer
 
 
-def _all_offloaded_bytes(profile: StageProfile) -> int:
+def _peak_bytes(profile: StageProfile, plan: str | None) -> int:
     from megatron.offload.placement.timeline import Timeline
 
+    followed = _all_offloaded(profile)
+    if plan is not None:
+        (followed,) = plans_from_json(plan).values()
+    return Timeline(profile).predict(followed).peak_bytes
+
+
+def _all_offloaded(profile: StageProfile) -> Plan:
     fastest = max(profile.tiers, key=lambda tier: tier.write_bytes_per_s)
     groups = tuple(
         PlannedGroup(
@@ -124,7 +132,7 @@ def _all_offloaded_bytes(profile: StageProfile) -> int:
         for layer in profile.layers
         for group in layer.groups
     )
-    return Timeline(profile).predict(Plan(groups)).peak_bytes
+    return Plan(groups)
 
 
 def _main() -> None:
