@@ -164,3 +164,17 @@ def test_a_plan_of_another_model_is_refused(plan: Plan, sentence: str, tmp_path:
     assert outcome.exit_codes == [2] and outcome.metrics == []
     assert sentence in outcome.errors.splitlines()[-1]
     json.loads(path.read_text())
+
+
+def test_auto_plans_for_encoder_and_decoder_apart(tiny: dict[str, str], tmp_path: Path) -> None:
+    flags, path = f"--train-iters {STEPS}", tmp_path / "plan.json"
+    planned = train(
+        flags,
+        auto(tmp_path, "--activation-offload-max-slowdown 1", f"--activation-offload-plan {path}"),
+        tiny=tiny["t5"],
+        model="t5",
+        timeout_s=150,
+    )
+    assert_same_bits(planned, train(flags, tiny=tiny["t5"], model="t5"))
+    layers = [one.layer for one in load_plans(path)[0].groups]
+    assert list(dict.fromkeys(layers)) == ["encoder.1", "encoder.2", "decoder.1", "decoder.2"]
