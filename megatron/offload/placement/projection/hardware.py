@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU and its drives can do, by data sheet: `Gpu`, `Drive`, `Hardware`.
+
+Read from `gpus.json` and `drives.json` beside this file, where each figure has its source and each
+assumption its reason. Whoever has other hardware describes it in files of the same form.
+Never looks at the machine it runs on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement.profile import TierProfile
+
+_HERE = Path(__file__).parent
+DEFAULT_DRIVE = "9550-max"
+
+
+@dataclass(frozen=True)
+class Fractions:
+    """How much of a data sheet's figure training reaches; each is an assumption."""
+
+    matmul: float
+    attention: float
+    memory: float
+    nvlink: float
+    host_link: float
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. Rates per second; links in one direction.
+
+    Attributes:
+        flops: dense, by name of the element type.
+    """
+
+    name: str
+    title: str
+    flops: dict[str, float]
+    memory_bytes: float
+    memory_bytes_per_s: float
+    nvlink_bytes_per_s: float
+    host_link: str
+    host_link_bytes_per_s: float
+    assumed: Fractions
+    sources: tuple[str, ...]
+    assumed_from: str
+
+    @classmethod
+    def load(cls, name: str, file: Path | None = None) -> Gpu:
+        """A described GPU. Raises ConfigurationError: there is none of this name."""
+        values = _find("gpus", "GPU", name, file)
+        return _made(
+            cls,
+            {
+                **values,
+                "name": name,
+                "assumed": _made(Fractions, values.get("assumed", {}), name),
+                "sources": tuple(values.get("sources", ())),
+            },
+            name,
+        )
+
+    def peak_flops(self, dtype: str) -> float:
+        """Raises ConfigurationError: it does not compute in this type."""
+        if dtype not in self.flops:
+            raise ConfigurationError(
+                f"{self.title} is not described for {dtype}; choose one of {', '.join(self.flops)}"
+            )
+        return self.flops[dtype]
+
+
+@dataclass(frozen=True)
+class Drive:
+    """One SSD. `rated_bytes` is what it is rated to be written in its life (TBW)."""
+
+    name: str
+    title: str
+    capacity_bytes: float
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    rated_bytes: float
+    source: str
+    assumed_fraction: float
+
+    @classmethod
+    def load(cls, name: str, file: Path | None = None) -> Drive:
+        """A described drive. Raises ConfigurationError: there is none of this name."""
+        fraction = _read("drives", file).get("assumed_fraction", 1.0)
+        values = _find("drives", "SSD", name, file)
+        return _made(cls, {"assumed_fraction": fraction, **values, "name": name}, name)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What one rank computes on and may write to.
+
+    Attributes:
+        gpu: one of them.
+        drive: the model of its SSDs.
+        num_drives: for each GPU; not whole where GPUs share drives.
+        host_bytes: of host memory for each GPU; 0: none.
+    """
+
+    gpu: Gpu
+    drive: Drive
+    num_drives: float = 1
+    host_bytes: int = 0
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Between GPU and host, in one direction, as far as it is reached."""
+        return self.gpu.host_link_bytes_per_s * self.gpu.assumed.host_link
+
+    @property
+    def rated_bytes(self) -> float:
+        """That all drives of one GPU may be written in their life."""
+        return self.num_drives * self.drive.rated_bytes
+
+    def tiers(self) -> tuple[TierProfile, ...]:
+        """The drives together, and host memory. None is faster than the link to the GPU.
+
+        A drive that reads and writes at once moves no more than when it only reads (an
+        assumption); a link carries both directions at once. That host memory and drives share
+        the link shows in neither.
+        """
+        link = self.link_bytes_per_s
+        tiers = []
+        if self.host_bytes:
+            tiers.append(TierProfile("host", link, link, None, 1e-5, self.host_bytes))
+        if self.num_drives:
+            together = self.num_drives * self.drive.assumed_fraction
+            read = min(link, together * self.drive.read_bytes_per_s)
+            tiers.append(
+                TierProfile(
+                    name="ssd",
+                    write_bytes_per_s=min(link, together * self.drive.write_bytes_per_s),
+                    read_bytes_per_s=read,
+                    shared_bytes_per_s=min(2 * link, together * self.drive.read_bytes_per_s),
+                    latency_s=1e-4,
+                    capacity_bytes=int(self.num_drives * self.drive.capacity_bytes),
+                )
+            )
+        return tuple(tiers)
+
+
+def names(kind: str, file: Path | None = None) -> list[str]:
+    """Of what is described; `kind` is `gpus` or `drives`."""
+    return sorted(_read(kind, file)[kind])
+
+
+def _read(kind: str, file: Path | None) -> dict[str, Any]:
+    path = file or _HERE / f"{kind}.json"
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is no JSON: {error}") from None
+    if not isinstance(values, dict) or not isinstance(values.get(kind), dict):
+        raise ConfigurationError(
+            f"{path} describes no {kind}; it needs an object {kind!r}, as {_HERE / kind}.json has"
+        )
+    return values
+
+
+def _find(kind: str, noun: str, name: str, file: Path | None) -> dict[str, Any]:
+    described = _read(kind, file)[kind]
+    if name not in described:
+        raise ConfigurationError(
+            f"no {noun} is called {name!r}; choose one of {', '.join(sorted(described))}"
+        )
+    return dict(described[name])
+
+
+def _made(kind: Any, values: dict[str, Any], name: str) -> Any:
+    wanted = {field.name for field in dataclasses.fields(kind)}
+    if missing := sorted(wanted - values.keys()):
+        raise ConfigurationError(f"the description of {name!r} lacks {', '.join(missing)}")
+    return kind(**{key: values[key] for key in wanted})

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes that the planner projects for a layer are those that the engine moves, exactly.
+
+On a CPU, so with `fused_kernels=False`: there torch saves dropout masks in the element type, both
+halves of a gated unit once more, and four tables of rotary positions a layer. Left out are torch's
+own RMSNorm and grouped queries on a CPU, which save copies that no GPU kernel makes (3 of 20 units
+of a small LLaMA-like layer).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch import train
+
+from megatron.offload.placement.projection.hardware import Drive, Gpu, Hardware
+from megatron.offload.placement.projection.model import Parallelism, Transformer
+from megatron.offload.placement.projection.projection import Projection, project
+
+MIN_BYTES = 1024  # statistics of norms and most log-sum-exps of this tiny model are smaller
+LAYERS = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes", "division"),
+    [
+        ("--hidden-dropout 0", {}, {}),
+        ("--hidden-dropout 0 --micro-batch-size 2 --seq-length 64", {"seq_length": 64}, {"mbs": 2}),
+        ("--hidden-dropout 0.1", {"hidden_dropout": 0.1}, {}),
+        ("--hidden-dropout 0 --bf16", {"dtype": "bf16"}, {}),
+        ("--hidden-dropout 0 --position-embedding-type rope", {"rope": True}, {}),
+        ("--hidden-dropout 0 --swiglu --ffn-hidden-size 192", {"gated": True, "ffn": 192}, {}),
+        ("--hidden-dropout 0 --ffn-hidden-size 160", {"ffn": 160}, {}),
+        ("--hidden-dropout 0 --tensor-model-parallel-size 2", {}, {"tensor": 2}),
+        (
+            "--hidden-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel",
+            {},
+            {"tensor": 2, "sequence_parallel": True},
+        ),
+        ("--hidden-dropout 0 --pipeline-model-parallel-size 2", {}, {"pipeline": 2}),
+    ],
+    ids=["plain", "larger", "dropout", "bf16", "rope", "gated", "ffn", "TP2", "TP2+SP", "PP2"],
+)
+def test_projected_bytes_are_what_the_engine_moves(
+    tmp_path: Path, flags: str, sizes: dict[str, object], division: dict[str, int]
+) -> None:
+    ranks = division.get("tensor", 1) * division.get("pipeline", 1)
+    outcome = train(
+        "--attention-dropout 0 --train-iters 2",
+        f"--activation-offload ssd --activation-offload-dir {tmp_path}",
+        f"--activation-offload-io buffered --activation-offload-min-bytes {MIN_BYTES}",
+        flags,
+        world_size=ranks,
+    )
+    measured = outcome.metrics[-1]["offload"]
+    sizes, division = {**LAYERS, "seq_length": 32, **sizes}, dict(division)
+    sizes["ffn_hidden_size"] = sizes.pop("ffn", None)
+    parallel = Parallelism(micro_batch_size=division.pop("mbs", 1), global_batch_size=4, **division)
+    profile = project(
+        Projection(
+            model=Transformer(vocab_size=256, fused_kernels=False, **sizes),  # type: ignore[arg-type]
+            parallel=parallel,
+            hardware=Hardware(Gpu.load("a100"), Drive.load("990-pro")),
+            min_bytes=MIN_BYTES,
+        )
+    )
+    groups = [group for layer in profile.layers for group in layer.groups]
+    passes = parallel.num_micro_batches
+    assert measured["offloaded_bytes"] == passes * sum(group.movable_bytes for group in groups)
+    assert measured["offloaded_storages"] == passes * sum(group.num_storages for group in groups)
