@@ -2,13 +2,11 @@
 """What a GPU and its drives can do, by data sheet: `Gpu`, `Drive`, `Hardware`.
 
 Read from `gpus.json` and `drives.json` beside this file, where each figure has its source and each
-assumption its reason. Whoever has other hardware describes it in files of the same form.
-Never looks at the machine it runs on.
+assumption its reason. Never looks at the machine it runs on.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,23 +47,15 @@ class Gpu:
     host_link: str
     host_link_bytes_per_s: float
     assumed: Fractions
-    sources: tuple[str, ...]
+    source: str
     assumed_from: str
 
     @classmethod
-    def load(cls, name: str, file: Path | None = None) -> Gpu:
+    def load(cls, name: str) -> Gpu:
         """A described GPU. Raises ConfigurationError: there is none of this name."""
-        values = _find("gpus", "GPU", name, file)
-        return _made(
-            cls,
-            {
-                **values,
-                "name": name,
-                "assumed": _made(Fractions, values.get("assumed", {}), name),
-                "sources": tuple(values.get("sources", ())),
-            },
-            name,
-        )
+        values = _find("gpus", "GPU", name)
+        values["assumed"] = Fractions(**values["assumed"])
+        return cls(name=name, **values)
 
     def peak_flops(self, dtype: str) -> float:
         """Raises ConfigurationError: it does not compute in this type."""
@@ -90,11 +80,10 @@ class Drive:
     assumed_fraction: float
 
     @classmethod
-    def load(cls, name: str, file: Path | None = None) -> Drive:
+    def load(cls, name: str) -> Drive:
         """A described drive. Raises ConfigurationError: there is none of this name."""
-        fraction = _read("drives", file).get("assumed_fraction", 1.0)
-        values = _find("drives", "SSD", name, file)
-        return _made(cls, {"assumed_fraction": fraction, **values, "name": name}, name)
+        fraction = _read("drives")["assumed_fraction"]
+        return cls(name=name, assumed_fraction=fraction, **_find("drives", "SSD", name))
 
 
 @dataclass(frozen=True)
@@ -150,35 +139,19 @@ class Hardware:
         return tuple(tiers)
 
 
-def names(kind: str, file: Path | None = None) -> list[str]:
+def names(kind: str) -> list[str]:
     """Of what is described; `kind` is `gpus` or `drives`."""
-    return sorted(_read(kind, file)[kind])
+    return sorted(_read(kind)[kind])
 
 
-def _read(kind: str, file: Path | None) -> dict[str, Any]:
-    path = file or _HERE / f"{kind}.json"
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is no JSON: {error}") from None
-    if not isinstance(values, dict) or not isinstance(values.get(kind), dict):
-        raise ConfigurationError(
-            f"{path} describes no {kind}; it needs an object {kind!r}, as {_HERE / kind}.json has"
-        )
-    return values
+def _read(kind: str) -> dict[str, Any]:
+    return dict(json.loads((_HERE / f"{kind}.json").read_text()))
 
 
-def _find(kind: str, noun: str, name: str, file: Path | None) -> dict[str, Any]:
-    described = _read(kind, file)[kind]
+def _find(kind: str, noun: str, name: str) -> dict[str, Any]:
+    described = _read(kind)[kind]
     if name not in described:
         raise ConfigurationError(
             f"no {noun} is called {name!r}; choose one of {', '.join(sorted(described))}"
         )
     return dict(described[name])
-
-
-def _made(kind: Any, values: dict[str, Any], name: str) -> Any:
-    wanted = {field.name for field in dataclasses.fields(kind)}
-    if missing := sorted(wanted - values.keys()):
-        raise ConfigurationError(f"the description of {name!r} lacks {', '.join(missing)}")
-    return kind(**{key: values[key] for key in wanted})

@@ -3,8 +3,8 @@
 
 Saved bytes follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models" (arXiv 2205.05198), section 4, storage by storage instead of summed up, so that one rule
-holds for every element type, grouped queries and gated MLPs. `tests/megatron/test_projection_bytes.py`
-compares them with what the engine moves. For one tensor-parallel rank and one micro-batch.
+holds for every element type, grouped queries and gated MLPs; `test_projection_bytes.py` compares
+them with what the engine moves. For one tensor-parallel rank and one micro-batch.
 """
 
 from __future__ import annotations

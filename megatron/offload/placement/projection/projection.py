@@ -112,9 +112,6 @@ def project(of: Projection) -> StageProfile:
     chunks = range(parallel.virtual)
     first = [of.stage == 0 and chunk == 0 for chunk in chunks]
     last = [of.stage == parallel.pipeline - 1 and chunk == parallel.virtual - 1 for chunk in chunks]
-    shares = parallel.data if of.distributed_optimizer else 1
-    optimizer_s = of.parameters * _OPTIMIZER_TRAFFIC_BYTES / shares
-    optimizer_s /= of.hardware.gpu.memory_bytes_per_s * of.hardware.gpu.assumed.memory
     return StageProfile(
         layout=Layout(
             parallel.pipeline, of.stage, parallel.virtual, parallel.group_size or parallel.pipeline
@@ -126,7 +123,7 @@ def project(of: Projection) -> StageProfile:
         after_s=_where(last, of.forward_s(head)),
         backward_before_s=_where(last, of.backward_s(head)),
         backward_after_s=_where(first, of.backward_s(embedding)),
-        step_fixed_s=optimizer_s + bubble_s(of, layer),
+        step_fixed_s=_optimizer_s(of),
         pass_fixed_bytes=tuple(
             int(is_first) * _bytes(embedding) + int(is_last) * _bytes(head)
             for is_first, is_last in zip(first, last, strict=True)
@@ -141,15 +138,24 @@ def project(of: Projection) -> StageProfile:
     )
 
 
-def bubble_s(of: Projection, layer: LayerProfile) -> float:
-    """Seconds of a step in which a stage waits for others, counted at its end.
+def keep_step_s(profile: StageProfile) -> float:
+    """Seconds of a step that keeps everything, in closed form: passes, waits of the pipeline, rest.
 
-    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM" (arXiv 2104.04473), section 2.2: p - 1 passes of a chunk, forward and backward.
+    A stage waits (p - 1) / v passes of itself, forward and backward (Narayanan et al., "Efficient
+    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", arXiv 2104.04473,
+    section 2.2). Quick, and what the planner's simulation is compared with.
     """
-    parallel = of.parallel
-    num_layers = of.model.num_layers / (parallel.pipeline * parallel.virtual)
-    return (parallel.pipeline - 1) * num_layers * (layer.forward_s + layer.backward_s)
+    layout = profile.layout
+    layers = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
+    ends = sum(map(sum, (profile.before_s, profile.after_s)))
+    ends += sum(map(sum, (profile.backward_before_s, profile.backward_after_s)))
+    waits = (layout.num_stages - 1) / layout.num_chunks * layers
+    return profile.num_micro_batches * (layers + ends) + waits + profile.step_fixed_s
+
+
+def saved_bytes(profile: StageProfile) -> int:
+    """Bytes of layers' activations that a rank saves in a step, all of which could be written."""
+    return profile.num_micro_batches * sum(layer.movable_bytes for layer in profile.layers)
 
 
 def _layer(of: Projection) -> LayerProfile:
@@ -192,6 +198,14 @@ def _named(layer: LayerProfile, chunk: int, number: int) -> LayerProfile:
         layer.input_bytes,
         layer.groups,
     )
+
+
+def _optimizer_s(of: Projection) -> float:
+    """Adam's update, which does nothing but read and write."""
+    shares = of.parallel.data if of.distributed_optimizer else 1
+    gpu = of.hardware.gpu
+    traffic = of.parameters * _OPTIMIZER_TRAFFIC_BYTES / shares
+    return traffic / (gpu.memory_bytes_per_s * gpu.assumed.memory)
 
 
 def _bytes(work: Work) -> int:

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Projected profiles: bytes by the published formulas, seconds by published step times."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import project_scaling
+import pytest
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.projection.hardware import (
+    Drive,
+    Fractions,
+    Gpu,
+    Hardware,
+    names,
+)
+from megatron.offload.placement.projection.layer import head_work, layer_work
+from megatron.offload.placement.projection.model import Parallelism, Transformer
+from megatron.offload.placement.projection.projection import (
+    Projection,
+    keep_step_s,
+    project,
+    saved_bytes,
+)
+
+SHAPE = {"num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 2048}
+PAPER = {
+    **SHAPE,
+    "dtype": "fp16",
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "flash_attention": False,
+}
+
+
+def layer_bytes(model: Transformer, parallel: Parallelism) -> int:
+    return sum(one.num_bytes for work in layer_work(model, parallel) for one in work.saved)
+
+
+def projection(
+    gpu: str = "a100",
+    drives: float = 4,
+    parallel: Parallelism | None = None,
+    more: dict[str, Any] | None = None,
+    **sizes: Any,
+) -> Projection:
+    return Projection(
+        Transformer(**{**SHAPE, **sizes}),
+        parallel or Parallelism(1, 8),
+        Hardware(Gpu.load(gpu), Drive.load("p5800x"), drives),
+        **(more or {}),
+    )
+
+
+# arXiv 2205.05198, table 2; s b h = 2048 x 2 x 4096, a = 32 heads, t = 8 ranks.
+@pytest.mark.parametrize(
+    ("model", "parallel", "by_hidden", "by_scores"),
+    [
+        ({}, {}, 34, 5),
+        ({}, {"tensor": 8}, 10 + 24 / 8, 5 / 8),
+        ({}, {"tensor": 8, "sequence_parallel": True}, 34 / 8, 5 / 8),
+        ({"selective_recompute": True}, {}, 34, 0),
+        ({"selective_recompute": True}, {"tensor": 8, "sequence_parallel": True}, 34 / 8, 0),
+    ],
+    ids=["plain", "tensor", "sequence", "selective", "sequence+selective"],
+)
+def test_a_layer_saves_what_the_paper_says(
+    model: dict[str, Any], parallel: dict[str, Any], by_hidden: float, by_scores: float
+) -> None:
+    found = layer_bytes(Transformer(**PAPER, **model), Parallelism(2, 2, **parallel))
+    assert found == 2048 * 2 * 4096 * by_hidden + 32 * 2048 * 2048 * 2 * by_scores
+
+
+def test_grouped_queries_and_gated_units_save_their_own_widths() -> None:
+    tokens = 2048
+    model = Transformer(
+        **SHAPE, num_query_groups=8, gated=True, ffn_hidden_size=11008, flash_attention=False
+    )
+    attention, mlp = layer_work(model, Parallelism())
+    sizes = {one.name: one.num_bytes for one in (*attention.saved, *mlp.saved)}
+    assert sizes["queries, keys, values"] == tokens * (4096 + 2 * 1024) * 2
+    assert sizes["activation input"] == 2 * sizes["activation output"] == tokens * 2 * 11008 * 2
+    assert mlp.matmul_flops == 2 * tokens * 4096 * 3 * 11008
+
+
+def test_the_head_keeps_logits_in_fp32() -> None:
+    logits = head_work(Transformer(**SHAPE, vocab_size=51200), Parallelism(tensor=2)).saved[-1]
+    assert logits.num_bytes == 4 * 2048 * 51200 // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "parallel", "published"),
+    project_scaling.WEAK,
+    ids=[one[0] for one in project_scaling.WEAK],
+)
+def test_published_step_times_come_out_within_five_percent(
+    name: str, shape: tuple[int, int, int], parallel: Parallelism, published: float
+) -> None:
+    hardware = Hardware(Gpu.load("a100"), Drive.load("p5800x"), 4)
+    profile = project(Projection(project_scaling.as_published(shape), parallel, hardware))
+    assert keep_step_s(profile) == pytest.approx(published, rel=0.05)
+
+
+def test_large_models_on_h100_reach_the_published_share_of_peak() -> None:
+    # Megatron-LM's README (core_v0.16.1): GPT-3 with 1152 sequences, 47 % on 96 GPUs.
+    model = Transformer(96, 12288, 96, 2048, 51200)
+    parallel = Parallelism(1, 1152, 8, 12, 4, 1, True)
+    hardware = Hardware(Gpu.load("h100"), Drive.load("p5800x"), 4)
+    step_s = keep_step_s(project(Projection(model, parallel, hardware)))
+    flops = 1152 * 2048 * (6 * model.parameters + 12 * 96 * 12288 * 2048)
+    assert flops / step_s / 96 / 989.4e12 == pytest.approx(0.47, abs=0.02)
+
+
+class TestWhatSsdTrainPublishes:
+    """arXiv 2408.10013: at most 12.1 GB/s for each A100 at scale, less as systems grow."""
+
+    result = project_scaling.tables("p5800x", 4)
+
+    def test_writes_at_scale_stay_near_the_published_bound_and_fall(self) -> None:
+        large = [one for one in self.result["weak"] if one["gpus"] >= 64]
+        # With step times that were measured, all hold; with ours, which are up to 4 % off, nearly.
+        assert max(one["write_at_published_step_bytes_per_s"] for one in large) <= 12.1e9
+        assert max(one["write_bytes_per_s"] for one in large) <= 12.1e9 * 1.02
+        rates = [one["write_bytes_per_s"] for one in large]
+        assert rates == sorted(rates, reverse=True)
+
+    @pytest.mark.parametrize("model", ["175B", "530B"])
+    def test_more_gpus_for_the_same_batch_ask_less_of_each_drive(self, model: str) -> None:
+        rows = [one for one in self.result["strong"] if one["model"] == model]
+        for fewer, more in itertools.pairwise(rows):
+            assert more["gpus"] == 2 * fewer["gpus"]
+            assert more["write_bytes_per_s"] < fewer["write_bytes_per_s"]
+            assert more["life_years"] > fewer["life_years"]
+
+    def test_a_step_saves_terabytes(self) -> None:
+        # Published: 0.4 to 1.8 TB for each GPU and step. 530 G parameters on 560 to 2240 GPUs do,
+        # without sequence parallelism (which the configurations of 2021 did not have); with it
+        # a third of that.
+        saved = [
+            one["saved_without_sequence_parallelism_bytes"] / 1e12
+            for one in self.result["strong"]
+            if one["model"] == "530B"
+        ]
+        assert min(saved) == pytest.approx(0.4, abs=0.06) and max(saved) == pytest.approx(
+            1.8, abs=0.05
+        )
+
+    def test_life_and_bandwidth_are_two_sides_of_one_figure(self) -> None:
+        for one in self.result["weak"]:
+            written = one["write_bytes_per_s"] / 2 * one["life_years"] * 365.25 * 24 * 3600
+            assert written == pytest.approx(4 * 292e15)  # what four drives are rated for
+
+
+# Required GB/s of a dense layer that have been in use as rules of thumb. They are proportional to
+# the rate at which the layer computes: 44.5 % of peak on an A100, 55.7 % on an H100 give them.
+@pytest.mark.parametrize(
+    ("gpu", "share", "expected"),
+    [("a100", 0.445, (32, 16, 8)), ("h100", 0.557, (127, 63, 32)), ("h200", 0.557, (127, 63, 32))],
+)
+def test_rules_of_thumb_are_the_formula_at_some_share_of_peak(
+    gpu: str, share: float, expected: tuple[int, ...]
+) -> None:
+    only_products = Fractions(share, 1e9, 1e9, 1e9, 1)
+    described = dataclasses.replace(Gpu.load(gpu), assumed=only_products)
+    for hidden, gigabytes in zip((4096, 8192, 16384), expected, strict=True):
+        of = projection(hidden_size=hidden, hidden_dropout=0.1, flash_attention=True)
+        hardware = dataclasses.replace(of.hardware, gpu=described)
+        layer = project(dataclasses.replace(of, hardware=hardware)).layers[0]
+        rate = 2 * layer.movable_bytes / (layer.forward_s + layer.backward_s)
+        assert rate / 1e9 == pytest.approx(gigabytes, rel=0.03)
+
+
+class TestHardware:
+    @pytest.mark.parametrize("name", names("gpus"))
+    def test_each_gpu_has_figures_a_source_and_reasons(self, name: str) -> None:
+        gpu = Gpu.load(name)
+        assert gpu.source and gpu.assumed_from
+        assert 30e9 < gpu.memory_bytes < 300e9 and 1e12 < gpu.memory_bytes_per_s < 10e12
+        assert gpu.flops["bf16"] == gpu.flops["fp16"] > gpu.flops["fp32"]
+        assert all(0 < one < 1 for one in dataclasses.astuple(gpu.assumed))
+
+    @pytest.mark.parametrize("name", names("drives"))
+    def test_each_drive_has_figures_and_a_source(self, name: str) -> None:
+        drive = Drive.load(name)
+        assert drive.source and drive.write_bytes_per_s <= drive.read_bytes_per_s
+        # From 0.2 to 100 drive writes a day for five years.
+        assert 0.2 < drive.rated_bytes / drive.capacity_bytes / 365 / 5 < 101
+
+    def test_drives_add_up_until_the_link_is_full(self) -> None:
+        def rate(drives: float) -> float:
+            return projection(drives=drives).hardware.tiers()[0].write_bytes_per_s
+
+        assert rate(2) == pytest.approx(2 * rate(1)) == pytest.approx(4 * rate(0.5))
+        assert rate(8) == rate(16) == Gpu.load("a100").host_link_bytes_per_s * 0.78
+
+    def test_host_memory_is_a_tier_of_its_size(self) -> None:
+        hardware = dataclasses.replace(projection(drives=0).hardware, host_bytes=1 << 30)
+        assert [(tier.name, tier.capacity_bytes) for tier in hardware.tiers()] == [
+            ("host", 1 << 30)
+        ]
+
+    @pytest.mark.parametrize("kind", [Gpu, Drive])
+    def test_an_unknown_name_is_answered_with_the_known_ones(self, kind: Any) -> None:
+        with pytest.raises(ConfigurationError, match="choose one of"):
+            kind.load("z80")
+
+    def test_an_element_type_that_a_gpu_lacks(self) -> None:
+        with pytest.raises(ConfigurationError, match="bf16"):
+            Gpu.load("a100").peak_flops("fp8")
+
+
+class TestProfiles:
+    def test_it_survives_its_file(self, tmp_path: Path) -> None:
+        profile = project(projection())
+        (tmp_path / "profile.json").write_text(profile.to_json())
+        assert StageProfile.load(tmp_path / "profile.json") == profile
+
+    def test_small_storages_are_kept(self) -> None:
+        all_move = project(projection(more={"min_bytes": 1})).layers[0].groups[0]
+        most_move = project(projection()).layers[0].groups[0]
+        log_sum_exp = 32 * 2048 * 4  # 256 KiB
+        assert all_move.kept_bytes == 0 and most_move.kept_bytes == log_sum_exp
+        assert most_move.movable_bytes == all_move.movable_bytes - log_sum_exp
+        assert most_move.num_storages == all_move.num_storages - 1
+
+    def test_groups_follow_each_other_in_forward_and_turn_in_backward(self) -> None:
+        layer = project(projection()).layers[0]
+        attention, mlp = layer.groups
+        assert 0 < attention.produced_s < mlp.produced_s == layer.forward_s
+        assert 0 == mlp.first_use_s < attention.first_use_s < layer.backward_s
+        assert layer.recompute_s == layer.forward_s
+        assert layer.backward_s == pytest.approx(2 * layer.forward_s, rel=0.05)
+
+    def test_chunks_take_turns_over_the_stages(self) -> None:
+        parallel = Parallelism(1, 8, 1, 2, 2)
+        second = projection(parallel=parallel, more={"stage": 1})
+        profile = project(second)
+        places = [(layer.chunk, layer.name) for layer in profile.layers]
+        assert places == [(0, "decoder.3"), (0, "decoder.4"), (1, "decoder.7"), (1, "decoder.8")]
+        assert profile.layout == (2, 1, 2, 2)
+        assert profile.after_s[0] == 0 < profile.after_s[1] and profile.before_s == (0, 0)
+        assert profile.pass_fixed_bytes[0] == 0 < profile.pass_fixed_bytes[1]
+
+    def test_tensor_parallelism_divides_work_and_adds_sends(self) -> None:
+        alone = project(projection())
+        shared = project(projection(parallel=Parallelism(1, 8, 8, sequence_parallel=True)))
+        assert saved_bytes(shared) == pytest.approx(saved_bytes(alone) / 8, rel=0.01)
+        assert keep_step_s(alone) / 8 < keep_step_s(shared) < keep_step_s(alone) / 4
+
+    def test_a_distributed_optimizer_takes_its_share_of_memory_and_time(self) -> None:
+        parallel = Parallelism(1, 8, data=4)
+        whole, divided = (
+            projection(parallel=parallel, more={"distributed_optimizer": one})
+            for one in (False, True)
+        )
+        saved = whole.weights_bytes - divided.weights_bytes
+        assert saved == pytest.approx(whole.parameters * 12 * 3 / 4)
+        assert project(divided).step_fixed_s == pytest.approx(project(whole).step_fixed_s / 4)
+        assert divided.activation_room_bytes > whole.activation_room_bytes
+
+    @pytest.mark.parametrize(
+        ("wrong", "words"),
+        [
+            (lambda: Parallelism(3, 8), "--global-batch-size 8"),
+            (lambda: Parallelism(1, 9, 1, 2, 2), "virtual"),
+            (lambda: Transformer(2, 100, 3, 8), "--hidden-size 100"),
+            (lambda: Transformer(2, 64, 4, 8, dtype="int8"), "'int8'"),
+            (lambda: projection(more={"stage": 1}), "stage 1"),
+            (lambda: project(projection(parallel=Parallelism(1, 3, 1, 3))), "--num-layers 8"),
+        ],
+    )
+    def test_what_cannot_be_is_said_in_a_sentence(self, wrong: Any, words: str) -> None:
+        with pytest.raises(ConfigurationError, match=words):
+            wrong()
