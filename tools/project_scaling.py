@@ -28,7 +28,7 @@ from megatron.offload.placement.projection.projection import (
     project,
     saved_bytes,
 )
-from megatron.offload.report.endurance import YEAR_S
+from megatron.offload.report.endurance import YEAR_S, format_span
 
 # Published: seconds of a step with sequence parallelism and selective recomputation on A100 80 GB.
 WEAK = (
@@ -135,7 +135,7 @@ def markdown(result: dict[str, list[dict[str, Any]]]) -> str:
             _terabytes(one["saved_bytes"]),
             f"{one['write_bytes_per_s'] / 1e9:.1f}",
             f"{one['write_at_published_step_bytes_per_s'] / 1e9:.1f}",
-            f"{one['life_years']:.1f}",
+            format_span(one["life_years"]),
         )
         for one in result["weak"]
     ]
@@ -147,7 +147,7 @@ def markdown(result: dict[str, list[dict[str, Any]]]) -> str:
             _terabytes(one["saved_bytes"]),
             _terabytes(one["saved_without_sequence_parallelism_bytes"]),
             f"{one['write_bytes_per_s'] / 1e9:.1f}",
-            f"{one['life_years']:.1f}",
+            format_span(one["life_years"]),
         )
         for one in result["strong"]
     ]
@@ -164,12 +164,12 @@ def markdown(result: dict[str, list[dict[str, Any]]]) -> str:
         (
             _table(
                 "model|GPUs|step s|published|off by|saved TB/step|write GB/s"
-                "|at the published step|drives last years",
+                "|at the published step|drives last",
                 weak,
             ),
             _table(
                 "model|GPUs|step s|saved TB/step|without sequence parallelism|write GB/s"
-                "|drives last years",
+                "|drives last",
                 strong,
             ),
             _table("GPU|hidden size|write GB/s|matrix FLOP/s of peak", single),

@@ -65,9 +65,10 @@ class Endurance:
         self._warned = True
         return (
             f"activation offload: at this pace the drive of {directory} reaches its rated "
-            f"{format_size(self._rated_bytes or 0)} written after {_span(lives[directory])} of "
-            "training; bound the rate with --activation-offload-write-limit, raise "
-            "--activation-offload-min-bytes, or use drives rated for more"
+            f"{format_size(self._rated_bytes or 0)} written after "
+            f"{format_span(lives[directory])} of training; bound the rate with "
+            "--activation-offload-write-limit, raise --activation-offload-min-bytes, "
+            "or use drives rated for more"
         )
 
     def lines(self) -> list[str]:
@@ -75,7 +76,7 @@ class Endurance:
         lines = []
         for directory, written in self._written.items():
             years = self.life_years(directory)
-            life = "" if years is None else f"; lasts {_span(years)} of training at this pace"
+            life = "" if years is None else f"; lasts {format_span(years)} of training at this pace"
             lines.append(
                 f"{format_size(written)} in this run to the drive of {directory}, "
                 f"{format_size(written / max(self._seconds, 1e-9))}/s on average{life}"
@@ -83,7 +84,7 @@ class Endurance:
         return lines
 
 
-def _span(years: float) -> str:
+def format_span(years: float) -> str:
     """`3.2 years`, `14 days`, `5 hours`."""
     if years >= 1:
         return f"{years:.1f} years" if years < 100 else f"{years:.0f} years"
