@@ -30,7 +30,7 @@ LAYERS = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "dtype":
         ("--hidden-dropout 0.1", {"hidden_dropout": 0.1}, {}),
         ("--hidden-dropout 0 --bf16", {"dtype": "bf16"}, {}),
         ("--hidden-dropout 0 --position-embedding-type rope", {"rope": True}, {}),
-        ("--hidden-dropout 0 --swiglu --ffn-hidden-size 192", {"gated": True, "ffn": 192}, {}),
+        ("--hidden-dropout 0 --swiglu", {"gated": True}, {}),
         ("--hidden-dropout 0 --ffn-hidden-size 160", {"ffn": 160}, {}),
         ("--hidden-dropout 0 --tensor-model-parallel-size 2", {}, {"tensor": 2}),
         (

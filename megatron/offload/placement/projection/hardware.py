@@ -7,6 +7,7 @@ assumption its reason. Never looks at the machine it runs on.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,15 @@ class Gpu:
         values = _find("gpus", "GPU", name)
         values["assumed"] = Fractions(**values["assumed"])
         return cls(name=name, **values)
+
+    def reaching(self, fraction: float) -> Gpu:
+        """The same with another part of peak for matrix products, e.g. one that was measured."""
+        if not 0 < fraction <= 1:
+            raise ConfigurationError(
+                f"matrix products cannot reach {fraction} of a GPU's peak; give a part above 0 "
+                "and at most 1"
+            )
+        return dataclasses.replace(self, assumed=dataclasses.replace(self.assumed, matmul=fraction))
 
     def peak_flops(self, dtype: str) -> float:
         """Raises ConfigurationError: it does not compute in this type."""

@@ -21,7 +21,7 @@ class Transformer:
     Attributes:
         num_query_groups: heads that have keys and values of their own; None: all.
         kv_channels: width of a head; None: hidden size divided by heads.
-        ffn_hidden_size: None: four times the hidden size.
+        ffn_hidden_size: None: four times the hidden size, of a gated unit two thirds of that.
         gated: SwiGLU and its like, with two matrices before the activation function.
         rope: rotary positions: queries and keys are saved once more, rotated.
         dtype: of activations, a key of `ELEMENT_BYTES`.
@@ -86,7 +86,10 @@ class Transformer:
     @property
     def ffn_size(self) -> int:
         """Width inside the MLP, of one of its halves where it is gated."""
-        return self.ffn_hidden_size or 4 * self.hidden_size
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        # As Megatron: as many weights as without a gate, rounded down.
+        return 8 * self.hidden_size // 3 // 64 * 64 if self.gated else 4 * self.hidden_size
 
     @property
     def layer_parameters(self) -> int:

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of `megatron-offload plan`: what they ask for, and what they answer when they cannot."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement.projection.projection import project
+from megatron.offload.report.planning.arguments import Request, add_arguments, request_of
+
+MODEL = (
+    "--hardware a100 --bf16 --num-layers 8 --hidden-size 1024 --num-attention-heads 16 "
+    "--seq-length 512 --micro-batch-size 2 --global-batch-size 16"
+)
+
+
+def request(line: str) -> Request:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return request_of(parser.parse_args(shlex.split(line)))
+
+
+def test_sizes_and_division_reach_the_projection() -> None:
+    of = request(
+        f"{MODEL} --swiglu --group-query-attention --num-query-groups 4 --num-gpus 16"
+        " --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
+        " --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 64 --pipeline-stage 1"
+        " --position-embedding-type rope --use-distributed-optimizer --ssds 0.5 --ssd pm1743"
+    ).projection
+    assert of is not None and of.stage == 1 and of.distributed_optimizer
+    model, parallel = of.model, of.parallel
+    assert (model.num_query_groups, model.ffn_size, model.gated, model.rope) == (
+        4,
+        2688,
+        True,
+        True,
+    )
+    assert (parallel.tensor, parallel.pipeline, parallel.data, parallel.virtual) == (2, 2, 4, 2)
+    assert parallel.num_micro_batches == 8
+    assert (of.hardware.drive.name, of.hardware.num_drives) == ("pm1743", 0.5)
+
+
+def test_without_flash_attention_scores_are_saved_or_made_again() -> None:
+    def saved(flags: str) -> int:
+        return sum(layer.movable_bytes for layer in request(f"{MODEL} {flags}").profile.layers)
+
+    flash, scores, again = (
+        saved(flags)
+        for flags in (
+            "",
+            "--attention-backend unfused",
+            "--attention-backend unfused --recompute-granularity selective",
+        )
+    )
+    assert scores > again
+    # Flash attention saves one log-sum-exp a head and token, too small to move here.
+    assert again == flash
+
+
+def test_the_element_type_is_that_of_megatron() -> None:
+    dtypes = [
+        found.model.dtype
+        for flags in (MODEL, MODEL.replace("--bf16", "--fp16"), MODEL.replace("--bf16", ""))
+        if (found := request(flags).projection)
+    ]
+    assert dtypes == ["bf16", "fp16", "fp32"]
+
+
+def test_products_may_reach_another_part_of_peak() -> None:
+    slow, fast = (
+        request(f"{MODEL} --matmul-fraction {part}").profile.layers[0].forward_s
+        for part in (0.2, 0.6)
+    )
+    assert 2 < slow / fast < 3
+
+
+def test_without_a_goal_a_step_may_be_two_percent_slower() -> None:
+    assert request(MODEL).max_slowdown == 0.02 and request(MODEL).budget_bytes is None
+    with_budget = request(f"{MODEL} --activation-memory-budget 2GiB")
+    assert with_budget.max_slowdown is None and with_budget.budget_bytes == 2 << 30
+
+
+def test_a_measured_profile_needs_no_description(tmp_path: Path) -> None:
+    described = request(MODEL)
+    assert described.projection is not None
+    file = tmp_path / "profile.json"
+    file.write_text(project(described.projection).to_json())
+    measured = request(f"--profile {file} --ssd p5800x --ssds 2")
+    assert measured.profile == described.profile and measured.projection is None
+    assert measured.rated_bytes == 2 * 292e15
+    assert request(f"--profile {file}").rated_bytes is None
+    rated = request(f"--profile {file} --activation-offload-drive-tbw 600TB")
+    assert rated.rated_bytes == 600e12
+
+
+@pytest.mark.parametrize("name", ["345m", "1.3b", "7b", "22b", "175b"])
+def test_example_models_can_be_described(name: str) -> None:
+    """Their flags of sizes and division; that the bytes fit is `test_projection_bytes`."""
+    root = Path(__file__).resolve().parents[2]
+    lines = (root / "examples" / "gpt" / f"{name}.sh").read_text().splitlines()
+    known = {
+        option
+        for action in _parser()._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    flags = [line.split("#")[0].strip() for line in lines if line.startswith("    --")]
+    taken = " ".join(flag for flag in flags if flag.split()[0] in known)
+    found = request(f"--hardware h100 --bf16 {taken}").projection
+    assert found is not None
+    billions = {"345m": 0.345, "1.3b": 1.3, "7b": 6.7, "22b": 22, "175b": 175}[name]
+    assert found.model.parameters / 1e9 == pytest.approx(billions, rel=0.06)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--hardware a100", "give --num-layers, --hidden-size"),
+        (f"{MODEL} --num-gpus 3 --tensor-model-parallel-size 2", "--num-gpus 3"),
+        (f"{MODEL} --pipeline-stage 1", "choose 0 to 0"),
+        (f"{MODEL} --num-query-groups 4", "--group-query-attention"),
+        (f"{MODEL} --ssds -1", "--ssds"),
+        (f"{MODEL} --activation-offload-max-slowdown -0.1", "below zero"),
+        (f"{MODEL} --matmul-fraction 1.5", "peak"),
+        (
+            f"{MODEL} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+            "--num-layers-per-virtual-pipeline-stage 3",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_sentence(flags: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        request(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "one of the arguments --profile --hardware"),
+        (f"{MODEL} --profile x", "not allowed with"),
+        ("--hardware z80", "invalid choice"),
+        (f"{MODEL} --activation-memory-budget much", "'much' is not a size"),
+        (f"{MODEL} --num-layers 0", "smallest value is 1"),
+    ],
+)
+def test_bad_values_end_with_exit_code_2(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        request(flags)
+    assert ended.value.code == 2 and words in capsys.readouterr().err
