@@ -12,6 +12,7 @@ import project_scaling
 import pytest
 
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.placement.projection.hardware import (
     Drive,
@@ -28,6 +29,7 @@ from megatron.offload.placement.projection.projection import (
     project,
     saved_bytes,
 )
+from megatron.offload.placement.timeline import Timeline
 
 SHAPE = {"num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 2048}
 PAPER = {
@@ -213,6 +215,24 @@ class TestHardware:
     def test_an_element_type_that_a_gpu_lacks(self) -> None:
         with pytest.raises(ConfigurationError, match="bf16"):
             Gpu.load("a100").peak_flops("fp8")
+
+
+def test_the_simulation_agrees_with_the_closed_form() -> None:
+    """A step that keeps everything, also in (interleaved) pipelines."""
+    for parallel in (
+        Parallelism(1, 16),
+        Parallelism(1, 16, pipeline=4),
+        Parallelism(1, 16, pipeline=4, virtual=2),
+    ):
+        of = Projection(
+            Transformer(8, 2048, 16, 2048),
+            parallel,
+            Hardware(Gpu.load("a100"), Drive.load("p5800x")),
+        )
+        profile = project(of)
+        simulated = Timeline(profile).predict(Plan(()))
+        # The ends of the model, which only one stage has, are all that may differ.
+        assert simulated.step_s == pytest.approx(keep_step_s(profile), rel=0.01)
 
 
 class TestProfiles:
