@@ -2,6 +2,7 @@
 """The command `megatron-offload`. Each subcommand reads its flags and calls one function.
 
 megatron-offload doctor [--activation-offload-dir DIR ...] [--json]
+megatron-offload plan (--profile FILE | --hardware GPU --num-layers N ...) [--output PLAN.json]
 megatron-offload report runs/NAME/metrics.jsonl [...]
 """
 
@@ -18,6 +19,7 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.install import SUPPORTED_VERSIONS
 from megatron.offload.report.doctor.examine import examine
+from megatron.offload.report.planning import arguments as planning
 from megatron.offload.report.runs import compare_runs
 
 
@@ -26,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="megatron-offload",
         description="Activation offload for Megatron. Training is started by your own script or "
-        "examples/pretrain_gpt.sh; this command checks the machine before and shows what runs did.",
+        "examples/pretrain_gpt.sh; this command checks and plans before, and shows what runs did.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser(
@@ -42,6 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="do not measure the drives, which takes up to 10 seconds for each directory",
     )
     OffloadConfig.add_arguments(doctor)
+    plan = commands.add_parser(
+        "plan",
+        help="what to keep, recompute and offload, and what a step should take; runs nothing",
+        description=planning.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    planning.add_arguments(plan)
     report = commands.add_parser(
         "report",
         help="table of runs: losses, step time, peak activation memory, bytes moved",
@@ -53,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "doctor":
             return _doctor(args)
+        if args.command == "plan":
+            from megatron.offload.report.planning.command import run  # brings scipy
+
+            return run(args)
         print(compare_runs(args.metrics))
     except (ConfigurationError, OSError) as error:
         print(f"megatron-offload: error: {error}", file=sys.stderr)

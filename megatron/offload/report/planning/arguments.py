@@ -34,9 +34,10 @@ measured (--profile), or from a description of model and hardware:
   megatron-offload plan --hardware h100 --num-gpus 8 --ssds 2 --bf16 \\
       --num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 \\
       --swiglu --position-embedding-type rope --normalization RMSNorm --vocab-size 32000 \\
+      --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights \\
       --seq-length 4096 --micro-batch-size 2 --global-batch-size 1024 \\
       --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer \\
-      --activation-memory-budget 20GiB --rok rok.png --output plan.json
+      --activation-memory-budget 12GiB --rok rok.png --output plan.json
 
 Projected seconds come from data sheets and stated assumptions and are worth no more than these;
 bytes are exact. Where a run is possible, measure."""

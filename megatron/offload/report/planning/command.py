@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-offload plan`, from flags to what is printed and written: `run`. The CLI calls it."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.offload.placement.plan_file import save_plans
+from megatron.offload.report.planning.arguments import request_of
+from megatron.offload.report.planning.curve import check_picture, draw
+from megatron.offload.report.planning.study import all_stages, study_of
+from megatron.offload.report.planning.text import as_json, as_text
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the study and writes what was asked for.
+
+    Raises:
+        ConfigurationError: bad input, or nothing fits.
+        OSError: a file cannot be read or written.
+    """
+    if args.rok is not None:
+        check_picture(args.rok)
+    request = request_of(args)
+    study = study_of(request, with_curve=args.rok is not None or args.json is not None)
+    print(as_text(study))
+    if args.output is not None:
+        save_plans(args.output, all_stages(request) or [study.plan])
+    if args.json is not None:
+        args.json.write_text(as_json(study))
+    if args.rok is not None:
+        draw(study, args.rok)
+    return 0

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A study as a person reads it and as JSON: `as_text`, `as_json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from megatron.offload.config import format_size
+from megatron.offload.placement.plan import Prediction
+from megatron.offload.placement.plan_table import plan_table
+from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.projection.hardware import Hardware
+from megatron.offload.placement.projection.projection import Projection
+from megatron.offload.report.endurance import format_span
+from megatron.offload.report.planning.study import Study
+
+_HEADINGS = ("strategy", "s/step", "of keep", "waits s", "recomputes s", "peak", "written/step")
+
+
+def as_text(study: Study) -> str:
+    """Several paragraphs, without a newline at the end."""
+    return "\n\n".join(
+        (
+            "\n".join(_heading(study)),
+            plan_table(dataclasses.replace(study.plan, predicted=None, fastest=None)),
+            _comparison(study),
+            "\n".join(_drives(study)),
+        )
+    )
+
+
+def as_json(study: Study) -> str:
+    """All figures, in bytes and seconds."""
+    values = {
+        "source": study.profile.source,
+        "goal": study.plan.goal,
+        "strategies": {
+            name: dataclasses.asdict(one) if one is not None else None
+            for name, one in study.strategies.items()
+        },
+        "required_write_bytes_per_s": study.required_bytes_per_s,
+        "plan_life_years": study.life_years,
+        "rok": [{"budget_bytes": budget, **dataclasses.asdict(one)} for budget, one in study.curve],
+    }
+    return json.dumps(values, indent=1) + "\n"
+
+
+def _heading(study: Study) -> list[str]:
+    profile = study.profile
+    lines = [f"{profile.source or 'measured profile'}, {_place(profile)}"]
+    if (of := study.projection) is not None:
+        lines += _described(of)
+    lines += [
+        f"{tier.name:<8}{tier.write_bytes_per_s / 1e9:.1f} GB/s to write, "
+        f"{tier.read_bytes_per_s / 1e9:.1f} to read"
+        for tier in profile.tiers
+    ]
+    return lines
+
+
+def _place(profile: StageProfile) -> str:
+    layout, number = profile.layout, profile.num_micro_batches
+    stage = f"pipeline stage {layout.stage} of {layout.num_stages}, "
+    return (
+        f"{stage if layout.num_stages > 1 else ''}{len(profile.layers)} layers, "
+        f"{number} micro-batch{'es' if number > 1 else ''} a step"
+    )
+
+
+def _described(of: Projection) -> list[str]:
+    parallel, gpu = of.parallel, of.hardware.gpu
+    room = of.activation_room_bytes
+    left = f"{format_size(room)} left" if room > 0 else "nothing left"
+    return [
+        f"model   {of.model.parameters / 1e9:.3g} G parameters on {parallel.num_ranks} GPUs: "
+        f"{parallel.tensor} tensor x {parallel.pipeline} pipeline x {parallel.data} data parallel",
+        f"memory  {format_size(gpu.memory_bytes)}; weights, gradients and optimizer "
+        f"{format_size(of.weights_bytes)}, {left} for activations and all else",
+        f"drives  {_drives_of(of.hardware)} for each GPU, behind {gpu.host_link}",
+    ]
+
+
+def _drives_of(hardware: Hardware) -> str:
+    return f"{hardware.num_drives:g} x {hardware.drive.title}" if hardware.num_drives else "none"
+
+
+def _comparison(study: Study) -> str:
+    rows: list[Sequence[str]] = [_HEADINGS]
+    rows += [_row(name, one, study.keep) for name, one in study.strategies.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _row(name: str, one: Prediction | None, keep: Prediction) -> Sequence[str]:
+    if one is None:
+        return (name, *("-",) * (len(_HEADINGS) - 1))
+    return (
+        name,
+        f"{one.step_s:.3f}",
+        f"{one.step_s / keep.step_s:.3f}",
+        f"{one.stall_s:.3f}",
+        f"{one.recompute_s:.3f}",
+        format_size(one.peak_bytes),
+        format_size(one.written_bytes),
+    )
+
+
+def _drives(study: Study) -> list[str]:
+    rate = sum(tier.write_bytes_per_s for tier in study.profile.tiers)
+    lines = [
+        f"to write everything behind compute takes {study.required_bytes_per_s / 1e9:.1f} GB/s "
+        f"for each GPU (bytes of a step by half its time); the tiers take {rate / 1e9:.1f}"
+    ]
+    if study.ssd_written_bytes == 0:
+        lines.append("this plan writes nothing to drives")
+    elif (years := study.life_years) is not None:
+        lines.append(
+            f"drives last {format_span(years)} of training with this plan, by the bytes they are "
+            "rated for"
+        )
+    return lines

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-offload plan`: what it prints and writes, and that it needs no Megatron and no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.offload import cli
+from megatron.offload.placement.comparison_plans import suffix_plan
+from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.plan_file import load_plans
+from megatron.offload.placement.policy import Placement
+from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.projection.hardware import Drive, Gpu, Hardware
+from megatron.offload.placement.projection.model import Parallelism, Transformer
+from megatron.offload.placement.projection.projection import Projection, project
+from megatron.offload.placement.solver import solve
+from megatron.offload.placement.timeline import Timeline
+
+MODEL = (
+    "plan --hardware h100 --bf16 --num-layers 8 --hidden-size 2048 --num-attention-heads 16 "
+    "--seq-length 2048 --micro-batch-size 2 --global-batch-size 8 --hidden-dropout 0"
+)
+TIGHT = f"{MODEL} --activation-memory-budget 3GiB"
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What is printed, and the folder with what is written."""
+    folder = tmp_path_factory.mktemp("plan")
+    flags = f"--output {folder}/plan.json --json {folder}/all.json --rok {folder}/rok.svg"
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_MEGATRON, *f"{TIGHT} {flags}".split()],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, folder
+
+
+# An import of megatron-core fails, and so does a question about CUDA.
+_WITHOUT_MEGATRON = """
+import sys
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("megatron.core"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refusing())
+import torch
+def refuse(*args):
+    raise AssertionError("asked for CUDA")
+torch.cuda.is_available = torch.cuda.current_device = torch.cuda.init = refuse
+from megatron.offload.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The comparison, by strategy."""
+    table = text[text.index("strategy") :].split("\n\n")[0].splitlines()[1:]
+    cells = [re.split(r" {2,}", line) for line in table]
+    return {one[0]: one[1:] for one in cells}
+
+
+def test_a_plan_stands_beside_what_else_could_be_done(answer: tuple[str, Path]) -> None:
+    found = rows(answer[0])
+    assert list(found) == [
+        "this plan",
+        "keep all",
+        "recompute all",
+        "ssd all",
+        "TBA's suffix",
+    ]
+    assert found["keep all"][1] == "1.000" and found["keep all"][5] == "0 B"
+    assert float(found["recompute all"][1]) > 1.2
+    assert 1.0 <= float(found["this plan"][1]) <= float(found["recompute all"][1])
+
+
+def test_the_plan_keeps_its_budget_and_is_written(answer: tuple[str, Path]) -> None:
+    text, folder = answer
+    plan = load_plans(folder / "plan.json")[0]
+    assert plan.predicted is not None and plan.predicted.peak_bytes <= 3 << 30
+    assert {one.layer for one in plan.groups} == {f"decoder.{n}" for n in range(1, 9)}
+    assert "decoder.1" in text and "at most 3 GiB" in text
+
+
+def test_figures_are_written_as_json(answer: tuple[str, Path]) -> None:
+    figures = json.loads((answer[1] / "all.json").read_text())
+    keep, this = figures["strategies"]["keep all"], figures["strategies"]["this plan"]
+    assert this["peak_bytes"] <= 3 << 30 < keep["peak_bytes"]
+    assert this["step_s"] >= keep["step_s"]
+    moved = sum(
+        layer.movable_bytes * 4
+        for layer in project(
+            Projection(
+                Transformer(8, 2048, 16, 2048),
+                Parallelism(2, 8),
+                Hardware(Gpu.load("h100"), Drive.load("9550-max")),
+            )
+        ).layers
+    )
+    assert figures["required_write_bytes_per_s"] == pytest.approx(2 * moved / keep["step_s"])
+
+
+def test_the_curve_goes_down_in_memory_and_speed(answer: tuple[str, Path]) -> None:
+    curve = json.loads((answer[1] / "all.json").read_text())["rok"]
+    assert len(curve) >= 5
+    assert all(one["peak_bytes"] <= one["budget_bytes"] for one in curve)
+    budgets = [one["budget_bytes"] for one in curve]
+    assert budgets == sorted(budgets, reverse=True)
+    assert curve[-1]["peak_bytes"] < 0.6 * curve[0]["peak_bytes"]
+    assert curve[-1]["step_s"] > curve[0]["step_s"]
+    assert (answer[1] / "rok.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_a_measured_profile_is_planned_like_a_projected_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of = Projection(
+        Transformer(4, 2048, 16, 2048),
+        Parallelism(2, 8),
+        Hardware(Gpu.load("a100"), Drive.load("p5800x"), 4),
+    )
+    measured = dataclasses.replace(project(of), source="measured in steps 2 to 6")
+    file = tmp_path / "profile.json"
+    file.write_text(measured.to_json())
+    assert StageProfile.load(file) == measured
+    assert cli.main(["plan", "--profile", str(file), "--ssd", "p5800x", "--ssds", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "measured in steps 2 to 6" in text and "at most 2 % slower" in text
+    assert set(rows(text)) >= {"this plan", "keep all", "ssd all"}
+
+
+def test_each_stage_of_a_pipeline_has_its_plan(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    flags = f"{MODEL} --pipeline-model-parallel-size 2 --output {file}"
+    assert cli.main(flags.split()) == 0
+    plans = load_plans(file)
+    assert list(plans) == [0, 1]
+    assert [plans[stage].groups[0].layer for stage in plans] == ["decoder.1", "decoder.5"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (f"{MODEL} --activation-memory-budget 1MiB", "1 MiB"),
+        (f"{MODEL} --rok curve.pdf", ".png or .svg"),
+        ("plan --hardware h100", "give --num-layers"),
+        ("plan --profile missing.json", "missing.json"),
+    ],
+)
+def test_what_cannot_be_ends_with_one_sentence_and_exit_code_2(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(flags.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and words in captured.err
+    assert captured.err.startswith("megatron-offload: error: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_help_teaches_with_an_example_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    text = capsys.readouterr().out
+    example = text[text.index("  megatron-offload plan --hardware") :].split("\n\n")[0]
+    words = example.replace("\\\n", " ").split()[1:]
+    kept = words[: words.index("--rok")]
+    assert cli.main(kept) == 0
+    assert "at most 12 GiB" in capsys.readouterr().out
+
+
+class TestTheRuleOfSsdTrain:
+    """Its plan, a suffix of layers that are kept, is one that the planner could make as well.
+
+    Under its assumptions: drives only, backward twice forward, nothing recomputed.
+    """
+
+    @pytest.fixture(scope="class", params=[0.25, 1, 3], ids=["slow", "medium", "fast"])
+    def profile(self, request: pytest.FixtureRequest) -> StageProfile:
+        of = Projection(
+            Transformer(12, 8192, 64, 1024, hidden_dropout=0.1, dtype="fp16"),
+            Parallelism(16, 16, tensor=2),
+            Hardware(Gpu.load("a100-40gb"), Drive.load("p5800x"), request.param),
+        )
+        made = project(of)
+        layers = tuple(
+            dataclasses.replace(layer, recompute_s=None, backward_s=2 * layer.forward_s)
+            for layer in made.layers
+        )
+        return dataclasses.replace(made, layers=layers)
+
+    def test_at_equal_memory_the_plan_is_no_slower(self, profile: StageProfile) -> None:
+        timeline = Timeline(profile)
+        suffix = timeline.predict(suffix_plan(profile))
+        plan = solve(profile, budget_bytes=suffix.peak_bytes)
+        ours = timeline.predict(plan)
+        assert {one.placement for one in plan.groups} <= {Placement.KEEP, Placement.SSD}
+        assert ours.peak_bytes <= suffix.peak_bytes
+        assert ours.step_s <= suffix.step_s * (1 + 1e-6)
+
+    def test_at_equal_time_it_takes_no_more_memory(self, profile: StageProfile) -> None:
+        timeline = Timeline(profile)
+        suffix = timeline.predict(suffix_plan(profile))
+        keep_s = timeline.predict(Plan(())).step_s
+        plan = solve(profile, max_slowdown=suffix.step_s / keep_s - 1)
+        assert timeline.predict(plan).peak_bytes <= suffix.peak_bytes
