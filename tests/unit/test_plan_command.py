@@ -182,29 +182,38 @@ def test_help_teaches_with_an_example_that_works(capsys: pytest.CaptureFixture[s
 class TestTheRuleOfSsdTrain:
     """Its plan, a suffix of layers that are kept, is one that the planner could make as well.
 
-    Under its assumptions: drives only, backward twice forward, nothing recomputed.
+    Under its assumptions: drives only, backward twice forward, nothing recomputed, any number of
+    bytes on their way, drives that write as fast while they read. A model like those measured in
+    arXiv 2408.10013 (hidden size 8192, batch 16, sequence length 1024, two A100 of 40 GB) with
+    more layers than would fit there.
     """
 
-    @pytest.fixture(scope="class", params=[0.25, 1, 3], ids=["slow", "medium", "fast"])
+    @pytest.fixture(params=[1, 3, 4])
     def profile(self, request: pytest.FixtureRequest) -> StageProfile:
         of = Projection(
             Transformer(12, 8192, 64, 1024, hidden_dropout=0.1, dtype="fp16"),
             Parallelism(16, 16, tensor=2),
             Hardware(Gpu.load("a100-40gb"), Drive.load("p5800x"), request.param),
+            inflight_bytes=1 << 42,
         )
         made = project(of)
-        layers = tuple(
-            dataclasses.replace(layer, recompute_s=None, backward_s=2 * layer.forward_s)
-            for layer in made.layers
+        (tier,) = made.tiers
+        rate = tier.write_bytes_per_s
+        return dataclasses.replace(
+            made,
+            layers=tuple(
+                dataclasses.replace(layer, recompute_s=None, backward_s=2 * layer.forward_s)
+                for layer in made.layers
+            ),
+            tiers=(dataclasses.replace(tier, read_bytes_per_s=rate, shared_bytes_per_s=None),),
         )
-        return dataclasses.replace(made, layers=layers)
 
     def test_at_equal_memory_the_plan_is_no_slower(self, profile: StageProfile) -> None:
         timeline = Timeline(profile)
         suffix = timeline.predict(suffix_plan(profile))
         plan = solve(profile, budget_bytes=suffix.peak_bytes)
         ours = timeline.predict(plan)
-        assert {one.placement for one in plan.groups} <= {Placement.KEEP, Placement.SSD}
+        assert {one.placement for one in plan.groups} == {Placement.KEEP, Placement.SSD}
         assert ours.peak_bytes <= suffix.peak_bytes
         assert ours.step_s <= suffix.step_s * (1 + 1e-6)
 
@@ -212,5 +221,13 @@ class TestTheRuleOfSsdTrain:
         timeline = Timeline(profile)
         suffix = timeline.predict(suffix_plan(profile))
         keep_s = timeline.predict(Plan(())).step_s
-        plan = solve(profile, max_slowdown=suffix.step_s / keep_s - 1)
+        plan = solve(profile, max_slowdown=max(suffix.step_s / keep_s - 1, 0.0))
         assert timeline.predict(plan).peak_bytes <= suffix.peak_bytes
+
+    @pytest.mark.parametrize("profile", [4], indirect=True)
+    def test_with_the_papers_drives_it_costs_no_time(self, profile: StageProfile) -> None:
+        timeline = Timeline(profile)
+        suffix, keep = timeline.predict(suffix_plan(profile)), timeline.predict(Plan(()))
+        assert suffix.step_s == pytest.approx(keep.step_s, rel=1e-3)
+        # Published: 28 to 40 % less activation memory in most cases, 47 % at best.
+        assert 0.28 <= 1 - suffix.peak_bytes / keep.peak_bytes <= 0.47
