@@ -19,8 +19,8 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.install import SUPPORTED_VERSIONS
 from megatron.offload.report.doctor.examine import examine
-from megatron.offload.report.planning import arguments as planning
 from megatron.offload.report.runs import compare_runs
+from megatron.offload.report.study import arguments as planning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "doctor":
             return _doctor(args)
         if args.command == "plan":
-            from megatron.offload.report.planning.command import run  # brings scipy
+            from megatron.offload.report.study.command import run  # brings scipy
 
             return run(args)
         print(compare_runs(args.metrics))

@@ -16,7 +16,7 @@ from megatron.offload.placement.script import FIRST_TIER, KEEP, RECOMPUTE_LAYER
 from megatron.offload.placement.solver import solve
 from megatron.offload.placement.timeline import Timeline, prediction_of
 from megatron.offload.report.endurance import YEAR_S
-from megatron.offload.report.planning.arguments import Request
+from megatron.offload.report.study.arguments import Request
 
 _NUM_BUDGETS = 9  # of the curve
 

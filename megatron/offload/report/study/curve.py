@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.report.planning.study import Study
+from megatron.offload.report.study.study import Study
 
 GIB = 1 << 30
 _MARKERS = {

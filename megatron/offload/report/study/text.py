@@ -14,7 +14,7 @@ from megatron.offload.placement.profile import StageProfile
 from megatron.offload.placement.projection.hardware import Hardware
 from megatron.offload.placement.projection.projection import Projection
 from megatron.offload.report.endurance import format_span
-from megatron.offload.report.planning.study import Study
+from megatron.offload.report.study.study import Study
 
 _HEADINGS = ("strategy", "s/step", "of keep", "waits s", "recomputes s", "peak", "written/step")
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import argparse
 
 from megatron.offload.placement.plan_file import save_plans
-from megatron.offload.report.planning.arguments import request_of
-from megatron.offload.report.planning.curve import check_picture, draw
-from megatron.offload.report.planning.study import all_stages, study_of
-from megatron.offload.report.planning.text import as_json, as_text
+from megatron.offload.report.study.arguments import request_of
+from megatron.offload.report.study.curve import check_picture, draw
+from megatron.offload.report.study.study import all_stages, study_of
+from megatron.offload.report.study.text import as_json, as_text
 
 
 def run(args: argparse.Namespace) -> int:
