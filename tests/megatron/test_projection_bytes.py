@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that the planner projects for a layer are those that the engine moves, exactly.
+"""Projected bytes of a layer are those that the engine moves, and plans from them are followed.
 
 On a CPU, so with `fused_kernels=False`: there torch saves dropout masks in the element type, both
 halves of a gated unit once more, and four tables of rotary positions a layer. Left out are torch's
@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 from launch import train
 
+from megatron.offload import cli
+from megatron.offload.placement.plan_file import load_plans
+from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.projection.hardware import Drive, Gpu, Hardware
 from megatron.offload.placement.projection.model import Parallelism, Transformer
 from megatron.offload.placement.projection.projection import Projection, project
@@ -69,3 +72,24 @@ def test_projected_bytes_are_what_the_engine_moves(
     passes = parallel.num_micro_batches
     assert measured["offloaded_bytes"] == passes * sum(group.movable_bytes for group in groups)
     assert measured["offloaded_storages"] == passes * sum(group.num_storages for group in groups)
+
+
+def test_a_plan_made_before_any_run_is_followed(tmp_path: Path) -> None:
+    model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+    batch = "--micro-batch-size 1 --global-batch-size 4 --vocab-size 256 --hidden-dropout 0"
+    bounds = f"--activation-offload-min-bytes {MIN_BYTES}"
+    plan = tmp_path / "plan.json"
+    goal = "--activation-offload-max-slowdown 3"  # so small a model does little but wait for drives
+    line = f"plan --hardware a100 {model} {batch} {bounds} {goal} --output {plan}"
+    assert cli.main(line.split()) == 0
+    recomputed = {
+        one.layer for one in load_plans(plan)[0].groups if one.placement is Placement.RECOMPUTE
+    }
+    assert 0 < len(recomputed) < 4
+    outcome = train(
+        "--attention-dropout 0 --hidden-dropout 0 --train-iters 2",
+        f"--activation-offload auto --activation-offload-plan {plan} {bounds}",
+        f"--activation-offload-dir {tmp_path} --activation-offload-io buffered",
+    )
+    passes = 4
+    assert outcome.metrics[-1]["offload"]["recomputed_layers"] == passes * len(recomputed)

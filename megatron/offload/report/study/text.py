@@ -101,10 +101,10 @@ def _row(name: str, one: Prediction | None, keep: Prediction) -> Sequence[str]:
         return (name, *("-",) * (len(_HEADINGS) - 1))
     return (
         name,
-        f"{one.step_s:.3f}",
+        f"{one.step_s:.4g}",
         f"{one.step_s / keep.step_s:.3f}",
-        f"{one.stall_s:.3f}",
-        f"{one.recompute_s:.3f}",
+        f"{one.stall_s:.3g}",
+        f"{one.recompute_s:.3g}",
         format_size(one.peak_bytes),
         format_size(one.written_bytes),
     )
