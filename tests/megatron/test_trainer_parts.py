@@ -18,7 +18,6 @@ from trainer.data import SampleOrder
 from trainer.gpt import GPT
 from trainer.metrics import MetricsFile, StepRecord
 
-from megatron.offload.integration.megatron import arguments as offload_arguments
 from megatron.offload.integration.megatron.estimate import activation_bytes
 
 
@@ -146,7 +145,7 @@ def test_each_rank_reserves_what_its_stage_needs(
     monkeypatch.setattr(training, "check", lambda *args, **kwargs: checked.update(kwargs))
     flags = f"{TINY} --pipeline-model-parallel-size 2 --validate-only".split()
     training.pretrain(GPT(), flags)
-    args = arguments.parse_arguments("", flags[:-1], (offload_arguments.add_offload_arguments,))
+    args = arguments.parse_arguments("", flags[:-1], (GPT().add_arguments,))
     settings = GPT().transformer_config(args)
     reserves = training._reserves(args, GPT(), settings)
     expected = [activation_bytes(settings, 32, 1, 2, stage) for stage in stages]
