@@ -7,6 +7,7 @@ call after an installation takes some ten seconds.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -43,5 +44,7 @@ class _Cache(FunctionCache):
 def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """As a decorator. The function sees arrays, numbers and named tuples of them only."""
     made = numba.njit(error_model="numpy")(function)
-    made._cache = _Cache(function)
+    # Without a directory that can be written, every process compiles for itself.
+    with contextlib.suppress(RuntimeError):
+        made._cache = _Cache(function)
     return made
