@@ -25,6 +25,8 @@ from megatron.offload.planning.agreement import Alone, agreed_profile, check_sam
 class Two:
     """One of two ranks, which are threads of this process."""
 
+    period_steps = 1
+
     def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
         self._rank, self._shared, self._barrier = rank, shared, barrier
 

@@ -315,6 +315,22 @@ def test_more_memory_than_the_budget_is_planned_for_at_once(start: Callable[...,
     assert run.planner.num_plans == 3
 
 
+def test_what_is_noticed_between_the_steps_at_which_ranks_ask_is_not_lost(
+    start: Callable[..., Run],
+) -> None:
+    run = start()
+    run.solver.placement = Placement.KEEP
+    run.planner._agreement.period_steps = 4
+    run.steps(3 + 4)
+    run.tokens = 64
+    run.steps(2)
+    run.tokens = 32  # the change is noticed already
+    run.steps(1)
+    assert run.planner.phase is Phase.FOLLOWING
+    run.steps(1)
+    assert run.planner.phase is Phase.UPDATING
+
+
 def test_a_solver_that_fails_later_leaves_the_plan_as_it_is(
     start: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,7 +17,13 @@ from megatron.offload.placement.profile import StageProfile
 
 
 class Agreement(Protocol):
-    """What the ranks of a group tell each other."""
+    """What the ranks of a group tell each other.
+
+    Attributes:
+        period_steps: how often they ask whether to plan again: asking may wait for the device.
+    """
+
+    period_steps: int
 
     def means(self, values: Sequence[float]) -> list[float]:
         """Of each value the mean over the group, the same bits on all its ranks."""
@@ -34,6 +40,8 @@ class Agreement(Protocol):
 
 class Alone:
     """Of one process that need not ask."""
+
+    period_steps = 1
 
     def means(self, values: Sequence[float]) -> list[float]:
         """See `Agreement`."""

@@ -125,6 +125,7 @@ class Planner:
         self._by_tokens: dict[int, StageProfile] = {}  # measured, by size of micro-batches
         self._drift: Drift | None = None
         self._budget_bytes: int | None = None
+        self._over = self._notice = ""  # what this rank has found, until all are asked
         self._num_followed = 0  # steps under the present plan
         self._patient_steps = 0  # so long neither time nor memory is a reason to plan again
         self._adapts = True
@@ -278,6 +279,7 @@ class Planner:
         self._policy.follow(plan)
         self.phase = Phase.FOLLOWING
         self._num_followed = 0
+        self._over = self._notice = ""
         if self.profile is not None and plan.predicted is not None:
             self._drift = Drift(plan.predicted, self.profile, self._budget_bytes, usual)
 
@@ -323,15 +325,19 @@ class Planner:
     # -- Adapting -------------------------------------------------------------------------------
 
     def _compare(self) -> None:
-        """Every rank of the group asks the others in every step, whatever it has found itself."""
+        """All ranks of a group ask each other at the same steps, whatever they have found."""
         drift, step = self._drift, self.measurement.last
-        over = notice = ""
         self._num_followed += 1
         if drift is not None and step is not None:
             is_impatient = self._num_followed > self._patient_steps
-            over = drift.over_budget(step) if is_impatient else ""
+            if is_impatient:
+                self._over = self._over or drift.over_budget(step)
             if self._num_followed > _SETTLING_STEPS:
                 notice = drift.notice(step, times_count=is_impatient)
+                self._notice = self._notice or notice
+        if self._num_followed % self._agreement.period_steps:
+            return
+        (over, notice), self._over, self._notice = (self._over, self._notice), "", ""
         any_over, any_notice = self._agreement.largest([float(bool(over)), float(bool(notice))])
         if any_over:
             self._say(over or "another rank is over its budget")

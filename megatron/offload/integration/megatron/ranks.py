@@ -19,6 +19,8 @@ from megatron.offload.integration.megatron.schedule import current_layout
 from megatron.offload.planning.agreement import Agreement, Alone
 from megatron.offload.planning.planner import Stage
 
+_PERIOD_STEPS = 4
+
 
 class GroupAgreement:
     """See `Agreement`. Collectives of small tensors on the device that trains.
@@ -31,6 +33,8 @@ class GroupAgreement:
     def __init__(self, groups: Sequence[Any], device: torch.device) -> None:
         self._groups = [group for group in groups if dist.get_world_size(group) > 1]
         self._device = device
+        # NCCL's answer is on the device: to look at it is to wait for all that is queued there.
+        self.period_steps = _PERIOD_STEPS if self._groups and device.type != "cpu" else 1
 
     def means(self, values: Sequence[float]) -> list[float]:
         """See `Agreement`."""
