@@ -58,7 +58,7 @@ def test_selective_recomputation_and_offload_give_the_same_bits(case: str, tmp_p
             ], (placement, name)
         assert outcome.model == own.model, placement
         for step, without in zip(outcome.values("offload"), whole.values("offload"), strict=True):
-            assert step["offloaded_bytes"] > 0 and step["tier_used_bytes"] == 0
+            assert step["offloaded_bytes"] > 0
             assert (step["recomputed_layers"] > 0) is (placement == "mixed")
             # What a module recomputes is not offloaded. The trainer's attention saves nothing but
             # its inputs, which the recomputed one keeps too.
