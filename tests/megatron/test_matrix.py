@@ -213,8 +213,8 @@ def outcomes_of(cell: Cell, placements: Sequence[str], tiny: str, tmp_path: Path
     reason = why_not(cell)
     if reason is not None:
         refused = off.exit_codes[0] == 2 and reason in off.errors
-        outcome = f"{REFUSED}: {reason}" if refused else f"{FAILED}: not refused"
-        return dict.fromkeys(("off", *PLACEMENTS), outcome)
+        outcome = REFUSED if refused else f"{FAILED}: not refused"
+        return {"off": f"{outcome}: {reason}", **dict.fromkeys(PLACEMENTS, outcome)}
     if set(off.exit_codes) != {0} or len(off.metrics) != STEPS:
         return dict.fromkeys(("off", *PLACEMENTS), f"{FAILED}: off gave {off.exit_codes}")
     outcomes = {"off": "trains"}
