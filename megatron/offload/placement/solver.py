@@ -115,7 +115,12 @@ class _Solution:
         if self._budget_bytes is None:
             everything = self._choices.all(KEEP)
             return everything, self._whole.cost(everything)
-        raise self._infeasible()
+        chosen = self._search.best(_smallest)
+        cost = self._whole.cost(chosen)
+        if cost.peak_bytes > budget:
+            raise self._infeasible()
+        self._check_time(cost)
+        return chosen, cost
 
     def _least_time(self, budget: float) -> Ints:
         if self._fastest.peak_bytes <= budget:
