@@ -83,6 +83,22 @@ OFFLOAD = (
     ),
     Row(f"{SSD} --activation-offload-layers 1-5", "--activation-offload-layers names layer 5"),
     Row(f"{SSD} --activation-recompute-layers 5", "--activation-recompute-layers names layer 5"),
+    Row(
+        f"{SSD} --activation-memory-budget 1GiB",
+        "--activation-memory-budget is for --activation-offload auto",
+    ),
+    Row(
+        "--activation-offload auto --activation-memory-budget 0",
+        "--activation-memory-budget 0 leaves no memory to compute in",
+    ),
+    Row(
+        "--activation-offload auto --activation-recompute-layers 1",
+        "chooses layers, and so does --activation-offload auto",
+    ),
+    Row(
+        "--activation-offload auto --activation-offload-max-slowdown -1",
+        "-1 is no slowdown",
+    ),
     Row(SSD, "megatron-core 0.99.0 is not supported", patches=OTHER_VERSION),
     Row("--activation-offload ssd", "--activation-offload ssd needs a place on an SSD"),
     Row("--activation-offload tiered", "--activation-offload tiered needs a place on an SSD"),

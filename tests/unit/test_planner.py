@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -220,6 +221,18 @@ def test_a_plan_of_another_model_is_refused_at_the_start(
 ) -> None:
     save_plans(tmp_path / "plan.json", [plan])
     with pytest.raises(ConfigurationError, match=sentence):
+        start(plan_file=tmp_path / "plan.json")
+
+
+def test_a_plan_that_recomputes_what_may_not_be_is_refused(
+    start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [PlannedGroup(0, name, "layer", Placement.RECOMPUTE, 1) for name in LAYERS]
+    save_plans(tmp_path / "plan.json", [Plan(tuple(groups))])
+    start(plan_file=tmp_path / "plan.json")
+    why_not = functools.partial(Stage, why_not_recomputed="layers that compute in fp8")
+    monkeypatch.setitem(globals(), "Stage", why_not)
+    with pytest.raises(ConfigurationError, match="cannot recompute layers that compute in fp8"):
         start(plan_file=tmp_path / "plan.json")
 
 

@@ -33,6 +33,7 @@ from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.plan_file import load_plans, save_plans
 from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.placement.planned import PlannedPolicy
+from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.planning.agreement import Agreement, agreed_profile, check_same
 from megatron.offload.planning.drift import Drift
@@ -67,14 +68,14 @@ class Stage:
     Attributes:
         layout: its place in the pipeline.
         layers: chunk and name of each layer, in the order of the forward pass.
-        recomputes: whether its layers may be recomputed.
+        why_not_recomputed: what keeps its layers from being recomputed; empty: nothing does.
         speaks: whether this rank's plan is the one of its stage that is shown and written.
         num_local_ranks: ranks on this machine, which share a CPU's memory.
     """
 
     layout: Layout
     layers: Sequence[tuple[int, str]]
-    recomputes: bool = True
+    why_not_recomputed: str = ""
     speaks: bool = True
     num_local_ranks: int = 1
 
@@ -203,8 +204,11 @@ class Planner:
                 f"the plan {path} has stages {', '.join(map(str, sorted(plans)))}, and none "
                 f"numbered {stage}; plan again for this layout"
             )
-        plans[stage].check(self._stage.layers, self._engine.tiers)
-        return plans[stage]
+        plan, why_not = plans[stage], self._stage.why_not_recomputed
+        plan.check(self._stage.layers, self._engine.tiers)
+        if why_not and Placement.RECOMPUTE in plan.placements.values():
+            raise ConfigurationError(f"the plan {path} cannot recompute {why_not}; plan again")
+        return plan
 
     def _make_first_plan(self) -> None:
         """Plans, with all ranks of the run: where one finds no plan, none goes on."""
@@ -288,7 +292,7 @@ class Planner:
     def _measured_profile(self, previous: StageProfile | None) -> StageProfile:
         """The profile of the steps that were measured, the same on all ranks of the group."""
         profile = self.measurement.profile(
-            self._stage.layout, recomputes=self._stage.recomputes, previous=previous
+            self._stage.layout, recomputes=not self._stage.why_not_recomputed, previous=previous
         )
         return agreed_profile(profile, self._agreement)
 

@@ -21,6 +21,7 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.calls import connect
+from megatron.offload.integration.megatron.recomputable import why_not_recomputed
 from megatron.offload.integration.megatron.seams import decorate
 from megatron.offload.placement.planned import PlannedPolicy
 from megatron.offload.placement.policy import Placement, Policy
@@ -309,19 +310,11 @@ def check_layers(config: OffloadConfig, settings: Any) -> None:
             raise ConfigurationError(
                 f"{flag} names layer {layers.last}; the model has {num_layers}, counted from 1"
             )
-    if config.recompute_layers is not None and getattr(
-        settings, "moe_enable_routing_replay", False
-    ):
+    why_not = why_not_recomputed(settings)
+    if config.recompute_layers is not None and why_not:
         raise ConfigurationError(
-            "--activation-recompute-layers cannot recompute layers whose routing is replayed, "
-            "which counts their passes (moe_enable_routing_replay); drop one of the two"
+            f"--activation-recompute-layers cannot recompute {why_not}; drop one of the two"
         )
-    for name in ("fp8", "fp4"):
-        if config.recompute_layers is not None and getattr(settings, name, None):
-            raise ConfigurationError(
-                f"--activation-recompute-layers cannot recompute layers that compute in {name}, "
-                "whose scales would be updated twice; drop one of the two"
-            )
 
 
 def _transformer_config(model_chunks: Sequence[torch.nn.Module]) -> Any:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.offload.integration.megatron.layer import layer_names
+from megatron.offload.integration.megatron.recomputable import why_not_recomputed
 from megatron.offload.integration.megatron.schedule import current_layout
 from megatron.offload.planning.agreement import Agreement, Alone
 from megatron.offload.planning.planner import Stage
@@ -89,10 +90,9 @@ def stage_of(model_chunks: Sequence[torch.nn.Module], settings: Any, num_local_r
         for number, chunk in enumerate(model_chunks)
         for name in layer_names([chunk]).values()
     ]
-    # Recomputation would update the scales of such formats twice.
-    scaled = any(getattr(settings, name, None) for name in ("fp8", "fp4"))
     is_first = (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     )
-    return Stage(current_layout(settings), layers, not scaled, is_first, num_local_ranks)
+    why_not = why_not_recomputed(settings)
+    return Stage(current_layout(settings), layers, why_not, is_first, num_local_ranks)
