@@ -86,13 +86,18 @@ def write_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For tests/megatron/test_matrix.py."""
+    """`--slow` for all tests; the others for tests/megatron/test_matrix.py."""
+    parser.addoption("--slow", action="store_true", help="also tests that repeat what others show")
     parser.addoption("--full-matrix", action="store_true", help="every cell, not just a few")
     parser.addoption("--matrix-table", type=Path, metavar="FILE", help="write a table there")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests marked `slow`; skips those marked `gpu` where there is no CUDA device."""
+    if not config.getoption("--slow"):
+        slow = [item for item in items if "slow" in item.keywords]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if "slow" not in item.keywords]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch sees none on this machine")

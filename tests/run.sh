@@ -4,6 +4,7 @@
 # Runs every check: lint, format, types, shell scripts, Dockerfile, tests. Arguments go to pytest:
 #   tests/run.sh                     everything
 #   tests/run.sh -k forwarding -x    some of the tests (lint and types still run)
+#   tests/run.sh --slow              also more layouts of what is tested anyway
 # All checks run even if one fails; the exit code is 0 only if all passed.
 set -euo pipefail
 

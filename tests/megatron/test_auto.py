@@ -92,7 +92,7 @@ def mixed(stage: int, layers: range) -> Plan:
     return Plan(tuple(groups), stage=stage)
 
 
-@pytest.mark.parametrize("layout", ["TP2+SP", "PP2"])
+@pytest.mark.parametrize("layout", [pytest.param("TP2+SP", marks=pytest.mark.slow), "PP2"])
 def test_a_plan_that_people_wrote_is_followed_from_the_first_step(
     layout: str, tmp_path: Path
 ) -> None:

@@ -96,7 +96,9 @@ def gradients(outcome: Outcome) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", ["", pytest.param("--bf16", marks=pytest.mark.slow)], ids=["fp32", "bf16"]
+)
 def test_fusion_and_overlap_give_the_same_bits_with_offload(trainer: Path, precision: str) -> None:
     off = run(precision)
     assert off.exit_codes == [0, 0], off.output
@@ -113,6 +115,7 @@ def test_fusion_and_overlap_give_the_same_bits_with_offload(trainer: Path, preci
     assert all(step["offloaded_bytes"] > 0 for step in offloaded.values("offload"))
 
 
+@pytest.mark.slow
 def test_fusion_and_overlap_give_the_same_bits_with_recomputed_layers(trainer: Path) -> None:
     lists = " --activation-recompute-layers 1,3 --activation-offload-layers 2"
     off, mixed = run(), run(ssd(trainer) + lists)

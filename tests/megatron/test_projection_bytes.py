@@ -29,13 +29,30 @@ LAYERS = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "dtype":
     ("flags", "sizes", "division"),
     [
         ("--hidden-dropout 0", {}, {}),
-        ("--hidden-dropout 0 --micro-batch-size 2 --seq-length 64", {"seq_length": 64}, {"mbs": 2}),
+        pytest.param(
+            "--hidden-dropout 0 --micro-batch-size 2 --seq-length 64",
+            {"seq_length": 64},
+            {"mbs": 2},
+            marks=pytest.mark.slow,
+        ),
         ("--hidden-dropout 0.1", {"hidden_dropout": 0.1}, {}),
-        ("--hidden-dropout 0 --bf16", {"dtype": "bf16"}, {}),
-        ("--hidden-dropout 0 --position-embedding-type rope", {"rope": True}, {}),
-        ("--hidden-dropout 0 --swiglu", {"gated": True}, {}),
-        ("--hidden-dropout 0 --ffn-hidden-size 160", {"ffn": 160}, {}),
-        ("--hidden-dropout 0 --tensor-model-parallel-size 2", {}, {"tensor": 2}),
+        pytest.param("--hidden-dropout 0 --bf16", {"dtype": "bf16"}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            "--hidden-dropout 0 --position-embedding-type rope",
+            {"rope": True},
+            {},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("--hidden-dropout 0 --swiglu", {"gated": True}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            "--hidden-dropout 0 --ffn-hidden-size 160", {"ffn": 160}, {}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "--hidden-dropout 0 --tensor-model-parallel-size 2",
+            {},
+            {"tensor": 2},
+            marks=pytest.mark.slow,
+        ),
         (
             "--hidden-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel",
             {},

@@ -41,7 +41,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("mlp", "layernorm, PP2 bf16", "moe, EP2")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_selective_recomputation_and_offload_give_the_same_bits(case: str, tmp_path: Path) -> None:
     model, world_size, modules, placements = CASES[case]
     model += f" --train-iters {STEPS}"
