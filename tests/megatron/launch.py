@@ -59,6 +59,11 @@ class Outcome:
         return str(self.metrics[-1]["model"])
 
 
+# An import of megatron-core in this process sets it, at one test or another: it would tell the fork
+# server's environment from ours.
+_OF_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)
+
+
 class Run:
     """A running trainer; leaving the context kills whatever is left of it.
 
@@ -225,8 +230,9 @@ def train(
 def rank_environment(added: dict[str, str]) -> dict[str, str]:
     """What a rank starts with: this process's, no GPU, loopback, this checkout's modules."""
     search = [added.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")]
+    inherited = {name: os.environ[name] for name in os.environ if name not in _OF_IMPORTS}
     return {
-        **os.environ,
+        **inherited,
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
