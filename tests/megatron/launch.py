@@ -59,9 +59,9 @@ class Outcome:
         return str(self.metrics[-1]["model"])
 
 
-# An import of megatron-core in this process sets it, at one test or another: it would tell the fork
-# server's environment from ours.
-_OF_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)
+# Set in this process by an import of megatron-core and by the use of a tokenizer, at one test or
+# another: they would tell the fork server's environment from ours.
+_OF_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR", "TOKENIZERS_PARALLELISM")
 
 
 class Run:
