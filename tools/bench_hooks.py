@@ -131,8 +131,9 @@ def pack_unpack_us(args: argparse.Namespace) -> list[float]:
         return time.perf_counter() - began, result
 
     for step in range(args.loops + 1):
+        outgoing: list[Any] = []
         with engine.step():
-            with engine.forward(Scope()) as tape, engine._collecting([]) as outgoing:
+            with engine.forward(Scope()) as tape, engine._collecting(outgoing):
                 tensors = [torch.zeros(1024) for _ in range(LOOP_LENGTH)]
                 packed = [seconds(hooks.pack_found, tensor) for tensor in tensors]
                 share, _ = seconds(engine._hand_over, outgoing)

@@ -219,11 +219,11 @@ class OffloadEngine:
         return _Context(self)
 
     @contextlib.contextmanager
-    def _collecting(self, captured: list[Outgoing]) -> Iterator[list[Outgoing]]:
+    def _collecting(self, captured: list[Outgoing]) -> Iterator[None]:
         """What is saved goes to this list instead of to the starter."""
         outer, self._captured.outgoing = self._captured.outgoing, captured
         try:
-            yield captured
+            yield
         finally:
             self._captured.outgoing = outer
 
