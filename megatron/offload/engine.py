@@ -250,7 +250,7 @@ class OffloadEngine:
     def close(self) -> None:
         """Waits for transfers, ends the threads and gives memory and disk space back."""
         self._starter.close()
-        for tier in self._own_tiers.values():
+        for tier in self.tiers.values():
             tier.close()
 
     def place_layer(self, scope: Scope) -> Placement:
@@ -277,7 +277,7 @@ class OffloadEngine:
     @property
     def where(self) -> str:
         """Where activations go, for people."""
-        return " and ".join(str(tier) for tier in self._own_tiers.values())
+        return " and ".join(str(tier) for tier in self.tiers.values())
 
     def tier_for(self, num_bytes: int) -> Tier | None:
         """Where the policy sends so many bytes of the present scope; None: they stay."""
@@ -443,19 +443,17 @@ class OffloadEngine:
 
     @property
     def tiers(self) -> dict[Placement, Tier]:
-        """Host memory and SSDs, those of them that activations may go to."""
-        return self._own_tiers
+        """Host memory and SSDs, those of them that activations may go to.
 
-    @property
-    def _own_tiers(self) -> dict[Placement, Tier]:
-        """Without the one that only chooses among the others."""
+        Without the one that only chooses among the others.
+        """
         return {p: tier for p, tier in self._tiers.items() if p is not Placement.TIERED}
 
     def _moved_bytes(self) -> dict[Placement, tuple[int, int]]:
         """Bytes written and read since the tiers were opened."""
         return {
             placement: (tier.statistics.writes.total_bytes, tier.statistics.reads.total_bytes)
-            for placement, tier in self._own_tiers.items()
+            for placement, tier in self.tiers.items()
         }
 
     def _count_tiers(self, before: dict[Placement, tuple[int, int]]) -> None:
@@ -470,7 +468,7 @@ class OffloadEngine:
         }
         step.host_written_bytes, step.host_read_bytes = moved.get(Placement.HOST, (0, 0))
         step.written_bytes, step.read_bytes = moved.get(Placement.SSD, (0, 0))
-        step.tier_used_bytes = sum(tier.used_bytes for tier in self._own_tiers.values())
+        step.tier_used_bytes = sum(tier.used_bytes for tier in self.tiers.values())
         ssd = self._tiers.get(Placement.SSD)
         if ssd is not None:
             statistics = ssd.statistics

@@ -57,7 +57,7 @@ class PromptEngine(OffloadEngine):
     @property
     def used_bytes(self) -> int:
         """On all tiers together."""
-        return sum(tier.used_bytes for tier in self._own_tiers.values())
+        return sum(tier.used_bytes for tier in self.tiers.values())
 
     def used_bytes_in_the_end(self, expected_bytes: int = 0) -> int:
         """After transfers, a garbage collection if need be, and the I/O threads' last steps."""

@@ -285,11 +285,11 @@ engine(
     "tiers are closed before what was handed over has been started",
     """
         self._starter.close()
-        for tier in self._own_tiers.values():
+        for tier in self.tiers.values():
             tier.close()
 """,
     """
-        for tier in self._own_tiers.values():
+        for tier in self.tiers.values():
             tier.close()
         self._starter.close()
 """,
