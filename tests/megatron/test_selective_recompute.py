@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from launch import train
-from test_matrix import flags_of
+from test_matrix import flags_of, nothing_leaks
 
 STEPS = 3
 NO_BIAS = "--disable-bias-linear"
@@ -63,6 +63,7 @@ def test_selective_recomputation_and_offload_give_the_same_bits(case: str, tmp_p
                 record.get(name) for record in own.metrics
             ], (placement, name)
         assert outcome.model == own.model, placement
+        assert nothing_leaks(outcome.values("offload"))
         for step, without in zip(outcome.values("offload"), whole.values("offload"), strict=True):
             assert step["offloaded_bytes"] > 0
             assert (step["recomputed_layers"] > 0) is (placement == "mixed")
