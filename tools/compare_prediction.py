@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--only", default="", help="configurations with this in their name")
-    parser.add_argument("--steps", type=int, default=14, help="of each training (default 14)")
+    parser.add_argument("--steps", type=int, default=24, help="of each training (default 24)")
     parser.add_argument("--slowdown", type=float, default=0.1, help="that plans may cost (0.1)")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs" / "offload", help="on the SSD")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of each training")

@@ -29,6 +29,7 @@ from megatron.offload.storage.device import CpuDevice
 from megatron.offload.storage.file import UnlinkedFile
 from tests.models import settle, ssd
 
+REFINING_STEPS = 4
 LAYERS = ("decoder.1", "decoder.2")
 GIB = 1 << 30
 
@@ -57,8 +58,8 @@ class Solver:
     ) -> None:
         pass
 
-    def peak_bytes(self, profile: StageProfile, plan: Plan | None) -> int:
-        return profile.transient_bytes + self.simulated_bytes
+    def predict(self, profile: StageProfile, plan: Plan | None) -> Prediction:
+        return Prediction(1.0, 0.0, 0.0, profile.transient_bytes + self.simulated_bytes)
 
     def solve(
         self, profile: StageProfile, *, budget_bytes: int | None, max_slowdown: float | None
@@ -169,6 +170,25 @@ def test_three_steps_are_offloaded_and_then_the_plan_is_followed(
     run.steps(3)
     assert run.engine.statistics.offloaded_bytes == 0
     assert len(run.solver.asked) == 1 and run.engine.observer is None
+
+
+def test_a_plan_that_was_followed_for_some_steps_is_refined_once(start: Callable[..., Run]) -> None:
+    run = start()
+    run.solver.placement = Placement.KEEP
+    run.solver.predicted = Prediction(1000.0, 0.0, 0.0, 1 << 40)
+    run.steps(3 + 4)
+    assert run.planner.phase is Phase.REFINING and run.planner.num_plans == 1
+    peaks = []
+    for _ in range(REFINING_STEPS):
+        run.step()
+        peaks.append(run.planner.figures["measured_peak_bytes"])
+    assert run.planner.phase is Phase.FOLLOWING and run.planner.num_plans == 2
+    (_, _, _), (profile, budget_bytes, _) = run.solver.asked
+    assert budget_bytes == 16 * GIB
+    # The simulation has a step of a second, and no peak of its own.
+    assert profile.transient_bytes == max(peaks)
+    run.steps(20)
+    assert run.planner.phase is Phase.FOLLOWING and run.planner.num_plans == 2
 
 
 def test_predicted_and_measured_stand_side_by_side(start: Callable[..., Run]) -> None:
@@ -324,8 +344,12 @@ def test_more_memory_than_the_budget_is_planned_for_at_once(start: Callable[...,
     assert after.transient_bytes > before.transient_bytes + (1 << 29)
     run.steps(4)  # the plan has not changed: it is not asked for again at once
     assert run.planner.num_plans == 2
-    run.steps(1)
+    run.steps(REFINING_STEPS)
     assert run.planner.num_plans == 3
+    run.steps(8)
+    assert run.planner.num_plans == 3
+    run.steps(1)
+    assert run.planner.num_plans == 4
 
 
 def test_what_is_noticed_between_the_steps_at_which_ranks_ask_is_not_lost(
@@ -334,7 +358,8 @@ def test_what_is_noticed_between_the_steps_at_which_ranks_ask_is_not_lost(
     run = start()
     run.solver.placement = Placement.KEEP
     run.planner._agreement.period_steps = 4
-    run.steps(3 + 4)
+    run.steps(3 + 4 + REFINING_STEPS)
+    run.steps(4)
     run.tokens = 64
     run.steps(2)
     run.tokens = 32  # the change is noticed already

@@ -6,9 +6,13 @@ at the same step on all ranks that share layers; the policy that the engine asks
 
 Note [The course of a run]
 `WARMING_UP` one step, everything offloaded; `MEASURING` two steps, likewise; then the first plan.
-`FOLLOWING` it, every step is compared with what was predicted. When one rank of a group finds that
-the plan no longer fits, all go on to `UPDATING`: the next step, under the present plan, is measured
-as well, and another plan follows. Too much memory is different: there a plan is made at once.
+The first steps of a run are no good measure of the later ones: memory comes from the system for the
+first time, and what a step leaves behind adds to the next one's peak. So once the first plan has
+been followed for some steps, `REFINING` measures some more, and a second plan is made.
+`FOLLOWING` a plan, every step is compared with what was predicted. When one rank of a group finds
+that the plan no longer fits, all go on to `UPDATING`: the next step, under the present plan, is
+measured as well, and another plan follows. Too much memory is different: there a plan is made at
+once.
 """
 
 from __future__ import annotations
@@ -16,9 +20,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import logging
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.offload.config import OffloadConfig, format_size
 from megatron.offload.engine import OffloadEngine
@@ -36,7 +43,8 @@ from megatron.offload.placement.planned import PlannedPolicy
 from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.planning.agreement import Agreement, agreed_profile, check_same
-from megatron.offload.planning.drift import Drift
+from megatron.offload.planning.calibration import calibrated
+from megatron.offload.planning.drift import Drift, MeasuredStep
 from megatron.offload.planning.fit import fitted, tokens_of
 from megatron.offload.planning.measurement import Measurement
 from megatron.offload.planning.solver_process import SolverProcess
@@ -45,6 +53,8 @@ from megatron.offload.storage.device import Device
 logger = logging.getLogger(__name__)
 
 _MEASURED_STEPS = 2
+_STEPS_BEFORE_REFINING = 4
+_REFINING_STEPS = 4
 _SETTLING_STEPS = 2  # after a new plan: files grow, the read-ahead finds its window
 _MOST_PATIENT_STEPS = 64
 _REMEMBERED_SIZES = 2
@@ -58,7 +68,15 @@ class Phase(enum.Enum):
     WARMING_UP = "warming up"
     MEASURING = "measuring"
     FOLLOWING = "following"
+    REFINING = "refining"
     UPDATING = "updating"
+
+
+_NUM_MEASURED = {  # steps that are measured in detail
+    Phase.MEASURING: _MEASURED_STEPS,
+    Phase.REFINING: _REFINING_STEPS,
+    Phase.UPDATING: 1,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +140,6 @@ class Planner:
         self._stage = stage
         self._directory = directory
         self._solver = solver
-        self._safe_peak_bytes = 0
         self._by_tokens: dict[int, StageProfile] = {}  # measured, by size of micro-batches
         self._drift: Drift | None = None
         self._budget_bytes: int | None = None
@@ -130,6 +147,8 @@ class Planner:
         self._num_followed = 0  # steps under the present plan
         self._patient_steps = 0  # so long neither time nor memory is a reason to plan again
         self._adapts = True
+        self._is_refined = False
+        self._measured: list[MeasuredStep] = []  # in detail, for the next plan
         if config.plan_file is not None:
             self._follow_file(config.plan_file)
 
@@ -140,21 +159,26 @@ class Planner:
         Raises:
             ConfigurationError: after the last measured step: no plan keeps to the budget.
         """
-        detailed = self.phase in (Phase.MEASURING, Phase.UPDATING)
-        with self.measurement.step(detailed=detailed):
+        num_wanted = _NUM_MEASURED.get(self.phase, 0)
+        with self.measurement.step(detailed=num_wanted > 0):
             yield
+        if num_wanted and self.measurement.last is not None:
+            self._measured.append(self.measurement.last)
+        if self.plan is None:
+            self._device.return_freed_memory()  # or what this step leaves adds to the next one's
         if self.phase is Phase.WARMING_UP:
             self.phase = Phase.MEASURING
-        elif self.phase is Phase.MEASURING:
-            self._safe_peak_bytes = max(self._safe_peak_bytes, self._peak_bytes)
-            if self.measurement.num_detailed >= _MEASURED_STEPS:
+        elif self.phase is Phase.FOLLOWING:
+            if self._adapts:
+                self._compare()
+        elif self.measurement.num_detailed >= num_wanted:
+            if self.phase is Phase.MEASURING:
                 self._make_first_plan()
-        elif self.phase is Phase.UPDATING:
-            self._plan_again(self._measured_profile(self.profile))
-            assert self.profile is not None
-            self._remember(self.profile)
-        elif self._adapts:
-            self._compare()
+            else:
+                self._is_refined |= self.phase is Phase.REFINING
+                self._plan_again(self._measured_profile(self.profile))
+                assert self.profile is not None
+                self._remember(self.profile)
         self.measurement.resume()
 
     @property
@@ -214,11 +238,12 @@ class Planner:
         """Plans, with all ranks of the run: where one finds no plan, none goes on."""
         plan, message = None, None
         self._budget_bytes = self._asked_budget()
-        peak_bytes = self._largest(self._safe_peak_bytes)
+        whole_steps = self._whole_steps()
         try:
             profile = self._measured_profile(None)
             with self._solver() as solver:
-                self.profile = self._calibrated(solver, profile, None, peak_bytes)
+                simulate = functools.partial(solver.predict, plan=None)
+                self.profile = calibrated(profile, simulate, **whole_steps)
                 may_exceed = self._config.memory_budget_bytes is None
                 plan = self._solved(solver, self.profile, may_exceed=may_exceed)
         except OffloadError as error:
@@ -284,6 +309,7 @@ class Planner:
         self.phase = Phase.FOLLOWING
         self._num_followed = 0
         self._over = self._notice = ""
+        self._device.return_freed_memory()  # it fitted what was kept until now
         if self.profile is not None and plan.predicted is not None:
             self._drift = Drift(plan.predicted, self.profile, self._budget_bytes, usual)
 
@@ -295,9 +321,6 @@ class Planner:
             self._stage.layout, recomputes=not self._stage.why_not_recomputed, previous=previous
         )
         return agreed_profile(profile, self._agreement)
-
-    def _largest(self, num_bytes: int) -> int:
-        return int(self._agreement.largest([float(num_bytes)])[0])
 
     def _remember(self, profile: StageProfile) -> None:
         tokens = tokens_of(profile.sizes)
@@ -337,7 +360,8 @@ class Planner:
             if is_impatient:
                 self._over = self._over or drift.over_budget(step)
             if self._num_followed > _SETTLING_STEPS:
-                notice = drift.notice(step, times_count=is_impatient)
+                times_count = is_impatient and self._is_refined
+                notice = drift.notice(step, times_count=times_count)
                 self._notice = self._notice or notice
         if self._num_followed % self._agreement.period_steps:
             return
@@ -353,31 +377,27 @@ class Planner:
                 self._plan_again(fitted_profile)
             else:
                 self.phase = Phase.UPDATING
+        elif not self._is_refined and self._num_followed >= _STEPS_BEFORE_REFINING:
+            self.phase = Phase.REFINING
 
-    def _calibrated(
-        self, solver: SolverProcess, profile: StageProfile, followed: Plan | None, peak_bytes: int
-    ) -> StageProfile:
-        """With working memory so that the simulation has the peak that was measured.
-
-        The first steps, where everything is offloaded, show too much of it on a CPU: there an
-        allocator holds freed memory that kept activations would take.
-
-        Args:
-            followed: the plan at that time; None: none, everything was offloaded.
-            peak_bytes: the largest in the group.
-        """
-        missing_bytes = peak_bytes - solver.peak_bytes(profile, followed)
-        transient_bytes = max(profile.transient_bytes + missing_bytes, 0)
-        return dataclasses.replace(profile, transient_bytes=transient_bytes)
+    def _whole_steps(self) -> dict[str, Any]:
+        """What to calibrate with, the same on all ranks of a group: of the steps measured for this
+        plan, or else the last one's peak. See `calibrated`."""
+        measured, self._measured = self._measured, []
+        own_s = statistics.median(one.step_s for one in measured) if measured else 0.0
+        own_bytes = max((one.peak_bytes for one in measured), default=self._peak_bytes)
+        step_s, peak_bytes = self._agreement.largest([own_s, float(own_bytes)])
+        return {"step_s": step_s or None, "peak_bytes": int(peak_bytes)}
 
     def _plan_again(self, profile: StageProfile | None) -> None:
         """Where that fails on a rank of the group, all of them go on as they are."""
         assert profile is not None and self.plan is not None
         before, after = self.plan, None
-        peak_bytes = self._largest(self._peak_bytes)
+        whole_steps = self._whole_steps()
         try:
             with self._solver() as solver:
-                profile = self._calibrated(solver, profile, before, peak_bytes)
+                simulate = functools.partial(solver.predict, plan=before)
+                profile = calibrated(profile, simulate, **whole_steps)
                 after = self._solved(solver, profile, may_exceed=True)
         except OffloadError as error:
             logger.warning("%s; going on with the present plan", error)

@@ -9,6 +9,7 @@ torch; it gets a profile and gives a plan, a line of JSON each, and ends with th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from megatron.offload.errors import PREFIX, ConfigurationError, InfeasibleBudgetError, OffloadError
-from megatron.offload.placement.plan import Plan, PlannedGroup
+from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
 from megatron.offload.placement.plan_file import plans_from_json, plans_to_json
 from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.profile import StageProfile
@@ -56,10 +57,10 @@ class SolverProcess:
         (plan,) = plans_from_json(answer["plan"]).values()
         return plan
 
-    def peak_bytes(self, profile: StageProfile, plan: Plan | None) -> int:
-        """The predicted peak with a plan; with None, where everything that can goes to a tier."""
+    def predict(self, profile: StageProfile, plan: Plan | None) -> Prediction:
+        """Of a plan; with None, where everything that can goes to a tier."""
         text = plans_to_json([plan]) if plan is not None else None
-        return int(self._ask("peak_bytes", profile, plan=text)["num_bytes"])
+        return Prediction(**self._ask("predict", profile, plan=text)["predicted"])
 
     def _ask(self, what: str, profile: StageProfile, **asked: Any) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -95,8 +96,8 @@ def _serve(requests: TextIO, answers: TextIO) -> None:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     profile = StageProfile.from_json(request["profile"])
     try:
-        if request["what"] == "peak_bytes":
-            return {"num_bytes": _peak_bytes(profile, request["plan"])}
+        if request["what"] == "predict":
+            return {"predicted": dataclasses.asdict(_predicted(profile, request["plan"]))}
         from megatron.offload.placement.solver import solve
 
         plan = solve(
@@ -110,13 +111,13 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         return answer
 
 
-def _peak_bytes(profile: StageProfile, plan: str | None) -> int:
+def _predicted(profile: StageProfile, plan: str | None) -> Prediction:
     from megatron.offload.placement.timeline import Timeline
 
     followed = _all_offloaded(profile)
     if plan is not None:
         (followed,) = plans_from_json(plan).values()
-    return Timeline(profile).predict(followed).peak_bytes
+    return Timeline(profile).predict(followed)
 
 
 def _all_offloaded(profile: StageProfile) -> Plan:
