@@ -6,7 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from compare_prediction import ComparisonError, Configuration, configurations, result_of, table
+from compare_prediction import (
+    ComparisonError,
+    Configuration,
+    Followed,
+    Result,
+    configurations,
+    result_of,
+    table,
+    verdict,
+)
 
 ONE = Configuration("h256 4 layers", 2, 4, "50MB/s")
 
@@ -31,16 +40,52 @@ def test_there_are_caps_stages_and_sizes() -> None:
     assert "--activation-offload-write-limit 50MB/s" in " ".join(ONE.flags())
 
 
-def test_only_steps_that_followed_the_last_plan_count() -> None:
-    before = [step(0, 9.0, 9000)] * 2 + [step(1, 9.0, 9000)] * 5
+def steps_of_two_plans() -> list[dict[str, Any]]:
+    before = [step(0, 9.0, 9000)] * 2 + [step(1, 9.0, 9000)] * 3 + [step(1, 4.0, 800)] * 2
     # The step after which the plan was made, and two that settle.
     after = [step(2, 9.0, 9000)] * 3 + [step(2, 5.0, 1600), step(2, 3.0, 1500), step(2, 5.0, 1400)]
-    result = result_of(ONE, before + after)
-    assert (result.predicted_step_s, result.measured_step_s) == (4.0, 5.0)
-    assert (result.predicted_peak_bytes, result.measured_peak_bytes) == (2000, 1600)
-    assert result.num_steps == 3 and result.num_plans == 2
-    assert result.step_error == pytest.approx(-0.2) and result.peak_error == pytest.approx(0.25)
-    assert "-20%" in table([result]) and "+25%" in table([result])
+    return before + after
+
+
+def test_only_steps_that_followed_the_last_plan_count() -> None:
+    result = result_of(ONE, steps_of_two_plans())
+    assert result.num_plans == 2
+    last = result.last
+    assert (last.predicted_step_s, last.measured_step_s) == (4.0, 5.0)
+    assert (last.predicted_peak_bytes, last.measured_peak_bytes) == (2000, 1600)
+    assert last.num_steps == 3
+    assert last.step_error == pytest.approx(-0.2) and last.peak_error == pytest.approx(0.25)
+    assert "-20.0%" in table([result]) and "+25.0%" in table([result])
+
+
+def test_the_first_plan_stands_beside_it() -> None:
+    result = result_of(ONE, steps_of_two_plans())
+    assert result.first is not None and result.first.num_steps == 2
+    assert result.first.step_error == pytest.approx(-0.5)
+    assert "-50.0%" in table([result])
+    result = result_of(ONE, steps_of_two_plans()[5:])
+    assert result.first is None and "-50.0%" not in table([result])
+
+
+def followed(step_error: float, peak_error: float) -> Result:
+    one = Followed(1.0 + step_error, 1.0, round(1000 * (1 + peak_error)), 1000, 3)
+    return Result(ONE, None, one, 2)
+
+
+@pytest.mark.parametrize(
+    ("errors", "is_good"),
+    [
+        ([(0.04, -0.049), (-0.149, 0.149), (0.0, 0.0)], True),
+        ([(0.06, 0.0), (-0.06, 0.0), (0.0, 0.0)], False),
+        ([(0.0, -0.06), (0.0, 0.06), (0.0, 0.0)], False),
+        ([(0.0, 0.0), (-0.16, 0.0), (0.0, 0.0)], False),
+        ([(0.0, 0.0), (0.0, 0.16), (0.0, 0.0)], False),
+    ],
+)
+def test_the_median_and_the_worst_error_have_limits(
+    errors: list[tuple[float, float]], is_good: bool
+) -> None:
+    assert verdict([followed(*one) for one in errors])[1] is is_good
 
 
 @pytest.mark.parametrize("steps", [[], [step(0, 1.0, 1)] * 9, [step(1, 1.0, 1)] * 3])
