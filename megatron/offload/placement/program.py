@@ -30,6 +30,7 @@ from megatron.offload.placement.choices import Choices
 from megatron.offload.placement.passes import passes_of_step
 from megatron.offload.placement.profile import LayerProfile, StageProfile
 from megatron.offload.placement.script import FIRST_TIER, KEEP, RECOMPUTE_GROUP, RECOMPUTE_LAYER
+from megatron.offload.placement.silence import silent_output
 from megatron.offload.placement.tables import Floats, Ints
 
 _MOST_BLOCKS = 16
@@ -350,13 +351,14 @@ class _Rows:
         shape = (len(self._bounds), len(self._upper))
         matrix = coo_array((factors, (at, column)), shape=shape).tocsr()
         lower, upper = (np.array(part) for part in zip(*self._bounds, strict=True))
-        found = milp(
-            costs / (np.abs(costs).max() or 1.0),
-            integrality=np.array(self._is_integer, int),
-            bounds=Bounds(0.0, np.array(self._upper)),
-            constraints=LinearConstraint(matrix, lower, upper),
-            options={"node_limit": _MOST_NODES, "mip_rel_gap": _GAP},
-        )
+        with silent_output():
+            found = milp(
+                costs / (np.abs(costs).max() or 1.0),
+                integrality=np.array(self._is_integer, int),
+                bounds=Bounds(0.0, np.array(self._upper)),
+                constraints=LinearConstraint(matrix, lower, upper),
+                options={"node_limit": _MOST_NODES, "mip_rel_gap": _GAP},
+            )
         values: Floats | None = found.x
         return values
 

@@ -4,11 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import os
-import sys
-from collections.abc import Iterator
 
 from megatron.offload.placement.plan_file import save_plans
 from megatron.offload.report.study.arguments import request_of
@@ -27,9 +22,8 @@ def run(args: argparse.Namespace) -> int:
     if args.rok is not None:
         check_picture(args.rok)
     request = request_of(args)
-    with _silent_libraries():
-        study = study_of(request, with_curve=args.rok is not None or args.json is not None)
-        plans = all_stages(request) if args.output is not None else []
+    study = study_of(request, with_curve=args.rok is not None or args.json is not None)
+    plans = all_stages(request) if args.output is not None else []
     print(as_text(study))
     if args.output is not None:
         save_plans(args.output, plans or [study.plan])
@@ -38,18 +32,3 @@ def run(args: argparse.Namespace) -> int:
     if args.rok is not None:
         draw(study, args.rok)
     return 0
-
-
-@contextlib.contextmanager
-def _silent_libraries() -> Iterator[None]:
-    """HiGHS writes lines of its own to standard output now and then, whatever it is told."""
-    sys.stdout.flush()
-    library = ctypes.CDLL(None)
-    with contextlib.ExitStack() as stack:
-        kept = os.dup(1)
-        stack.callback(os.close, kept)
-        stack.callback(os.dup2, kept, 1)
-        stack.callback(library.fflush, None)  # while it still goes to nowhere
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-        yield

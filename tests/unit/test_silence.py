@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What HiGHS prints by itself reaches nobody, and what others print still gets where it should."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from megatron.offload.placement import program
+from megatron.offload.placement.silence import silent_output
+from megatron.offload.placement.solver import solve
+from tests.processes import finish, start_python
+from tests.stages import stage
+
+LIBRARY = ctypes.CDLL(None)
+
+
+def chatter() -> None:
+    """As a library does it: through C's buffer, and straight to the descriptor."""
+    LIBRARY.printf(b"from the library's buffer\n")
+    os.write(1, b"from the library\n")
+
+
+def test_a_plan_is_made_without_a_word_of_the_solvers(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    milp, asked = program.milp, []
+
+    def talking(*args: Any, **more: Any) -> Any:
+        chatter()
+        asked.append(1)
+        return milp(*args, **more)
+
+    monkeypatch.setattr(program, "milp", talking)
+    print("before", flush=True)
+    solve(stage(4), budget_bytes=20)
+    os.write(1, b"after\n")
+    assert asked and capfd.readouterr().out == "before\nafter\n"
+
+
+def test_what_was_printed_before_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    LIBRARY.printf(b"before\n")  # it may be in C's buffer still
+    with silent_output():
+        chatter()
+    LIBRARY.printf(b"after\n")
+    LIBRARY.fflush(None)
+    assert capfd.readouterr().out == "before\nafter\n"
+
+
+def test_output_comes_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ArithmeticError), silent_output():
+        raise ArithmeticError
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out == "after\n"
+
+
+def test_threads_that_are_silent_together_leave_the_output_as_it_was(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    begun, ends = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+
+    def be_silent(number: int) -> None:
+        with silent_output():
+            begun[number].set()
+            chatter()
+            assert ends[number].wait(10)
+
+    threads = [threading.Thread(target=be_silent, args=(number,)) for number in range(2)]
+    threads[0].start()
+    assert begun[0].wait(10)
+    threads[1].start()
+    begun[1].wait(0.2)  # it begins when the first has ended; else the first ends within it
+    for number in range(2):
+        ends[number].set()
+        threads[number].join(10)
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out == "after\n"
+
+
+CLOSED = """
+    import os
+    from megatron.offload.placement.silence import silent_output
+    os.close(1)
+    with silent_output():
+        print("said", file=__import__("sys").stderr)
+"""
+
+
+def test_a_process_without_standard_output_is_no_error() -> None:
+    code, _, errors = finish(start_python(CLOSED))
+    assert code == 0 and errors == "said\n", errors
