@@ -128,6 +128,7 @@ def test_a_gpus_memory_is_counted_to_the_byte(gpu):
     assert gpu.allocated_bytes() == before and gpu.peak_bytes() == before + 33 * MIB
     gpu.reset_peak()
     assert gpu.peak_bytes() == before
+    assert torch.cuda.max_memory_allocated(gpu.device) >= before + 33 * MIB  # others' view
 
 
 @pytest.mark.gpu

@@ -9,11 +9,13 @@ its own and holds the copying thread up.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from megatron.offload.storage.cuda_peak import PeakReader, shared_counters
 from megatron.offload.storage.direct import memory_at
 
 
@@ -64,12 +66,16 @@ class CudaDevice:
         return torch.cuda.memory_allocated(self.device)
 
     def reset_peak(self) -> None:
-        """See `Device`."""
-        torch.cuda.reset_peak_memory_stats(self.device)
+        """See `Device`. For this object alone: others read torch's counters too."""
+        self._peak.reset()
 
     def peak_bytes(self) -> int:
         """See `Device`."""
-        return torch.cuda.max_memory_allocated(self.device)
+        return self._peak.peak_bytes()
+
+    @functools.cached_property
+    def _peak(self) -> PeakReader:
+        return shared_counters().reader(self.device.index)
 
     def return_freed_memory(self) -> None:
         """Nothing to do: `allocated_bytes` counts no freed memory."""

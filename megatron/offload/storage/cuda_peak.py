@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peak of a GPU's allocated memory, for several readers: `PeakReader`, `shared_counters`.
+
+torch has one set of peak counters for each GPU, and who resets it resets it for everybody. Planning
+wants the peak of each step; trainers log the peak of the run (Megatron-LM from `memory_stats` and
+`max_memory_allocated`). So before a reset everyone else's peak is remembered, and from the first
+one on torch's own functions answer all others as if nobody but they had reset anything.
+
+`CudaDevice` is the only caller. Two readers never see each other either.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+_PEAK = "peak"
+
+
+class SharedCounters:
+    """torch's peak counters, shared. Made once for a process: it replaces torch's functions."""
+
+    def __init__(self) -> None:
+        memory = torch.cuda.memory
+        self._stats = memory.memory_stats_as_nested_dict
+        self._reset = memory.reset_peak_memory_stats
+        self._readers: weakref.WeakSet[PeakReader] = weakref.WeakSet()
+        self._of_others: dict[int, dict[str, Any]] = {}  # what they saw before the last reset
+        # Protects all of the above, and the time from a look at a peak to its reset. Nothing else
+        # is locked under it but the allocator.
+        self._lock = threading.Lock()
+        for module in (torch.cuda, memory):
+            for function in (self.memory_stats_as_nested_dict, self.reset_peak_memory_stats):
+                setattr(module, function.__name__, function)
+
+    def reader(self, index: int) -> PeakReader:
+        """A new one, for the GPU of that number. Its peak counts from now on."""
+        reader = PeakReader(self, index)
+        with self._lock:
+            self._readers.add(reader)
+        reader.reset()
+        return reader
+
+    def reset(self, reader: PeakReader) -> None:
+        """For this reader alone."""
+        with self._lock:
+            stats = self._remember(reader.index)
+            self._of_others[reader.index] = _with_peaks(stats, self._of_others.get(reader.index))
+            reader.remembered_bytes = 0
+            self._reset(reader.index)
+
+    def peak_bytes(self, reader: PeakReader) -> int:
+        """Since the reader's last reset."""
+        with self._lock:
+            return max(reader.remembered_bytes, _peak_of(self._stats(reader.index)))
+
+    def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
+        """torch's function: the peaks are those since others have reset them."""
+        with self._lock:
+            stats = self._stats(device)
+            return _with_peaks(stats, self._of_others.get(_index(device)) if stats else None)
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """torch's function: readers do not notice."""
+        with self._lock:
+            index = _index(device)
+            self._remember(index)
+            self._of_others.pop(index, None)
+            self._reset(device)
+
+    def _remember(self, index: int) -> dict[str, Any]:
+        """For all readers of a GPU. Called under the lock; what the counters say."""
+        stats = self._stats(index)
+        for one in self._readers:
+            if one.index == index:
+                one.remembered_bytes = max(one.remembered_bytes, _peak_of(stats))
+        return stats
+
+
+class PeakReader:
+    """Of one GPU, made by `SharedCounters.reader`."""
+
+    def __init__(self, counters: SharedCounters, index: int) -> None:
+        self.index = index
+        self.remembered_bytes = 0  # since the last reset, until others reset
+        self._counters = counters
+
+    def reset(self) -> None:
+        """`peak_bytes` counts from now on."""
+        self._counters.reset(self)
+
+    def peak_bytes(self) -> int:
+        """Most bytes of tensors at any moment since `reset`."""
+        return self._counters.peak_bytes(self)
+
+
+@functools.cache
+def shared_counters() -> SharedCounters:
+    """The ones of this process."""
+    return SharedCounters()
+
+
+def _peak_of(stats: dict[str, Any]) -> int:
+    return int(stats["allocated_bytes"]["all"][_PEAK]) if stats else 0
+
+
+def _with_peaks(stats: dict[str, Any], earlier: dict[str, Any] | None) -> dict[str, Any]:
+    """The same with each peak the larger of both."""
+    if earlier is None:
+        return stats
+    result = dict(stats)
+    for name, value in stats.items():
+        if isinstance(value, dict):
+            result[name] = _with_peaks(value, earlier.get(name))
+        elif name == _PEAK:
+            result[name] = max(value, earlier.get(name, 0))
+    return result
+
+
+def _index(device: Any) -> int:
+    """As torch takes it: a number, a name, a device or None, the current one."""
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
