@@ -23,6 +23,7 @@ from megatron.offload.planning.marks import LayerMarks, Moment, PassMarks
 from megatron.offload.storage.tier import Tier
 
 Seconds = Callable[[Moment | None, Moment | None], float]
+Rates = tuple[float | None, float | None]  # bytes a second written and read; None: not known
 
 _ORDER = ("attention", "mlp", WHOLE_LAYER)
 _SLOWEST_BYTES_PER_S = 1.0  # of a tier that nothing has been measured of, and that was not used
@@ -109,16 +110,19 @@ def passes_s(
     )
 
 
-def tier_profiles(tiers: Mapping[Placement, Tier]) -> list[TierProfile]:
-    """The tiers as fast as they have been in the last seconds of use.
+def tier_profiles(
+    tiers: Mapping[Placement, Tier], recent: Mapping[Placement, Rates] | None = None
+) -> list[TierProfile]:
+    """The tiers as fast as they have been in the last seconds of use, or as `recent` says.
 
     One that has only been written, because all was still in memory when it was needed, is taken to
     read as fast; one that was not used at all gets next to nothing to do.
     """
     found = []
     for placement, tier in tiers.items():
-        writes = tier.statistics.writes.bytes_per_s
-        reads = tier.statistics.reads.bytes_per_s
+        writes, reads = (recent or {}).get(placement, (None, None))
+        writes = writes or tier.statistics.writes.bytes_per_s
+        reads = reads or tier.statistics.reads.bytes_per_s
         limit = getattr(tier, "write_limit", None)
         known = writes or reads or _SLOWEST_BYTES_PER_S
         writes_bytes_per_s = writes or known

@@ -10,19 +10,23 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.passes import Layout
+from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.planning.drift import MeasuredStep
-from megatron.offload.planning.figures import passes_s, profile_of, tier_profiles
+from megatron.offload.planning.figures import Rates, passes_s, profile_of, tier_profiles
 from megatron.offload.planning.profiler import Profiler
 from megatron.offload.report.memory import PeakMemory
 from megatron.offload.storage.device import Device
+from megatron.offload.storage.tier import Tier
 
 _REMEMBERED_GAPS = 5
+_LEAST_BUSY_S = 0.01  # of a tier in a step, for its rate to be that step's
 
 
 class Measurement:
@@ -41,7 +45,8 @@ class Measurement:
         self._engine = engine
         self._device = device
         self._peak = PeakMemory(device)
-        self._written_bytes: dict[str, int] = {}  # to each tier so far
+        self._moved: dict[Placement, _Moved] = {}  # by each tier so far
+        self._rates: dict[Placement, Rates] = {}  # of the last step
         self._ended_s: float | None = None
         self._gaps_s: list[float] = []  # from the end of one step's passes to the next step
         self._detailed_s: list[float] = []  # passes of the steps that the profiler noted
@@ -105,7 +110,8 @@ class Measurement:
         profile = profile_of(
             steps,
             layout,
-            tier_profiles(self._engine.tiers),
+            # What the tiers did before they changed no longer counts.
+            tier_profiles(self._engine.tiers, self._rates if previous is not None else {}),
             seconds_between=seconds,
             step_fixed_s=fixed_s,
             recomputes=recomputes,
@@ -137,12 +143,48 @@ class Measurement:
 
     def _write_speeds(self) -> dict[str, float]:
         """Of the tiers that something has reached since the last step."""
-        before, tiers = self._written_bytes, self._engine.tiers
-        self._written_bytes = {
-            placement.value: tier.statistics.writes.total_bytes for placement, tier in tiers.items()
+        before, tiers = self._moved, self._engine.tiers
+        self._moved = {placement: _Moved.by(tier) for placement, tier in tiers.items()}
+        since = {
+            placement: moved.since(before.get(placement, _Moved()))
+            for placement, moved in self._moved.items()
         }
+        self._rates = {placement: moved.rates for placement, moved in since.items()}
         return {
             tier.name: tier.write_bytes_per_s
-            for tier in tier_profiles(tiers)
-            if self._written_bytes[tier.name] > before.get(tier.name, 0)
+            for tier in tier_profiles(tiers, self._rates)
+            if since[Placement(tier.name)].written_bytes
         }
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """What a tier has done, and how long it took. With several drives side by side."""
+
+    written_bytes: int = 0
+    write_s: float = 0.0
+    read_bytes: int = 0
+    read_s: float = 0.0
+
+    @classmethod
+    def by(cls, tier: Tier) -> _Moved:
+        """Until now."""
+        writes, reads = tier.statistics.writes, tier.statistics.reads
+        return cls(writes.total_bytes, writes.busy_s, reads.total_bytes, reads.busy_s)
+
+    def since(self, before: _Moved) -> _Moved:
+        """The difference."""
+        return _Moved(
+            self.written_bytes - before.written_bytes,
+            self.write_s - before.write_s,
+            self.read_bytes - before.read_bytes,
+            self.read_s - before.read_s,
+        )
+
+    @property
+    def rates(self) -> Rates:
+        """Bytes a second written and read; None where that was too short to tell."""
+        return (
+            self.written_bytes / self.write_s if self.write_s >= _LEAST_BUSY_S else None,
+            self.read_bytes / self.read_s if self.read_s >= _LEAST_BUSY_S else None,
+        )

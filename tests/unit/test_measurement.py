@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast a tier is: in the step alone once something has changed, on average before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.offload import OffloadConfig, OffloadEngine, Placement
+from megatron.offload.placement.passes import Layout
+from megatron.offload.placement.profile import StageProfile, TierProfile
+from megatron.offload.planning.marks import Moment, PassMarks
+from megatron.offload.planning.measurement import Measurement
+from megatron.offload.storage.device import CpuDevice
+from tests.stages import stage
+
+FAST, SLOW = 1e9, 50e6
+
+
+class Meter:
+    """A `BandwidthMeter` that is told what has been moved. The average is what it was at first."""
+
+    def __init__(self) -> None:
+        self.total_bytes, self.busy_s = 0, 0.0
+        self.bytes_per_s = FAST
+
+    def move(self, bytes_per_s: float, seconds: float) -> None:
+        self.total_bytes += int(bytes_per_s * seconds)
+        self.busy_s += seconds
+
+
+class Tier:
+    """As much of one as is measured."""
+
+    limit_bytes = None
+    write_limit: Any = None
+
+    def __init__(self) -> None:
+        self.statistics = SimpleNamespace(writes=Meter(), reads=Meter())
+
+
+@pytest.fixture
+def tier() -> Tier:
+    return Tier()
+
+
+@pytest.fixture
+def measurement(
+    tier: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Measurement]:
+    config = OffloadConfig(mode="auto", directories=(tmp_path,), memory_budget_bytes=1 << 30)
+    engine = OffloadEngine(config)
+    monkeypatch.setattr(OffloadEngine, "tiers", {Placement.SSD: tier})
+    yield Measurement(config, engine, CpuDevice())
+    monkeypatch.undo()
+    engine.close()
+
+
+def speeds_of_step(measurement: Measurement) -> dict[str, float]:
+    with measurement.step(detailed=False):
+        pass
+    assert measurement.last is not None
+    return dict(measurement.last.write_bytes_per_s)
+
+
+def test_a_step_says_how_fast_the_tier_was_in_it(measurement: Measurement, tier: Tier) -> None:
+    tier.statistics.writes.move(FAST, 3.0)
+    assert speeds_of_step(measurement) == {"ssd": pytest.approx(FAST)}
+    tier.statistics.writes.move(SLOW, 0.5)
+    assert speeds_of_step(measurement) == {"ssd": pytest.approx(SLOW)}
+    tier.statistics.reads.move(SLOW, 0.5)
+    assert speeds_of_step(measurement) == {}  # nothing was written
+
+
+def test_what_was_too_short_to_tell_counts_as_before(measurement: Measurement, tier: Tier) -> None:
+    tier.statistics.writes.move(SLOW, 0.001)
+    assert speeds_of_step(measurement) == {"ssd": FAST}
+
+
+def test_a_limit_counts_where_transfers_are_faster(measurement: Measurement, tier: Tier) -> None:
+    tier.write_limit = SimpleNamespace(bytes_per_s=SLOW)
+    tier.statistics.writes.move(FAST, 0.5)
+    assert speeds_of_step(measurement) == {"ssd": SLOW}
+
+
+def profile_of(measurement: Measurement, previous: StageProfile | None) -> TierProfile:
+    """The tier in a profile of one step without layers."""
+    moments = [Moment(float(second), 0.0) for second in range(4)]
+    measurement.profiler.steps.append([PassMarks(0, *moments)])
+    measurement._detailed_s.append(4.0)
+    found = measurement.profile(Layout(1, 0, 1, 1), recomputes=True, previous=previous)
+    return found.tiers[0]
+
+
+def test_after_a_change_a_profile_counts_on_the_last_step_alone(
+    measurement: Measurement, tier: Tier
+) -> None:
+    tier.statistics.writes.move(SLOW, 0.5)
+    speeds_of_step(measurement)
+    first = profile_of(measurement, None)
+    assert (first.write_bytes_per_s, first.read_bytes_per_s) == (FAST, FAST)
+    tier.statistics.writes.move(SLOW, 0.5)
+    tier.statistics.reads.move(2 * SLOW, 0.5)
+    speeds_of_step(measurement)
+    again = profile_of(measurement, stage())
+    assert again.write_bytes_per_s == pytest.approx(SLOW)
+    assert again.read_bytes_per_s == pytest.approx(2 * SLOW)
