@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import launch
 import pytest
 from launch import TINY, Outcome, run_trainer, train
 
@@ -16,6 +17,7 @@ from megatron.offload.placement.plan import Plan, PlannedGroup
 from megatron.offload.placement.plan_file import load_plans, save_plans
 from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.solver import solve
 
 STEPS = 6
 LAYOUTS = {
@@ -36,9 +38,9 @@ def auto(directory: Path, *more: str) -> str:
     )
 
 
-def assert_same_bits(planned: Outcome, off: Outcome) -> None:
+def assert_same_bits(planned: Outcome, off: Outcome, num_steps: int = STEPS) -> None:
     """Every loss and gradient norm, and the final weights."""
-    assert len(off.metrics) == STEPS
+    assert len(off.metrics) == num_steps
     for name in ("step", "loss", "grad_norm", "model"):
         assert [record.get(name) for record in planned.metrics] == [
             record.get(name) for record in off.metrics
@@ -75,6 +77,39 @@ def test_auto_changes_no_bit(layout: str, tmp_path: Path) -> None:
         assert step["predicted_step_s"] > 0 and step["measured_step_s"] > 0
         assert step["predicted_peak_bytes"] > 0
     assert planned.output.count("activation plan of stage 0") >= 1
+
+
+def test_ranks_that_share_layers_follow_the_same_plans_whatever_each_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(launch.SCRIPTS, "uneven", Path(__file__).parent / "uneven_ranks.py")
+    world_size, flags = LAYOUTS["TP2"]
+    flags += " --train-iters 8"
+    run = tmp_path / "run"
+    run.mkdir()
+    planned = train(
+        flags,
+        auto(tmp_path, "--activation-offload-max-slowdown 1"),
+        f"--metrics-file {run / 'metrics.jsonl'}",
+        model="uneven",
+        world_size=world_size,
+        timeout_s=150,
+    )
+    # In the order of the run: the first plan, and the one after what rank 1 alone has noticed.
+    followed = [
+        [(run / f"plan{number}-rank{rank}.json").read_bytes() for number in (1, 2)]
+        for rank in range(world_size)
+    ]
+    assert followed[0] == followed[1] and len(list(run.glob("plan*"))) == 4
+    for number in (1, 2):
+        profiles = [
+            StageProfile.load(run / f"profile{number}-rank{rank}.json")
+            for rank in range(world_size)
+        ]
+        alone = [solve(profile, max_slowdown=1.0).placements for profile in profiles]
+        assert alone[0] != alone[1], "each for itself would have planned the same"
+    off = train(flags, world_size=world_size)
+    assert_same_bits(planned, off, num_steps=8)
 
 
 def mixed(stage: int, layers: range) -> Plan:
