@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A planned run on one rank: two layers in plain torch, a solver that decides what it is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from megatron.offload import OffloadConfig, OffloadEngine, Placement, Scope
+from megatron.offload.errors import InfeasibleBudgetError, OffloadError
+from megatron.offload.placement.passes import Layout
+from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
+from megatron.offload.placement.planned import PlannedPolicy
+from megatron.offload.placement.profile import StageProfile
+from megatron.offload.planning.agreement import Alone
+from megatron.offload.planning.planner import Planner, Stage
+from megatron.offload.storage.device import CpuDevice
+from tests.models import settle
+
+LAYERS = ("decoder.1", "decoder.2")
+REFINING_STEPS = 4
+GIB = 1 << 30
+
+
+class Solver:
+    """Stands for `SolverProcess`: decides nothing by itself, remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[StageProfile, int | None, float | None]] = []
+        self.placement = Placement.SSD
+        self.predicted = Prediction(1000.0, 0.0, 0.0, 1 << 40)  # nothing can be worse than that
+        self.smallest_bytes = self.simulated_bytes = 0
+        self.error: OffloadError | None = None
+
+    def __call__(self) -> Solver:
+        return self
+
+    def __enter__(self) -> Solver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+    def predict(self, profile: StageProfile, plan: Plan | None) -> Prediction:
+        return Prediction(1.0, 0.0, 0.0, profile.transient_bytes + self.simulated_bytes)
+
+    def solve(
+        self, profile: StageProfile, *, budget_bytes: int | None, max_slowdown: float | None
+    ) -> Plan:
+        self.asked.append((profile, budget_bytes, max_slowdown))
+        if self.error is not None:
+            raise self.error
+        if budget_bytes is not None and budget_bytes < self.smallest_bytes:
+            raise InfeasibleBudgetError("no plan is so small", self.smallest_bytes, 1.0)
+        groups = [
+            PlannedGroup(layer.chunk, layer.name, group.name, self.placement, group.movable_bytes)
+            for layer in profile.layers
+            for group in layer.groups
+        ]
+        return Plan(tuple(groups), predicted=self.predicted)
+
+
+class Run:
+    """A model of two layers in plain torch, and a planner for it."""
+
+    def __init__(
+        self, config: OffloadConfig, directory: Path | None = None, solver: Solver | None = None
+    ) -> None:
+        self.solver = solver or Solver()
+        policy = PlannedPolicy(config.min_bytes, Placement(config.safe_mode))
+        self.engine = OffloadEngine(config, policy=policy)
+        stage = Stage(Layout(1, 0, 1, 1), [(0, name) for name in LAYERS])
+        try:
+            self.planner = Planner(
+                config,
+                self.engine,
+                CpuDevice(),
+                policy,
+                Alone(),
+                stage,
+                directory=directory,
+                solver=self.solver,  # type: ignore[arg-type]
+            )
+        except BaseException:
+            self.engine.close()
+            raise
+        torch.manual_seed(1)
+        self.model = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in LAYERS)
+        self.engine.exclude(self.model.parameters())
+        self.tokens = 32
+        self.writes_end = False  # before backward, as with a model whose layers take long
+
+    def step(self, *, fails: bool = False) -> None:
+        profiler = self.planner.measurement.profiler
+        with self.planner.step(), self.engine.step():
+            for micro_batch in range(2):
+                scope = Scope(0, micro_batch)
+                with profiler.forward(0, micro_batch), self.engine.forward(scope) as tape:
+                    x = torch.ones(self.tokens, 2, 64, requires_grad=True) * 1
+                    for name, layer in zip(LAYERS, self.model, strict=True):
+                        own = dataclasses.replace(scope, layer=name)
+                        profiler.begin_layer(own, [x], recomputes=False)
+                        y = layer(x).tanh()
+                        self.engine.capture(own, [y], [x])
+                        profiler.end_layer([y])
+                        x = y
+                if self.writes_end:
+                    settle(self.engine)
+                if fails:
+                    raise ArithmeticError("the loss is infinite")
+                with profiler.backward(0, micro_batch), self.engine.backward(tape):
+                    x.sum().backward()
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.step()
