@@ -19,6 +19,7 @@ from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.placement.solver import solve
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 LAYOUTS = {
     "TP2": (2, "--tensor-model-parallel-size 2"),
@@ -110,6 +111,24 @@ def test_ranks_that_share_layers_follow_the_same_plans_whatever_each_has_measure
         assert alone[0] != alone[1], "each for itself would have planned the same"
     off = train(flags, world_size=world_size)
     assert_same_bits(planned, off, num_steps=8)
+
+
+def test_a_disk_that_becomes_slow_in_mid_run_is_planned_for_within_five_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(launch.SCRIPTS, "slow disk", ROOT / "tools" / "slow_disk.py")
+    slow_after, num_steps = 6, 13
+    flags = f"--train-iters {num_steps}"
+    slowed = train(
+        flags,
+        auto(tmp_path, "--activation-offload-max-slowdown 1"),
+        tiny=f"--rate 4MB/s --after {slow_after} -- {TINY}",
+        model="slow disk",
+        timeout_s=150,
+    )
+    plans = [record["offload"]["plans"] for record in slowed.metrics]
+    assert plans[slow_after - 1] > 0 and plans[slow_after + 4] > plans[slow_after - 1]
+    assert_same_bits(slowed, train(flags), num_steps=num_steps)
 
 
 def mixed(stage: int, layers: range) -> Plan:

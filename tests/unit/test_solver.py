@@ -95,6 +95,33 @@ def test_within_a_budget_the_plan_is_as_fast_as_the_best_of_all(
     assert plan.predicted == Timeline(profile, all_micro_batches=True).predict(plan)
 
 
+def test_of_plans_that_are_as_fast_the_one_that_writes_least_is_taken() -> None:
+    profile, budget_bytes = stage(4), 24
+    timeline = Timeline(profile)
+    costs = [
+        timeline.cost(np.array(list(itertools.chain(*plan)), np.int64))
+        for plan in itertools.product(*timeline.choices.options)
+    ]
+    fitting = [cost for cost in costs if cost.peak_bytes <= budget_bytes]
+    fastest_s = min(cost.step_s for cost in fitting)
+    least = min(cost.written_bytes for cost in fitting if cost.step_s == fastest_s)
+    most = max(cost.written_bytes for cost in fitting if cost.step_s == fastest_s)
+    predicted = solve(profile, budget_bytes=budget_bytes).predicted
+    assert predicted is not None and predicted.written_bytes == least < most
+
+
+def test_a_long_step_keeps_to_the_budget_as_a_whole() -> None:
+    profile = stage(6, micro_batches=24, tiers=(SLOW_SSD,), inflight_bytes=16)
+    whole = Timeline(profile, all_micro_batches=True)
+    for budget_bytes in range(16, 48, 2):
+        try:
+            plan = solve(profile, budget_bytes=budget_bytes)
+        except InfeasibleBudgetError:
+            continue
+        assert plan.predicted == whole.predict(plan)
+        assert plan.predicted.peak_bytes <= budget_bytes
+
+
 def test_a_larger_budget_is_never_slower() -> None:
     profile = stage(5, micro_batches=2, tiers=(SLOW_HOST, SLOW_SSD), inflight_bytes=16)
     steps = []

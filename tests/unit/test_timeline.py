@@ -11,7 +11,7 @@ from megatron.offload.placement import flow
 from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
 from megatron.offload.placement.policy import Placement
-from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.profile import LayerProfile, StageProfile
 from megatron.offload.placement.simulation import new_channels
 from megatron.offload.placement.tables import tables_of
 from megatron.offload.placement.timeline import Timeline
@@ -143,6 +143,39 @@ def test_a_full_tier_keeps_the_rest_in_memory() -> None:
     profile = stage(3, tiers=(tier(capacity_bytes=8),))
     assert predict(profile, SSD).written_bytes == 8
     assert predict(stage(3), SSD).written_bytes == 16
+
+
+def test_space_of_what_came_back_is_used_again() -> None:
+    # Of each micro-batch the first layer: written, read and used before the next one's.
+    profile = stage(2, tiers=(tier(capacity_bytes=8),), micro_batches=2)
+    assert predict(profile, SSD) == Prediction(12.0, 0.0, 0.0, 16, 16, 16)
+
+
+def test_space_of_what_was_written_for_nothing_is_used_again() -> None:
+    # The write takes from 1 to 3 and the layer is taken back at 2.
+    profile = stage(2, tiers=(tier(write=4.0, capacity_bytes=8),), micro_batches=2)
+    found = predict(profile, SSD)
+    assert found.written_bytes == 16 and found.read_bytes == 0
+
+
+def test_the_window_grows_by_what_proved_missing() -> None:
+    # A layer that is used up faster than its four pieces come, after one that takes long: of the
+    # four, two are there in time at first. The second time it is more.
+    def layers(times: int) -> tuple[LayerProfile, ...]:
+        return tuple(
+            one
+            for n in range(times)
+            for one in (
+                layer(f"quick.{n}", backward_s=0.4, groups=(group(num_storages=4),)),
+                layer(f"long.{n}", backward_s=10.0, groups=(group(size=2),)),
+            )
+        )
+
+    once, twice = (
+        predict(stage(layers=layers(times), tiers=(tier(read=2.0),), after_s=(100.0,)), SSD)
+        for times in (1, 2)
+    )
+    assert 0 < twice.stall_s - once.stall_s < once.stall_s - 0.5
 
 
 def test_groups_move_and_are_recomputed_on_their_own() -> None:

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors in how a plan and the steps that follow it are compared, and in what those steps show.
+
+Left out: a stall that is compared with nothing, which differs only within a tenth of a step.
+"""
+
+from __future__ import annotations
+
+from tests.mutation_tables import Mutation, table_of
+
+MUTATIONS: list[Mutation] = []
+
+PLANNER = "unit/test_planner.py::"
+MEMORY = "unit/test_planner_memory.py::"
+MEASUREMENT = "unit/test_measurement.py::"
+
+drift = table_of("planning/drift.py", MUTATIONS)
+
+drift(
+    "one step is enough",
+    """
+        if self._num_in_a_row < _PATIENCE:
+""",
+    """
+        if not reason:
+""",
+    PLANNER + "test_one_disturbed_step_is_no_drift",
+)
+drift(
+    "steps need not be in a row",
+    """
+        self._num_in_a_row = self._num_in_a_row + 1 if reason else 0
+""",
+    """
+        self._num_in_a_row += 1 if reason else 0
+""",
+    PLANNER + "test_one_disturbed_step_is_no_drift",
+)
+drift(
+    "a slow step is a reason while times do not count",
+    """
+        reason = self._cause(step) or (self._effect(step) if times_count else "")
+""",
+    """
+        reason = self._cause(step) or self._effect(step)
+""",
+    PLANNER + "test_a_slow_step_is_no_reason_while_times_do_not_count",
+)
+drift(
+    "other sizes are not noticed",
+    """
+        if step.sizes and self._profile.sizes and dict(step.sizes) != self._profile.sizes:
+""",
+    """
+        if False:
+""",
+    PLANNER + "test_drift_says_what_differs",
+)
+drift(
+    "a slower tier is not noticed",
+    """
+            if speed is not None and speed < tier.write_bytes_per_s * _BANDWIDTH:
+""",
+    """
+            if False:
+""",
+    PLANNER + "test_a_disk_that_becomes_slow_is_planned_for_within_five_steps",
+)
+drift(
+    "compute that waits is not noticed",
+    """
+        if step.stall_s > expected.stall_s + _STALLED * predicted_s:
+""",
+    """
+        if False:
+""",
+    PLANNER + "test_drift_says_what_differs",
+)
+drift(
+    "a slow step is not noticed",
+    """
+        if step.step_s > _SLOWER * predicted_s:
+""",
+    """
+        if False:
+""",
+    PLANNER + "test_one_disturbed_step_is_no_drift",
+)
+drift(
+    "what is usual is noticed",
+    """
+        predicted_s = expected.step_s * self._usual
+""",
+    """
+        predicted_s = expected.step_s
+""",
+    PLANNER + "test_what_planning_again_did_not_change_is_usual",
+)
+drift(
+    "a byte over the budget counts",
+    """
+        if budget_bytes is None or step.peak_bytes <= budget_bytes * _OVER_BUDGET:
+""",
+    """
+        if budget_bytes is None or step.peak_bytes <= budget_bytes:
+""",
+    PLANNER + "test_a_budget_is_exceeded_by_more_than_what_cannot_be_measured",
+)
+drift(
+    "no memory is too much",
+    """
+        if budget_bytes is None or step.peak_bytes <= budget_bytes * _OVER_BUDGET:
+""",
+    """
+        if True:
+""",
+    PLANNER + "test_a_budget_is_exceeded_by_more_than_what_cannot_be_measured",
+)
+drift(
+    "a full budget leaves room",
+    """
+            or step.peak_bytes > budget_bytes * _LEFT_OVER
+""",
+    "",
+    MEMORY + "test_there_is_no_room_or_no_use_for_it",
+)
+drift(
+    "room is used that makes nothing faster",
+    """
+            or step_s <= fastest_s * _NO_FASTER
+""",
+    "",
+    MEMORY + "test_there_is_no_room_or_no_use_for_it",
+)
+drift(
+    "a step that took longer than planned cannot be faster",
+    """
+        step_s = max(step.step_s, self._predicted.step_s)
+""",
+    """
+        step_s = self._predicted.step_s
+""",
+    MEMORY + "test_a_step_that_was_slower_than_planned_could_be_faster",
+)
+drift(
+    "steps that left room need not be in a row",
+    """
+            self._num_with_room = 0
+""",
+    "",
+    MEMORY + "test_room_counts_after_four_steps_in_a_row",
+)
+drift(
+    "one step that left room is enough",
+    """
+        if self._num_with_room < _SURE_STEPS:
+""",
+    """
+        if False:
+""",
+    MEMORY + "test_room_counts_after_four_steps_in_a_row",
+)
+drift(
+    "the largest peak is the last one",
+    """
+        self.largest_peak_bytes = max(self.largest_peak_bytes, step.peak_bytes)
+""",
+    """
+        self.largest_peak_bytes = step.peak_bytes
+""",
+    MEMORY + "test_the_largest_of_the_steps_says_how_much_room_there_is",
+)
+
+measurement = table_of("planning/measurement.py", MUTATIONS)
+
+measurement(
+    "what a tier did before a change still counts",
+    """
+            tier_profiles(self._engine.tiers, self._rates if previous is not None else {}),
+""",
+    """
+            tier_profiles(self._engine.tiers),
+""",
+    MEASUREMENT + "test_after_a_change_a_profile_counts_on_the_last_step_alone",
+)
+measurement(
+    "the first profile is of the last step alone",
+    """
+            tier_profiles(self._engine.tiers, self._rates if previous is not None else {}),
+""",
+    """
+            tier_profiles(self._engine.tiers, self._rates),
+""",
+    MEASUREMENT + "test_after_a_change_a_profile_counts_on_the_last_step_alone",
+)
+measurement(
+    "a step shows what a tier did on average",
+    """
+            for tier in tier_profiles(tiers, self._rates)
+""",
+    """
+            for tier in tier_profiles(tiers)
+""",
+    MEASUREMENT + "test_a_step_says_how_fast_the_tier_was_in_it",
+)
+measurement(
+    "a tier that was not written to is compared",
+    """
+            if since[Placement(tier.name)].written_bytes
+""",
+    "",
+    MEASUREMENT + "test_a_step_says_how_fast_the_tier_was_in_it",
+)
+measurement(
+    "any moment is long enough to tell a rate",
+    """
+            self.written_bytes / self.write_s if self.write_s >= _LEAST_BUSY_S else None,
+""",
+    """
+            self.written_bytes / self.write_s if self.write_s else None,
+""",
+    MEASUREMENT + "test_what_was_too_short_to_tell_counts_as_before",
+)

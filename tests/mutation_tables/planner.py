@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors in the course of a planned run, and in what its ranks tell each other.
+
+Left out: a run with a plan from a file that may adapt, which has no profile to adapt by; findings
+that a new plan does not forget, because those that were made are forgotten when all are asked.
+"""
+
+from __future__ import annotations
+
+from tests.mutation_tables import Mutation, table_of
+
+MUTATIONS: list[Mutation] = []
+
+PLANNER = "unit/test_planner.py::"
+MEMORY = "unit/test_planner_memory.py::"
+AGREES = "unit/test_planner_agrees.py::"
+AGREEMENT = "unit/test_agreement.py::"
+
+planner = table_of("planning/planner.py", MUTATIONS)
+
+planner(
+    "one measured step is enough",
+    """
+            if self.measurement.num_detailed >= _MEASURED_STEPS:
+""",
+    """
+            if self.measurement.num_detailed:
+""",
+    PLANNER + "test_three_steps_are_offloaded_and_then_the_plan_is_followed",
+)
+planner(
+    "the peak of the measured steps is forgotten",
+    """
+            self._safe_peak_bytes = max(self._safe_peak_bytes, self._peak_bytes)
+""",
+    "",
+    PLANNER + "test_three_steps_are_offloaded_and_then_the_plan_is_followed",
+)
+planner(
+    "the policy is not told of the plan",
+    """
+        self._policy.follow(plan)
+""",
+    "",
+    PLANNER + "test_three_steps_are_offloaded_and_then_the_plan_is_followed",
+)
+planner(
+    "a rank without a plan does not say so",
+    """
+        _raise_first(one for _, one in told)
+""",
+    "",
+    PLANNER + "test_a_budget_that_cannot_be_met_ends_the_run",
+)
+planner(
+    "a budget that was given may be exceeded",
+    """
+                may_exceed = self._config.memory_budget_bytes is None
+""",
+    """
+                may_exceed = True
+""",
+    PLANNER + "test_a_budget_that_cannot_be_met_ends_the_run",
+)
+planner(
+    "a budget that nobody gave ends the run",
+    """
+            if not may_exceed:
+                raise
+""",
+    """
+            raise
+""",
+    PLANNER + "test_a_budget_that_nobody_gave_is_what_is_free_or_as_little_as_possible",
+)
+planner(
+    "everything that is free may be taken",
+    """
+        share = _FREE_SHARE_OF_HOST if self._device.is_host else _FREE_SHARE
+""",
+    """
+        share = 1.0
+""",
+    PLANNER + "test_a_budget_that_nobody_gave_is_what_is_free_or_as_little_as_possible",
+)
+FREE = (
+    AGREES
+    + "test_what_is_free_is_shared_by_the_ranks_of_a_machine_and_the_least_in_the_group"
+)
+planner(
+    "each rank of a machine takes all that is free",
+    """
+        ranks = self._stage.num_local_ranks if self._device.is_host else 1
+""",
+    """
+        ranks = 1
+""",
+    FREE,
+)
+planner(
+    "each rank of a group has a budget of its own",
+    """
+        least = -self._agreement.largest([-float(int(free * share) // ranks)])[0]
+""",
+    """
+        least = float(int(free * share) // ranks)
+""",
+    FREE,
+)
+planner(
+    "ranks may follow different first plans",
+    """
+        assert plan is not None and self.profile is not None
+        check_same(plan, self._agreement)
+""",
+    """
+        assert plan is not None and self.profile is not None
+""",
+    AGREES + "test_ranks_with_different_plans_stop",
+)
+planner(
+    "ranks may follow different later plans",
+    """
+        plan = before if any_failed or after is None else after
+        check_same(plan, self._agreement)
+""",
+    """
+        plan = before if any_failed or after is None else after
+""",
+    AGREES + "test_ranks_with_different_plans_stop",
+)
+planner(
+    "each rank plans by its own profile",
+    """
+        return agreed_profile(profile, self._agreement)
+""",
+    """
+        return profile
+""",
+    AGREES + "test_the_profile_is_the_groups",
+)
+planner(
+    "each rank plans for its own peak at first",
+    """
+        peak_bytes = self._largest(self._safe_peak_bytes)
+""",
+    """
+        peak_bytes = self._safe_peak_bytes
+""",
+    AGREES + "test_the_first_plan_is_for_the_rank_that_takes_the_most_memory",
+)
+planner(
+    "each rank plans for its own peak later",
+    """
+        peak_bytes = self._largest(max(peak_bytes, self._peak_bytes))
+""",
+    """
+        peak_bytes = max(peak_bytes, self._peak_bytes)
+""",
+    AGREES + "test_so_is_every_later_one",
+)
+planner(
+    "a rank goes on to a plan that another did not find",
+    """
+        plan = before if any_failed or after is None else after
+""",
+    """
+        plan = before if after is None else after
+""",
+    AGREES + "test_where_one_rank_finds_no_plan_all_keep_theirs",
+)
+planner(
+    "only the rank that is over its budget plans",
+    """
+        if any_over:
+""",
+    """
+        if over:
+""",
+    AGREES + "test_a_rank_over_its_budget_makes_all_plan_at_once",
+)
+planner(
+    "only the rank that noticed a change measures",
+    """
+        elif any_notice:
+""",
+    """
+        elif notice:
+""",
+    AGREES + "test_a_rank_that_notices_a_change_makes_all_measure",
+)
+planner(
+    "a rank with room decides for all",
+    """
+        elif not any_full:
+""",
+    """
+        elif room:
+""",
+    MEMORY + "test_all_ranks_of_a_group_must_have_room",
+)
+planner(
+    "ranks ask each other after every step",
+    """
+        if self._num_followed % self._agreement.period_steps:
+""",
+    """
+        if False:
+""",
+    PLANNER + "test_what_is_noticed_between_the_steps_at_which_ranks_ask_is_not_lost",
+)
+planner(
+    "what was noticed between is forgotten",
+    """
+                self._notice = self._notice or notice
+""",
+    """
+                self._notice = notice
+""",
+    PLANNER + "test_what_is_noticed_between_the_steps_at_which_ranks_ask_is_not_lost",
+)
+planner(
+    "too much memory is not noticed",
+    """
+                self._over = self._over or drift.over_budget(step)
+""",
+    """
+                pass
+""",
+    PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
+)
+planner(
+    "a plan that did not help is made again at once",
+    """
+            is_impatient = self._num_followed > self._patient_steps
+""",
+    """
+            is_impatient = True
+""",
+    PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
+)
+planner(
+    "patience never grows",
+    """
+            self._patient_steps = min(max(2 * self._patient_steps, 4), _MOST_PATIENT_STEPS)
+""",
+    """
+            self._patient_steps = 0
+""",
+    PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
+)
+planner(
+    "a new plan has been followed for long",
+    """
+        self._num_followed = 0
+""",
+    "",
+    PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
+)
+planner(
+    "what a new plan cannot change is noticed again and again",
+    """
+                usual = step.step_s / plan.predicted.step_s
+""",
+    """
+                usual = 1.0
+""",
+    AGREES + "test_a_step_that_planning_again_leaves_slow_is_usual_from_then_on",
+)
+planner(
+    "steps count before a plan has settled",
+    """
+            if self._num_followed > _SETTLING_STEPS:
+""",
+    """
+            if True:
+""",
+    MEMORY + "test_room_that_the_first_plan_left_is_used_once_steps_have_shown_it",
+)
+planner(
+    "room is used again and again",
+    """
+            self._may_use_more = False
+""",
+    "",
+    MEMORY + "test_two_plans_do_not_take_turns",
+)
+planner(
+    "the last step says how much room there is",
+    """
+            self._plan_again(self.profile, drift.largest_peak_bytes)
+""",
+    """
+            self._plan_again(self.profile)
+""",
+    MEMORY + "test_the_largest_of_the_steps_says_how_much_room_there_is",
+)
+planner(
+    "memory beside the activations is not learned",
+    """
+        missing_bytes = peak_bytes - solver.peak_bytes(profile, followed)
+""",
+    """
+        missing_bytes = 0
+""",
+    PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
+)
+planner(
+    "memory beside the activations is less than none",
+    """
+        transient_bytes = max(profile.transient_bytes + missing_bytes, 0)
+""",
+    """
+        transient_bytes = profile.transient_bytes + missing_bytes
+""",
+    MEMORY + "test_memory_beside_activations_is_never_less_than_none",
+)
+planner(
+    "sizes that are new are measured though two are known",
+    """
+            fitted_profile = self._fitted()
+""",
+    """
+            fitted_profile = None
+""",
+    PLANNER + "test_other_sizes_are_measured_and_a_third_one_is_fitted",
+)
+
+agreement = table_of("planning/agreement.py", MUTATIONS)
+
+agreement(
+    "each rank has its own seconds",
+    """
+    means = agreement.means(seconds)
+""",
+    """
+    means = seconds
+""",
+    AGREEMENT + "test_both_get_mean_seconds_and_rates_and_the_larger_sizes",
+)
+agreement(
+    "each rank has its own sizes",
+    """
+    largest = agreement.largest([float(size) for size in sizes])  # exact below 2^53
+""",
+    """
+    largest = [float(size) for size in sizes]
+""",
+    AGREEMENT + "test_both_get_mean_seconds_and_rates_and_the_larger_sizes",
+)
+agreement(
+    "different plans are no error",
+    """
+    if high != -negative_low:
+""",
+    """
+    if False:
+""",
+    AGREEMENT + "test_different_plans_are_an_error_on_both",
+)
+agreement(
+    "one of two ranks does not notice that plans differ",
+    """
+    high, negative_low = agreement.largest([digest, -digest])
+""",
+    """
+    high, negative_low = agreement.largest([digest, 0.0])[0], -digest
+""",
+    AGREEMENT + "test_different_plans_are_an_error_on_both",
+)
