@@ -11,7 +11,6 @@ from tests.mutation_tables import Mutation, table_of
 MUTATIONS: list[Mutation] = []
 
 PLANNER = "unit/test_planner.py::"
-MEMORY = "unit/test_planner_memory.py::"
 MEASUREMENT = "unit/test_measurement.py::"
 
 drift = table_of("planning/drift.py", MUTATIONS)
@@ -116,60 +115,6 @@ drift(
 """,
     PLANNER + "test_a_budget_is_exceeded_by_more_than_what_cannot_be_measured",
 )
-drift(
-    "a full budget leaves room",
-    """
-            or step.peak_bytes > budget_bytes * _LEFT_OVER
-""",
-    "",
-    MEMORY + "test_there_is_no_room_or_no_use_for_it",
-)
-drift(
-    "room is used that makes nothing faster",
-    """
-            or step_s <= fastest_s * _NO_FASTER
-""",
-    "",
-    MEMORY + "test_there_is_no_room_or_no_use_for_it",
-)
-drift(
-    "a step that took longer than planned cannot be faster",
-    """
-        step_s = max(step.step_s, self._predicted.step_s)
-""",
-    """
-        step_s = self._predicted.step_s
-""",
-    MEMORY + "test_a_step_that_was_slower_than_planned_could_be_faster",
-)
-drift(
-    "steps that left room need not be in a row",
-    """
-            self._num_with_room = 0
-""",
-    "",
-    MEMORY + "test_room_counts_after_four_steps_in_a_row",
-)
-drift(
-    "one step that left room is enough",
-    """
-        if self._num_with_room < _SURE_STEPS:
-""",
-    """
-        if False:
-""",
-    MEMORY + "test_room_counts_after_four_steps_in_a_row",
-)
-drift(
-    "the largest peak is the last one",
-    """
-        self.largest_peak_bytes = max(self.largest_peak_bytes, step.peak_bytes)
-""",
-    """
-        self.largest_peak_bytes = step.peak_bytes
-""",
-    MEMORY + "test_the_largest_of_the_steps_says_how_much_room_there_is",
-)
 
 measurement = table_of("planning/measurement.py", MUTATIONS)
 
@@ -196,10 +141,10 @@ measurement(
 measurement(
     "a step shows what a tier did on average",
     """
-            for tier in tier_profiles(tiers, self._rates)
+        return tuple(tier_profiles(self._engine.tiers, self._rates))
 """,
     """
-            for tier in tier_profiles(tiers)
+        return tuple(tier_profiles(self._engine.tiers))
 """,
     MEASUREMENT + "test_a_step_says_how_fast_the_tier_was_in_it",
 )

@@ -12,7 +12,6 @@ from tests.mutation_tables import Mutation, table_of
 MUTATIONS: list[Mutation] = []
 
 PLANNER = "unit/test_planner.py::"
-MEMORY = "unit/test_planner_memory.py::"
 AGREES = "unit/test_planner_agrees.py::"
 AGREEMENT = "unit/test_agreement.py::"
 
@@ -21,20 +20,60 @@ planner = table_of("planning/planner.py", MUTATIONS)
 planner(
     "one measured step is enough",
     """
-            if self.measurement.num_detailed >= _MEASURED_STEPS:
+        elif self.measurement.num_detailed >= num_wanted:
 """,
     """
-            if self.measurement.num_detailed:
+        else:
 """,
     PLANNER + "test_three_steps_are_offloaded_and_then_the_plan_is_followed",
 )
 planner(
-    "the peak of the measured steps is forgotten",
+    "a plan is not refined",
     """
-            self._safe_peak_bytes = max(self._safe_peak_bytes, self._peak_bytes)
+            self.phase = Phase.REFINING
+""",
+    """
+            pass
+""",
+    PLANNER + "test_a_plan_that_was_followed_for_some_steps_is_refined_once",
+)
+planner(
+    "a plan is refined again and again",
+    """
+                self._is_refined |= self.phase is Phase.REFINING
 """,
     "",
-    PLANNER + "test_three_steps_are_offloaded_and_then_the_plan_is_followed",
+    PLANNER + "test_a_plan_that_was_followed_for_some_steps_is_refined_once",
+)
+planner(
+    "the last of the measured steps says what they need",
+    """
+        own_bytes = max((one.peak_bytes for one in measured), default=self._peak_bytes)
+""",
+    """
+        own_bytes = self._peak_bytes
+""",
+    PLANNER + "test_the_largest_peak_of_the_measured_steps_counts",
+)
+planner(
+    "each rank plans for its own whole steps",
+    """
+        step_s, peak_bytes = self._agreement.largest([own_s, float(own_bytes)])
+""",
+    """
+        step_s, peak_bytes = own_s, own_bytes
+""",
+    AGREES + "test_the_first_plan_is_for_the_rank_that_takes_the_most_memory",
+)
+planner(
+    "times are not calibrated",
+    """
+        return {"step_s": step_s or None, "peak_bytes": int(peak_bytes)}
+""",
+    """
+        return {"step_s": None, "peak_bytes": int(peak_bytes)}
+""",
+    PLANNER + "test_the_profile_is_made_as_slow_as_whole_steps_are",
 )
 planner(
     "the policy is not told of the plan",
@@ -83,10 +122,7 @@ planner(
 """,
     PLANNER + "test_a_budget_that_nobody_gave_is_what_is_free_or_as_little_as_possible",
 )
-FREE = (
-    AGREES
-    + "test_what_is_free_is_shared_by_the_ranks_of_a_machine_and_the_least_in_the_group"
-)
+FREE = AGREES + "test_what_is_free_is_shared_by_the_ranks_of_a_machine_and_the_least_in_the_group"
 planner(
     "each rank of a machine takes all that is free",
     """
@@ -132,32 +168,14 @@ planner(
 planner(
     "each rank plans by its own profile",
     """
+        )
         return agreed_profile(profile, self._agreement)
 """,
     """
+        )
         return profile
 """,
     AGREES + "test_the_profile_is_the_groups",
-)
-planner(
-    "each rank plans for its own peak at first",
-    """
-        peak_bytes = self._largest(self._safe_peak_bytes)
-""",
-    """
-        peak_bytes = self._safe_peak_bytes
-""",
-    AGREES + "test_the_first_plan_is_for_the_rank_that_takes_the_most_memory",
-)
-planner(
-    "each rank plans for its own peak later",
-    """
-        peak_bytes = self._largest(max(peak_bytes, self._peak_bytes))
-""",
-    """
-        peak_bytes = max(peak_bytes, self._peak_bytes)
-""",
-    AGREES + "test_so_is_every_later_one",
 )
 planner(
     "a rank goes on to a plan that another did not find",
@@ -190,16 +208,6 @@ planner(
     AGREES + "test_a_rank_that_notices_a_change_makes_all_measure",
 )
 planner(
-    "a rank with room decides for all",
-    """
-        elif not any_full:
-""",
-    """
-        elif room:
-""",
-    MEMORY + "test_all_ranks_of_a_group_must_have_room",
-)
-planner(
     "ranks ask each other after every step",
     """
         if self._num_followed % self._agreement.period_steps:
@@ -228,6 +236,16 @@ planner(
                 pass
 """,
     PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
+)
+planner(
+    "a plan that is to save memory counts on what the tiers were",
+    """
+            self._plan_again(self._profile_of_present_tiers())
+""",
+    """
+            self._plan_again(self.profile)
+""",
+    PLANNER + "test_a_plan_that_is_to_save_memory_counts_on_the_tiers_as_they_are",
 )
 planner(
     "a plan that did not help is made again at once",
@@ -268,54 +286,6 @@ planner(
     AGREES + "test_a_step_that_planning_again_leaves_slow_is_usual_from_then_on",
 )
 planner(
-    "steps count before a plan has settled",
-    """
-            if self._num_followed > _SETTLING_STEPS:
-""",
-    """
-            if True:
-""",
-    MEMORY + "test_room_that_the_first_plan_left_is_used_once_steps_have_shown_it",
-)
-planner(
-    "room is used again and again",
-    """
-            self._may_use_more = False
-""",
-    "",
-    MEMORY + "test_two_plans_do_not_take_turns",
-)
-planner(
-    "the last step says how much room there is",
-    """
-            self._plan_again(self.profile, drift.largest_peak_bytes)
-""",
-    """
-            self._plan_again(self.profile)
-""",
-    MEMORY + "test_the_largest_of_the_steps_says_how_much_room_there_is",
-)
-planner(
-    "memory beside the activations is not learned",
-    """
-        missing_bytes = peak_bytes - solver.peak_bytes(profile, followed)
-""",
-    """
-        missing_bytes = 0
-""",
-    PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
-)
-planner(
-    "memory beside the activations is less than none",
-    """
-        transient_bytes = max(profile.transient_bytes + missing_bytes, 0)
-""",
-    """
-        transient_bytes = profile.transient_bytes + missing_bytes
-""",
-    MEMORY + "test_memory_beside_activations_is_never_less_than_none",
-)
-planner(
     "sizes that are new are measured though two are known",
     """
             fitted_profile = self._fitted()
@@ -324,6 +294,50 @@ planner(
             fitted_profile = None
 """,
     PLANNER + "test_other_sizes_are_measured_and_a_third_one_is_fitted",
+)
+
+CALIBRATION = "unit/test_calibration.py::"
+
+calibration = table_of("planning/calibration.py", MUTATIONS)
+
+calibration(
+    "parts stay as fast as they seemed",
+    """
+        profile = _slower(profile, min(max(factor, 1 / _MOST_SCALED), _MOST_SCALED))
+""",
+    "",
+    CALIBRATION + "test_other_plans_get_slower_by_the_same_factor",
+)
+calibration(
+    "what scaling cannot explain is forgotten",
+    """
+        step_fixed_s = max(profile.step_fixed_s + missing_s, 0.0)
+""",
+    """
+        step_fixed_s = profile.step_fixed_s
+""",
+    CALIBRATION + "test_the_simulation_shows_what_was_measured",
+)
+calibration(
+    "memory beside the activations is not learned",
+    """
+    missing_bytes = peak_bytes - simulate(profile).peak_bytes
+""",
+    """
+    missing_bytes = 0
+""",
+    CALIBRATION + "test_the_simulation_shows_what_was_measured",
+)
+calibration(
+    "memory beside the activations is less than none",
+    """
+    transient_bytes = max(profile.transient_bytes + missing_bytes, 0)
+""",
+    """
+    transient_bytes = profile.transient_bytes + missing_bytes
+""",
+    CALIBRATION
+    + "test_less_memory_than_simulated_is_taken_from_working_memory_as_far_as_there_is_some",
 )
 
 agreement = table_of("planning/agreement.py", MUTATIONS)

@@ -139,10 +139,10 @@ flow(
 flow(
     "space of what was written for nothing is lost",
     """
-        channels[channel, USED_BYTES] -= size  # nobody will read it
+    channels[channel, USED_BYTES] -= size  # nobody will read it
 """,
     """
-        channels[channel, USED_BYTES] -= 0
+    channels[channel, USED_BYTES] -= 0
 """,
     TIMELINE + "test_space_of_what_was_written_for_nothing_is_used_again",
 )
@@ -159,10 +159,10 @@ flow(
 flow(
     "transfers have no latency",
     """
-        channels[channel, LEFT_BYTES] = size + latency_bytes
+    channels[channel, LEFT_BYTES] = size + latency_bytes
 """,
     """
-        channels[channel, LEFT_BYTES] = size
+    channels[channel, LEFT_BYTES] = size
 """,
     TIMELINE + "test_latency_is_for_each_storage",
 )

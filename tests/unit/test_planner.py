@@ -17,9 +17,11 @@ from megatron.offload.errors import OffloadError
 from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
 from megatron.offload.placement.plan_file import load_plans, save_plans
-from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.profile import StageProfile, TierProfile
 from megatron.offload.planning.drift import Drift, MeasuredStep
+from megatron.offload.planning.measurement import Measurement
 from megatron.offload.planning.planner import Phase, Stage
+from megatron.offload.report.memory import PeakMemory
 from megatron.offload.storage.file import UnlinkedFile
 from tests import planned
 from tests.models import ssd
@@ -84,6 +86,26 @@ def test_a_plan_that_was_followed_for_some_steps_is_refined_once(start: Callable
     assert profile.transient_bytes == max(peaks)
     run.steps(20)
     assert run.planner.phase is Phase.FOLLOWING and run.planner.num_plans == 2
+
+
+def test_the_largest_peak_of_the_measured_steps_counts(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = iter([500, 4000, 1000])
+    monkeypatch.setattr(PeakMemory, "end_step", lambda _: next(peaks))
+    run = start()
+    run.steps(3)
+    assert run.solver.asked[0][0].transient_bytes == 4000  # the first step does not count
+
+
+def test_the_profile_is_made_as_slow_as_whole_steps_are(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Measurement, "_measured", lambda *_: MeasuredStep(31.0, 0.0, 100))
+    run = start()
+    run.steps(3)
+    # The simulation has a step of a second, whatever the profile: the rest is outside of passes.
+    assert run.solver.asked[0][0].step_fixed_s >= 30.0
 
 
 def test_predicted_and_measured_stand_side_by_side(start: Callable[..., Run]) -> None:
@@ -245,6 +267,18 @@ def test_more_memory_than_the_budget_is_planned_for_at_once(start: Callable[...,
     assert run.planner.num_plans == 3
     run.steps(1)
     assert run.planner.num_plans == 4
+
+
+def test_a_plan_that_is_to_save_memory_counts_on_the_tiers_as_they_are(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(memory_budget_bytes=1)
+    run.solver.placement = Placement.KEEP
+    run.steps(3)
+    now = (TierProfile("ssd", 5.0, 6.0),)
+    monkeypatch.setattr(Measurement, "tiers", lambda _: now)
+    run.step()
+    assert run.planner.num_plans == 2 and run.solver.asked[-1][0].tiers == now
 
 
 def test_what_is_noticed_between_the_steps_at_which_ranks_ask_is_not_lost(

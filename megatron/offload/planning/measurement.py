@@ -17,7 +17,7 @@ from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.policy import Placement
-from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.profile import StageProfile, TierProfile
 from megatron.offload.planning.drift import MeasuredStep
 from megatron.offload.planning.figures import Rates, passes_s, profile_of, tier_profiles
 from megatron.offload.planning.profiler import Profiler
@@ -124,6 +124,10 @@ class Measurement:
         self._detailed_s.clear()
         return profile
 
+    def tiers(self) -> tuple[TierProfile, ...]:
+        """As fast as they were in the last step."""
+        return tuple(tier_profiles(self._engine.tiers, self._rates))
+
     @property
     def _gap_s(self) -> float:
         return statistics.median(self._gaps_s) if self._gaps_s else 0.0
@@ -152,7 +156,7 @@ class Measurement:
         self._rates = {placement: moved.rates for placement, moved in since.items()}
         return {
             tier.name: tier.write_bytes_per_s
-            for tier in tier_profiles(tiers, self._rates)
+            for tier in self.tiers()
             if since[Placement(tier.name)].written_bytes
         }
 

@@ -322,6 +322,12 @@ class Planner:
         )
         return agreed_profile(profile, self._agreement)
 
+    def _profile_of_present_tiers(self) -> StageProfile:
+        """A tier that has become slow holds memory longer: no plan for the fast one would help."""
+        assert self.profile is not None
+        profile = dataclasses.replace(self.profile, tiers=self.measurement.tiers())
+        return agreed_profile(profile, self._agreement)
+
     def _remember(self, profile: StageProfile) -> None:
         tokens = tokens_of(profile.sizes)
         self._by_tokens.pop(tokens, None)
@@ -369,7 +375,7 @@ class Planner:
         any_over, any_notice = self._agreement.largest([float(bool(over)), float(bool(notice))])
         if any_over:
             self._say(over or "another rank is over its budget")
-            self._plan_again(self.profile)
+            self._plan_again(self._profile_of_present_tiers())
         elif any_notice:
             self._say(notice or "another rank has noticed a change")
             fitted_profile = self._fitted()
