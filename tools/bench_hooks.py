@@ -41,12 +41,13 @@ from typing import Any
 
 import psutil
 import torch
-from compare_placements import PLACEMENT_FLAGS, machine_facts
 from tabulate import tabulate
 from tqdm import tqdm
 
 from megatron.offload import OffloadConfig, OffloadEngine, Scope
 from megatron.offload.config import format_size
+from megatron.offload.report.trials.machine import machine_facts
+from megatron.offload.report.trials.trainer import PLACEMENT_FLAGS
 from megatron.offload.saved.hooks import SavedTensorHooks
 from megatron.offload.saved.record import State
 

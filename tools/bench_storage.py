@@ -44,7 +44,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from compare_placements import ROOT, machine_facts
+from compare_placements import ROOT
 from fio import Fio, FioError, Memcpy, Sample, Stopwatch, huge_page_bytes, random_storage
 from plot_storage import draw, format_table, system_lines
 from storage_figures import (
@@ -62,6 +62,7 @@ from tqdm import tqdm
 
 from megatron.offload.config import GIB, MIB, format_size, parse_size
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.report.trials.machine import machine_facts
 from megatron.offload.storage.allocator import allocator_environment, allocator_name
 from megatron.offload.storage.host import HostTier
 from megatron.offload.storage.memory_limit import memory_limit

@@ -26,7 +26,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -38,10 +37,10 @@ import torch
 from tabulate import tabulate
 
 from megatron.offload.config import format_size
-from megatron.offload.storage.allocator import allocator_environment
+from megatron.offload.report.trials.trainer import TRAINER, Trainer
+from megatron.offload.report.trials.trial import TrialError, settled_steps
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINER = ROOT / "examples" / "pretrain_gpt.py"
 SIZES = {
     "h256 4 layers": "--hidden-size 256 --num-layers 4 --num-attention-heads 8 --seq-length 256",
     "h512 8 layers": "--hidden-size 512 --num-layers 8 --num-attention-heads 8 --seq-length 256",
@@ -49,10 +48,6 @@ SIZES = {
 CAPS = ("50MB/s", "150MB/s", "500MB/s", "")
 MOST_MEDIAN_ERROR, MOST_ERROR = 0.05, 0.15
 _SETTLING_STEPS = 2
-
-
-class ComparisonError(Exception):
-    """A training failed; the message says where its output is."""
 
 
 @dataclass(frozen=True)
@@ -132,23 +127,22 @@ def result_of(configuration: Configuration, steps: Sequence[dict[str, Any]]) -> 
     """Reads the lines of a metrics.jsonl.
 
     Raises:
-        ComparisonError: too few steps followed the last plan.
+        TrialError: too few steps followed the last plan.
     """
-    figures = [step["offload"] for step in steps]
-    num_plans = figures[-1]["plans"] if figures else 0
-    last = _followed(figures, num_plans)
+    num_plans = steps[-1]["offload"]["plans"] if steps else 0
+    last = _followed(steps, num_plans)
     if last is None:
-        raise ComparisonError(
-            f"{configuration}: after {len(figures)} steps and {num_plans} plans, none of them has "
-            f"followed the last plan for long; give more --steps"
+        raise TrialError(
+            f"{configuration}: none of {len(steps)} steps followed the last plan for more than "
+            f"{_SETTLING_STEPS} steps; give more --steps"
         )
-    return Result(configuration, _followed(figures, 1), last, num_plans)
+    return Result(configuration, _followed(steps, 1), last, num_plans)
 
 
-def _followed(figures: Sequence[dict[str, Any]], plan: int) -> Followed | None:
+def _followed(steps: Sequence[dict[str, Any]], plan: int) -> Followed | None:
     """The steps under the plan with this number, from 1."""
-    # The step that a plan is made after shows its prediction already, but did not follow it.
-    own = [one for one in figures if plan and one["plans"] == plan][1 + _SETTLING_STEPS :]
+    until = [one for one in steps if one["offload"]["plans"] <= plan]
+    own = [one["offload"] for one in settled_steps(until, _SETTLING_STEPS)]
     if not own:
         return None
     return Followed(
@@ -204,38 +198,18 @@ def run(configuration: Configuration, args: argparse.Namespace, folder: Path) ->
     """Trains once.
 
     Raises:
-        ComparisonError: it failed.
+        TrialError: it failed.
     """
-    folder.mkdir(parents=True)
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={configuration.stages}",
-    ]
-    command = [
-        *(sys.executable, *(launch if configuration.stages > 1 else []), str(TRAINER)),
+    flags = [
         *configuration.flags(),
         *shlex.split("--mock-data --vocab-size 1024 --eval-iters 0 --log-interval 1"),
         *("--train-iters", str(args.steps), "--cpu-threads", "1"),
-        *("--activation-offload", "auto", "--activation-offload-dir", str(args.dir)),
+        *("--activation-offload", "auto"),
         *("--activation-offload-min-bytes", "64KiB"),
         *("--activation-offload-max-slowdown", str(args.slowdown)),
-        *("--metrics-file", str(folder / "metrics.jsonl")),
     ]
-    log = folder / "output.log"
-    with log.open("w") as output:
-        ended = subprocess.run(
-            command,
-            env={**os.environ, **allocator_environment()},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=args.timeout,
-        )
-    if ended.returncode:
-        raise ComparisonError(f"{configuration}: exit code {ended.returncode}; see {log}")
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return result_of(configuration, [json.loads(line) for line in lines])
+    trainer = Trainer(TRAINER, flags, args.dir, configuration.stages, args.patience)
+    return result_of(configuration, trainer.train(str(configuration), [], "offload", folder))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -246,7 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=24, help="of each training (default 24)")
     parser.add_argument("--slowdown", type=float, default=0.1, help="that plans may cost (0.1)")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs" / "offload", help="on the SSD")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of each training")
+    parser.add_argument(
+        "--patience", type=float, default=300.0, help="seconds without a step (300)"
+    )
     args = parser.parse_args(argv)
     args.dir.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="prediction-"))
@@ -257,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         try:
             results.append(run(one, args, work / str(number)))
-        except (ComparisonError, subprocess.TimeoutExpired) as error:
+        except TrialError as error:
             print(f"compare_prediction: error: {error}", file=sys.stderr, flush=True)
             num_failed += 1
             continue

@@ -35,11 +35,12 @@ from pathlib import Path
 
 import torch
 from bench_storage import Parser, restart_with_allocator, size_type
-from compare_placements import ROOT, machine_facts
+from compare_placements import ROOT
 from tqdm import tqdm
 
 from megatron.offload.config import MIB, format_size, parse_rate
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.report.trials.machine import machine_facts
 from megatron.offload.storage.allocator import allocator_name, return_freed_memory
 from megatron.offload.storage.budget import ByteBudget
 from megatron.offload.storage.device import CpuDevice

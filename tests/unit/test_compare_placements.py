@@ -10,17 +10,16 @@ from typing import Any
 
 import compare_placements
 import pytest
-from comparison import (
-    ComparisonError,
+from comparison import format_table, parse_placements, summarize
+
+from megatron.offload.report.trials.trial import (
     Difference,
     Run,
+    TrialError,
     Variant,
     first_difference,
-    format_table,
     order_of_round,
     paired_ratio,
-    parse_placements,
-    summarize,
 )
 
 OFF, OFF_SMALL = Variant("off", "default"), Variant("off", "offload")
@@ -138,7 +137,7 @@ def test_placements_are_expanded_by_allocator() -> None:
     assert names == ["off@default", "ssd@default"]
     assert parse_placements("recompute@offload", True) == [Variant("recompute", "offload")]
     for wrong in ("disk", "off@jemalloc", ""):
-        with pytest.raises(ComparisonError):
+        with pytest.raises(TrialError):
             parse_placements(wrong, both_allocators=True)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from compare_prediction import (
-    ComparisonError,
     Configuration,
     Followed,
     Result,
@@ -16,6 +15,8 @@ from compare_prediction import (
     table,
     verdict,
 )
+
+from megatron.offload.report.trials.trial import TrialError
 
 ONE = Configuration("h256 4 layers", 2, 4, "50MB/s")
 
@@ -90,5 +91,5 @@ def test_the_median_and_the_worst_error_have_limits(
 
 @pytest.mark.parametrize("steps", [[], [step(0, 1.0, 1)] * 9, [step(1, 1.0, 1)] * 3])
 def test_too_few_steps_are_an_error(steps: list[dict[str, Any]]) -> None:
-    with pytest.raises(ComparisonError, match="give more --steps"):
+    with pytest.raises(TrialError, match="give more --steps"):
         result_of(ONE, steps)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the trainer to measure it: `Trainer`, and the flags that such trainings share.
+
+Each training is a process of its own, so that no one's memory or allocator is another's. It is read
+through its metrics.jsonl while it goes on, and ended as soon as it has shown enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.offload.report.trials.trial import TrialError
+from megatron.offload.storage.allocator import allocator_environment
+
+# The checkout that this file is part of; the trainer is no part of the installed package.
+CHECKOUT = Path(__file__).resolve().parents[4]
+TRAINER = CHECKOUT / "examples" / "pretrain_gpt.py"
+
+PLACEMENT_FLAGS: dict[str, list[str]] = {
+    "off": ["--activation-offload", "off"],
+    "recompute": [
+        *("--activation-offload", "off"),
+        *("--recompute-granularity", "full"),
+        *("--recompute-method", "uniform"),
+        *("--recompute-num-layers", "1"),
+    ],
+    "selective": ["--activation-offload", "off", "--recompute-granularity", "selective"],
+    "ssd": ["--activation-offload", "ssd"],
+    "host": ["--activation-offload", "host"],
+    "tiered": ["--activation-offload", "tiered"],
+    # Everything is hooked and nothing moves: what the hooks cost.
+    "keep": [
+        *("--activation-offload", "ssd"),
+        *("--activation-offload-min-bytes", "1TiB"),
+        *("--activation-offload-inflight", "1TiB"),
+    ],
+}
+# Without offload: on a CPU they run with either allocator.
+WITHOUT_OFFLOAD = ("off", "recompute", "selective")
+
+_POLL_S = 0.5
+_TAIL_LINES = 15
+
+Steps = list[dict[str, Any]]
+
+
+def allocators_of(placement: str, *, both: bool) -> list[str]:
+    """The allocators that a placement is measured with.
+
+    Args:
+        placement: key of `PLACEMENT_FLAGS`, or another one with offload.
+        both: there are two to choose from: on a CPU. Offload runs with its own there.
+    """
+    if not both:
+        return ["default"]
+    return ["default", "offload"] if placement in WITHOUT_OFFLOAD else ["offload"]
+
+
+def read_metrics(path: Path) -> Steps:
+    """The lines of a metrics.jsonl; a last line without an end is still being written."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A training that is started again and again.
+
+    Attributes:
+        script: of the trainer.
+        flags: that all trainings share.
+        offload_dir: for activations.
+        processes: more than 1: torchrun; figures are those of the first rank.
+        patience_s: without a step for so long, a training has failed.
+    """
+
+    script: Path
+    flags: Sequence[str]
+    offload_dir: Path
+    processes: int = 1
+    patience_s: float = 600.0
+
+    def train(
+        self,
+        name: str,
+        flags: Sequence[str],
+        allocator: str,
+        folder: Path,
+        *,
+        on_steps: Callable[[int], object] = lambda number: None,
+        enough: Callable[[Steps], bool] = lambda steps: False,
+    ) -> Steps:
+        """Trains once; its steps.
+
+        Args:
+            name: for people.
+            flags: beside those that all share.
+            allocator: see `Variant`.
+            folder: made for its output.
+            on_steps: is told how many steps there are, now and then.
+            enough: whether the training may end before its last step.
+
+        Raises:
+            TrialError: it failed, or did nothing for too long.
+        """
+        folder.mkdir(parents=True)
+        metrics, log = folder / "metrics.jsonl", folder / "output.log"
+        launch = ["-m", "torch.distributed.run", "--standalone"]
+        launch += [f"--nproc-per-node={self.processes}"]
+        command = [
+            *(sys.executable, *(launch if self.processes > 1 else []), str(self.script)),
+            *self.flags,
+            *flags,
+            *("--activation-offload-dir", str(self.offload_dir)),
+            *("--metrics-file", str(metrics)),
+        ]
+        with log.open("wb") as output:
+            output.write((shlex.join(command) + "\n").encode())
+            output.flush()
+            process = subprocess.Popen(
+                command, env=_environment(allocator), stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                ending = self._watch(process, metrics, on_steps, enough)
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
+        steps = read_metrics(metrics)
+        on_steps(len(steps))
+        if ending:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+            raise TrialError(f"{name} {ending} after {len(steps)} steps; the end of {log}:\n{tail}")
+        return steps
+
+    def _watch(
+        self,
+        process: subprocess.Popen[bytes],
+        metrics: Path,
+        on_steps: Callable[[int], object],
+        enough: Callable[[Steps], bool],
+    ) -> str:
+        """Until it ends or has shown enough; what went wrong, empty: nothing."""
+        number, since_s = 0, time.monotonic()
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_POLL_S)
+            steps = read_metrics(metrics)
+            on_steps(len(steps))
+            if enough(steps):
+                return ""
+            if len(steps) > number:
+                number, since_s = len(steps), time.monotonic()
+            elif time.monotonic() - since_s > self.patience_s:
+                return f"did nothing for {self.patience_s:.0f} s"
+        code = process.returncode
+        return f"ended with exit code {code}" if code else ""
+
+
+def _environment(allocator: str) -> dict[str, str]:
+    ours = allocator_environment()
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    return environment | ours if allocator == "offload" else environment
+
+
+# ------------------------------------------------------------------ flags
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> Any:
+    """A group of the trainer's own flags, named as there; the group, for more of them.
+
+    Args:
+        defaults: of `num_layers`, `seq_length` and `vocab_size`.
+    """
+    group = parser.add_argument_group("training")
+    shown = "default: %(default)s"
+    group.add_argument("--num-layers", type=int, help=shown)
+    group.add_argument("--hidden-size", type=int, default=512, help=shown)
+    group.add_argument("--num-attention-heads", type=int, default=8, help=shown)
+    group.add_argument("--seq-length", type=int, help=shown)
+    group.add_argument("--vocab-size", type=int, help=f"of the corpus; {shown}")
+    group.add_argument("--data-path", nargs="+", help="prefix of .bin/.idx files")
+    group.add_argument("--tokenizer-model", help="tokenizer.json that belongs to --data-path")
+    group.add_argument("--extra-args", default="", help="more flags for the trainer, in one string")
+    group.add_argument("--trainer", type=Path, default=TRAINER, help="script to run")
+    parser.set_defaults(**defaults)
+    return group
+
+
+_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+
+def training_flags(args: argparse.Namespace) -> list[str]:
+    """The trainer's flags for what `add_training_arguments` has read, `extra_args` last."""
+    return [
+        *(part for name in _SHAPE for part in (_flag_of(name), str(getattr(args, name)))),
+        *("--lr", "6e-4", "--lr-warmup-iters", "2", "--log-interval", "1", "--eval-iters", "0"),
+        *("--attention-dropout", "0", "--hidden-dropout", "0"),
+        *_data_flags(args),
+        *shlex.split(args.extra_args),
+    ]
+
+
+def _data_flags(args: argparse.Namespace) -> list[str]:
+    """Builds the quickstart's corpus if it is wanted and absent."""
+    if args.mock_data:
+        return ["--mock-data", "--vocab-size", str(args.vocab_size)]
+    if args.data_path:
+        tokenizer = ["--tokenizer-model", args.tokenizer_model] if args.tokenizer_model else []
+        return ["--data-path", *args.data_path, *tokenizer]
+    name = "stdlib" if args.vocab_size == 8192 else f"stdlib-{args.vocab_size}"
+    folder = CHECKOUT / "data" / name
+    if not (folder / "corpus_text_document.idx").exists():
+        command = [sys.executable, str(CHECKOUT / "tools/preprocess_data.py"), "--stdlib"]
+        command += ["--append-eod", "--vocab-size", str(args.vocab_size)]
+        done = subprocess.run([*command, "--output-prefix", str(folder / "corpus")], check=False)
+        if done.returncode != 0:
+            raise TrialError("the quickstart's corpus could not be built")
+    return [
+        *("--data-path", str(folder / "corpus_text_document")),
+        *("--tokenizer-model", str(folder / "tokenizer.json")),
+    ]
+
+
+def _flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training that was measured, and how two of them compare: `Variant`, `Run`.
+
+Times are compared within a round, so that a machine that is slower for a while is so for both.
+`megatron-offload rok` and the comparisons in `tools/` use it. Nothing here starts a process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+COMPARED_FIELDS = ("loss", "grad_norm", "model")
+
+_V = TypeVar("_V")
+
+
+class TrialError(Exception):
+    """The comparison cannot be made; the message is the sentence to print."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A placement with the allocator settings it runs under: "default" or "offload"."""
+
+    placement: str
+    allocator: str
+
+    @property
+    def name(self) -> str:
+        """As written in tables and in file names."""
+        return f"{self.placement}@{self.allocator}"
+
+
+def settled_steps(steps: Sequence[dict[str, Any]], skip: int) -> list[dict[str, Any]]:
+    """The steps that count: all without the first `skip`; with `auto` those of its last plan.
+
+    Of these the first does not count, after which the plan was made: it shows the plan's prediction
+    but did not follow it; nor do the `skip` steps after that.
+    """
+    num_plans = steps[-1].get("offload", {}).get("plans") if steps else None
+    if num_plans is None:
+        return list(steps[skip:])
+    if num_plans == 0:
+        return []
+    followed = [step for step in steps if step["offload"]["plans"] == num_plans]
+    return followed[1 + skip :]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished training: the lines of its metrics.jsonl."""
+
+    variant: Variant
+    round: int
+    steps: list[dict[str, Any]]
+
+    def step_time_s(self, skip: int) -> float:
+        """Median step time, see `settled_steps`."""
+        return median(step["step_time_s"] for step in settled_steps(self.steps, skip))
+
+    def tokens_per_s(self, skip: int) -> float:
+        """Likewise of the tokens a second."""
+        return median(step["tokens_per_s"] for step in settled_steps(self.steps, skip))
+
+    def peak_bytes(self, skip: int) -> int:
+        """Largest activation peak of the first stage, see `settled_steps`."""
+        settled = settled_steps(self.steps, skip)
+        return max(step["peak_activation_bytes_rank0"] for step in settled)
+
+    def offload_median(self, name: str, skip: int) -> float:
+        """Median per step of a figure of the offload engine; 0 where it was off."""
+        settled = settled_steps(self.steps, skip)
+        return median(step.get("offload", {}).get(name, 0) for step in settled)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a run differs from the reference."""
+
+    run: str
+    step: int
+    field: str
+    reference: Any
+    value: Any
+
+    def __str__(self) -> str:
+        return (
+            f"{self.run} differs at step {self.step}: {self.field} {self.value!r}, "
+            f"expected {self.reference!r}"
+        )
+
+
+def order_of_round(variants: Sequence[_V], round_: int) -> list[_V]:
+    """The variants, rotated so that each is first, last and after each other one in turn."""
+    shift = round_ % len(variants)
+    return [*variants[shift:], *variants[:shift]]
+
+
+def _same(a: Any, b: Any) -> bool:
+    both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
+    return bool(a == b or both_nan)
+
+
+def first_difference(
+    reference: Run, run: Run, *, same_length: bool = True, fields: Sequence[str] = COMPARED_FIELDS
+) -> Difference | None:
+    """Compares losses, gradient norms and the digest of the weights exactly; no tolerance.
+
+    Args:
+        same_length: whether one step more or less is a difference as well.
+        fields: of a step, that are compared.
+    """
+    name = f"{run.variant.name}, round {run.round + 1},"
+    for expected, step in zip(reference.steps, run.steps, strict=False):
+        for field in fields:
+            if not _same(expected.get(field), step.get(field)):
+                return Difference(name, step["step"], field, expected.get(field), step.get(field))
+    if same_length and len(reference.steps) != len(run.steps):
+        shorter = min(len(reference.steps), len(run.steps))
+        return Difference(name, shorter + 1, "steps", len(reference.steps), len(run.steps))
+    return None
+
+
+def paired_ratio(runs: Sequence[Run], base: Sequence[Run], skip: int) -> float | None:
+    """Median over rounds of step time / fastest base of the same round; None without a base."""
+    ratios = []
+    for run in runs:
+        peers = [peer.step_time_s(skip) for peer in base if peer.round == run.round]
+        if peers:
+            ratios.append(run.step_time_s(skip) / min(peers))
+    return median(ratios) if ratios else None

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings that are measured: which of their steps count, and when they are ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.offload.report.trials.trainer import Trainer, allocators_of
+from megatron.offload.report.trials.trial import Run, TrialError, Variant, settled_steps
+
+
+def step(
+    number: int, plans: int | None = None, time_s: float = 1.0, peak: int = 1
+) -> dict[str, Any]:
+    offload = {} if plans is None else {"offload": {"plans": plans}}
+    return {
+        "step": number,
+        "step_time_s": time_s,
+        "tokens_per_s": 10 / time_s,
+        "peak_activation_bytes_rank0": peak,
+        **offload,
+    }
+
+
+def test_without_a_plan_all_steps_but_the_first_count() -> None:
+    steps = [step(n) for n in range(1, 6)]
+    assert [one["step"] for one in settled_steps(steps, 2)] == [3, 4, 5]
+    assert settled_steps([], 2) == []
+
+
+def test_with_auto_only_steps_that_followed_the_last_plan_count() -> None:
+    # Three are measured, the first plan lasts for four, the second is made after step 8.
+    plans = [0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2]
+    steps = [step(n, one) for n, one in enumerate(plans, start=1)]
+    assert [one["step"] for one in settled_steps(steps, 2)] == [11, 12]
+    assert settled_steps(steps[:2], 0) == []
+    assert settled_steps(steps[:9], 2) == []
+
+
+def test_figures_of_a_run_are_those_of_steps_that_count() -> None:
+    before = [step(n, 0, time_s=9.0, peak=99) for n in range(3)]
+    after = [
+        step(n, 1, time_s=time_s, peak=n) for n, time_s in enumerate([8.0, 7.0, 2.0, 1.0, 4.0])
+    ]
+    run = Run(Variant("auto", "offload"), 0, [*before, *after])
+    assert run.step_time_s(skip=1) == 2.0
+    assert run.tokens_per_s(skip=1) == 5.0
+    assert run.peak_bytes(skip=1) == 4
+
+
+def test_what_runs_with_which_allocator() -> None:
+    assert allocators_of("selective", both=True) == ["default", "offload"]
+    assert allocators_of("auto", both=True) == ["offload"]
+    assert allocators_of("off", both=False) == allocators_of("ssd", both=False) == ["default"]
+
+
+# Writes some steps, and then does nothing for a long time.
+IDLE = """
+import json, sys, time
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+with open(flags["--metrics-file"], "w") as file:
+    for number in range(int(flags["--steps"])):
+        print(json.dumps({"step": number + 1}), file=file, flush=True)
+    time.sleep(60)
+"""
+
+
+def make_trainer(tmp_path: Path, script: str, **more: Any) -> Trainer:
+    file = tmp_path / "trainer.py"
+    file.write_text(script)
+    return Trainer(file, [], tmp_path, **more)
+
+
+def test_a_training_is_ended_once_it_has_shown_enough(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, IDLE)
+    told: list[int] = []
+    began = time.monotonic()
+    steps = trainer.train(
+        "this one",
+        ["--steps", "3"],
+        "default",
+        tmp_path / "run",
+        on_steps=told.append,
+        enough=lambda steps: len(steps) == 3,
+    )
+    assert [one["step"] for one in steps] == [1, 2, 3] and told[-1] == 3
+    assert time.monotonic() - began < 50  # it would have slept for longer
+
+
+def test_a_training_that_does_nothing_has_failed(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, IDLE, patience_s=0.1)
+    with pytest.raises(TrialError, match=r"this one did nothing for 0 s after 0 steps"):
+        trainer.train("this one", ["--steps", "0"], "default", tmp_path / "run")
+
+
+def test_a_training_that_fails_is_quoted(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, "print('no such thing')\nraise SystemExit(3)")
+    with pytest.raises(TrialError, match=r"exit code 3 after 0 steps(.|\n)*no such thing"):
+        trainer.train("this one", [], "default", tmp_path / "run")
+    assert str(Path(sys.executable)) in (tmp_path / "run" / "output.log").read_text()
