@@ -3,6 +3,7 @@
 
 megatron-offload doctor [--activation-offload-dir DIR ...] [--json]
 megatron-offload plan (--profile FILE | --hardware GPU --num-layers N ...) [--output PLAN.json]
+megatron-offload rok [--micro-batch-sizes N,...] [--budgets N] [--check]
 megatron-offload report runs/NAME/metrics.jsonl [...]
 """
 
@@ -19,8 +20,10 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.install import SUPPORTED_VERSIONS
 from megatron.offload.report.doctor.examine import examine
+from megatron.offload.report.rok import arguments as curve
 from megatron.offload.report.runs import compare_runs
 from megatron.offload.report.study import arguments as planning
+from megatron.offload.report.trials.trial import TrialError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     planning.add_arguments(plan)
+    rok = commands.add_parser(
+        "rok",
+        help="measure speed against activation memory of all strategies on this machine, and draw",
+        description=curve.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    curve.add_arguments(rok)
     report = commands.add_parser(
         "report",
         help="table of runs: losses, step time, peak activation memory, bytes moved",
@@ -66,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megatron.offload.report.study.command import run  # brings scipy
 
             return run(args)
+        if args.command == "rok":
+            return _rok(args, sys.argv[1:] if argv is None else argv)
         print(compare_runs(args.metrics))
-    except (ConfigurationError, OSError) as error:
+    except (ConfigurationError, TrialError, OSError) as error:
         print(f"megatron-offload: error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -89,6 +101,17 @@ def _doctor(args: argparse.Namespace) -> int:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(found.as_text(colour, min(shutil.get_terminal_size((100, 24)).columns, 100)))
     return 0 if found.works else 1
+
+
+def _rok(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """See `report.rok.command.run`."""
+    curve.check_arguments(args)  # before what may not be installed is imported
+    from megatron.offload.report.rok.command import run
+
+    try:
+        return run(args, ["megatron-offload", *argv])
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -6,8 +6,13 @@ from __future__ import annotations
 import pytest
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.comparison_plans import COMPARISON_PLANS, suffix_plan
+from megatron.offload.placement.comparison_plans import (
+    COMPARISON_PLANS,
+    suffix_plan,
+    suffix_within,
+)
 from megatron.offload.placement.policy import Placement
+from megatron.offload.placement.timeline import Timeline
 from tests.stages import group, layer, stage, tier
 
 
@@ -40,6 +45,21 @@ def test_the_suffix_rule_keeps_from_the_first_layer_that_would_not_pass(
     plan = suffix_plan(stage(4, tiers=(tier(write=bytes_per_s),)))
     expected = [Placement.SSD] * num_moved + [Placement.KEEP] * (4 - num_moved)
     assert [line.placement for line in plan.groups] == expected
+
+
+def test_a_suffix_within_a_budget_keeps_as_many_layers_as_fit() -> None:
+    # Four layers of 8 bytes that leave in no time; the last one is still there in backward.
+    profile = stage(4, tiers=(tier(write=1000.0, read=1000.0),))
+    timeline = Timeline(profile)
+    moved = []
+    for budget in (32, 31, 24, 1):
+        plan = suffix_within(profile, budget)
+        placements = [line.placement for line in plan.groups]
+        moved.append(placements.count(Placement.SSD))
+        assert placements == sorted(placements, key=lambda one: one is Placement.KEEP)
+        assert timeline.predict(plan).peak_bytes <= budget or moved[-1] == 4
+    assert moved[0] == 0 and moved[-1] == 4 and moved == sorted(moved)
+    assert moved[1] > 0
 
 
 def test_a_plan_for_ssds_needs_one() -> None:

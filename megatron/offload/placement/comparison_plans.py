@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans that others would make, to compare the solver's with: `COMPARISON_PLANS`.
 
-Each takes a profile and gives a plan without looking at a budget.
+Each takes a profile and gives a plan without looking at a budget; `suffix_within` does look at one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.placement.script import FIRST_TIER, KEEP, RECOMPUTE_LAYER
+from megatron.offload.placement.timeline import Timeline
 
 
 def all_keep(profile: StageProfile) -> Plan:
@@ -45,20 +46,38 @@ def suffix_plan(profile: StageProfile) -> Plan:
     twice forward: what lies before it, and it back and forth, would not pass in the time from its
     own forward to its backward.
     """
-    choices = Choices(profile)
-    ssd = _ssd(profile)
-    bytes_per_s = profile.tiers[ssd].write_bytes_per_s
-    chosen = choices.all(FIRST_TIER + ssd)
+    bytes_per_s = profile.tiers[_ssd(profile)].write_bytes_per_s
     forward_s = sum(layer.forward_s for layer in profile.layers)
     forward_s += sum(profile.before_s) + sum(profile.after_s)
     before_bytes, before_s = 0, 0.0
-    for layer, (begin, _) in zip(profile.layers, choices.spans, strict=True):
+    for number, layer in enumerate(profile.layers):
         size = before_bytes + 2 * layer.movable_bytes
         if size > bytes_per_s * (3 * forward_s - 2 * before_s):
-            chosen[begin:] = KEEP
-            break
+            return first_moved(profile, number)
         before_bytes += layer.movable_bytes
         before_s += layer.forward_s
+    return first_moved(profile, len(profile.layers))
+
+
+def suffix_within(profile: StageProfile, budget_bytes: int) -> Plan:
+    """The plan of this form that keeps most and is predicted to fit into a budget.
+
+    Where none is, the one that keeps nothing.
+    """
+    timeline = Timeline(profile)
+    for number in range(len(profile.layers)):
+        plan = first_moved(profile, number)
+        if timeline.predict(plan).peak_bytes <= budget_bytes:
+            return plan
+    return first_moved(profile, len(profile.layers))
+
+
+def first_moved(profile: StageProfile, num_layers: int) -> Plan:
+    """The first layers go to SSDs, the others stay."""
+    choices = Choices(profile)
+    chosen = choices.all(FIRST_TIER + _ssd(profile))
+    if num_layers < len(profile.layers):
+        chosen[choices.spans[num_layers][0] :] = KEEP
     return choices.plan(chosen)
 
 

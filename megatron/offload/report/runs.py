@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.offload.config import format_size
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.report.aligned import aligned
 
 _HEADER = ("run", "steps", "last loss", "losses", "s/step", "peak", "written/step", "stall/step")
 
@@ -52,11 +53,7 @@ def compare_runs(paths: Sequence[Path]) -> str:
                 f"{_median(steady, 'stall_s'):.3f} s",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return aligned(rows)
 
 
 def _median(steps: list[dict[str, Any]], name: str) -> float:

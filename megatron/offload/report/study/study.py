@@ -98,7 +98,7 @@ def study_of(request: Request, *, with_curve: bool) -> Study:
     if with_curve:
         keep = strategies["keep all"]
         assert keep is not None
-        curve = _curve(profile, keep.peak_bytes)
+        curve = frontier(profile, keep.peak_bytes)
     return Study(request, plan, strategies, tuple(curve))
 
 
@@ -108,8 +108,8 @@ def _references(profile: StageProfile) -> list[tuple[str, int]]:
     return [("keep all", KEEP), ("recompute all", RECOMPUTE_LAYER), *tiers]
 
 
-def _curve(profile: StageProfile, most_bytes: int) -> list[tuple[int, Prediction]]:
-    """From what keeping everything needs down to the least that any plan needs."""
+def frontier(profile: StageProfile, most_bytes: int) -> list[tuple[int, Prediction]]:
+    """Budgets and predictions, from `most_bytes` down to the least that any plan needs."""
     try:
         solve(profile, budget_bytes=1)
         least_bytes = 1

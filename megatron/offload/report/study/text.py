@@ -13,6 +13,7 @@ from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.placement.projection.hardware import Hardware
 from megatron.offload.placement.projection.projection import Projection
+from megatron.offload.report.aligned import aligned
 from megatron.offload.report.endurance import format_span
 from megatron.offload.report.study.study import Study
 
@@ -89,11 +90,7 @@ def _drives_of(hardware: Hardware) -> str:
 def _comparison(study: Study) -> str:
     rows: list[Sequence[str]] = [_HEADINGS]
     rows += [_row(name, one, study.keep) for name, one in study.strategies.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return aligned(rows)
 
 
 def _row(name: str, one: Prediction | None, keep: Prediction) -> Sequence[str]:

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the trainings of the curve, round after round: `Measurement`.
+
+The first round finds out what the others only repeat: budgets need the peaks of keeping and of
+recomputing everything, a suffix needs the profile that `auto` measures. Later rounds run all
+strategies in an order that has moved on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from megatron.offload.config import format_size
+from megatron.offload.placement.comparison_plans import first_moved, suffix_plan, suffix_within
+from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.plan_file import save_plans
+from megatron.offload.placement.policy import Placement
+from megatron.offload.placement.profile import StageProfile
+from megatron.offload.report.rok.strategy import Strategy, budgets_between, fixed_strategies
+from megatron.offload.report.trials.trainer import Trainer
+from megatron.offload.report.trials.trial import Run, TrialError, order_of_round, settled_steps
+
+PROFILE_NAME = "activation-profile-stage0.json"
+_MORE_STEPS = 30  # than are wanted: `auto` may plan several times before it settles
+
+# Is told about each training: the strategy, its round, how many steps there are.
+Watcher = Callable[[Strategy, int, int], object]
+
+
+class Measurement:
+    """All trainings of one command.
+
+    Args:
+        args: see `arguments`.
+        trainer: with the flags that all of them share.
+        both_allocators: strategies without offload run with either.
+        watch: is told what goes on.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        trainer: Trainer,
+        *,
+        both_allocators: bool,
+        watch: Watcher = lambda strategy, round_, steps: None,
+    ) -> None:
+        self.runs: list[Run] = []
+        self.failures: dict[Strategy, str] = {}  # why one could not be measured
+        self.profiles: dict[int, StageProfile] = {}  # by micro-batch size
+        self.rule: dict[int, int] = {}  # layers that SSDTrain's rule moves, likewise
+        self._args = args
+        self._trainer = trainer
+        self._both_allocators = both_allocators
+        self._watch = watch
+        self._strategies: dict[int, list[Strategy]] = {}
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        """Those found so far, in the order of tables."""
+        return [one for own in self._strategies.values() for one in own]
+
+    @property
+    def most_trainings(self) -> int:
+        """Of a round, for a progress bar."""
+        args = self._args
+        budgets = args.budgets if isinstance(args.budgets, int) else len(args.budgets)
+        fixed = fixed_strategies(args.strategies, 1, both_allocators=self._both_allocators)
+        number = len(fixed)
+        number += budgets if "auto" in args.strategies else 0
+        number += budgets + 1 if "suffix" in args.strategies else 0
+        return number * len(args.micro_batch_sizes)
+
+    def rounds(self) -> Iterator[int]:
+        """Runs a round at a time; its number.
+
+        Raises:
+            TrialError: a strategy without a budget and a plan could not be measured.
+        """
+        for round_ in range(self._args.rounds):
+            for size in self._args.micro_batch_sizes:
+                if round_ == 0:
+                    self._first_round(size)
+                else:
+                    own = self._strategies[size]
+                    stride = max(len(own) // self._args.rounds, 1)
+                    for strategy in order_of_round(own, round_ * stride):
+                        self._train(strategy, round_)
+            yield round_
+
+    def _first_round(self, size: int) -> None:
+        args = self._args
+        names = args.strategies
+        own = self._strategies[size] = fixed_strategies(
+            names, size, both_allocators=self._both_allocators
+        )
+        for strategy in own:
+            self._train(strategy, 0)
+        if "auto" not in names:
+            return
+        allocator = "offload" if self._both_allocators else "default"
+        planned = [Strategy("auto", allocator, size, one) for one in self._budgets(size)]
+        for strategy in planned:
+            self._train(strategy, 0)
+        own += planned
+        if "suffix" in names and size in self.profiles:
+            suffixes = self._suffixes(self.profiles[size], planned)
+            for strategy in suffixes:
+                self._train(strategy, 0)
+            own += suffixes
+
+    def _budgets(self, size: int) -> list[int]:
+        args = self._args
+        if not isinstance(args.budgets, int):
+            return list(args.budgets)
+        low, high = (self._peak(name, size) for name in ("recompute", "off"))
+        if high <= low:
+            raise TrialError(
+                f"keeping everything took {format_size(high)}, recomputing everything "
+                f"{format_size(low)}: there is no budget between them; take a larger model, or "
+                "give --budgets as sizes"
+            )
+        return budgets_between(low, high, args.budgets)
+
+    def _peak(self, name: str, size: int) -> float:
+        """The smaller one where there are two allocators."""
+        skip = self._args.skip_steps
+        peaks: dict[str, list[int]] = {}
+        for run in self.runs:
+            strategy = run.variant
+            assert isinstance(strategy, Strategy)
+            if strategy.placement == name and strategy.micro_batch_size == size:
+                peaks.setdefault(strategy.allocator, []).append(run.peak_bytes(skip))
+        return min(median(own) for own in peaks.values())
+
+    def _suffixes(self, profile: StageProfile, planned: Sequence[Strategy]) -> list[Strategy]:
+        """By SSDTrain's rule and for each budget; not those that other strategies are."""
+        size, allocator = planned[0].micro_batch_size, planned[0].allocator
+        rule = num_moved(suffix_plan(profile))
+        self.rule[size] = rule
+        numbers = {rule}
+        for one in planned:
+            assert one.budget_bytes is not None
+            numbers.add(num_moved(suffix_within(profile, one.budget_bytes)))
+        found = []
+        for number in sorted(numbers):
+            if 0 < number < len(profile.layers):
+                is_rule = number == rule
+                strategy = Strategy("suffix", allocator, size, None, number, is_rule)
+                save_plans(self._plan_file(strategy), [first_moved(profile, number)])
+                found.append(strategy)
+        return found
+
+    def _plan_file(self, strategy: Strategy) -> Path:
+        folder: Path = self._args.output
+        return folder / "plans" / f"{strategy.name}.json"
+
+    def _train(self, strategy: Strategy, round_: int) -> None:
+        args = self._args
+        folder = args.output / "trainings" / f"round{round_ + 1}-{strategy.name}"
+        name = f"{strategy.name} in round {round_ + 1}"
+        flags = strategy.flags(self._plan_file(strategy))
+        try:
+            steps = self._trainer.train(
+                name,
+                [*flags, "--train-iters", str(args.skip_steps + args.steps + _MORE_STEPS)],
+                strategy.allocator,
+                folder,
+                on_steps=lambda number: self._watch(strategy, round_, number),
+                enough=lambda steps: len(settled_steps(steps, args.skip_steps)) >= args.steps,
+            )
+            if not settled_steps(steps, args.skip_steps):
+                raise TrialError(f"{name} had not settled after {len(steps)} steps")
+        except TrialError as error:
+            if strategy.placement not in ("auto", "suffix"):
+                raise
+            self.failures.setdefault(strategy, str(error).splitlines()[-1])
+            return
+        self.runs.append(Run(strategy, round_, steps))
+        profile = folder / PROFILE_NAME
+        if profile.exists():
+            self.profiles.setdefault(strategy.micro_batch_size, StageProfile.load(profile))
+
+
+def num_moved(plan: Plan) -> int:
+    """Layers of which something goes to SSDs."""
+    return len({(one.chunk, one.layer) for one in plan.groups if one.placement is Placement.SSD})

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-offload rok`: its flags, budgets and verdicts, and whole runs of a fake trainer."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.offload import cli
+from megatron.offload.config import MIB
+from megatron.offload.placement.plan_file import load_plans
+from megatron.offload.report.rok.figures import figures_of
+from megatron.offload.report.rok.measurement import num_moved
+from megatron.offload.report.rok.result import Result
+from megatron.offload.report.rok.strategy import Strategy, budgets_between, fixed_strategies
+from megatron.offload.report.rok.text import verdict_table
+from megatron.offload.report.rok.verdict import Verdict, verdicts_of
+from megatron.offload.report.trials.trial import Run
+from tests.stages import group, layer, stage, tier
+
+AUTO = Strategy("auto", "offload", 4, 100)
+RECOMPUTE = Strategy("recompute", "offload", 4)
+SSD = Strategy("ssd", "offload", 4)
+
+
+def make_run(strategy: Strategy, round_: int, time_s: float, peak: int) -> Run:
+    """One step."""
+    one = {
+        "step": 1,
+        "loss": 1.0,
+        "step_time_s": time_s,
+        "tokens_per_s": 100 / time_s,
+        "peak_activation_bytes_rank0": peak,
+    }
+    return Run(strategy, round_, [one])
+
+
+def judge(*runs: Run, failures: dict[Strategy, str] | None = None) -> Verdict:
+    """The only verdict, with 2 % of noise."""
+    strategies = list(dict.fromkeys([AUTO, *(run.variant for run in runs)]))
+    figures = figures_of(strategies, runs, 0)  # type: ignore[arg-type]
+    (found,) = verdicts_of(strategies, runs, figures, failures or {}, skip=0, noise=0.02)  # type: ignore[arg-type]
+    return found
+
+
+def test_auto_wins_where_what_fits_is_slower() -> None:
+    found = judge(
+        make_run(AUTO, 0, 1.0, 90), make_run(RECOMPUTE, 0, 1.2, 50), make_run(SSD, 0, 0.5, 101)
+    )
+    assert found.is_won
+    assert [(one.title, one.fits) for one in found.rivals] == [
+        ("recompute all", True),
+        ("ssd all", False),
+    ]
+    assert found.rivals[0].ratio == pytest.approx(1 / 1.2)
+
+
+def test_auto_loses_where_something_that_fits_is_faster() -> None:
+    found = judge(make_run(AUTO, 0, 1.03, 90), make_run(SSD, 0, 1.0, 100))
+    assert not found.is_won
+    assert [one.title for one in found.lost_to] == ["ssd all"]
+    assert "LOST" in verdict_table([found])
+    assert "auto is slower than ssd all@offload by 3.0%" in verdict_table([found])
+
+
+def test_a_little_noise_is_allowed() -> None:
+    assert judge(make_run(AUTO, 0, 1.019, 90), make_run(SSD, 0, 1.0, 100)).is_won
+
+
+def test_times_are_paired_by_round() -> None:
+    # The machine is slower in the second round; unpaired medians would say 1.5 / 1.
+    runs = [make_run(AUTO, n, time_s, 90) for n, time_s in enumerate((1.0, 1.5, 1.9))]
+    runs += [make_run(SSD, n, time_s, 90) for n, time_s in enumerate((1.0, 1.5, 0.9))]
+    found = judge(*runs)
+    assert found.rivals[0].ratio == 1.0 and found.is_won
+
+
+def test_what_fits_into_the_memory_that_auto_took_counts_as_well() -> None:
+    found = judge(make_run(AUTO, 0, 2.0, 102), make_run(SSD, 0, 1.0, 102))
+    assert [one.title for one in found.lost_to] == ["ssd all"]
+    assert not found.is_over_budget
+
+
+def test_more_memory_than_the_budget_is_no_win() -> None:
+    found = judge(make_run(AUTO, 0, 1.0, 103))
+    assert found.is_over_budget and not found.is_won
+    assert "OVER" in verdict_table([found])
+
+
+def test_a_budget_that_could_not_be_measured_is_no_win() -> None:
+    found = judge(make_run(SSD, 0, 1.0, 100), failures={AUTO: "no plan fits"})
+    assert not found.is_won and found.step_s is None
+    assert "FAILED" in verdict_table([found])
+    assert "no plan fits" in verdict_table([found])
+
+
+def test_budgets_lie_between_the_ends() -> None:
+    assert budgets_between(100 * MIB, 400 * MIB, 2) == [200 * MIB, 300 * MIB]
+    assert len(budgets_between(0.0, 70 * MIB, 6)) == 6
+
+
+def test_strategies_without_offload_run_with_both_allocators_of_a_cpu() -> None:
+    names = [one.name for one in fixed_strategies(("off", "ssd", "auto"), 2, both_allocators=True)]
+    assert names == ["mb2-off@default", "mb2-off@offload", "mb2-ssd@offload"]
+    names = [one.name for one in fixed_strategies(("off", "ssd"), 2, both_allocators=False)]
+    assert names == ["mb2-off@default", "mb2-ssd@default"]
+
+
+# -- The command, with a trainer that trains nothing -----------------------------------------------
+
+# Four layers of 8 MiB, forward 1 s each; the drive takes one in two seconds.
+PROFILE = stage(
+    layers=tuple(
+        layer(f"decoder.{n}", input_bytes=2 * MIB, groups=(group(size=8 * MIB),)) for n in range(4)
+    ),
+    tiers=(tier(write=4 * MIB, read=64 * MIB),),
+    inflight_bytes=512 * MIB,
+)
+# Keeps take 40 MiB and 1 s, recomputing 12 MiB and 1.3 s, ssd 20 MiB and 1.2 s.
+FAKE_TRAINER = """
+import json, os, sys
+from pathlib import Path
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+mode = flags["--activation-offload"]
+budget = int(flags.get("--activation-memory-budget", 0))
+if "--activation-offload-plan" in flags:
+    plan = json.loads(Path(flags["--activation-offload-plan"]).read_text())
+    kept = [g for g in plan["stages"][0]["groups"] if g["placement"] == "keep"]
+    seconds, peak, plans = 1.25, (20 << 20) + (len(kept) << 20), [1] * 99
+elif mode == "auto":
+    if budget < WRONG.get("least", 0):
+        sys.exit("trainer: error: no plan fits")
+    seconds, peak, plans = WRONG.get("auto_s", 1.1), budget, [0, 0] + [1] * 99
+    profile = Path(flags["--metrics-file"]).parent / "activation-profile-stage0.json"
+    profile.write_text(PROFILE)
+elif "--recompute-granularity" in flags:
+    seconds, peak, plans = 1.3, 12 << 20, []
+else:
+    seconds, peak, plans = {"off": (1.0, 40 << 20, []), "ssd": (1.2, 20 << 20, [])}[mode]
+batch = int(flags["--micro-batch-size"])
+with Path(flags["--metrics-file"]).open("w") as out:
+    for number in range(int(flags["--train-iters"])):
+        offload = {"written_bytes": 5}
+        if plans:
+            offload |= {"plans": plans[number], "predicted_step_s": 1.5,
+                        "predicted_peak_bytes": budget}
+        print(json.dumps({
+            "step": number + 1, "loss": 1.0 + (number == 1 and WRONG.get("loss") == mode),
+            "grad_norm": 1.0, "step_time_s": batch * seconds, "tokens_per_s": 1024 / seconds,
+            "peak_activation_bytes_rank0": batch * peak if not budget else peak,
+            "offload": offload}), file=out)
+"""
+
+
+def rok(tmp_path: Path, *flags: str, wrong: dict[str, Any] | None = None) -> int:
+    """The command's exit code; files are in `out`."""
+    trainer = tmp_path / "trainer.py"
+    profile = PROFILE.to_json()
+    trainer.write_text(f"WRONG, PROFILE = {wrong or {}!r}, {profile!r}\n{FAKE_TRAINER}")
+    # Not random tokens: the fake reads its flags in pairs.
+    common = ["--trainer", str(trainer), "--data-path", "none", "--micro-batch-sizes", "1"]
+    common += ["--activation-offload-dir", str(tmp_path / "ssd"), "--output", str(tmp_path / "out")]
+    try:
+        return cli.main(["rok", *common, "--rounds", "2", "--steps", "1", *flags])
+    except SystemExit as stop:
+        assert isinstance(stop.code, int)
+        return stop.code
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def test_a_whole_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rok(tmp_path, "--budgets", "3", "--check") == 0
+    out = tmp_path / "out"
+    result = Result.load(out / "rok.json")
+    assert [one.budget_bytes for one in result.verdicts] == [n * MIB for n in (19, 26, 33)]
+    assert result.passes and not result.differences
+    # At 19 MiB only recomputation fits.
+    assert {one.title for one in result.verdicts[0].rivals if one.fits} == {
+        "recompute all",
+        "selective recompute",
+    }
+    rows = list(csv.DictReader((out / "rok.csv").open()))
+    assert [dataclasses.asdict(one)["placement"] for one in result.figures] == [
+        row["placement"] for row in rows
+    ]
+    auto = [row for row in rows if row["placement"] == "auto"]
+    assert [float(row["step_s"]) for row in auto] == [1.1] * 3
+    assert {row["num_rounds"] for row in rows} == {"2"}
+    assert auto[0]["predicted_step_s"] == "1.5" and rows[0]["predicted_step_s"] == ""
+    assert float(auto[0]["keep_ratio"]) == pytest.approx(1.1)
+    assert len(result.frontier) >= 5
+    assert (out / "rok.svg").read_text().lstrip().startswith("<?xml")
+    assert (out / "rok.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "auto, 19 MiB" in printed and "TBA's rule sends the first" in printed
+
+
+def test_suffixes_are_plans_of_their_own(tmp_path: Path) -> None:
+    assert rok(tmp_path, "--budgets", "2") == 0
+    figures = Result.load(tmp_path / "out" / "rok.json").figures
+    suffixes = [one for one in figures if one.placement == "suffix"]
+    assert suffixes
+    for one in suffixes:
+        (plan,) = load_plans(tmp_path / "out/plans" / f"{one.strategy.name}.json").values()
+        assert num_moved(plan) == one.num_moved
+        placements = [line.placement.value for line in plan.groups]
+        assert placements == ["ssd"] * num_moved(plan) + ["keep"] * (4 - num_moved(plan))
+
+
+def test_every_round_runs_everything_in_another_order(tmp_path: Path) -> None:
+    assert rok(tmp_path, "--budgets", "2", "--strategies", "off,recompute,auto") == 0
+    runs = json.loads((tmp_path / "out" / "rok.json").read_text())["runs"]
+    orders = [
+        [json.dumps(one["strategy"]) for one in runs if one["round"] == round_] for round_ in (0, 1)
+    ]
+    assert len(orders[0]) == 6
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
+
+
+def test_batch_sizes_have_budgets_of_their_own(tmp_path: Path) -> None:
+    assert rok(tmp_path, "--micro-batch-sizes", "1,2", "--budgets", "1") == 0
+    result = Result.load(tmp_path / "out" / "rok.json")
+    assert [(one.micro_batch_size, one.budget_bytes) for one in result.verdicts] == [
+        (1, 26 * MIB),
+        (2, 52 * MIB),
+    ]
+    assert {one.micro_batch_size for one in result.frontier} == {1, 2}
+
+
+def test_losing_gives_exit_code_1_only_where_it_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--strategies", "off,recompute,ssd,auto", "--budgets", "1", "--rounds", "1")
+    wrong = {"auto_s": 1.24}
+    assert rok(tmp_path, *flags, wrong=wrong) == 0
+    assert "auto is slower than ssd all@offload by 3.3%" in capsys.readouterr().out
+    assert rok(tmp_path, *flags, "--check", "--output", str(tmp_path / "2"), wrong=wrong) == 1
+    more = ("--noise", "0.05", "--output", str(tmp_path / "3"))
+    assert rok(tmp_path, *flags, "--check", *more, wrong=wrong) == 0
+
+
+def test_another_loss_gives_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--strategies", "off,ssd", "--rounds", "1", "--check")
+    assert rok(tmp_path, *flags, wrong={"loss": "ssd"}) == 1
+    assert "mb1-ssd@offload, round 1, differs at step 2: loss" in capsys.readouterr().out
+
+
+def test_a_budget_without_a_plan_is_a_loss_and_the_rest_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rok(tmp_path, "--budgets", "3", "--check", wrong={"least": 20 * MIB}) == 1
+    result = Result.load(tmp_path / "out" / "rok.json")
+    assert [one.is_won for one in result.verdicts] == [False, True, True]
+    assert "with 19 MiB auto failed: trainer: error: no plan fits" in capsys.readouterr().out
+
+
+def test_a_result_is_drawn_again_without_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rok(tmp_path, "--budgets", "2", "--rounds", "1") == 0
+    before = capsys.readouterr().out
+    (tmp_path / "out" / "rok.png").unlink()
+    assert cli.main(["rok", "--redraw", str(tmp_path / "out" / "rok.json")]) == 0
+    assert (tmp_path / "out" / "rok.png").exists()
+    assert before.startswith(capsys.readouterr().out.rstrip())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--strategies", "off,tape"], "unknown strategy 'tape'"),
+        (["--strategies", ","], "no strategy"),
+        (["--strategies", "off,suffix"], "add auto"),
+        (["--strategies", "off,auto"], "add both"),
+        (["--budgets", "0"], "no whole number"),
+        (["--budgets", "much"], "not a size"),
+        (["--micro-batch-sizes", "2,x"], "'x' is no whole number"),
+        (["--activation-offload-write-limit", "0"], "lets nothing through"),
+        (["--trainer", "nowhere.py"], "no trainer at nowhere.py"),
+        (["--redraw", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_bad_flags_end_with_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    assert rok(tmp_path, *flags) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_in_it_is_not_written_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "rok.json").write_text("{}")
+    assert rok(tmp_path) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert cli.main(["rok", "--redraw", str(tmp_path / "out" / "rok.json")]) == 2
+    assert "this is no rok.json" in capsys.readouterr().err
+
+
+def test_sizes_may_be_given_instead_of_a_number(tmp_path: Path) -> None:
+    assert rok(tmp_path, "--strategies", "auto", "--budgets", "30MiB,20MiB", "--rounds", "1") == 0
+    result = Result.load(tmp_path / "out" / "rok.json")
+    assert [one.budget_bytes for one in result.verdicts] == [20 * MIB, 30 * MIB]
+    assert all(one.keep_ratio is None for one in result.figures)
+
+
+def test_no_budget_lies_between_equal_peaks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = tmp_path / "small.py"
+    trainer.write_text(FAKE_TRAINER.replace("40 << 20", "9 << 20").replace("WRONG", "{}"))
+    assert rok(tmp_path, "--trainer", str(trainer)) == 2
+    assert "there is no budget between them" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_trainer_itself(tmp_path: Path) -> None:
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64"
+    flags += " --strategies ssd --rounds 1 --steps 2 --skip-steps 1 --micro-batch-sizes 2"
+    places = ["--activation-offload-dir", str(tmp_path / "ssd"), "--output", str(tmp_path / "out")]
+    assert cli.main(["rok", *flags.split(), *places]) == 0
+    (figure,) = Result.load(tmp_path / "out" / "rok.json").figures
+    assert figure.step_s > 0 and figure.tokens_per_s > 0
