@@ -153,7 +153,9 @@ class _Progress:
     def __enter__(self) -> _Progress:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
+        if kind is None:
+            self._bar.update()  # the last one has no next that would say so
         self._bar.close()
 
     def expect(self, per_round: int) -> None:
