@@ -191,7 +191,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> 
     group.add_argument("--hidden-size", type=int, default=512, help=shown)
     group.add_argument("--num-attention-heads", type=int, default=8, help=shown)
     group.add_argument("--seq-length", type=int, help=shown)
-    group.add_argument("--vocab-size", type=int, help=f"of the corpus; {shown}")
+    group.add_argument("--vocab-size", type=int, help=f"of the text; {shown}")
     group.add_argument("--data-path", nargs="+", help="prefix of .bin/.idx files")
     group.add_argument("--tokenizer-model", help="tokenizer.json that belongs to --data-path")
     group.add_argument("--extra-args", default="", help="more flags for the trainer, in one string")
