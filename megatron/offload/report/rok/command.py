@@ -82,6 +82,7 @@ def _measured(args: argparse.Namespace, command: Sequence[str]) -> Result:
     frontier = predicted_frontier(measurement.profiles, found.figures)
     found = dataclasses.replace(found, frontier=frontier)
     _write(args.output, found)
+    draw(found, _pictures(args.output))
     return found
 
 
@@ -133,9 +134,9 @@ def _show(result: Result) -> None:
 
 
 def _write(folder: Path, result: Result) -> None:
+    """All but the picture, which --redraw makes where a measurement was interrupted."""
     (folder / f"{NAME}.json").write_text(result.to_json())
     (folder / f"{NAME}.csv").write_text(as_csv(result.figures))
-    draw(result, _pictures(folder))
 
 
 def _pictures(folder: Path) -> list[Path]:
