@@ -254,7 +254,7 @@ class OffloadEngine:
             tier.close()
 
     def place_layer(self, scope: Scope) -> Placement:
-        """What becomes of a layer as a whole; `RECOMPUTE` is the caller's to carry out."""
+        """What becomes of a layer, or a group of it; `RECOMPUTE` is the caller's to carry out."""
         return self._policy.place_layer(scope)
 
     @property

@@ -99,6 +99,26 @@ def test_a_plan_of_something_else_is_refused(
         plan().check(layers, tiers)
 
 
+def test_a_group_that_there_is_not_is_refused() -> None:
+    groups = (dataclasses.replace(plan().groups[0], group="mpl"), *plan().groups)
+    with pytest.raises(ConfigurationError, match=r"a group 'mpl' of decoder\.1; expected one of"):
+        Plan(groups).check(LAYERS, [Placement.SSD])
+
+
+def test_a_part_that_is_recomputed_alone_survives_a_file(tmp_path: Path) -> None:
+    groups = (
+        PlannedGroup(0, "decoder.1", "attention", Placement.RECOMPUTE, 3 * MIB, "no room"),
+        PlannedGroup(0, "decoder.1", "mlp", Placement.SSD, 5 * MIB),
+    )
+    save_plans(tmp_path / "plan.json", [Plan(groups)])
+    read = load_plans(tmp_path / "plan.json")[0]
+    assert read == Plan(groups) and read.placements[0, "decoder.1", "attention"] is (
+        Placement.RECOMPUTE
+    )
+    read.check([(0, "decoder.1")], [Placement.SSD])
+    assert plan_table(read).splitlines()[2] == ("  decoder.1  attention  3 MiB  recompute  no room")
+
+
 def test_plans_share_a_number_if_they_place_alike() -> None:
     one, groups = plan(), plan().groups
     other_words = dataclasses.replace(one, goal="", groups=tuple(reversed(groups)))

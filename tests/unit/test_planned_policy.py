@@ -40,6 +40,17 @@ def test_each_group_goes_where_the_plan_says() -> None:
     assert place(policy, "decoder.3", "mlp", chunk=1) is Placement.KEEP
 
 
+def test_a_part_may_be_recomputed_alone_and_keeps_what_that_starts_from() -> None:
+    policy = PlannedPolicy(1, Placement.SSD)
+    lines = (("attention", Placement.RECOMPUTE), ("mlp", Placement.HOST))
+    policy.follow(Plan(tuple(PlannedGroup(0, "decoder.1", *line, 8) for line in lines)))
+    assert policy.place_layer(Scope(0, 0, "decoder.1")) is not Placement.RECOMPUTE
+    assert policy.place_layer(Scope(0, 0, "decoder.1", "attention")) is Placement.RECOMPUTE
+    assert policy.place_layer(Scope(0, 0, "decoder.1", "mlp")) is Placement.HOST
+    assert place(policy, "decoder.1", "attention") is Placement.KEEP
+    assert place(policy, "decoder.1", "mlp") is Placement.HOST
+
+
 def test_what_the_plan_does_not_know_leaves_memory() -> None:
     policy = PlannedPolicy(1, Placement.SSD)
     policy.follow(PLAN)

@@ -173,6 +173,18 @@ def test_a_plan_that_recomputes_what_may_not_be_is_refused(
         start(plan_file=tmp_path / "plan.json")
 
 
+def test_a_plan_that_recomputes_alone_what_cannot_be_is_refused(
+    start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [PlannedGroup(0, name, "mlp", Placement.RECOMPUTE, 1) for name in LAYERS]
+    save_plans(tmp_path / "plan.json", [Plan(tuple(groups))])
+    start(plan_file=tmp_path / "plan.json")
+    without = functools.partial(Stage, not_alone={(LAYERS[1], "mlp")})
+    monkeypatch.setitem(globals(), "Stage", without)
+    with pytest.raises(ConfigurationError, match=r"recomputes mlp of decoder\.2 alone, which that"):
+        start(plan_file=tmp_path / "plan.json")
+
+
 def test_a_budget_that_cannot_be_met_ends_the_run(start: Callable[..., Run]) -> None:
     run = start(memory_budget_bytes=1000)
     run.solver.smallest_bytes = 2000

@@ -17,7 +17,7 @@ from tests.stages import group, layer, stage, tier
 
 
 def test_a_profile_survives_a_file(tmp_path: Path) -> None:
-    groups = (group("attention", recompute_s=0.5), group("mlp", 0))
+    groups = (group("attention", recompute_s=0.5, input_bytes=3), group("mlp", 0, cheap_s=0.25))
     profile = stage(
         layout=Layout(4, 3, 2, 4),
         layers=(layer(groups=groups, recompute_s=None), layer("decoder.1", 1)),

@@ -14,6 +14,7 @@ from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.profile import StageProfile, TierProfile
 from megatron.offload.planning.figures import passes_s, profile_of, tier_profiles
 from megatron.offload.planning.fit import fitted
+from megatron.offload.planning.marks import LayerMarks
 from megatron.offload.planning.profiler import Profiler
 from megatron.offload.storage.device import CpuDevice
 from megatron.offload.storage.host import HostTier
@@ -64,6 +65,9 @@ class Run:
         self.profiler = Profiler(self.clock, MIN_BYTES, lambda: self.clock.waited_s)
         self.divided = True
         self.recomputed: set[str] = set()
+        self.has_parts = False
+        self.recomputed_groups: set[tuple[str, str]] = set()
+        self.cheap: list[int] = []  # sizes, of each MLP
 
     def step(self, num: int = 2, tokens: int = 8, *, well: bool = True) -> None:
         self.profiler.begin_step()
@@ -88,9 +92,17 @@ class Run:
         recomputes = name in self.recomputed
         scope = Scope(0, 0, name)
         marks = self.profiler.begin_layer(scope, [x], recomputes=recomputes)
-        if not recomputes:
-            return self._parts(scope, x, 3.0)
         assert marks is not None
+        marks.has_parts = self.has_parts
+        if not recomputes:
+            if self.cheap and (name, "mlp-cheap") not in self.recomputed_groups:
+                now = self.profiler.now()
+                span = now, now._replace(timestamp=now.timestamp + 0.5)
+                self.profiler.cheap(marks, "mlp", span, self.cheap, extra_bytes=77)
+            y = self._parts(scope, x, 3.0)
+            for group in ("mlp", "mlp-cheap"):
+                self._again(scope, marks, group, y)
+            return y
         profiler, clock = self.profiler, self.clock
 
         def again(_: torch.Tensor) -> None:
@@ -107,11 +119,13 @@ class Run:
         x = self.takes(x, 1.0, 2.0, wait_s=50.0)
         if self.divided:
             attention = dataclasses.replace(scope, group="attention")
-            self.profiler.moves(attention, size)
+            self.profiler.moves(attention, self._saved(scope, "attention", size))
             self.clock.wait(30.0)
             self.profiler.reach_middle(x)
+            self._again(scope, self.profiler._layer, "attention", x)
         x = self.takes(x, seconds, 5.0)
         mlp = dataclasses.replace(scope, group="mlp" if self.divided else "")
+        size = self._saved(scope, "mlp", size)
         large, small = torch.UntypedStorage(size), torch.UntypedStorage(MIN_BYTES - 1)
         self.profiler.stayed(mlp, large)
         self.profiler.stayed(mlp, large)  # saved twice
@@ -119,6 +133,24 @@ class Run:
         self.alive = large, small
         self.profiler.end_layer([x])
         return x
+
+    def _saved(self, scope: Scope, group: str, size: int) -> int:
+        """A group that is recomputed saves less."""
+        return size // 4 if (scope.layer, group) in self.recomputed_groups else size
+
+    def _again(
+        self, scope: Scope, marks: LayerMarks | None, group: str, output: torch.Tensor
+    ) -> None:
+        """A group that is recomputed runs again when the gradient of its output comes."""
+        if (scope.layer, group) not in self.recomputed_groups:
+            return
+        assert marks is not None
+
+        def again(_: torch.Tensor) -> None:
+            with self.profiler.recomputation(marks, group):
+                self.clock.now_s += 0.75
+
+        output.register_hook(again)
 
     def profile(self, **changes: Any) -> StageProfile:
         asked: dict[str, Any] = {
@@ -186,10 +218,67 @@ def test_recomputation_is_told_apart_from_backward_and_keeps_what_was_known() ->
     assert second.groups == before.layers[1].groups
 
 
+def test_a_part_is_taken_to_run_again_in_its_forward_seconds() -> None:
+    run = Run()
+    run.has_parts = True
+    run.step()
+    for layer in run.profile().layers:
+        attention, mlp = layer.groups
+        assert (attention.recompute_s, mlp.recompute_s) == (1.0, 3.0)
+        assert attention.input_bytes == mlp.input_bytes == 8 * 2 * 4 * 4
+    run.divided = False
+    run.profiler.clear()
+    run.step()
+    assert [layer.groups[0].recompute_s for layer in run.profile().layers] == [None, None]
+
+
+@pytest.mark.parametrize("group", ["attention", "mlp"])
+def test_a_part_that_ran_again_is_told_apart_from_backward_and_keeps_what_was_known(
+    group: str,
+) -> None:
+    run = Run()
+    run.has_parts = True
+    run.step()
+    before = run.profile()
+    run.profiler.clear()
+    run.recomputed_groups = {("decoder.2", group)}
+    run.step()
+    first, second = run.profile(previous=before).layers
+    assert first == before.layers[0]
+    expected = tuple(
+        dataclasses.replace(one, recompute_s=0.75) if one.name == group else one
+        for one in before.layers[1].groups
+    )
+    assert second == dataclasses.replace(before.layers[1], groups=expected)
+
+
+def test_cheap_operations_are_what_they_save_and_take() -> None:
+    run = Run()
+    run.has_parts, run.cheap = True, [3000, MIN_BYTES - 1, -2000]
+    run.step()
+    before = run.profile()
+    for layer in before.layers:
+        attention, mlp = layer.groups
+        assert (attention.cheap_bytes, attention.cheap_s) == (0, 0.0)
+        assert (mlp.cheap_bytes, mlp.cheap_s, mlp.movable_bytes) == (1000, 0.5, 8000)
+        assert (attention.cheap_extra_bytes, mlp.cheap_extra_bytes) == (0, 77)
+    run.profiler.clear()
+    run.recomputed_groups = {("decoder.2", "mlp-cheap")}
+    run.step()
+    first, second = run.profile(previous=before).layers
+    mlp = dataclasses.replace(before.layers[1].groups[1], cheap_s=0.75)
+    assert first == before.layers[0]
+    assert second == dataclasses.replace(before.layers[1], groups=(second.groups[0], mlp))
+    assert second.groups[0] == before.layers[1].groups[0]
+
+
 def test_layers_that_must_not_be_recomputed_are_not_offered() -> None:
     run = Run()
+    run.has_parts = True
     run.step()
-    assert [layer.recompute_s for layer in run.profile(recomputes=False).layers] == [None, None]
+    layers = run.profile(recomputes=False).layers
+    assert [layer.recompute_s for layer in layers] == [None, None]
+    assert [group.recompute_s for layer in layers for group in layer.groups] == [None] * 4
 
 
 def test_a_disturbed_micro_batch_does_not_count() -> None:

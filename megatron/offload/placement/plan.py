@@ -12,7 +12,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.policy import Placement
+from megatron.offload.placement.policy import CHEAP, WHOLE_LAYER, Placement
+
+_PARTS = ("attention", "mlp")
+_GROUPS = (*_PARTS, WHOLE_LAYER, *(part + CHEAP for part in _PARTS))
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ class PlannedGroup:
     Attributes:
         chunk: model chunk of the stage.
         layer: e.g. `decoder.7`.
-        group: `attention`, `mlp` or `layer`. A recomputed layer has one line, `layer`.
+        group: `attention`, `mlp` or `layer`. A recomputed layer has one line, `layer`. Besides them
+            `attention-cheap` and `mlp-cheap` where norms, the activation function and the like are
+            recomputed and what else the part saves is not.
         placement: `KEEP`, `RECOMPUTE`, `HOST` or `SSD`.
         movable_bytes: of one micro-batch that it decides about.
         reason: for people, a few words.
@@ -94,7 +99,7 @@ class Plan:
             tiers: placements that there is a tier for.
 
         Raises:
-            ConfigurationError: other layers, or tiers that are not there.
+            ConfigurationError: other layers, unknown groups, or tiers that are not there.
         """
         planned, there = {(one.chunk, one.layer) for one in self.groups}, set(layers)
         for chunk, layer in sorted(planned ^ there):
@@ -104,6 +109,16 @@ class Plan:
                 f"{layer} in chunk {chunk} and the {lacks} has not; plan again for this model"
             )
         for one in self.groups:
+            if one.group not in _GROUPS:
+                raise ConfigurationError(
+                    f"the plan has a group {one.group!r} of {one.layer}; expected one of "
+                    f"{', '.join(_GROUPS)}; correct it or plan again"
+                )
+            if one.group.endswith(CHEAP) and one.placement is not Placement.RECOMPUTE:
+                raise ConfigurationError(
+                    f"the plan has {one.group} of {one.layer} as {one.placement.value}; expected "
+                    f"{Placement.RECOMPUTE.value}; without the line it goes where the rest goes"
+                )
             if one.placement not in (*tiers, Placement.KEEP, Placement.RECOMPUTE):
                 flag = {
                     Placement.HOST: "--activation-offload-host-budget",

@@ -29,15 +29,15 @@ class PlannedPolicy:
 
     def place_layer(self, scope: Scope) -> Placement:
         """See `Policy`. Of a layer whose parts go different ways, that of neither."""
-        return self._placements.get((scope.chunk, scope.layer, WHOLE_LAYER), self._safe)
+        whole = self._placements.get((scope.chunk, scope.layer, WHOLE_LAYER), self._safe)
+        if not scope.group:
+            return whole
+        return self._placements.get((scope.chunk, scope.layer, scope.group), whole)
 
     def place(self, scope: Scope, num_bytes: int) -> Placement:
         """See `Policy`."""
         if num_bytes < self._min_bytes:
             return Placement.KEEP
-        key = (scope.chunk, scope.layer, scope.group or WHOLE_LAYER)
-        placement = self._placements.get(key)
-        if placement is None:
-            placement = self.place_layer(scope)
-        # A recomputed layer that has nothing to recompute from is run as usual.
+        placement = self.place_layer(scope)
+        # What recomputation starts from stays; what has nothing to start from is run as usual.
         return Placement.KEEP if placement is Placement.RECOMPUTE else placement

@@ -24,6 +24,7 @@ class Placement(enum.Enum):
 
 
 WHOLE_LAYER = "layer"  # in plans and profiles, the group of a layer that is not divided
+CHEAP = "-cheap"  # in plans, after a group's name: what of it takes hardly any time
 
 
 class Policy(Protocol):
@@ -34,7 +35,7 @@ class Policy(Protocol):
     """
 
     def place_layer(self, scope: Scope) -> Placement:
-        """What becomes of a layer as a whole. Asked before it runs.
+        """What becomes of a layer as a whole, or of `scope.group` of it. Asked before it runs.
 
         Ranks that compute parts of the same layer (tensor, context and expert parallelism) must
         give the same answer about `RECOMPUTE`: what they send each other in the layer's forward

@@ -32,8 +32,12 @@ class GroupProfile:
         num_storages: how many hold the movable bytes.
         produced_s: when the last of them is there, after the layer's forward began.
         first_use_s: when backward first needs one, after the layer's backward began.
-        recompute_s: forward seconds to produce them again; None: not possible for it alone. What
-            that needs as input stays: it counts as kept, here or in another group.
+        recompute_s: forward seconds to produce them again; None: not possible for it alone.
+        input_bytes: of the bytes above, those that stay when it is recomputed alone.
+        cheap_bytes: of the movable ones, those that its cheap operations produce again, see
+            `integration/megatron/cheap.py`; the rest stays or moves.
+        cheap_s: forward seconds for that; None: not possible.
+        cheap_extra_bytes: that this takes in backward beyond what it produces.
     """
 
     name: str
@@ -43,6 +47,10 @@ class GroupProfile:
     produced_s: float
     first_use_s: float
     recompute_s: float | None = None
+    input_bytes: int = 0
+    cheap_bytes: int = 0
+    cheap_s: float | None = None
+    cheap_extra_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.policy import WHOLE_LAYER, Placement
+from megatron.offload.placement.policy import CHEAP, WHOLE_LAYER, Placement
 from megatron.offload.placement.profile import (
     GroupProfile,
     LayerProfile,
@@ -25,7 +25,8 @@ from megatron.offload.storage.tier import Tier
 Seconds = Callable[[Moment | None, Moment | None], float]
 Rates = tuple[float | None, float | None]  # bytes a second written and read; None: not known
 
-_ORDER = ("attention", "mlp", WHOLE_LAYER)
+_PARTS = ("attention", "mlp")
+_ORDER = (*_PARTS, WHOLE_LAYER)
 _SLOWEST_BYTES_PER_S = 1.0  # of a tier that nothing has been measured of, and that was not used
 
 
@@ -150,19 +151,22 @@ def _layer(
     """One layer; `marks` has it once for each of `passes`."""
     name = marks[0].name
     input_bytes = max(one.input_bytes for one in marks)
-    ran_again = [between(m.recompute_began, m.recompute_ended) for m in marks if m.recompute_ended]
+    ran_again = [_again_s(m, between, WHOLE_LAYER) for m in marks if WHOLE_LAYER in m.again]
     forward_s = _median(between(m.began, m.ended) for m in marks)
     backward_s = _median(
         # Without a gradient for its input its backward ends with that of the pass.
         between(m.backward_began, m.backward_ended or p.backward_ended)
-        - between(m.recompute_began, m.recompute_ended)
+        - _again_s(m, between, *m.again)
         for m, p in zip(marks, passes, strict=True)
     )
-    groups = _groups(marks, between)
-    if ran_again and name in previous:  # nothing of it was saved
-        scale = input_bytes / max(previous[name].input_bytes, 1)
-        groups = tuple(_scaled(one, scale) for one in previous[name].groups)
     can_be = recomputes and all(m.can_be_recomputed for m in marks)
+    groups = _groups(marks, between, can_be)
+    if name in previous:
+        scale = input_bytes / max(previous[name].input_bytes, 1)
+        known = {one.name: _scaled(one, scale) for one in previous[name].groups}
+        if ran_again:  # nothing of it was saved
+            groups = tuple(known.values())
+        groups = tuple(_remembered(one, known.get(one.name), marks) for one in groups)
     recompute_s = _median(ran_again) if ran_again else forward_s
     return LayerProfile(
         chunk=chunk,
@@ -175,7 +179,8 @@ def _layer(
     )
 
 
-def _groups(marks: list[LayerMarks], between: Seconds) -> tuple[GroupProfile, ...]:
+def _groups(marks: list[LayerMarks], between: Seconds, can_be: bool) -> tuple[GroupProfile, ...]:
+    can_be = can_be and all(one.has_parts and one.middle for one in marks)
     names = {name for one in marks for name in one.groups}
     found = []
     for name in (*_ORDER, *sorted(names.difference(_ORDER))):
@@ -184,7 +189,20 @@ def _groups(marks: list[LayerMarks], between: Seconds) -> tuple[GroupProfile, ..
         own = [one.groups[name] for one in marks if name in one.groups]
         is_first = name == "attention"
         produced = _median(between(m.began, m.middle if is_first else m.ended) for m in marks)
-        used = _median(between(m.backward_began, m.backward_middle) for m in marks)
+        used = _median(
+            between(m.backward_began, m.backward_middle)
+            - _again_s(m, between, "mlp", "mlp" + CHEAP)
+            for m in marks
+        )
+        # What it takes to run it again: measured if it did, else as long as its forward.
+        alone_s = [_again_s(m, between, name) for m in marks if name in m.again] or [
+            between(m.began, m.middle) if is_first else between(m.middle, m.ended) for m in marks
+        ]
+        cheap = [_again_s(m, between, name + CHEAP) for m in marks if name + CHEAP in m.again] or [
+            sum(between(*span) for span in one.cheap) for one in own
+        ]
+        cheap_bytes = max(0, *(one.cheap_bytes for one in own))
+        is_part = can_be and name in _PARTS
         found.append(
             GroupProfile(
                 name=name,
@@ -192,10 +210,37 @@ def _groups(marks: list[LayerMarks], between: Seconds) -> tuple[GroupProfile, ..
                 kept_bytes=max(one.kept_bytes for one in own),
                 num_storages=max(one.num_storages for one in own),
                 produced_s=produced,
-                first_use_s=used if is_first else 0.0,
+                first_use_s=max(used, 0.0) if is_first else 0.0,
+                recompute_s=_median(alone_s) if is_part else None,
+                input_bytes=max(m.input_bytes if is_first else m.middle_bytes for m in marks),
+                cheap_bytes=cheap_bytes,
+                cheap_s=_median(cheap) if is_part else None,
+                cheap_extra_bytes=max(one.cheap_extra_bytes for one in own),
             )
         )
     return tuple(found)
+
+
+def _again_s(marks: LayerMarks, between: Seconds, *names: str) -> float:
+    """Seconds that these took in backward."""
+    return sum(between(*span) for name in names for span in marks.again.get(name, ()))
+
+
+def _remembered(
+    group: GroupProfile, known: GroupProfile | None, marks: list[LayerMarks]
+) -> GroupProfile:
+    """What a group saves, as it was known, if it or a part of it was recomputed now."""
+    names = {group.name, group.name + CHEAP}
+    if known is None or all(names.isdisjoint(one.again) for one in marks):
+        return group
+    return dataclasses.replace(
+        known,
+        produced_s=group.produced_s,
+        first_use_s=group.first_use_s,
+        recompute_s=group.recompute_s,
+        input_bytes=group.input_bytes,
+        cheap_s=known.cheap_s if group.name in marks[0].again else group.cheap_s,
+    )
 
 
 def _scaled(group: GroupProfile, scale: float) -> GroupProfile:
@@ -205,6 +250,11 @@ def _scaled(group: GroupProfile, scale: float) -> GroupProfile:
         kept_bytes=round(group.kept_bytes * scale),
         produced_s=group.produced_s * scale,
         first_use_s=group.first_use_s * scale,
+        recompute_s=None if group.recompute_s is None else group.recompute_s * scale,
+        input_bytes=round(group.input_bytes * scale),
+        cheap_bytes=round(group.cheap_bytes * scale),
+        cheap_s=None if group.cheap_s is None else group.cheap_s * scale,
+        cheap_extra_bytes=round(group.cheap_extra_bytes * scale),
     )
 
 

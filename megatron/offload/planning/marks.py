@@ -19,6 +19,9 @@ class Moment(NamedTuple):
     waited_s: float
 
 
+Span = tuple[Moment, Moment]
+
+
 @dataclass
 class GroupMarks:
     """What one part of a layer saved."""
@@ -26,6 +29,9 @@ class GroupMarks:
     movable_bytes: int = 0
     kept_bytes: int = 0
     num_storages: int = 0
+    cheap_bytes: int = 0  # of the movable ones, those of its cheap operations
+    cheap_extra_bytes: int = 0  # in backward, besides those
+    cheap: list[Span] = field(default_factory=list)  # when those ran
 
 
 @dataclass
@@ -36,14 +42,15 @@ class LayerMarks:
     began: Moment
     input_bytes: int
     can_be_recomputed: bool
+    has_parts: bool = False  # which can be recomputed one without the other
     middle: Moment | None = None
+    middle_bytes: int = 0  # of the tensor between them
     ended: Moment | None = None
     backward_began: Moment | None = None
     backward_middle: Moment | None = None
     backward_ended: Moment | None = None
     recomputes: bool = False
-    recompute_began: Moment | None = None
-    recompute_ended: Moment | None = None
+    again: dict[str, list[Span]] = field(default_factory=dict)  # when what ran again in backward
     groups: dict[str, GroupMarks] = field(default_factory=dict)
 
     def group(self, name: str) -> GroupMarks:

@@ -23,7 +23,7 @@ import enum
 import functools
 import logging
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.plan_file import load_plans, save_plans
 from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.placement.planned import PlannedPolicy
-from megatron.offload.placement.policy import Placement
+from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.planning.agreement import Agreement, agreed_profile, check_same
 from megatron.offload.planning.calibration import calibrated
@@ -89,6 +89,7 @@ class Stage:
         why_not_recomputed: what keeps its layers from being recomputed; empty: nothing does.
         speaks: whether this rank's plan is the one of its stage that is shown and written.
         num_local_ranks: ranks on this machine, which share a CPU's memory.
+        not_alone: layers with the groups of theirs that cannot be recomputed without the rest.
     """
 
     layout: Layout
@@ -96,6 +97,7 @@ class Stage:
     why_not_recomputed: str = ""
     speaks: bool = True
     num_local_ranks: int = 1
+    not_alone: Collection[tuple[str, str]] = ()
 
 
 class Planner:
@@ -232,6 +234,13 @@ class Planner:
         plan.check(self._stage.layers, self._engine.tiers)
         if why_not and Placement.RECOMPUTE in plan.placements.values():
             raise ConfigurationError(f"the plan {path} cannot recompute {why_not}; plan again")
+        for one in plan.groups:
+            alone = (one.layer, one.group) not in self._stage.not_alone
+            if one.placement is Placement.RECOMPUTE and not alone:
+                raise ConfigurationError(
+                    f"the plan {path} recomputes {one.group} of {one.layer} alone, which that "
+                    f"layer does not allow; place it elsewhere, or recompute its {WHOLE_LAYER}"
+                )
         return plan
 
     def _make_first_plan(self) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from megatron.offload.planning.marks import LayerMarks, Moment, PassMarks
+from megatron.offload.placement.policy import WHOLE_LAYER
+from megatron.offload.planning.marks import LayerMarks, Moment, PassMarks, Span
 from megatron.offload.saved.graph import node_of
 from megatron.offload.saved.scope import Scope
 from megatron.offload.storage.device import Device
@@ -130,6 +131,7 @@ class Profiler:
         """The layer's attention is done. Call it after its activations were captured."""
         if self._layer is not None:
             self._layer.middle = self.now()
+            self._layer.middle_bytes = middle.nbytes
             if middle.requires_grad:
                 middle.register_hook(_marker(self, self._layer, "backward_middle"))
 
@@ -145,11 +147,26 @@ class Profiler:
                 break
 
     @contextlib.contextmanager
-    def recomputation(self, marks: LayerMarks) -> Iterator[None]:
-        """Around a layer's forward when it runs again in backward."""
-        marks.recompute_began = self.now()
+    def recomputation(self, marks: LayerMarks, group: str = WHOLE_LAYER) -> Iterator[None]:
+        """Around what runs again in backward: a layer, a group of it, its cheap operations."""
+        began = self.now()
         yield
-        marks.recompute_ended = self.now()
+        marks.again.setdefault(group, []).append((began, self.now()))
+
+    def cheap(
+        self, marks: LayerMarks, group: str, span: Span, sizes: Sequence[int], extra_bytes: int = 0
+    ) -> None:
+        """One of a group's cheap operations ran.
+
+        Args:
+            sizes: bytes of storages that need not be kept for backward if it runs again; below 0 of
+                those that then have to be.
+            extra_bytes: that are there besides in backward when it has run again.
+        """
+        found = marks.group(group)
+        found.cheap.append(span)
+        found.cheap_bytes += sum(size for size in sizes if abs(size) >= self._min_bytes)
+        found.cheap_extra_bytes += extra_bytes
 
     # -- What the engine tells (`Observer`) -------------------------------------------------------
 

@@ -18,6 +18,7 @@ class StepStatistics:
     left_alone: int = 0  # saved tensors that are more than their bytes: subclasses, sparse, nested
     kept_bytes: int = 0  # wanted by the policy, but the tiers were full or failed
     recomputed_layers: int = 0  # whose activations were dropped, over all micro-batches
+    recomputed_groups: int = 0  # likewise: attention or MLP alone
     forwarded_bytes: int = 0  # needed while still in memory: no read
     written_bytes: int = 0  # reached the SSDs
     read_bytes: int = 0  # came from the SSDs

@@ -2,26 +2,35 @@
 """What happens around a transformer layer's forward: `LayerCalls`.
 
 Its activations are captured at its end (why there: Note [Why per-node capture] in
-`saved/graph.py`), or it is recomputed in backward, as the policy says.
+`saved/graph.py`), or it or a part of it is recomputed in backward, as the policy says.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron.offload.engine import OffloadEngine
+from megatron.offload.integration.megatron.cheap import Again, Timed, Way, operating
 from megatron.offload.integration.megatron.groups import ATTENTION, MLP, LayerDivision
-from megatron.offload.placement.policy import Placement
+from megatron.offload.integration.megatron.recomputation import (
+    Function,
+    has_parts,
+    recomputed,
+    recomputing,
+)
+from megatron.offload.placement.policy import CHEAP, WHOLE_LAYER, Placement
 from megatron.offload.planning.marks import LayerMarks
 from megatron.offload.planning.profiler import Profiler
 from megatron.offload.saved.scope import Scope
+
+_PARTS = (ATTENTION, MLP)
 
 
 class LayerCalls:
@@ -59,42 +68,70 @@ class LayerCalls:
         inputs = [*_tensors(args), *_tensors(kwargs.values())]
         # Without an input that wants a gradient, nothing would ask for the recomputation.
         recomputes = engine.place_layer(scope) is Placement.RECOMPUTE and _any_requires_grad(inputs)
+        marks = None
         if self._profiler is not None:
             marks = self._profiler.begin_layer(scope, inputs, recomputes=recomputes)
-            if marks is not None:
-                forward = self._noted(forward, self._profiler, marks)
         if recomputes:
             engine.statistics.recomputed_layers += 1
-            result = _recomputed(forward, layer, args, kwargs)
+            again = self._noted(marks, WHOLE_LAYER, functools.partial(forward, layer))
+            result = recomputed(again, args, kwargs)
         else:
-            result = self._captured(forward, layer, args, kwargs, scope, inputs)
+            run = functools.partial(forward, layer, *args, **kwargs)
+            result = self._captured(run, layer, scope, inputs, marks)
         if self._profiler is not None:
             self._profiler.end_layer(_tensors(result))
         return result
 
     def _captured(
         self,
-        forward: Callable[..., Any],
+        run: Callable[[], Any],
         layer: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
         scope: Scope,
         inputs: list[torch.Tensor],
+        marks: LayerMarks | None,
     ) -> Any:
         """Runs a layer and has what it saved taken over."""
-        engine = self._engine
-        if self._division is None:
-            result = forward(layer, *args, **kwargs)
+        division, engine = self._division, self._engine
+        if division is None:
+            result = run()
             engine.capture(scope, outputs=_tensors(result), inputs=inputs)
             return result
-        return self._divided(self._division, scope, inputs, lambda: forward(layer, *args, **kwargs))
+        groups, ways = [], {}
+        if has_parts(layer) and _any_requires_grad(inputs):
+            if marks is not None:
+                marks.has_parts = True
+            groups = [group for group in _PARTS if self._recomputes(scope, group)]
+            ways = self._ways(scope, [group for group in _PARTS if group not in groups], marks)
+        engine.statistics.recomputed_groups += len(groups)
+        noted = functools.partial(self._noted, marks)
+        with recomputing(layer, groups, noted), operating(layer, ways):
+            return self._divided(division, scope, inputs, run)
+
+    def _recomputes(self, scope: Scope, group: str) -> bool:
+        placement = self._engine.place_layer(dataclasses.replace(scope, group=group))
+        return placement is Placement.RECOMPUTE
+
+    def _ways(
+        self, scope: Scope, groups: Iterable[str], marks: LayerMarks | None
+    ) -> dict[str, Callable[[], Way]]:
+        """How the cheap operations of these parts run, where not as usual."""
+        ways: dict[str, Callable[[], Way]] = {}
+        for group in groups:
+            if self._recomputes(scope, group + CHEAP):
+                self._engine.statistics.recomputed_groups += 1
+                ways[group] = functools.partial(
+                    Again, functools.partial(self._noted, marks, group + CHEAP)
+                )
+            elif marks is not None and self._profiler is not None:
+                ways[group] = functools.partial(Timed, self._profiler, marks, group)
+        return ways
 
     def _divided(
         self,
         division: LayerDivision,
         scope: Scope,
         inputs: list[torch.Tensor],
-        forward: Callable[[], Any],
+        run: Callable[[], Any],
     ) -> Any:
         """Captures attention as soon as it is done, the rest at the end. Without a middle, all."""
         middles: list[torch.Tensor] = []
@@ -107,51 +144,24 @@ class LayerCalls:
                 self._profiler.reach_middle(middle)
 
         with division.watching(reached):
-            result = forward()
+            result = run()
         rest = dataclasses.replace(scope, group=MLP) if middles else scope
         self._engine.capture(rest, outputs=_tensors(result), inputs=[*inputs, *middles])
         return result
 
-    @staticmethod
-    def _noted(
-        forward: Callable[..., Any], profiler: Profiler, marks: LayerMarks
-    ) -> Callable[..., Any]:
-        """The forward, which tells when it runs again in backward."""
-        runs = 0
+    def _noted(self, marks: LayerMarks | None, group: str, function: Function) -> Function:
+        """A function of the layer, which tells when it runs again in backward."""
+        profiler, runs = self._profiler, 0
+        if marks is None or profiler is None:
+            return function
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal runs
             runs += 1
-            with profiler.recomputation(marks) if runs > 1 else contextlib.nullcontext():
-                return forward(*args, **kwargs)
+            with profiler.recomputation(marks, group) if runs > 1 else contextlib.nullcontext():
+                return function(*args, **kwargs)
 
         return run
-
-
-def _recomputed(
-    forward: Callable[..., Any],
-    layer: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Runs a layer so that only its inputs are kept, by Megatron's own means.
-
-    Those restore the states of all random number generators, and take tensors by position only.
-    """
-    values = [*args, *kwargs.values()]
-    places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
-
-    def run(*tensors: torch.Tensor) -> Any:
-        present = list(values)
-        for place, tensor in zip(places, tensors, strict=True):
-            present[place] = tensor
-        named = dict(zip(kwargs, present[len(args) :], strict=True))
-        return forward(layer, *present[: len(args)], **named)
-
-    tensors = [values[place] for place in places]
-    for place in places:
-        values[place] = None  # what is kept is kept by the checkpoint alone
-    return checkpoint(run, False, *tensors)
 
 
 def layer_names(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, str]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.offload.integration.megatron.cheap import not_recomputed_alone
 from megatron.offload.integration.megatron.layer import layer_names
 from megatron.offload.integration.megatron.recomputable import why_not_recomputed
 from megatron.offload.integration.megatron.schedule import current_layout
@@ -95,4 +96,9 @@ def stage_of(model_chunks: Sequence[torch.nn.Module], settings: Any, num_local_r
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     )
     why_not = why_not_recomputed(settings)
-    return Stage(current_layout(settings), layers, why_not, is_first, num_local_ranks)
+    not_alone = {
+        (name, group)
+        for layer, name in layer_names(model_chunks).items()
+        for group in not_recomputed_alone(layer)
+    }
+    return Stage(current_layout(settings), layers, why_not, is_first, num_local_ranks, not_alone)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a layer or a part of it so that only its inputs are kept: `recomputed`, `recomputing`.
+
+`LayerCalls` asks, where a policy says so. Megatron's own checkpoint does it, which restores the
+states of all random number generators. What runs again in backward is captured by nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import checkpoint
+
+from megatron.offload.integration.megatron.groups import ATTENTION, MLP
+
+Function = Callable[..., Any]
+
+# What `TransformerLayer.forward` calls one after the other. The tensor between them is the middle
+# of `groups.py`; a residual connection lies inside of one or the other, so gradients are summed in
+# the same order as without recomputation.
+_METHODS = {ATTENTION: "_forward_attention", MLP: "_forward_mlp"}
+
+
+def recomputed(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function that runs again in backward.
+
+    Megatron's checkpoint takes tensors by position only.
+    """
+    values = [*args, *kwargs.values()]
+    places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        present = list(values)
+        for place, tensor in zip(places, tensors, strict=True):
+            present[place] = tensor
+        named = dict(zip(kwargs, present[len(args) :], strict=True))
+        return function(*present[: len(args)], **named)
+
+    tensors = [values[place] for place in places]
+    for place in places:
+        values[place] = None  # what is kept is kept by the checkpoint alone
+    return checkpoint(run, False, *tensors)
+
+
+def has_parts(layer: torch.nn.Module) -> bool:
+    """Whether a layer's attention and MLP can be recomputed one without the other."""
+    return all(callable(getattr(layer, name, None)) for name in _METHODS.values())
+
+
+@contextlib.contextmanager
+def recomputing(
+    layer: torch.nn.Module, groups: Iterable[str], noted: Callable[[str, Function], Function]
+) -> Iterator[None]:
+    """Around a layer's forward, some of whose parts are recomputed.
+
+    Args:
+        layer: see `has_parts`.
+        groups: the parts.
+        noted: gets the name of a part and its function, and gives what is called in its place,
+            now and in backward.
+    """
+    with contextlib.ExitStack() as stack:
+        for group in groups:
+            name = _METHODS[group]
+            again = _recomputing(noted(group, getattr(layer, name)))
+            stack.enter_context(replaced(layer, name, again))
+        yield
+
+
+@contextlib.contextmanager
+def replaced(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
+    """One module has something else under a name, be it a method or a module in it."""
+    own = vars(module)
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
+    try:
+        yield
+    finally:
+        del own[name]
+        own.update(before)
+
+
+def _recomputing(function: Function) -> Function:
+    return lambda *args, **kwargs: recomputed(function, args, kwargs)

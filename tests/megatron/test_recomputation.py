@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A part of a layer runs again in backward, and the layer is as it was afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.offload.integration.megatron import cpu_runtime
+from megatron.offload.integration.megatron.recomputation import has_parts, recomputing
+
+HIDDEN = 8
+
+
+@pytest.fixture(autouse=True)
+def runtime() -> Iterator[None]:
+    """Megatron's checkpoint asks for the states of CUDA's generators."""
+    cpu_runtime.activate()
+    yield
+    cpu_runtime.deactivate()
+
+
+class Layer(torch.nn.Module):
+    """Its parts have the names of Megatron's and count how often they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.second = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.runs = {"attention": 0, "mlp": 0}
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        middle, context = self._forward_attention(hidden_states=x, attention_mask=None)
+        if self.fails:
+            raise ArithmeticError("no such attention")
+        return self._forward_mlp(middle, None, padding_mask=None), context
+
+    def _forward_attention(
+        self, hidden_states: torch.Tensor, attention_mask: None
+    ) -> tuple[torch.Tensor, None]:
+        self.runs["attention"] += 1
+        dropped = torch.nn.functional.dropout(self.first(hidden_states).sigmoid(), 0.5)
+        return hidden_states + dropped, attention_mask
+
+    def _forward_mlp(
+        self, hidden_states: torch.Tensor, inference_context: None, padding_mask: None
+    ) -> torch.Tensor:
+        self.runs["mlp"] += 1
+        dropped = torch.nn.functional.dropout(self.second(hidden_states).tanh(), 0.5)
+        return hidden_states + dropped
+
+
+def run(layer: Layer, groups: list[str]) -> list[torch.Tensor]:
+    """Gradients of the input and the parameters, after two layers of the same weights."""
+    torch.manual_seed(2)
+    x = torch.randn(4, HIDDEN, requires_grad=True)
+    layer.zero_grad()
+    y = x * 1
+    for _ in range(2):
+        with recomputing(layer, groups, lambda _, function: function):
+            y, _ = layer(y)
+    y.sum().backward()
+    return [p.grad.clone() for p in (x, *layer.parameters()) if p.grad is not None]
+
+
+@pytest.mark.parametrize("groups", [["attention"], ["mlp"], ["attention", "mlp"]], ids=str)
+def test_only_the_part_that_is_named_runs_again(groups: list[str]) -> None:
+    layer = Layer()
+    usual = run(layer, [])
+    assert layer.runs == {"attention": 2, "mlp": 2}
+    again = run(layer, groups)
+    assert len(again) == 5 and all(map(torch.equal, usual, again))
+    assert layer.runs == {group: 6 if group in groups else 4 for group in layer.runs}
+
+
+def test_the_layer_is_as_it_was_also_after_an_error() -> None:
+    layer = Layer()
+    own = dict(vars(layer))
+    layer.fails = True
+    with pytest.raises(ArithmeticError), recomputing(layer, ["attention"], lambda _, f: f):
+        layer(torch.zeros(1, HIDDEN))
+    layer.fails = False
+    assert vars(layer) == own
+
+
+def test_what_somebody_else_put_on_a_layer_is_put_back() -> None:
+    layer = Layer()
+    theirs = layer._forward_mlp
+    vars(layer)["_forward_mlp"] = theirs
+    with recomputing(layer, ["mlp"], lambda _, function: function):
+        assert vars(layer)["_forward_mlp"] is not theirs
+    assert vars(layer)["_forward_mlp"] is theirs
+
+
+def test_a_layer_of_another_make_has_no_parts() -> None:
+    assert has_parts(Layer()) and not has_parts(torch.nn.Linear(1, 1))
