@@ -117,10 +117,10 @@ class Result:
 
 def configurations() -> Iterator[Configuration]:
     """All that are compared."""
-    for size in SIZES:
+    for size, micro_batches in zip(SIZES, (4, 2), strict=True):
         for stages in (1, 2):
             for cap in CAPS:
-                yield Configuration(size, stages, 4, cap)
+                yield Configuration(size, stages, micro_batches, cap)
 
 
 def result_of(configuration: Configuration, steps: Sequence[dict[str, Any]]) -> Result:
