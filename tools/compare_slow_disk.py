@@ -30,10 +30,10 @@ from statistics import median
 from typing import Any
 
 from compare_placements import machine_facts
-from comparison import COMPARED_FIELDS
 from tabulate import tabulate
 
 from megatron.offload.config import format_size
+from megatron.offload.report.trials.trial import COMPARED_FIELDS
 from megatron.offload.storage.allocator import allocator_environment
 
 ROOT = Path(__file__).resolve().parent.parent
