@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -26,9 +26,10 @@ from megatron.offload.placement.observer import Observer
 from megatron.offload.placement.policy import FixedPolicy, Placement, Policy
 from megatron.offload.report.statistics import StepStatistics
 from megatron.offload.restore.prefetch import Prefetcher, Tape
-from megatron.offload.saved.cache import LongLived, Span, TensorCache, span_of
+from megatron.offload.saved.cache import LongLived, TensorCache
+from megatron.offload.saved.context import SavingContext
 from megatron.offload.saved.graph import node_of, saved_tensors_between
-from megatron.offload.saved.hooks import PLAIN_TORCH, SavedTensorHooks, is_small_part
+from megatron.offload.saved.hooks import PLAIN_TORCH, SavedTensorHooks, needed_together
 from megatron.offload.saved.record import SavedReference, SavedStorage, SavedView, State
 from megatron.offload.saved.scope import Scope
 from megatron.offload.storage.allocator import MIMALLOC, allocator_name
@@ -189,7 +190,7 @@ class OffloadEngine:
             storage = self._cache.movable_if_saved(tensor)
             if storage is not None and storage._cdata not in held:
                 found.append((saved, tensor, storage))
-        needed_whole = _covered([(tensor, storage) for _, tensor, storage in found])
+        needed_whole = needed_together([(tensor, storage) for _, tensor, storage in found])
         outer, self._scope = self._scope, scope
         captured: list[Outgoing] = []
         try:
@@ -216,7 +217,7 @@ class OffloadEngine:
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """The hooks as a context, for models without layers that can be captured one by one."""
-        return _Context(self)
+        return SavingContext(self._hooks, self._collecting, self._hand_over)
 
     @contextlib.contextmanager
     def _collecting(self, captured: list[Outgoing]) -> Iterator[None]:
@@ -481,43 +482,3 @@ def _make_ready(reference: SavedReference, ended: Future[None]) -> None:
     record = reference()
     if record is not None:
         record.make_ready(ended)
-
-
-class _Context(torch.autograd.graph.saved_tensors_hooks):
-    """The hooks as a context. What an operation saved is written when the next one saves.
-
-    Autograd hands some tensors over before the operation has filled them (the noise of `rrelu`).
-    """
-
-    def __init__(self, engine: OffloadEngine) -> None:
-        super().__init__(self._pack, engine._hooks.unpack)
-        self._engine = engine
-        self._saved: list[Outgoing] = []
-        self._node_number = -1  # of the operation that saved last
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._hand_over()
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        node_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        if node_number != self._node_number:
-            self._hand_over()
-            self._node_number = node_number
-        with self._engine._collecting(self._saved):
-            return self._engine._hooks.pack(tensor)
-
-    def _hand_over(self) -> None:
-        saved, self._saved = self._saved, []
-        self._engine._hand_over(saved)
-
-
-def _covered(found: Sequence[tuple[torch.Tensor, torch.UntypedStorage]]) -> set[int]:
-    """The storages of which these tensors together cover so much that all of it should move."""
-    spans: dict[int, set[Span]] = {}
-    sizes: dict[int, int] = {}
-    for tensor, storage in found:
-        if is_small_part(tensor, storage):
-            spans.setdefault(storage._cdata, set()).add(span_of(tensor))
-            sizes[storage._cdata] = storage.nbytes()
-    return {c for c, own in spans.items() if sum(s.num_bytes for s in own) * 2 > sizes[c]}

@@ -176,16 +176,6 @@ engine(
     "behaviour/test_gathered_views.py::test_a_part_that_a_layer_saved_moves_alone",
 )
 engine(
-    "in a context everything is taken for movable",
-    """
-            return self._engine._hooks.pack(tensor)
-""",
-    """
-            return self._engine._hooks.pack_found(tensor)
-""",
-    NEVER + "test_parameters_and_small_storages_stay_in_a_context_too",
-)
-engine(
     "what the policy leaves in memory goes to a tier all the same",
     """
         return self._tiers.get(self._policy.place(self._scope, num_bytes))

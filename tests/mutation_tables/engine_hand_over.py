@@ -26,6 +26,7 @@ SAVED_TWICE = (
 GIVEN_UP = "behaviour/test_storage_moves_once.py::test_the_memory_is_really_given_up"
 
 engine = table_of("engine.py", MUTATIONS)
+context = table_of("saved/context.py", MUTATIONS)
 
 # -- What is collected, and when it is handed over -------------------------------------------------
 engine(
@@ -83,21 +84,21 @@ class _Captured:
 """,
     WHEN + "test_threads_hand_over_what_they_saved_themselves",
 )
-engine(
+context(
     "an operation is handed over while it saves",
     """
         if node_number != self._node_number:
             self._hand_over()
             self._node_number = node_number
-        with self._engine._collecting(self._saved):
-            return self._engine._hooks.pack(tensor)
+        with self._collecting(self._saved):
+            return self._hooks.pack(tensor)
 """,
     """
-        return self._engine._hooks.pack(tensor)
+        return self._hooks.pack(tensor)
 """,
     CONTEXT,
 )
-engine(
+context(
     "each save of an operation hands the one before over",
     """
             self._node_number = node_number
@@ -105,7 +106,7 @@ engine(
     "",
     CONTEXT,
 )
-engine(
+context(
     "operations are handed over at the end of the context only",
     """
         if node_number != self._node_number:
@@ -115,7 +116,7 @@ engine(
     "",
     CONTEXT,
 )
-engine(
+context(
     "the last operation of a context is not handed over",
     """
         super().__exit__(*error)
@@ -126,7 +127,18 @@ engine(
 """,
     CONTEXT,
 )
-engine(
+context(
+    "in a context everything is taken for movable",
+    """
+            return self._hooks.pack(tensor)
+""",
+    """
+            return self._hooks.pack_found(tensor)
+""",
+    "behaviour/test_what_never_moves.py::"
+    "test_parameters_and_small_storages_stay_in_a_context_too",
+)
+context(
     "a context does not end",
     """
         super().__exit__(*error)

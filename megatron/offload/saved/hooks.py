@@ -8,11 +8,12 @@ the thread of the operation. What happens in between is the engine's: it hands i
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-from megatron.offload.saved.cache import TensorCache, span_of, whole
+from megatron.offload.saved.cache import Span, TensorCache, span_of, whole
 from megatron.offload.saved.record import SavedStorage, SavedView
 from megatron.offload.saved.scope import Scope
 
@@ -113,3 +114,14 @@ def is_small_part(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     return (
         tensor.nbytes * 2 <= storage.nbytes() and span_of(tensor).num_bytes * 2 <= storage.nbytes()
     )
+
+
+def needed_together(found: Sequence[tuple[torch.Tensor, torch.UntypedStorage]]) -> set[int]:
+    """The storages of which these tensors together cover so much that all of it should move."""
+    spans: dict[int, set[Span]] = {}
+    sizes: dict[int, int] = {}
+    for tensor, storage in found:
+        if is_small_part(tensor, storage):
+            spans.setdefault(storage._cdata, set()).add(span_of(tensor))
+            sizes[storage._cdata] = storage.nbytes()
+    return {c for c, own in spans.items() if sum(s.num_bytes for s in own) * 2 > sizes[c]}
