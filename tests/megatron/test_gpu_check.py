@@ -19,7 +19,7 @@ from gpu_sections.settings import Settings, Size
 from gpu_sections.timeline import WAIT, Timeline, common, length, union
 from gpu_sections.variants import VARIANTS
 
-from megatron.offload.storage.device import CpuDevice
+from megatron.offload.storage.device import WHOLE, CpuDevice
 
 
 def exit_code(*flags: str) -> int:
@@ -239,7 +239,9 @@ def settings(tmp_path: Path) -> Settings:
 class Forgetful(CpuDevice):
     """What it reads back is whatever lay there before."""
 
-    def copy_from_host(self, address: int, target: torch.UntypedStorage, after: None) -> None:
+    def copy_from_host(
+        self, address: int, target: torch.UntypedStorage, after: None, part: slice = WHOLE
+    ) -> None:
         pass
 
 

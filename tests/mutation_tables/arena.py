@@ -79,7 +79,7 @@ arena(
 arena(
     "pinned memory is never unpinned",
     """
-                torch.cuda.cudart().cudaHostUnregister(address)
+                unpin(address)
 """,
     """
                 pass

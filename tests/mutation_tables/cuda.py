@@ -29,11 +29,11 @@ cuda(
 cuda(
     "a copy from the host does not wait for its mark",
     """
-        self._copy(_bytes_of(target), _bytes_at(address, target.nbytes()), self._load, after)
+        self._copy(content, _bytes_at(address, content.nbytes), self._load, after)
 """,
     """
         nothing = torch.cuda.Event()
-        self._copy(_bytes_of(target), _bytes_at(address, target.nbytes()), self._load, nothing)
+        self._copy(content, _bytes_at(address, content.nbytes), self._load, nothing)
 """,
     CUDA
     + "test_a_copy_from_the_host_leaves_memory_to_its_former_user_until_that_one_is_done[True]",
@@ -131,4 +131,14 @@ cuda(
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 """,
     CUDA + "test_memory_is_never_reused_before_those_who_use_it_are_done",
+)
+cuda(
+    "nobody waits for a mark",
+    """
+            mark.synchronize()
+""",
+    """
+            pass
+""",
+    CUDA + "test_who_waits_for_a_mark_returns_when_the_gpu_has_passed_it",
 )

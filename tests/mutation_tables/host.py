@@ -49,10 +49,12 @@ host(
     "a read does not keep its space",
     """
         def work(_: HostBlock = block) -> None:
+            self._device.wait_for(mark)
             with _counted(self.statistics.reads, block.num_bytes):
 """,
     """
         def work() -> None:
+            self._device.wait_for(mark)
             with _counted(self.statistics.reads, target.nbytes()):
 """,
     HOST_ENDS + "test_space_is_not_reused_while_its_read_runs",
@@ -77,6 +79,34 @@ host(
 """,
     LATE_HOST,
 )
+for direction, before, after in (
+    (
+        "write",
+        """
+            self._device.wait_for(mark)
+            check_size(source, num_bytes)
+""",
+        """
+            check_size(source, num_bytes)
+""",
+    ),
+    (
+        "read",
+        """
+            self._device.wait_for(mark)
+            with _counted(self.statistics.reads, block.num_bytes):
+""",
+        """
+            with _counted(self.statistics.reads, block.num_bytes):
+""",
+    ),
+):
+    host(
+        f"the wait for the device counts as a {direction}",
+        before,
+        after,
+        HOST_ENDS + f"test_the_wait_for_the_device_counts_as_no_transfer[{direction}]",
+    )
 host(
     "the mark of a write is set when the I/O thread comes to it",
     """

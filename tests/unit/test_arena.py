@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from megatron.offload.config import MIB
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage import arena as arena_module
+from megatron.offload.storage import cuda as cuda_module
 from megatron.offload.storage.arena import GROWTH_BYTES, HostArena
 
 PAGE = mmap.PAGESIZE
@@ -212,7 +212,7 @@ def cuda_runtime(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
         monkeypatch.setattr(torch.cuda, "check_error", check)
-        monkeypatch.setattr(arena_module, "_forget_cuda_error", lambda: None)
+        monkeypatch.setattr(cuda_module, "_forget_error", lambda: None)
         return runtime
 
     return build

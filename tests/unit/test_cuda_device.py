@@ -81,6 +81,22 @@ def test_bytes_come_back_unchanged(device, num_bytes):
     assert torch.equal(bytes_in(target), source)
 
 
+@pytest.mark.parametrize("stop", [4097, 9000])  # a part may reach beyond the storage's end
+def test_a_part_moves_and_nothing_else(device, stop):
+    source = random_bytes(6000, device.device)
+    host = host_memory(6000, device.pins_host_memory)
+    part, length = slice(100, stop), min(stop, 6000) - 100
+    device.copy_to_host(source.untyped_storage(), host.data_ptr(), device.mark(), part)
+    assert torch.equal(host[:length], source[part].cpu()) and torch.all(host[length:] == _OTHERS)
+    target = device.new_storage(6000)
+    mark = device.mark()
+    device.wait_for(mark)
+    bytes_in(target).fill_(7)
+    device.copy_from_host(host.data_ptr(), target, device.mark(), part)
+    assert torch.equal(bytes_in(target)[part], source[part])
+    assert torch.all(bytes_in(target)[:100] == 7) and torch.all(bytes_in(target)[stop:] == 7)
+
+
 def test_ranges_are_named_in_profiles(device):
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile, device.annotate("layer 3"):
@@ -168,6 +184,15 @@ def test_a_thread_that_is_put_on_a_queue_sets_its_marks_there(gpu):
     here = gpu.mark()
     here.synchronize()
     assert queue == side and not there.query()
+
+
+@pytest.mark.gpu
+def test_who_waits_for_a_mark_returns_when_the_gpu_has_passed_it(gpu):
+    keep_busy()
+    mark = gpu.mark()
+    assert not mark.query()
+    gpu.wait_for(mark)
+    assert mark.query()
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from megatron.offload.config import MIB
 from megatron.offload.storage import host
-from megatron.offload.storage.device import CpuDevice
+from megatron.offload.storage.device import WHOLE, CpuDevice
 from megatron.offload.storage.host import HostTier
 
 PAGE = mmap.PAGESIZE
@@ -58,13 +58,17 @@ class GatedDevice(CpuDevice):
         self.error: Exception | None = None
         self.copied: list[int] = []
 
-    def copy_to_host(self, source: torch.UntypedStorage, address: int, after: None) -> None:
+    def copy_to_host(
+        self, source: torch.UntypedStorage, address: int, after: None, part: slice = WHOLE
+    ) -> None:
         self._pass(source.data_ptr())
-        super().copy_to_host(source, address, after)
+        super().copy_to_host(source, address, after, part)
 
-    def copy_from_host(self, address: int, target: torch.UntypedStorage, after: None) -> None:
+    def copy_from_host(
+        self, address: int, target: torch.UntypedStorage, after: None, part: slice = WHOLE
+    ) -> None:
         self._pass(address)
-        super().copy_from_host(address, target, after)
+        super().copy_from_host(address, target, after, part)
 
     def _pass(self, source: int) -> None:
         assert self.gate.wait(timeout=10)

@@ -100,6 +100,23 @@ def test_marks_are_set_by_the_thread_that_computes(tier: HostTier, device: Gated
     assert device.marked_by == [threading.current_thread()] * 2
 
 
+@pytest.mark.parametrize("direction", ["write", "read"])
+def test_the_wait_for_the_device_counts_as_no_transfer(
+    tier: HostTier, device: GatedDevice, monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    """The bandwidth would look too low: a producer may be far behind."""
+    block = written(tier, storage_of(1, device)) if direction == "read" else None
+    meter = tier.statistics.reads if direction == "read" else tier.statistics.writes
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(device, "wait_for", lambda _: seen.append(("wait", meter._running)))
+    monkeypatch.setattr(device, "_take_a_while", lambda: seen.append(("copy", meter._running)))
+    if block is None:
+        written(tier, storage_of(1, device))
+    else:
+        tier.begin_read(block)[1].wait()
+    assert seen == [("wait", 0), ("copy", 1)] and meter._running == 0
+
+
 def test_a_storage_that_was_freed_before_its_copy_is_refused(
     tier: HostTier, device: GatedDevice
 ) -> None:

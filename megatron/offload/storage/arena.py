@@ -16,10 +16,9 @@ import logging
 import mmap
 import threading
 
-import torch
-
 from megatron.offload.config import MIB, format_size
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.storage.cuda import has_cuda, pin, unpin
 from megatron.offload.storage.extents import ExtentAllocator
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class HostArena:
     """
 
     def __init__(self, budget_bytes: int, pinned: bool = False) -> None:
-        if pinned and not torch.cuda.is_available():
+        if pinned and not has_cuda():
             raise ConfigurationError(
                 "pinned host memory was asked for; it needs a CUDA device, and torch sees none; "
                 "use pageable host memory"
@@ -101,8 +100,7 @@ class HostArena:
         with self._lock:
             self._closed = True
             for address in self._pinned_addresses:
-                # What it returns changes nothing: at exit the driver may be gone already.
-                torch.cuda.cudart().cudaHostUnregister(address)
+                unpin(address)
             self._pinned_addresses.clear()
             if self._mapping is not None:
                 self._mapping.close()
@@ -127,14 +125,13 @@ class HostArena:
         """Page-locks the next `num_bytes` of the mapping; whether it could be done."""
         address = self._address + self._extents.size_bytes
         try:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+            pin(address, num_bytes)
         except RuntimeError as error:
-            _forget_cuda_error()
             logger.warning(
-                "activation offload: %s more of host memory could not be pinned (%s); the host "
-                "tier stays at %s, and what does not fit goes to another tier or stays in device "
-                "memory; raise the limit of locked memory (ulimit -l) or of the container's memory "
-                "(cgroup), or set a smaller --activation-offload-host-budget",
+                "activation offload: %s more of host memory could not be pinned (%s); the %s that "
+                "is pinned is used on, and what does not fit goes elsewhere; raise the limit of "
+                "locked memory (ulimit -l) or of the container's memory (cgroup), or set a smaller "
+                "--activation-offload-host-budget",
                 format_size(num_bytes),
                 error,
                 format_size(self._extents.size_bytes),
@@ -165,9 +162,3 @@ def _reserve(num_bytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
-
-
-def _forget_cuda_error() -> None:
-    """CUDA remembers a failed call, and torch would raise it at its next kernel: raise it here."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CUDA GPU as the tiers see it: `CudaDevice`. The only file that copies with `torch.cuda`.
+"""A CUDA GPU as the tiers see it: `CudaDevice`. The only file that calls `torch.cuda`.
 
 See Note [Who waits for whom] in `device.py`. Copies run on two streams of their own, so that they
-overlap compute and each other; host memory should be pinned, else CUDA copies through a buffer of
-its own and holds the copying thread up.
+overlap compute and each other; host memory should be pinned (`pin`), else CUDA copies through a
+buffer of its own and holds the copying thread up. What the rest of the package wants to know of
+CUDA without having a device it asks the functions here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron.offload.storage.cuda_peak import PeakReader, shared_counters
+from megatron.offload.storage.device import WHOLE
 from megatron.offload.storage.direct import memory_at
 
 
@@ -49,17 +51,32 @@ class CudaDevice:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def wait_for(self, mark: torch.cuda.Event) -> None:
+        """See `Device`. The thread sleeps."""
+        with torch.cuda.device(self.device):  # see `_copy`
+            mark.synchronize()
+
     def copy_to_host(
-        self, source: torch.UntypedStorage, address: int, after: torch.cuda.Event
+        self,
+        source: torch.UntypedStorage,
+        address: int,
+        after: torch.cuda.Event,
+        part: slice = WHOLE,
     ) -> None:
         """See `Device`."""
-        self._copy(_bytes_at(address, source.nbytes()), _bytes_of(source), self._store, after)
+        content = _bytes_of(source)[part]
+        self._copy(_bytes_at(address, content.nbytes), content, self._store, after)
 
     def copy_from_host(
-        self, address: int, target: torch.UntypedStorage, after: torch.cuda.Event
+        self,
+        address: int,
+        target: torch.UntypedStorage,
+        after: torch.cuda.Event,
+        part: slice = WHOLE,
     ) -> None:
         """See `Device`."""
-        self._copy(_bytes_of(target), _bytes_at(address, target.nbytes()), self._load, after)
+        content = _bytes_of(target)[part]
+        self._copy(content, _bytes_at(address, content.nbytes), self._load, after)
 
     def allocated_bytes(self) -> int:
         """What tensors take; the allocator's reserve does not count."""
@@ -127,3 +144,41 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory_at(address, num_bytes), dtype=torch.uint8)
+
+
+# -- Without a device -----------------------------------------------------------------------------
+
+
+def has_cuda() -> bool:
+    """Whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def all_properties() -> list[Any]:
+    """Of each CUDA device, what torch tells of it. Raises whatever a broken driver raises."""
+    return [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+
+
+def pin(address: int, num_bytes: int) -> None:
+    """Page-locks a range of host memory, for the device that the calling thread is on.
+
+    Raises:
+        RuntimeError: the system or the driver refuses.
+    """
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+    except RuntimeError:
+        _forget_error()
+        raise
+
+
+def unpin(address: int) -> None:
+    """Ends what `pin` began at this address."""
+    # What it returns changes nothing: at exit the driver may be gone already.
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _forget_error() -> None:
+    """CUDA remembers a failed call, and torch would raise it at its next kernel: raise it here."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")

@@ -2,7 +2,7 @@
 """What tiers need of the device that computes: the `Device` protocol, and `CpuDevice`.
 
 `cuda.py` has the CUDA one; the tests have one that only simulates an asynchronous device. Nothing
-outside these files calls a device's own interface.
+else in the package calls `torch.cuda`.
 
 Note [Who waits for whom]
 Compute queues its operations and runs ahead of the device. A `Mark` is a moment in that queue.
@@ -36,6 +36,8 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 
+WHOLE = slice(None)  # all bytes of a storage
+
 
 class Device(Protocol):
     """The memory that activations live in, and the queue of work that uses it."""
@@ -60,12 +62,20 @@ class Device(Protocol):
         """This moment in the calling thread's queue."""
         ...
 
-    def copy_to_host(self, source: torch.UntypedStorage, address: int, after: Any) -> None:
-        """Copies a whole storage to host memory, after a mark. Returns when it is done."""
+    def wait_for(self, mark: Any) -> None:
+        """Blocks until the device has passed a mark, so that a wait need not count as a copy."""
         ...
 
-    def copy_from_host(self, address: int, target: torch.UntypedStorage, after: Any) -> None:
-        """Fills a whole storage from host memory, after a mark. Returns when it is done."""
+    def copy_to_host(
+        self, source: torch.UntypedStorage, address: int, after: Any, part: slice = WHOLE
+    ) -> None:
+        """Copies a part of a storage's bytes to host memory, after a mark. Returns when done."""
+        ...
+
+    def copy_from_host(
+        self, address: int, target: torch.UntypedStorage, after: Any, part: slice = WHOLE
+    ) -> None:
+        """Fills a part of a storage's bytes from host memory, after a mark. Returns when done."""
         ...
 
     def allocated_bytes(self) -> int:
@@ -122,13 +132,22 @@ class CpuDevice:
     def mark(self) -> None:
         """Nothing is ever queued."""
 
-    def copy_to_host(self, source: torch.UntypedStorage, address: int, after: None) -> None:
-        """See `Device`. Releases the interpreter lock meanwhile."""
-        ctypes.memmove(address, source.data_ptr(), source.nbytes())
+    def wait_for(self, mark: None) -> None:
+        """Nothing is ever queued."""
 
-    def copy_from_host(self, address: int, target: torch.UntypedStorage, after: None) -> None:
+    def copy_to_host(
+        self, source: torch.UntypedStorage, address: int, after: None, part: slice = WHOLE
+    ) -> None:
         """See `Device`. Releases the interpreter lock meanwhile."""
-        ctypes.memmove(target.data_ptr(), address, target.nbytes())
+        start, stop, _ = part.indices(source.nbytes())
+        ctypes.memmove(address, source.data_ptr() + start, stop - start)
+
+    def copy_from_host(
+        self, address: int, target: torch.UntypedStorage, after: None, part: slice = WHOLE
+    ) -> None:
+        """See `Device`. Releases the interpreter lock meanwhile."""
+        start, stop, _ = part.indices(target.nbytes())
+        ctypes.memmove(target.data_ptr() + start, address, stop - start)
 
     def allocated_bytes(self) -> int:
         """The resident set."""

@@ -61,7 +61,7 @@ class HostTier:
         self._device = device or CpuDevice()
         self._arena = HostArena(budget_bytes, pinned=self._device.pins_host_memory)
         self._is_used_up = False
-        # They copy; they wait for the queue and for nothing else.
+        # They wait for the queue and for what the device has still to do, and copy.
         self._threads = IoThreads(num_threads, "activation-offload host memory")
 
     def __str__(self) -> str:
@@ -110,6 +110,7 @@ class HostTier:
         mark = self._device.mark()
 
         def work(_: HostBlock = block) -> None:
+            self._device.wait_for(mark)
             with _counted(self.statistics.reads, block.num_bytes):
                 self._device.copy_from_host(address, target, mark)
 
@@ -129,6 +130,7 @@ class HostTier:
     # Runs in an I/O thread.
     def _write(self, source: torch.UntypedStorage, num_bytes: int, address: int, mark: Any) -> None:
         try:
+            self._device.wait_for(mark)
             check_size(source, num_bytes)
             with _counted(self.statistics.writes, num_bytes):
                 self._device.copy_to_host(source, address, mark)
@@ -150,7 +152,7 @@ class HostTier:
 
 @contextlib.contextmanager
 def _counted(meter: BandwidthMeter, num_bytes: int) -> Iterator[None]:
-    """Around a transfer of so many bytes."""
+    """Around a transfer of so many bytes, which has nothing more to wait for."""
     done_bytes = 0
     meter.begin()
     try:

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron.offload.storage.cuda import has_cuda
+
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _MISSING = object()
@@ -300,7 +302,7 @@ def activate() -> bool:
         Whether the runtime is on; False where CUDA is available, and then nothing was touched.
     """
     global _active
-    if torch.cuda.is_available():
+    if has_cuda():
         return False
     if not _active:
         with contextlib.ExitStack() as undo:

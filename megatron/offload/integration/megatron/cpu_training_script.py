@@ -23,6 +23,7 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron import cpu_runtime
 from megatron.offload.integration.megatron.cpu_runtime import Redirection
 from megatron.offload.integration.megatron.seam import Seam
+from megatron.offload.storage.cuda import has_cuda
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def activate() -> bool:
     Returns:
         Whether it is on; False where CUDA is available, and then nothing was touched.
     """
-    if torch.cuda.is_available():
+    if has_cuda():
         return False
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -16,6 +16,7 @@ import torch
 
 from megatron.offload.config import format_size
 from megatron.offload.report.doctor.check import Check, Status
+from megatron.offload.storage.cuda import all_properties, has_cuda
 from megatron.offload.storage.gds_status import GdsStatus
 from megatron.offload.storage.mounts import pci_numa_node
 
@@ -57,7 +58,7 @@ def find_cuda(proc: Path = PROC) -> Cuda:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            gpus = _gpus() if torch.cuda.is_available() else ()
+            gpus = _gpus() if has_cuda() else ()
             failure = " ".join(str(warning.message) for warning in said)
         except Exception as error:  # a broken driver: any of CUDA's errors
             gpus, failure = (), str(error)
@@ -66,8 +67,7 @@ def find_cuda(proc: Path = PROC) -> Cuda:
 
 def _gpus() -> tuple[Gpu, ...]:
     found = []
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
+    for device in all_properties():
         node = None
         if hasattr(device, "pci_bus_id"):  # not in every release of torch
             domain, bus, slot = (getattr(device, f"pci_{part}_id") for part in _PCI_PARTS)
