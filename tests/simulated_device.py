@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.offload.storage.arena import HostArena
-from megatron.offload.storage.device import CpuDevice
+from megatron.offload.storage.device import WHOLE, CpuDevice
+from megatron.offload.storage.staging import StagingPool
 
 POISON = 0xDB
 
@@ -104,19 +104,28 @@ class SimulatedDevice(CpuDevice):
         with self._lock:
             return Mark(self._time, self.stream)
 
-    def copy_to_host(self, source: torch.UntypedStorage, address: int, after: Any) -> None:
+    def wait_for(self, mark: Any) -> None:
+        """Operations have really run when they return; copies look at their marks themselves."""
+
+    def copy_to_host(
+        self, source: torch.UntypedStorage, address: int, after: Any, part: slice = WHOLE
+    ) -> None:
         self._take_a_while()
         if self._is_in_time(source, after):
-            super().copy_to_host(source, address, None)
+            super().copy_to_host(source, address, None, part)
         else:
-            ctypes.memset(address, POISON, source.nbytes())
+            start, stop, _ = part.indices(source.nbytes())
+            ctypes.memset(address, POISON, stop - start)
 
-    def copy_from_host(self, address: int, target: torch.UntypedStorage, after: Any) -> None:
+    def copy_from_host(
+        self, address: int, target: torch.UntypedStorage, after: Any, part: slice = WHOLE
+    ) -> None:
         self._take_a_while()
         if self._is_in_time(target, after):
-            super().copy_from_host(address, target, None)
+            super().copy_from_host(address, target, None, part)
         else:
-            ctypes.memset(target.data_ptr(), POISON, target.nbytes())
+            start, stop, _ = part.indices(target.nbytes())
+            ctypes.memset(target.data_ptr() + start, POISON, stop - start)
 
     def _is_in_time(self, storage: torch.UntypedStorage, after: Any) -> bool:
         with self._lock:
@@ -162,15 +171,16 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
     return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
 
 
-class PoisoningArena(HostArena):
-    """Host memory that turns to poison as soon as it is given back."""
+class PoisoningPool(StagingPool):
+    """Small host buffers that turn to poison as soon as they are given back."""
 
-    def allocate(self, num_bytes: int) -> int | None:
-        offset = super().allocate(num_bytes)
-        if offset is not None:
-            self._num_bytes_at = {**getattr(self, "_num_bytes_at", {}), offset: num_bytes}
-        return offset
+    def __init__(self, num_buffers: int, *, pinned: bool = False) -> None:
+        super().__init__(num_buffers, pinned=pinned, piece_bytes=8192)
 
-    def free(self, offset: int) -> None:
-        ctypes.memset(self.address(offset), POISON, self._num_bytes_at[offset])
-        super().free(offset)
+    @contextlib.contextmanager
+    def buffer(self) -> Iterator[int]:
+        with super().buffer() as address:
+            try:
+                yield address
+            finally:
+                ctypes.memset(address, POISON, self.piece_bytes)

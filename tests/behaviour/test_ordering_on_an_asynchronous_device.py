@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from megatron.offload import OffloadEngine, Scope
-from megatron.offload.storage import open as open_module
+from megatron.offload.storage import ssd as ssd_module
 from megatron.offload.storage.direct import memory_at
 from tests.models import Model, assert_same, run_step, settle
-from tests.simulated_device import POISON, PoisoningArena, SimulatedDevice
+from tests.simulated_device import POISON, PoisoningPool, SimulatedDevice
 
 MIB = 1 << 20
 
 
 @pytest.fixture
 def device(monkeypatch):
-    monkeypatch.setattr(open_module, "HostArena", PoisoningArena)
+    monkeypatch.setattr(ssd_module, "StagingPool", PoisoningPool)
     return SimulatedDevice()
 
 
@@ -63,14 +63,13 @@ def test_a_copy_into_memory_that_is_still_in_use_is_overwritten(device):
 
 
 def test_memory_that_was_given_back_is_poison(device):
-    arena = PoisoningArena(MIB)
-    offset = arena.allocate(64)
-    memory = memory_at(arena.address(offset), 64)
-    memory[:] = bytes(64)
-    arena.free(offset)
+    pool = PoisoningPool(1)
+    with pool.buffer() as address:
+        memory = memory_at(address, 64)
+        memory[:] = bytes(64)
     assert set(memory) == {POISON}
     memory.release()
-    arena.close()
+    pool.close()
 
 
 @pytest.mark.parametrize(
@@ -153,8 +152,8 @@ def test_large_storages_striped_over_directories_come_back(make_simulated_engine
     with device.computing(), engine.step():
         tensor = torch.randn(3 * MIB + 5)
         packed = engine._hooks.pack(tensor)
-        engine._inflight.acquire(engine.config.inflight_bytes)  # returns when the write is done
-        engine._inflight.release(engine.config.inflight_bytes)
+        engine._inflight.acquire(engine.inflight_bytes)  # returns when the write is done
+        engine._inflight.release(engine.inflight_bytes)
         assert len(packed.saved.block.extents) == 2
         expected = tensor.clone()
         del tensor

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in how a drive gets at the bytes of a storage: marks, buffers, parts, edges.
-
-Left out: a missing lock that only has every part copy the same bytes again.
-"""
+"""Errors in how a drive gets at the bytes of a storage: marks, buffers, pieces, edges."""
 
 from __future__ import annotations
 
@@ -11,14 +8,13 @@ from tests.mutation_tables import Mutation, table_of
 MUTATIONS: list[Mutation] = []
 
 ACCESS = "unit/test_access.py::"
-THROUGH_A_BUFFER = ACCESS + "test_bytes_come_back_through_a_staging_buffer[5000]"
+THROUGH_BUFFERS = ACCESS + "test_bytes_come_back_through_staging_buffers[50000]"
 EDGES = ACCESS + (
     "test_edges_and_body_come_back_each_in_its_place[Alignment(memory=512, offset=512)-5000]"
 )
 MARKS = ACCESS + (
     "test_marks_are_set_at_once_by_the_thread_that_computes_and_after_memory_is_taken"
 )
-BUFFER_GOES_BACK = ACCESS + "test_a_buffer_goes_back_with_its_view_and_no_sooner"
 LATE_DEVICE = "behaviour/test_ordering_on_an_asynchronous_device.py::"
 STRIPED_LATE = LATE_DEVICE + "test_large_storages_striped_over_directories_come_back"
 
@@ -28,40 +24,40 @@ access = table_of("storage/access.py", MUTATIONS)
 access(
     "a copy to the host does not wait for the producer",
     """
-                self._access.copy_to_host(self._storage, self._buffer, self._mark)
+                self._device.copy_to_host(self._storage, address, self._mark, piece)
 """,
     """
-                self._access.copy_to_host(self._storage, self._buffer, None)
+                self._device.copy_to_host(self._storage, address, None, piece)
 """,
     STRIPED_LATE,
 )
 access(
     "a copy from the host does not wait for the memory's former user",
     """
-        self._access.copy_from_host(self._buffer, self._storage, self._mark)
+                self._device.copy_from_host(address, self._storage, self._mark, piece)
 """,
     """
-        self._access.copy_from_host(self._buffer, self._storage, None)
+                self._device.copy_from_host(address, self._storage, None, piece)
 """,
     STRIPED_LATE,
 )
 access(
     "the mark of a write is set when the I/O thread comes to it",
     """
-                self._access.copy_to_host(self._storage, self._buffer, self._mark)
+                self._device.copy_to_host(self._storage, address, self._mark, piece)
 """,
     """
-                self._access.copy_to_host(self._storage, self._buffer, self._access.mark())
+                self._device.copy_to_host(self._storage, address, self._device.mark(), piece)
 """,
     MARKS,
 )
 access(
     "the mark of a read is set when the I/O thread comes to it",
     """
-        self._access.copy_from_host(self._buffer, self._storage, self._mark)
+                self._device.copy_from_host(address, self._storage, self._mark, piece)
 """,
     """
-        self._access.copy_from_host(self._buffer, self._storage, self._access.mark())
+                self._device.copy_from_host(address, self._storage, self._device.mark(), piece)
 """,
     MARKS,
 )
@@ -69,12 +65,12 @@ access(
     "the mark of a read is set before its memory is taken",
     """
         target = self._device.new_storage(cut.num_bytes)
-        return target, _StagedView(self, cut, target, num_parts)
+        return target, _StagedView(target, cut, self._device, self._pool)
 """,
     """
         mark = self._device.mark()
         target = self._device.new_storage(cut.num_bytes)
-        view = _StagedView(self, cut, target, num_parts)
+        view = _StagedView(target, cut, self._device, self._pool)
         view._mark = mark
         return target, view
 """,
@@ -83,131 +79,87 @@ access(
 access(
     "one mark serves all transfers",
     """
-        return self._device.mark()
+        self._mark = device.mark()
 """,
     """
-        if not hasattr(self, "_only"):
-            self._only = self._device.mark()
-        return self._only
+        if not hasattr(pool, "_only"):
+            pool._only = device.mark()
+        self._mark = pool._only
 """,
     LATE_DEVICE + "test_loss_and_gradients_are_equal[{'mode': 'ssd', 'threads': 1}]",
 )
 access(
     "the buffer goes back when the device has copied, before the drive has written",
     """
-                self._is_staged = True
+                self._device.copy_to_host(self._storage, address, self._mark, piece)
+                yield memory_at(address, piece.stop - piece.start)
 """,
     """
-                self._is_staged = True
-                self._buffer._owner.free(self._buffer._offset)
-                self._buffer._offset = None
+                self._device.copy_to_host(self._storage, address, self._mark, piece)
+                self._pool._free.put(address)
+                yield memory_at(address, piece.stop - piece.start)
+                self._pool._free.get()
 """,
-    STRIPED_LATE,
+    ACCESS + "test_a_buffer_is_taken_by_a_thread_that_works_and_by_nobody_who_waits[write]",
 )
 access(
     "the buffer goes back when the drive has read, before the device has copied",
     """
-        self._access.copy_from_host(self._buffer, self._storage, self._mark)
+                yield memory_at(address, piece.stop - piece.start)
+                self._device.copy_from_host(address, self._storage, self._mark, piece)
 """,
     """
-        self._buffer._owner.free(self._buffer._offset)
-        self._buffer._offset = None
-        self._access.copy_from_host(self._buffer, self._storage, self._mark)
+                with self._pool.buffer() as address:
+                    yield memory_at(address, piece.stop - piece.start)
+                self._device.copy_from_host(address, self._storage, self._mark, piece)
 """,
-    STRIPED_LATE,
-)
-access(
-    "buffers never go back",
-    """
-            self._owner.free(self._offset)
-""",
-    """
-            pass
-""",
-    BUFFER_GOES_BACK,
-)
-access(
-    "a buffer from outside the arena is freed at once",
-    """
-        return _Buffer(owner.data_ptr(), owner)
-""",
-    """
-        return _Buffer(owner.data_ptr(), None)
-""",
-    ACCESS + "test_a_buffer_from_outside_the_arena_is_memory_of_its_own",
+    ACCESS + "test_bytes_come_back_through_staging_buffers[5000]",
 )
 access(
     "nothing is copied to the host",
     """
-                self._access.copy_to_host(self._storage, self._buffer, self._mark)
-                self._is_staged = True
+                self._device.copy_to_host(self._storage, address, self._mark, piece)
 """,
-    """
-                self._is_staged = True
-""",
-    THROUGH_A_BUFFER,
+    "",
+    THROUGH_BUFFERS,
 )
 access(
     "nothing is copied from the host",
     """
-        self._access.copy_from_host(self._buffer, self._storage, self._mark)
+                self._device.copy_from_host(address, self._storage, self._mark, piece)
 """,
     "",
-    THROUGH_A_BUFFER,
-)
-access(
-    "other parts do not wait for the copy to the host",
-    """
-        with self._lock:
-            if not self._is_staged:
-                check_size(self._storage, self.cut.num_bytes)
-                self._access.copy_to_host(self._storage, self._buffer, self._mark)
-                self._is_staged = True
-""",
-    """
-        with self._lock:
-            is_staged, self._is_staged = self._is_staged, True
-        if not is_staged:
-            self._access.copy_to_host(self._storage, self._buffer, self._mark)
-""",
-    ACCESS + "test_every_part_of_a_write_waits_for_the_one_copy_to_the_host",
-)
-access(
-    "the first part of a read copies all",
-    """
-        return target, _StagedView(self, cut, target, num_parts)
-""",
-    """
-        return target, _StagedView(self, cut, target, 1)
-""",
-    ACCESS + "test_the_copy_to_the_device_waits_for_all_parts_of_a_read",
-)
-access(
-    "every part of a read copies all",
-    """
-            if self._parts_left:
-                return
-""",
-    "",
-    ACCESS + "test_the_copy_to_the_device_waits_for_all_parts_of_a_read",
+    THROUGH_BUFFERS,
 )
 access(
     "a part of a staged body begins where the body does",
     """
-        return memory_at(self._buffer.address + start, num_bytes)
+        stop = start + num_bytes
 """,
     """
-        return memory_at(self._buffer.address, num_bytes)
+        start, stop = 0, num_bytes
 """,
-    STRIPED_LATE,
+    ACCESS + "test_each_part_moves_its_own_bytes_in_any_order",
+)
+access(
+    "a body moves in one piece, larger than its buffer",
+    """
+            end = min(start + self._pool.piece_bytes, stop)
+""",
+    """
+            end = stop
+""",
+    THROUGH_BUFFERS,
 )
 access(
     "a part of a body in place begins where the body does",
     """
-        return memory_at(self._body_address + start, num_bytes)
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
+        yield memory_at(self._body_address + start, num_bytes)
 """,
     """
-        return memory_at(self._body_address, num_bytes)
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
+        yield memory_at(self._body_address, num_bytes)
 """,
     EDGES,
 )
@@ -270,7 +222,7 @@ access(
 access(
     "a storage that was freed before its write is copied",
     """
-                check_size(self._storage, self.cut.num_bytes)
+                self.check()
 """,
     "",
     ACCESS + "test_a_storage_that_was_freed_before_it_was_staged_is_refused",
@@ -278,12 +230,59 @@ access(
 access(
     "a storage that was freed before its write is written",
     """
-        check_size(self._storage, self.cut.num_bytes)
+        self.check()
+        yield memory_at(self._body_address + start, num_bytes)
 """,
     """
-        pass
+        yield memory_at(self._body_address + start, num_bytes)
 """,
     "behaviour/test_resized_storages.py::test_freed_before_its_write_began_it_is_not_written",
+)
+
+# -- storage/staging.py ----------------------------------------------------------------------------
+staging = table_of("storage/staging.py", MUTATIONS)
+
+staging(
+    "a buffer does not go back",
+    """
+            self._free.put(address)
+""",
+    """
+            pass
+""",
+    ACCESS + "test_a_buffer_is_taken_by_a_thread_that_works_and_by_nobody_who_waits[write]",
+)
+staging(
+    "all buffers are one",
+    """
+            self._free.put(self._arena.address(start) + number * piece_bytes)
+""",
+    """
+            self._free.put(self._arena.address(start))
+""",
+    ACCESS + "test_buffers_do_not_overlap",
+)
+staging(
+    "where pinning is refused, there are no buffers",
+    """
+            self._arena = HostArena(self.size_bytes)
+            start = self._arena.allocate(self.size_bytes)
+""",
+    "",
+    "unit/test_staging.py::test_where_the_system_refuses_to_pin_buffers_are_pageable_and_it_is_said",
+)
+staging(
+    "its memory is never given back",
+    """
+    def close(self) -> None:
+        \"\"\"Gives the memory back. Nobody may use a buffer any more.\"\"\"
+        self._arena.close()
+""",
+    """
+    def close(self) -> None:
+        \"\"\"Gives the memory back. Nobody may use a buffer any more.\"\"\"
+""",
+    "unit/test_staging.py::test_buffers_are_pinned_at_once_and_unpinned_at_the_end",
 )
 
 # -- storage/direct.py -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ MUTATIONS: list[Mutation] = []
 
 SSD = "unit/test_ssd.py::"
 DRIVE = "unit/test_drive.py::"
-TOLD = SSD + "test_views_are_told_before_a_write_and_after_a_read_that_is_right"
+PIECES = SSD + "test_a_drive_moves_piece_by_piece_and_passes_on_what_is_right"
 READ_FAILS = "behaviour/test_failed_transfers.py::"
 
 drive = table_of("storage/drive.py", MUTATIONS)
@@ -39,114 +39,127 @@ drive(
     SSD + "test_a_running_read_keeps_its_target_and_its_space_when_nobody_else_does",
 )
 drive(
-    "the view is not told of a write",
+    "a buffer is not given back after an error",
     """
-        view.before_write()
+        with contextlib.closing(view.pieces_to_fill(start, extent.num_bytes)) as pieces:
+            for body in pieces:
 """,
-    "",
-    TOLD,
+    """
+        with contextlib.nullcontext(view.pieces_to_fill(start, extent.num_bytes)) as pieces:
+            self._left_open = pieces
+            for body in pieces:
+""",
+    PIECES,
 )
 drive(
-    "the view is told of a write when it is over",
+    "all pieces are written to one place",
     """
-        view.before_write()
-        body = view.memory(start, extent.num_bytes)
-        done_bytes = 0
-        self.statistics.writes.begin()
-        try:
-            self.file.write(body, extent.offset)
+                if self._checksum is not None:
+                    checksums.append(self._checksum(body))
+                offset += len(body)
 """,
     """
-        body = view.memory(start, extent.num_bytes)
-        done_bytes = 0
-        self.statistics.writes.begin()
-        try:
-            self.file.write(body, extent.offset)
-            view.before_write()
+                if self._checksum is not None:
+                    checksums.append(self._checksum(body))
 """,
-    "behaviour/test_ordering_on_an_asynchronous_device.py::"
-    "test_large_storages_striped_over_directories_come_back",
+    PIECES,
 )
 drive(
-    "the view is not told of a read",
+    "all pieces are read from one place",
     """
-        view.after_read()
+                        f"checksum mismatch: the drive gave back other bytes ({extent})",
+                    )
+                offset += len(body)
 """,
-    "",
-    TOLD,
+    """
+                        f"checksum mismatch: the drive gave back other bytes ({extent})",
+                    )
+""",
+    PIECES,
 )
 drive(
-    "the view is told of a read before its checksum was compared",
+    "a piece is passed on before its checksum was compared",
     """
-        if self._checksum is not None and self._checksum(body) != extent.checksum:
+                if self._checksum is not None and self._checksum(body) != next(checksums):
 """,
     """
-        view.after_read()
-        if self._checksum is not None and self._checksum(body) != extent.checksum:
+                before, body = body, next(pieces, body)
+                if self._checksum is not None and self._checksum(before) != next(checksums):
 """,
-    TOLD,
+    PIECES,
+)
+drive(
+    "a written piece does not count",
+    """
+                    self.file.write(body, offset)
+                    done_bytes = len(body)
+""",
+    """
+                    self.file.write(body, offset)
+""",
+    PIECES,
 )
 drive(
     "a failed write counts as done",
     """
-            self._fail(error)
-            raise
+                    self._fail(error)
+                    raise
 """,
     """
-            self._fail(error)
+                    self._fail(error)
 """,
     READ_FAILS + "test_failed_writes_keep_the_bytes_and_warn_once",
 )
 drive(
     "a failed write does not mark the drive",
     """
-            self._fail(error)
-            raise
+                    self._fail(error)
+                    raise
 """,
     """
-            raise
+                    raise
 """,
     READ_FAILS + "test_failed_writes_keep_the_bytes_and_warn_once",
 )
 drive(
     "a failed read counts as done",
     """
-            raise OSError(error.errno, f"{error.strerror} ({extent})") from None
+                    raise OSError(error.errno, f"{error.strerror} ({extent})") from None
 """,
     """
-            pass
+                    pass
 """,
     READ_FAILS + "test_a_failed_read_names_rank_scope_place_and_errno[True]",
 )
 drive(
     "a failed read does not say where",
     """
-            raise OSError(error.errno, f"{error.strerror} ({extent})") from None
+                    raise OSError(error.errno, f"{error.strerror} ({extent})") from None
 """,
     """
-            raise
+                    raise
 """,
     DRIVE + "test_a_failed_read_keeps_nothing_alive",
 )
 drive(
     "no checksum is compared",
     """
-        if self._checksum is not None and self._checksum(body) != extent.checksum:
+                if self._checksum is not None and self._checksum(body) != next(checksums):
 """,
     """
-        if False:
+                if False:
 """,
-    TOLD,
+    PIECES,
 )
 drive(
     "no checksum is taken",
     """
-            extent.checksum = self._checksum(body)
+                    checksums.append(self._checksum(body))
 """,
     """
-            pass
+                    checksums.append(0)
 """,
-    TOLD,
+    PIECES,
 )
 drive(
     "a failed drive hands out space",

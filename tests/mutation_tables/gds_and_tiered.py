@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in GPUDirect, and in several tiers used as one."""
+"""Errors in GPUDirect, in several tiers used as one, and in opening them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,36 @@ TIERED = "unit/test_tiered.py::"
 gds = table_of("storage/gds.py", MUTATIONS)
 
 gds(
-    "kvikio does not wait for the mark",
+    "kvikio does not wait for the memory's former user",
     """
-        self._ready.synchronize()
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
+        self._device.wait_for(self._mark)
 """,
-    "",
+    """
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
+""",
     GDS_MARKS + "test_the_mark_of_a_read_is_set_after_its_memory_is_taken",
+)
+gds(
+    "kvikio does not wait for the producer",
+    """
+        self._device.wait_for(self._mark)
+        self.check()
+""",
+    """
+        self.check()
+""",
+    GDS_MARKS + "test_a_write_waits_for_its_mark_before_the_drive_gets_the_memory",
 )
 gds(
     "a transfer does not keep its memory",
     """
         self._storage = storage
-        self._ready = ready
+        self._device = device
 """,
     """
         self._storage = torch.UntypedStorage(storage.nbytes(), device="meta")
-        self._ready = ready
+        self._device = device
 """,
     GDS_MARKS + "test_a_view_keeps_its_memory",
 )
@@ -38,12 +52,12 @@ gds(
     "the mark of a read is set before its memory is taken",
     """
         target = self._device.new_storage(cut.num_bytes)
-        return target, _DeviceView(target, self._device.mark())
+        return target, _DeviceView(target, self._device)
 """,
     """
-        mark = self._device.mark()
-        target = self._device.new_storage(cut.num_bytes)
-        return target, _DeviceView(target, mark)
+        view = _DeviceView(torch.UntypedStorage(cut.num_bytes), self._device)
+        view._storage = target = self._device.new_storage(cut.num_bytes)
+        return target, view
 """,
     GDS_MARKS + "test_the_mark_of_a_read_is_set_after_its_memory_is_taken",
 )

@@ -39,13 +39,13 @@ ssd(
 ssd(
     "space goes back with the first read instead of with the last reference",
     """
-        target, view = self._access.for_reading(block.cut, len(block.extents))
+        target, view = self._access.for_reading(block.cut)
         return target, gather(
             [e.drive.begin_read(view, start, e, block, deadline) for start, e in _places(block)]
         )
 """,
     """
-        target, view = self._access.for_reading(block.cut, len(block.extents))
+        target, view = self._access.for_reading(block.cut)
         transfer = gather(
             [e.drive.begin_read(view, start, e, block, deadline) for start, e in _places(block)]
         )
@@ -117,16 +117,6 @@ ssd(
     SSD + "test_a_striped_transfer_ends_with_its_last_part[read]",
 )
 ssd(
-    "a read tells its view of one part only",
-    """
-        target, view = self._access.for_reading(block.cut, len(block.extents))
-""",
-    """
-        target, view = self._access.for_reading(block.cut, 1)
-""",
-    SSD + "test_a_staged_read_is_copied_to_the_device_with_its_last_part",
-)
-ssd(
     "what other drives gave is lost when one refuses",
     """
             for extent in extents:
@@ -157,12 +147,12 @@ ssd(
 ssd(
     "the bodies of several drives are aligned for the first",
     """
-            max(drive.file.alignment.memory for drive in self.drives),
-            max(drive.file.alignment.offset for drive in self.drives),
+                max(drive.file.alignment.memory for drive in self.drives),
+                max(drive.file.alignment.offset for drive in self.drives),
 """,
     """
-            self.drives[0].file.alignment.memory,
-            self.drives[0].file.alignment.offset,
+                self.drives[0].file.alignment.memory,
+                self.drives[0].file.alignment.offset,
 """,
     SSD + "test_drives_that_ask_for_different_alignments_both_get_theirs",
 )

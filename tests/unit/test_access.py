@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a drive gets at the bytes of a storage: edges, staging buffers, and who waits for whom.
+"""How a drive gets at the bytes of a storage: edges, staging in pieces, and who waits for whom.
 
 The drive is played by the tests: they copy bodies out and in. The device's work lags behind.
 """
@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.offload.config import MIB
 from megatron.offload.storage.access import InPlace, Staged, View
-from megatron.offload.storage.arena import HostArena
 from megatron.offload.storage.direct import Alignment, Cut, aligned_storage
-from tests.simulated_device import POISON, PoisoningArena, SimulatedDevice
+from tests.simulated_device import POISON, PoisoningPool, SimulatedDevice
 
 PAGE = 4096
 
@@ -51,13 +49,23 @@ def bytes_of(storage: torch.UntypedStorage) -> bytes:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes())
 
 
-def body_of(view: View) -> bytes:
-    return bytes(view.memory(0, view.cut.body_bytes))
+def written(view: View, start: int = 0, num_bytes: int | None = None) -> bytes:
+    """What a drive would write of a part of the body."""
+    length = view.cut.body_bytes - start if num_bytes is None else num_bytes
+    return b"".join(bytes(piece) for piece in view.pieces_to_write(start, length))
+
+
+def fill(view: View, body: bytes, start: int = 0) -> None:
+    """Reads a part of the body as a drive would."""
+    for piece in view.pieces_to_fill(start, len(body)):
+        piece[:], body = body[: len(piece)], body[len(piece) :]
+    assert not body
 
 
 def is_aligned(view: View, alignment: Alignment) -> bool:
     """Whether a drive can work on the body where it is."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(view.memory(0, 1)))
+    memory = next(view.pieces_to_fill(0, 1))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     return address % alignment.memory == 0 or not view.cut.body_bytes
 
 
@@ -76,8 +84,7 @@ def in_thread(call: Any) -> threading.Thread:
 def test_edges_and_body_come_back_each_in_its_place(num_bytes: int, alignment: Alignment) -> None:
     access, source = InPlace(alignment), storage_of(num_bytes)
     view = access.for_writing(source)
-    view.before_write()
-    body = body_of(view)
+    body = written(view)
     assert is_aligned(view, alignment)
     new_storage = access._new_storage
 
@@ -87,13 +94,11 @@ def test_edges_and_body_come_back_each_in_its_place(num_bytes: int, alignment: A
         return storage
 
     access._new_storage = new_and_full_of_others  # type: ignore[method-assign]
-    target, view = access.for_reading(view.cut, num_parts=2)
+    target, view = access.for_reading(view.cut)
     assert is_aligned(view, alignment)
     half = len(body) // 2
-    view.memory(0, half)[:] = body[:half]
-    view.memory(half, len(body) - half)[:] = body[half:]
-    for _ in range(2):
-        view.after_read()
+    fill(view, body[half:], half)
+    fill(view, body[:half])
     assert bytes_of(target) == bytes_of(source)
 
 
@@ -103,7 +108,7 @@ def test_memory_to_read_into_is_aligned_whatever_the_head(head_bytes: int) -> No
     access = InPlace(alignment)
     for _ in range(3):
         cut = Cut(head_bytes + PAGE, bytes(head_bytes), PAGE, b"")
-        target, view = access.for_reading(cut, num_parts=1)
+        target, view = access.for_reading(cut)
         assert is_aligned(view, alignment) and target.nbytes() == cut.num_bytes
 
 
@@ -112,7 +117,7 @@ def test_a_view_keeps_the_memory_alive(direction: str) -> None:
     access, source = InPlace(Alignment(512, 512)), storage_of(5000)
     view = access.for_writing(source)
     if direction == "read":
-        source, view = access.for_reading(view.cut, num_parts=1)
+        source, view = access.for_reading(view.cut)
     weak = source._weak_ref()
     del source
     assert not torch.UntypedStorage._expired(weak)
@@ -133,7 +138,7 @@ def test_a_storage_that_was_freed_before_its_write_is_refused() -> None:
     view = InPlace(Alignment(512, 512)).for_writing(source)
     source.resize_(0)
     with pytest.raises(RuntimeError, match="resized"):
-        view.before_write()
+        written(view)
 
 
 # -- Staged -------------------------------------------------------------------------------------
@@ -147,114 +152,111 @@ def device() -> Iterator[GatedDevice]:
 
 
 @pytest.fixture
-def arena() -> Iterator[HostArena]:
-    arena = PoisoningArena(MIB)
-    yield arena
-    arena.close()
+def pool() -> Iterator[PoisoningPool]:
+    pool = PoisoningPool(2)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture
-def staged(device: GatedDevice, arena: HostArena) -> Staged:
-    return Staged(Alignment(512, 512), device, arena)
+def staged(device: GatedDevice, pool: PoisoningPool) -> Staged:
+    return Staged(Alignment(512, 512), device, pool)
+
+
+def num_free(pool: PoisoningPool) -> int:
+    return pool._free.qsize()
 
 
 def test_a_storage_that_was_freed_before_it_was_staged_is_refused(
-    staged: Staged, device: GatedDevice
+    staged: Staged, device: GatedDevice, pool: PoisoningPool
 ) -> None:
-    source = storage_of(5000, device)
+    source = storage_of(3 * pool.piece_bytes, device)
     view = staged.for_writing(source)
+    pieces = view.pieces_to_write(0, view.cut.body_bytes)
+    next(pieces)
     source.resize_(0)
     with pytest.raises(RuntimeError, match="resized"):
-        view.before_write()
+        next(pieces)
+    assert device.num_copies == 1 and num_free(pool) == 2
 
 
-@pytest.mark.parametrize("num_bytes", [1, 512, 5000])
-def test_bytes_come_back_through_a_staging_buffer(
-    staged: Staged, device: GatedDevice, num_bytes: int
+@pytest.mark.parametrize("num_bytes", [1, 512, 5000, 8192, 8193, 50_000])
+def test_bytes_come_back_through_staging_buffers(
+    staged: Staged, device: GatedDevice, pool: PoisoningPool, num_bytes: int
 ) -> None:
     source = storage_of(num_bytes, device)
     view = staged.for_writing(source)
-    view.before_write()
-    body = body_of(view)
+    body = written(view)
     assert len(body) % 512 == 0 and body[:num_bytes] == bytes_of(source)
-    target, view = staged.for_reading(view.cut, num_parts=1)
-    view.memory(0, len(body))[:] = body
-    view.after_read()
+    target, view = staged.for_reading(view.cut)
+    fill(view, body)
+    assert bytes_of(target) == bytes_of(source)
+    assert device.num_copies == 2 * -(-num_bytes // pool.piece_bytes)
+
+
+def test_each_part_moves_its_own_bytes_in_any_order(
+    staged: Staged, device: GatedDevice, pool: PoisoningPool
+) -> None:
+    source = storage_of(3 * pool.piece_bytes + 5, device)
+    half = pool.piece_bytes + 512
+    view = staged.for_writing(source)
+    last, first = written(view, half), written(view, 0, half)
+    assert (first + last)[: source.nbytes()] == bytes_of(source)
+    target, view = staged.for_reading(view.cut)
+    fill(view, last, half)
+    fill(view, first)
     assert bytes_of(target) == bytes_of(source)
 
 
-def test_every_part_of_a_write_waits_for_the_one_copy_to_the_host(
-    staged: Staged, device: GatedDevice
+def test_what_was_not_read_well_does_not_reach_the_device(
+    staged: Staged, device: GatedDevice, pool: PoisoningPool
 ) -> None:
-    source = storage_of(PAGE, device)
-    view = staged.for_writing(source)
-    device.gate.clear()
-    parts = [in_thread(view.before_write) for _ in range(3)]
-    parts[0].join(timeout=0.1)
-    are_waiting = [part.is_alive() for part in parts]
-    device.gate.set()
-    for part in parts:
-        part.join(timeout=10)
-    assert all(are_waiting)
-    assert device.num_copies == 1 and body_of(view) == bytes_of(source)
-
-
-def test_the_copy_to_the_device_waits_for_all_parts_of_a_read(
-    staged: Staged, device: GatedDevice
-) -> None:
-    cut = staged.for_writing(storage_of(2 * PAGE, device)).cut
-    target, view = staged.for_reading(cut, num_parts=2)
-    view.memory(0, PAGE)[:] = bytes([1]) * PAGE
-    view.after_read()
-    assert device.num_copies == 0
-    view.memory(PAGE, PAGE)[:] = bytes([2]) * PAGE
-    view.after_read()
-    assert device.num_copies == 1
-    assert bytes_of(target) == bytes([1]) * PAGE + bytes([2]) * PAGE
+    target, view = staged.for_reading(staged.for_writing(storage_of(2 * PAGE, device)).cut)
+    pieces = view.pieces_to_fill(0, 2 * PAGE)
+    next(pieces)
+    pieces.close()  # as a drive does that has found an error
+    assert device.num_copies == 0 and set(bytes_of(target)) == {POISON}
+    assert num_free(pool) == 2
 
 
 def test_marks_are_set_at_once_by_the_thread_that_computes_and_after_memory_is_taken(
     staged: Staged, device: GatedDevice
 ) -> None:
     source = storage_of(PAGE, device)
-    written = staged.for_writing(source)
-    target, read = staged.for_reading(written.cut, num_parts=1)
+    view = staged.for_writing(source)
+    target, read = staged.for_reading(view.cut)
     device.queued(source)  # what is queued later, copies do not wait for: it is none of theirs
     device.queued(target)
-    for call in (written.before_write, read.after_read):
+    body: list[bytes] = []
+    for call in (lambda: body.append(written(view)), lambda: fill(read, bytes(PAGE))):
         in_thread(call).join(timeout=10)
     assert device.marked_by == [threading.current_thread()] * 2
-    assert set(body_of(written)) == set(bytes_of(target)) == {POISON}
-    target, read = staged.for_reading(written.cut, num_parts=1)
-    read.memory(0, PAGE)[:] = bytes([1]) * PAGE
-    read.after_read()
+    assert set(body[0]) == set(bytes_of(target)) == {POISON}
+    target, read = staged.for_reading(view.cut)
+    fill(read, bytes([1]) * PAGE)
     assert set(bytes_of(target)) == {1}
 
 
-def test_a_buffer_goes_back_with_its_view_and_no_sooner(
-    staged: Staged, device: GatedDevice, arena: HostArena
+@pytest.mark.parametrize("direction", ["write", "read"])
+def test_a_buffer_is_taken_by_a_thread_that_works_and_by_nobody_who_waits(
+    staged: Staged, device: GatedDevice, pool: PoisoningPool, direction: str
 ) -> None:
-    view: View | None = staged.for_writing(storage_of(PAGE, device))
-    assert view is not None
-    view.before_write()
-    assert arena.used_bytes == PAGE, "the drive has still to write it"
-    cut, view = view.cut, None
-    assert arena.used_bytes == 0
-    target, view = staged.for_reading(cut, num_parts=1)
-    view.memory(0, PAGE)[:] = bytes([1]) * PAGE
-    assert arena.used_bytes == PAGE
-    view.after_read()
-    assert set(bytes_of(target)) == {1}
-    view = None
-    assert arena.used_bytes == 0
+    views = [staged.for_writing(storage_of(3 * PAGE, device)) for _ in range(5)]
+    if direction == "read":
+        views = [staged.for_reading(view.cut)[1] for view in views]
+    assert num_free(pool) == 2, "what is in flight takes none"
+    pieces = getattr(views[0], "pieces_to_write" if direction == "write" else "pieces_to_fill")
+    for piece in pieces(0, 3 * PAGE):
+        assert num_free(pool) == 1, "the drive has still to use it"
+        piece[:] = bytes(len(piece))
+    assert num_free(pool) == 2
 
 
-def test_a_buffer_from_outside_the_arena_is_memory_of_its_own(device: GatedDevice) -> None:
-    empty = HostArena(0)
-    staged = Staged(Alignment(512, 512), device, empty)
-    source = storage_of(64 * PAGE, device)
-    view = staged.for_writing(source)
-    view.before_write()
-    others = [torch.full((64 * PAGE + size,), 4, dtype=torch.uint8) for size in (0, PAGE) * 8]
-    assert body_of(view) == bytes_of(source) and others
-    empty.close()
+def test_buffers_do_not_overlap() -> None:
+    pool = PoisoningPool(3)
+    with pool.buffer() as first, pool.buffer() as second, pool.buffer() as third:
+        for address in (first, second, third):
+            assert address % PAGE == 0
+        assert all(abs(a - b) >= pool.piece_bytes for a, b in ((first, second), (second, third)))
+        assert abs(first - third) >= pool.piece_bytes
+    pool.close()

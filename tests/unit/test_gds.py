@@ -43,6 +43,9 @@ class Gpu(CpuDevice):
         self.machine.calls.append("mark")
         return Event(self.machine)
 
+    def wait_for(self, mark: Event) -> None:
+        mark.synchronize()
+
 
 class Event:
     """Happens at once, unless the machine holds its kernels back."""

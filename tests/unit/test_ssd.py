@@ -16,7 +16,6 @@ import torch
 
 from megatron.offload.config import MIB
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage.arena import HostArena
 from megatron.offload.storage.budget import SpaceBudget
 from megatron.offload.storage.direct import Alignment
 from megatron.offload.storage.drive import Drive, Extent, Health
@@ -143,8 +142,7 @@ def test_a_running_write_keeps_its_space_when_nobody_else_does(
 def test_closing_waits_for_a_running_write_before_file_and_memory_go(
     make_tier: Tiers, write_gate: Gate, is_staged: bool
 ) -> None:
-    staging = {"device": SimulatedDevice(), "staging": HostArena(MIB)} if is_staged else {}
-    tier = make_tier(**staging)
+    tier = make_tier(**({"device": SimulatedDevice()} if is_staged else {}))
     _, transfer = tier.begin_write(storage_of(PAGE, 1)) or (None, None)
     assert transfer is not None
     write_gate.wait_for_arrival()
@@ -289,11 +287,11 @@ def test_a_striped_transfer_ends_with_its_last_part(
     assert is_same
 
 
-def test_a_staged_read_is_copied_to_the_device_with_its_last_part(
+def test_each_part_of_a_staged_read_is_copied_to_the_device_when_it_is_there(
     make_tier: Tiers, second_drive: SecondDrive
 ) -> None:
     device = SimulatedDevice()
-    tier = make_tier(2, device=device, staging=HostArena(64 * MIB))
+    tier = make_tier(2, device=device)
     first, last = (drive.file for drive in tier.drives)
     source = storage_of(12 * MIB, 1)
     device.queued(source)
@@ -302,12 +300,11 @@ def test_a_staged_read_is_copied_to_the_device_with_its_last_part(
     num_copies = device.num_copies
     second_drive.hold("read", last)
     target, transfer = tier.begin_read(block)
-    wait_until(lambda: second_drive.passed == [first], "the first part did not end")
-    time.sleep(0.05)  # a wrong copy would be made now
-    assert device.num_copies == num_copies
+    wait_until(lambda: device.num_copies == num_copies + 1, "the first part was not copied")
+    assert second_drive.passed == [first] and not transfer.done()
     second_drive.open.set()
     transfer.wait()
-    assert device.num_copies == num_copies + 1 and values_of(target) == {1}
+    assert device.num_copies == num_copies + 2 and values_of(target) == {1}
 
 
 def test_drives_that_ask_for_different_alignments_both_get_theirs(
@@ -404,36 +401,53 @@ def test_what_the_disk_refused_or_nobody_could_use_goes_back_to_the_budget(
     assert drive._space.take(4 * MIB, PAGE) == 2 * MIB
 
 
-class WholeBody:
-    """A view of plain bytes that notes when the drive calls it."""
+class InPieces:
+    """A view of plain bytes through a buffer of one page that notes what becomes of each piece."""
 
     def __init__(self, body: bytes) -> None:
         self.body = bytearray(body)
-        self.calls: list[str] = []
+        self.ended: list[object] = []  # the first byte of each piece that the drive is done with
 
-    def memory(self, start: int, num_bytes: int) -> memoryview:
-        return memoryview(self.body)[start:][:num_bytes]
+    def pieces_to_write(self, start: int, num_bytes: int) -> Iterator[memoryview]:
+        for at in range(start, start + num_bytes, PAGE):
+            buffer = bytearray(self.body[at : at + PAGE])
+            yield memoryview(buffer)
+            buffer[:] = bytes(PAGE)
+            self.ended.append(self.body[at])
 
-    def before_write(self) -> None:
-        self.calls.append("before write")
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Iterator[memoryview]:
+        try:
+            for at in range(start, start + num_bytes, PAGE):
+                buffer = bytearray(PAGE)
+                yield memoryview(buffer)
+                self.body[at : at + PAGE] = buffer
+                self.ended.append(buffer[0])
+        finally:
+            self.ended.append("closed")
 
-    def after_read(self) -> None:
-        self.calls.append(f"after read, {self.body[0]}")
+    def check(self) -> None:
+        raise AssertionError("nothing has failed")
 
 
-def test_views_are_told_before_a_write_and_after_a_read_that_is_right(drive: Drive) -> None:
-    extent, source = drive.allocate(PAGE), WholeBody(bytes([1]) * PAGE)
-    assert extent is not None
-    drive.begin_write(source, 0, extent, None).wait()  # type: ignore[arg-type]
-    assert source.calls == ["before write"]
-    target = WholeBody(bytes(PAGE))
-    drive.begin_read(target, 0, extent, None, 0.0).wait()  # type: ignore[arg-type]
-    assert target.calls == ["after read, 1"]
-    os.pwrite(drive.file.fd, b"\3", extent.offset + 17)  # type: ignore[attr-defined]
-    again = WholeBody(bytes(PAGE))
+def test_a_drive_moves_piece_by_piece_and_passes_on_what_is_right(drive: Drive) -> None:
+    body = b"".join(bytes([value]) * PAGE for value in (1, 2, 3))
+    extent, source = drive.allocate(3 * PAGE), InPieces(body)
+    other = drive.allocate(PAGE)
+    assert extent is not None and other is not None
+    drive.begin_write(InPieces(bytes([9]) * PAGE), 0, other, None).wait()
+    drive.begin_write(source, 0, extent, None).wait()
+    assert source.ended == [1, 2, 3]
+    target = InPieces(bytes(3 * PAGE))
+    drive.begin_read(target, 0, extent, None, 0.0).wait()
+    assert target.ended == [1, 2, 3, "closed"] and target.body == body
+    assert drive.statistics.writes.total_bytes == 4 * PAGE
+    assert drive.statistics.reads.total_bytes == 3 * PAGE
+    os.pwrite(drive.file.fd, b"\7", extent.offset + PAGE + 17)  # type: ignore[attr-defined]
+    again = InPieces(bytes(3 * PAGE))
     with pytest.raises(OSError, match="checksum mismatch") as raised:
-        drive.begin_read(again, 0, extent, None, 0.0).wait()  # type: ignore[arg-type]
-    assert raised.value.errno == errno.EBADMSG and again.calls == []
+        drive.begin_read(again, 0, extent, None, 0.0).wait()
+    assert raised.value.errno == errno.EBADMSG
+    assert again.ended == [1, "closed"] and again.body == body[:PAGE] + bytes(2 * PAGE)
 
 
 def test_the_read_that_is_needed_first_goes_first(make_tier: Tiers) -> None:

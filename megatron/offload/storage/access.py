@@ -3,41 +3,48 @@
 
 The SSD tier asks for a `View` of each storage that it writes or reads. In place, the drive works on
 the tensor's own memory. Staged, an aligned host buffer stands in between, and the device copies
-before the drive writes or after it has read.
+each piece before the drive writes it or after it has read it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import mmap
-import threading
+from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
 import torch
 
-from megatron.offload.storage.arena import HostArena
 from megatron.offload.storage.device import Device
 from megatron.offload.storage.direct import Alignment, Cut, aligned_storage, cut, memory_at
-
-logger = logging.getLogger(__name__)
+from megatron.offload.storage.staging import StagingPool
 
 
 class View(Protocol):
-    """One storage as a drive sees it, for one transfer. Keeps the memory alive."""
+    """One storage as a drive sees it, for one transfer. Keeps the memory alive.
+
+    Every part of the body has an I/O thread of its own, which goes through one of the iterators and
+    closes it.
+    """
 
     cut: Cut  # only the body goes to the drive
 
-    def memory(self, start: int, num_bytes: int) -> Any:
-        """A part of the body, from `start` bytes on."""
+    def pieces_to_write(self, start: int, num_bytes: int) -> Generator[Any, None, None]:
+        """A part of the body, from `start` bytes on, in order. Each piece lasts until the next.
+
+        Raises:
+            RuntimeError: as `check`.
+        """
         ...
 
-    def before_write(self) -> None:
-        """Every part's I/O thread calls it first; when it returns, the body holds the bytes."""
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[Any, None, None]:
+        """Memory for a part of the body, in order, to be filled before the next is asked for.
+
+        When the iterators of all parts have come to their ends, the storage holds the bytes.
+        """
         ...
 
-    def after_read(self) -> None:
-        """Every part's I/O thread calls it last; when all have, the storage holds the bytes."""
+    def check(self) -> None:
+        """Raises RuntimeError if the storage was freed or resized since it was saved."""
         ...
 
 
@@ -48,13 +55,8 @@ class Access(Protocol):
         """A view of a storage whose producer may still be queued on the device."""
         ...
 
-    def for_reading(self, cut: Cut, num_parts: int) -> tuple[torch.UntypedStorage, View]:
-        """A fresh storage, and the view that fills it.
-
-        Args:
-            cut: of the view that was written.
-            num_parts: how many I/O threads will call `after_read`.
-        """
+    def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
+        """A fresh storage, and the view that fills it. `cut`: of the view that was written."""
         ...
 
 
@@ -73,7 +75,7 @@ class InPlace:
         """See `Access`. The edges are copied now."""
         return _InPlaceView(source, cut(source.data_ptr(), source.nbytes(), self._alignment))
 
-    def for_reading(self, cut: Cut, num_parts: int) -> tuple[torch.UntypedStorage, View]:
+    def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
         """See `Access`. The target is aligned like the source was, so the same cut fits it."""
         target = self._new_storage(cut)
         address = target.data_ptr()
@@ -99,116 +101,87 @@ class _InPlaceView:
         self._body_address = storage.data_ptr() + len(cut.head)
         self.cut = cut
 
-    def memory(self, start: int, num_bytes: int) -> memoryview:
-        return memory_at(self._body_address + start, num_bytes)
+    def pieces_to_write(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
+        self.check()
+        yield memory_at(self._body_address + start, num_bytes)
 
-    def before_write(self) -> None:
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
+        yield memory_at(self._body_address + start, num_bytes)
+
+    def check(self) -> None:
         check_size(self._storage, self.cut.num_bytes)
-
-    def after_read(self) -> None:
-        pass
 
 
 class Staged:
-    """Host buffers between the device and the drives.
+    """Host buffers between the device and the drives. See Note [Staging in pieces].
+
+    The device's memory is let go when the drive has the last byte, and not when the device has been
+    copied from: at no time is there a whole copy. To keep one would take page-locked memory for all
+    that is in flight, and what it frees, `--activation-offload-inflight` bounds anyway. It would be
+    a place of its own for a record's bytes: from there what backward wants first, which is written
+    last, would have to be copied back instead of being forwarded, and there what a drive refused
+    would be, instead of safe in device memory.
 
     Args:
         alignment: what the files ask for.
         device: where the storages are.
-        arena: where the buffers come from. It should hold what may be in flight and read ahead at
-            the same time; a buffer that finds no room there comes from the C library, which is
-            slower and never wrong.
+        pool: has a buffer for each I/O thread.
     """
 
-    def __init__(self, alignment: Alignment, device: Device, arena: HostArena) -> None:
+    def __init__(self, alignment: Alignment, device: Device, pool: StagingPool) -> None:
         self._alignment = alignment
         self._device = device
-        self._arena = arena
-        self._has_overflowed = False
+        self._pool = pool
 
     def for_writing(self, source: torch.UntypedStorage) -> View:
         """See `Access`. The body is the whole storage, filled up to what the files ask for."""
         granule = self._alignment.offset
         body_bytes = -(-source.nbytes() // granule) * granule
-        return _StagedView(self, Cut(source.nbytes(), b"", body_bytes, b""), source, num_parts=1)
+        cut = Cut(source.nbytes(), b"", body_bytes, b"")
+        return _StagedView(source, cut, self._device, self._pool)
 
-    def for_reading(self, cut: Cut, num_parts: int) -> tuple[torch.UntypedStorage, View]:
+    def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
         """See `Access`."""
         target = self._device.new_storage(cut.num_bytes)
-        return target, _StagedView(self, cut, target, num_parts)
-
-    def new_buffer(self, num_bytes: int) -> _Buffer:
-        """A page-aligned host buffer."""
-        offset = self._arena.allocate(num_bytes)
-        if offset is not None:
-            return _Buffer(self._arena.address(offset), self._arena, offset)
-        if not self._has_overflowed:
-            self._has_overflowed = True
-            logger.warning(
-                "activation offload: the staging buffers are used up; more come from unpinned "
-                "memory, which is slower; raise --activation-offload-inflight"
-            )
-        owner = aligned_storage(num_bytes, 0, Alignment(mmap.PAGESIZE, mmap.PAGESIZE))
-        return _Buffer(owner.data_ptr(), owner)
-
-    def copy_to_host(self, source: torch.UntypedStorage, buffer: _Buffer, after: Any) -> None:
-        """See `Device`."""
-        self._device.copy_to_host(source, buffer.address, after)
-
-    def copy_from_host(self, buffer: _Buffer, target: torch.UntypedStorage, after: Any) -> None:
-        """See `Device`."""
-        self._device.copy_from_host(buffer.address, target, after)
-
-    def mark(self) -> Any:
-        """See `Device`."""
-        return self._device.mark()
-
-
-class _Buffer:
-    """Host memory for one transfer. Goes back when the last reference to it is gone."""
-
-    def __init__(self, address: int, owner: Any, offset: int | None = None) -> None:
-        self.address = address
-        self._owner = owner
-        self._offset = offset  # in the arena; None: the owner is the memory itself
-
-    def __del__(self) -> None:
-        if self._offset is not None:
-            self._owner.free(self._offset)
+        return target, _StagedView(target, cut, self._device, self._pool)
 
 
 class _StagedView:
     def __init__(
-        self, access: Staged, cut: Cut, storage: torch.UntypedStorage, num_parts: int
+        self, storage: torch.UntypedStorage, cut: Cut, device: Device, pool: StagingPool
     ) -> None:
         self.cut = cut
-        self._access = access
         self._storage = storage
-        self._buffer = access.new_buffer(cut.body_bytes)
+        self._device = device
+        self._pool = pool
         # After it the source has been produced, and nobody uses the target's memory any more.
-        self._mark = access.mark()
-        self._is_staged = False
-        self._parts_left = num_parts
-        # Protects the two fields above. The copy to the host runs under it, and the other parts of
-        # the same storage wait for that.
-        self._lock = threading.Lock()
+        self._mark = device.mark()
 
-    def memory(self, start: int, num_bytes: int) -> memoryview:
-        return memory_at(self._buffer.address + start, num_bytes)
+    def check(self) -> None:
+        check_size(self._storage, self.cut.num_bytes)
 
-    def before_write(self) -> None:
-        with self._lock:
-            if not self._is_staged:
-                check_size(self._storage, self.cut.num_bytes)
-                self._access.copy_to_host(self._storage, self._buffer, self._mark)
-                self._is_staged = True
+    # The body may reach beyond the storage's end. What is copied ends there.
 
-    def after_read(self) -> None:
-        with self._lock:
-            self._parts_left -= 1
-            if self._parts_left:
-                return
-        self._access.copy_from_host(self._buffer, self._storage, self._mark)
+    def pieces_to_write(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
+        with self._pool.buffer() as address:
+            for piece in self._pieces(start, num_bytes):
+                self.check()
+                self._device.copy_to_host(self._storage, address, self._mark, piece)
+                yield memory_at(address, piece.stop - piece.start)
+
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
+        with self._pool.buffer() as address:
+            for piece in self._pieces(start, num_bytes):
+                yield memory_at(address, piece.stop - piece.start)
+                self._device.copy_from_host(address, self._storage, self._mark, piece)
+
+    def _pieces(self, start: int, num_bytes: int) -> Iterator[slice]:
+        """A range of bytes, cut into what fits a buffer."""
+        stop = start + num_bytes
+        while start < stop:
+            end = min(start + self._pool.piece_bytes, stop)
+            yield slice(start, end)
+            start = end
 
 
 def check_size(storage: torch.UntypedStorage, num_bytes: int) -> None:

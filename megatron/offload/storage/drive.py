@@ -8,6 +8,7 @@ between memory and extents of its file; it knows nothing of tensors.
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import errno
 import logging
@@ -45,13 +46,13 @@ class Health(enum.Enum):
 class Extent:
     """A range of a drive's file. Freed with `free`, by whoever owns it."""
 
-    __slots__ = ("checksum", "drive", "num_bytes", "offset")
+    __slots__ = ("checksums", "drive", "num_bytes", "offset")
 
     def __init__(self, drive: Drive, offset: int, num_bytes: int) -> None:
         self.drive = drive
         self.offset = offset
         self.num_bytes = num_bytes
-        self.checksum: int | None = None  # of what was written, if somebody wants it
+        self.checksums: list[int] = []  # of the pieces that were written, if somebody wants them
 
     def __str__(self) -> str:
         return f"file in {self.drive.directory}, offset {self.offset}, length {self.num_bytes}"
@@ -120,7 +121,12 @@ class Drive:
         # Protects extents and health. Held for microseconds (or one fallocate, when
         # the file grows); the space budget's lock is taken under it, no other.
         self._lock = threading.Lock()
-        self._threads = IoThreads(num_threads, f"activation-offload {file.directory}", write_limit)
+        try:
+            name = f"activation-offload {file.directory}"
+            self._threads = IoThreads(num_threads, name, write_limit)
+        except BaseException:  # the system starts no more threads
+            file.close()
+            raise
 
     def __str__(self) -> str:
         state = "" if self.health is Health.GOOD else f", {self.health.value}"
@@ -192,39 +198,46 @@ class Drive:
 
     # Runs in an I/O thread.
     def _write(self, view: View, start: int, extent: Extent) -> None:
-        view.before_write()
-        body = view.memory(start, extent.num_bytes)
-        done_bytes = 0
-        self.statistics.writes.begin()
-        try:
-            self.file.write(body, extent.offset)
-            done_bytes = extent.num_bytes
-        except Exception as error:
-            view.before_write()  # raises if the memory is gone: then the drive is not to blame
-            self._fail(error)
-            raise
-        finally:
-            self.statistics.writes.end(done_bytes)
-        if self._checksum is not None:
-            extent.checksum = self._checksum(body)
+        checksums: list[int] = []
+        offset = extent.offset
+        with contextlib.closing(view.pieces_to_write(start, extent.num_bytes)) as pieces:
+            for body in pieces:
+                done_bytes = 0
+                self.statistics.writes.begin()
+                try:
+                    self.file.write(body, offset)
+                    done_bytes = len(body)
+                except Exception as error:
+                    view.check()  # raises if the memory is gone: then the drive is not to blame
+                    self._fail(error)
+                    raise
+                finally:
+                    self.statistics.writes.end(done_bytes)
+                if self._checksum is not None:
+                    checksums.append(self._checksum(body))
+                offset += len(body)
+        extent.checksums = checksums
 
     # Runs in an I/O thread.
     def _read(self, view: View, start: int, extent: Extent) -> None:
-        body = view.memory(start, extent.num_bytes)
-        done_bytes = 0
-        self.statistics.reads.begin()
-        try:
-            self.file.read(body, extent.offset)
-            done_bytes = extent.num_bytes
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror} ({extent})") from None
-        finally:
-            self.statistics.reads.end(done_bytes)
-        if self._checksum is not None and self._checksum(body) != extent.checksum:
-            raise OSError(
-                errno.EBADMSG, f"checksum mismatch: the drive gave back other bytes ({extent})"
-            )
-        view.after_read()
+        offset, checksums = extent.offset, iter(extent.checksums)
+        with contextlib.closing(view.pieces_to_fill(start, extent.num_bytes)) as pieces:
+            for body in pieces:
+                done_bytes = 0
+                self.statistics.reads.begin()
+                try:
+                    self.file.read(body, offset)
+                    done_bytes = len(body)
+                except OSError as error:
+                    raise OSError(error.errno, f"{error.strerror} ({extent})") from None
+                finally:
+                    self.statistics.reads.end(done_bytes)
+                if self._checksum is not None and self._checksum(body) != next(checksums):
+                    raise OSError(
+                        errno.EBADMSG,
+                        f"checksum mismatch: the drive gave back other bytes ({extent})",
+                    )
+                offset += len(body)
 
     def _make_room(self, num_bytes: int) -> bool:
         """Called under the lock. Lets the file grow for a request; whether it did."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,9 @@ class DeviceMemory:
             "typestr": "|u1",
             "version": 3,
         }
+
+    def __len__(self) -> int:
+        return self.num_bytes
 
     def without_first(self, num_bytes: int) -> DeviceMemory:
         """The range from `num_bytes` on."""
@@ -148,7 +151,7 @@ class GdsTier(SsdTier):
     def _open_file(self, directory: Path, io: str) -> DriveFile:
         return GdsFile(directory, self._kind)
 
-    def _open_access(self, alignment: Alignment) -> Access:
+    def _open_access(self, alignment: Alignment, num_threads: int) -> Access:
         return _FromDevice(self._device)
 
 
@@ -159,31 +162,35 @@ class _FromDevice:
         self._device = device
 
     def for_writing(self, source: torch.UntypedStorage) -> View:
-        return _DeviceView(source, self._device.mark())
+        return _DeviceView(source, self._device)
 
-    def for_reading(self, cut: Cut, num_parts: int) -> tuple[torch.UntypedStorage, View]:
+    def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
         target = self._device.new_storage(cut.num_bytes)
-        return target, _DeviceView(target, self._device.mark())
+        return target, _DeviceView(target, self._device)
 
 
 class _DeviceView:
     """See `View`. kvikio takes any address and size, so all is body."""
 
-    def __init__(self, storage: torch.UntypedStorage, ready: torch.cuda.Event) -> None:
+    def __init__(self, storage: torch.UntypedStorage, device: Device) -> None:
         self._storage = storage
-        self._ready = ready
+        self._device = device
+        self._mark = device.mark()
         self.cut = Cut(storage.nbytes(), b"", storage.nbytes(), b"")
 
-    def memory(self, start: int, num_bytes: int) -> DeviceMemory:
-        """Called in the I/O thread, which waits here and not in what is timed as the drive's."""
-        self._ready.synchronize()
-        return DeviceMemory(self._storage.data_ptr() + start, num_bytes)
+    # The I/O thread waits in these two, and not in what is timed as the drive's.
 
-    def before_write(self) -> None:
+    def pieces_to_write(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
+        self._device.wait_for(self._mark)
+        self.check()
+        yield DeviceMemory(self._storage.data_ptr() + start, num_bytes)
+
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
+        self._device.wait_for(self._mark)
+        yield DeviceMemory(self._storage.data_ptr() + start, num_bytes)
+
+    def check(self) -> None:
         check_size(self._storage, self.cut.num_bytes)
-
-    def after_read(self) -> None:
-        pass
 
 
 def _set_defaults(num_threads: int) -> None:

@@ -7,13 +7,11 @@ kind of tier stands behind a placement.
 
 from __future__ import annotations
 
-import torch
-
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.policy import Placement
-from megatron.offload.storage.arena import HostArena
 from megatron.offload.storage.checksum import load_checksum
+from megatron.offload.storage.cuda import has_cuda
 from megatron.offload.storage.device import Device
 from megatron.offload.storage.file import check_room
 from megatron.offload.storage.gds import GdsTier
@@ -45,27 +43,27 @@ def open_tiers(
         ConfigurationError: a directory, a budget or a missing package; the message says which.
     """
     tiers: dict[Placement, Tier] = {}
-    if config.uses_host:
-        budget_bytes = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
-        tiers[Placement.HOST] = HostTier(budget_bytes, device=device)
-    if config.uses_ssd:
-        kind = GdsTier if config.io == "gds" else SsdTier
-        staging = None
-        if not device.is_host and config.io != "gds":
-            # What is being written and what is being read ahead, each at its bound.
-            staging = HostArena(2 * config.inflight_bytes, pinned=device.pins_host_memory)
-        budget = config.ssd_budget_bytes
-        tiers[Placement.SSD] = kind(
-            config.directories,
-            reserve_bytes=reserve_bytes if budget is None else budget,
-            budget_bytes=budget,
-            num_threads=config.threads,
-            io=config.io,
-            write_bytes_per_s=config.write_bytes_per_s,
-            verify=config.verify == "checksum",
-            device=device,
-            staging=staging,
-        )
+    try:
+        if config.uses_host:
+            budget_bytes = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
+            tiers[Placement.HOST] = HostTier(budget_bytes, device=device)
+        if config.uses_ssd:
+            kind = GdsTier if config.io == "gds" else SsdTier
+            budget = config.ssd_budget_bytes
+            tiers[Placement.SSD] = kind(
+                config.directories,
+                reserve_bytes=reserve_bytes if budget is None else budget,
+                budget_bytes=budget,
+                num_threads=config.threads,
+                io=config.io,
+                write_bytes_per_s=config.write_bytes_per_s,
+                verify=config.verify == "checksum",
+                device=device,
+            )
+    except BaseException:
+        for tier in tiers.values():
+            tier.close()
+        raise
     if len(tiers) > 1:
         tiers[Placement.TIERED] = TieredTier(list(tiers.values()))
     return tiers
@@ -81,7 +79,7 @@ def check_tiers(config: OffloadConfig, *, reserve_bytes: int, num_local_ranks: i
         host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
     if config.uses_ssd:
         if config.io == "gds":
-            status = gds_status(has_gpu=torch.cuda.is_available())
+            status = gds_status(has_gpu=has_cuda())
             if not status.available:
                 raise ConfigurationError(str(status))
         if config.verify == "checksum":

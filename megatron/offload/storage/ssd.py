@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from megatron.offload.storage.access import Access, InPlace, Staged
-from megatron.offload.storage.arena import HostArena
 from megatron.offload.storage.bandwidth import BandwidthMeter
 from megatron.offload.storage.budget import RateLimit, SpaceBudget
 from megatron.offload.storage.checksum import load_checksum
@@ -20,6 +19,7 @@ from megatron.offload.storage.device import CpuDevice, Device
 from megatron.offload.storage.direct import Alignment, Cut
 from megatron.offload.storage.drive import Drive, DriveFile, Extent, Health
 from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.storage.staging import StagingPool
 from megatron.offload.storage.striping import Lane, stripe
 from megatron.offload.storage.tier import Block, TierStatistics
 from megatron.offload.storage.transfer import Transfer, gather
@@ -50,7 +50,6 @@ class SsdTier:
         write_bytes_per_s: bounds the write bandwidth of all drives together; None: no bound.
         verify: compare a checksum of what is read with that of what was written.
         device: where the storages are; None: in host memory.
-        staging: host buffers for a device whose memory is not host memory; closed with the tier.
 
     Raises:
         ConfigurationError: a directory cannot hold its file; the message says why.
@@ -67,11 +66,10 @@ class SsdTier:
         write_bytes_per_s: float | None = None,
         verify: bool = False,
         device: Device | None = None,
-        staging: HostArena | None = None,
     ) -> None:
         self.limit_bytes = budget_bytes
         self._device = device or CpuDevice()
-        self._staging = staging
+        self._staging: StagingPool | None = None  # for a device with memory of its own
         space = SpaceBudget(budget_bytes)
         self.write_limit = RateLimit(write_bytes_per_s) if write_bytes_per_s else None
         checksum = load_checksum() if verify else None
@@ -88,15 +86,15 @@ class SsdTier:
                 self.drives.append(drive)
                 if reserve_bytes:
                     drive.reserve(-(-reserve_bytes // len(directories)))
+            # What suits every drive: alignments are powers of two.
+            self._alignment = Alignment(
+                max(drive.file.alignment.memory for drive in self.drives),
+                max(drive.file.alignment.offset for drive in self.drives),
+            )
+            self._access = self._open_access(self._alignment, num_threads * len(self.drives))
         except BaseException:
             self.close()
             raise
-        # What suits every drive: alignments are powers of two.
-        self._alignment = Alignment(
-            max(drive.file.alignment.memory for drive in self.drives),
-            max(drive.file.alignment.offset for drive in self.drives),
-        )
-        self._access = self._open_access(self._alignment)
 
     def __str__(self) -> str:
         return ", ".join(str(drive) for drive in self.drives)
@@ -140,7 +138,7 @@ class SsdTier:
         self, block: SsdBlock, deadline: float = 0.0
     ) -> tuple[torch.UntypedStorage, Transfer]:
         """See `Tier.begin_read`."""
-        target, view = self._access.for_reading(block.cut, len(block.extents))
+        target, view = self._access.for_reading(block.cut)
         return target, gather(
             [e.drive.begin_read(view, start, e, block, deadline) for start, e in _places(block)]
         )
@@ -185,11 +183,13 @@ class SsdTier:
     def _open_file(self, directory: Path, io: str) -> DriveFile:
         return UnlinkedFile(directory, io)
 
-    def _open_access(self, alignment: Alignment) -> Access:
-        if self._device.is_host:
+    def _open_access(self, alignment: Alignment, num_threads: int) -> Access:
+        device = self._device
+        if device.is_host:
             return InPlace(alignment)
-        assert self._staging is not None
-        return Staged(alignment, self._device, self._staging)
+        with device.on(device.queue()):  # its host memory is to be pinned, and no other device's
+            self._staging = StagingPool(num_threads, pinned=device.pins_host_memory)
+        return Staged(alignment, device, self._staging)
 
 
 def _places(block: SsdBlock) -> Iterator[tuple[int, Extent]]:
