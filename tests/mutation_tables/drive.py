@@ -294,3 +294,15 @@ drive(
 """,
     SSD + "test_closing_waits_for_a_running_write_before_file_and_memory_go[False]",
 )
+drive(
+    "a file without threads stays open",
+    """
+            file.close()
+            raise
+""",
+    """
+            raise
+""",
+    "unit/test_what_opens_closes.py::"
+    "test_file_and_threads_end_when_the_system_starts_no_more_threads[0]",
+)

@@ -129,3 +129,16 @@ file(
 """,
     FILE + "test_a_closed_file_is_no_longer_its_number",
 )
+file(
+    "a file that is of no use stays open",
+    """
+        except BaseException:
+            self.close()
+            raise
+""",
+    """
+        except BaseException:
+            raise
+""",
+    "unit/test_what_opens_closes.py::test_a_file_is_closed_when_its_trial_write_fails[buffered]",
+)

@@ -116,3 +116,17 @@ tiered(
 """,
     TIERED + "test_a_small_fast_tier_fills_evenly_over_the_step",
 )
+
+# -- storage/open.py -------------------------------------------------------------------------------
+open_ = table_of("storage/open.py", MUTATIONS)
+
+open_(
+    "the first tier stays open when the second does not open",
+    """
+            tier.close()
+""",
+    """
+            pass
+""",
+    "unit/test_what_opens_closes.py::test_the_host_tier_is_closed_when_the_ssd_tier_does_not_open",
+)

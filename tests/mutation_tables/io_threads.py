@@ -234,3 +234,15 @@ io_threads(
 """,
     ENDS + "test_a_write_that_nobody_wants_is_not_held_up_by_the_limit",
 )
+io_threads(
+    "threads that started stay when the others do not start",
+    """
+            self.close()
+            raise
+""",
+    """
+            raise
+""",
+    "unit/test_what_opens_closes.py::"
+    "test_file_and_threads_end_when_the_system_starts_no_more_threads[3]",
+)

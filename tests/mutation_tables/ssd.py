@@ -156,3 +156,16 @@ ssd(
 """,
     SSD + "test_drives_that_ask_for_different_alignments_both_get_theirs",
 )
+ssd(
+    "what has opened stays open when the rest does not open",
+    """
+        except BaseException:
+            self.close()
+            raise
+""",
+    """
+        except BaseException:
+            raise
+""",
+    "unit/test_what_opens_closes.py::test_the_first_drive_is_closed_when_the_second_does_not_open",
+)

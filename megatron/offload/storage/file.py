@@ -42,6 +42,7 @@ class UnlinkedFile:
 
     def __init__(self, directory: Path, io: str = "auto") -> None:
         self.directory = directory
+        self.fd = -1
         self.size_bytes = 0
         self._flags = 0  # of every read and write
         self._drops_cache_itself = False
@@ -50,17 +51,21 @@ class UnlinkedFile:
         self._sync_lock = threading.Lock()
         self._write_error: OSError | None = None  # of any buffered write so far
         _check_directory(directory)
-        fd = None if io == "buffered" else _open_unnamed(directory, os.O_DIRECT)
-        alignment = direct_alignment(fd) if fd is not None else None
-        if (
-            fd is not None
-            and alignment is not None
-            and _works(fd, max(alignment.offset, mmap.PAGESIZE))
-        ):
-            self.fd, self.alignment, self.kind = fd, alignment, "direct I/O"
-            return
-        if fd is not None:
-            os.close(fd)
+        try:
+            self._open(directory, io)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, directory: Path, io: str) -> None:
+        direct_fd = None if io == "buffered" else _open_unnamed(directory, os.O_DIRECT)
+        if direct_fd is not None:
+            self.fd = direct_fd
+            alignment = direct_alignment(direct_fd)
+            if alignment is not None and _works(direct_fd, max(alignment.offset, mmap.PAGESIZE)):
+                self.alignment, self.kind = alignment, "direct I/O"
+                return
+            self.close()
         if io == "direct":
             raise ConfigurationError(
                 f"the file system of {directory} has no direct I/O (O_DIRECT); choose a directory "

@@ -58,8 +58,12 @@ class IoThreads:
         # limit's lock is taken under it, no other.
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        for _ in range(num_threads):
-            self._start_thread()
+        try:
+            for _ in range(num_threads):
+                self._start_thread()
+        except BaseException:  # the system gives us no more: those that run would wait for ever
+            self.close()
+            raise
 
     def submit_read(self, work: Callable[[], None], deadline: float = 0.0) -> Transfer:
         """Queues a read; among queued reads the smallest deadline goes first."""
