@@ -21,6 +21,8 @@ from megatron.offload.layer_set import LayerSet
 
 KIB, MIB, GIB, TIB, PIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40, 1 << 50
 
+DEFAULT_INFLIGHT_BYTES = 512 * MIB  # raised to what the largest layer asks for
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -228,11 +230,12 @@ class OffloadConfig:
         parse=_parse_count,
         metavar="N",
     )
-    inflight_bytes: int = _flag(
+    inflight_bytes: int | None = _flag(
         "--activation-offload-inflight",
-        512 * MIB,
+        None,
         "most bytes on their way to the tiers at any time, and most bytes read ahead of backward. "
-        "Beyond it the forward pass waits for the drive instead of letting memory grow.",
+        "Beyond it the forward pass waits for the drive instead of letting memory grow. Default: "
+        "512MiB, or more where one layer, or two storages of the largest size, have more bytes.",
         parse=parse_size,
         metavar="SIZE",
     )
@@ -321,7 +324,7 @@ class OffloadConfig:
                 "--activation-offload-dir names a directory twice; striping needs directories on "
                 "different drives"
             )
-        if self.inflight_bytes < self.min_bytes:
+        if self.inflight_bytes is not None and self.inflight_bytes < self.min_bytes:
             raise ConfigurationError(
                 f"--activation-offload-inflight ({format_size(self.inflight_bytes)}) is below "
                 f"--activation-offload-min-bytes ({format_size(self.min_bytes)}), so nothing could "

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.offload.config import OffloadConfig
+from megatron.offload.config import DEFAULT_INFLIGHT_BYTES, OffloadConfig
 from megatron.offload.errors import ConfigurationError, StorageError
 from megatron.offload.placement.observer import Observer
 from megatron.offload.placement.policy import FixedPolicy, Placement, Policy
@@ -106,7 +106,8 @@ class OffloadEngine:
             recomputed=config.recompute_layers,
         )
         self._device = device
-        self._inflight = ByteBudget(config.inflight_bytes)
+        asked_bytes = config.inflight_bytes
+        self._inflight = ByteBudget(DEFAULT_INFLIGHT_BYTES if asked_bytes is None else asked_bytes)
         self._tiers = open_tiers(
             config,
             device,
@@ -115,7 +116,7 @@ class OffloadEngine:
         )
         self._cache = TensorCache(device.device)
         self._hooks = SavedTensorHooks(self._cache, mover=self)
-        self._prefetcher = Prefetcher(self._begin_read, limit_bytes=config.inflight_bytes)
+        self._prefetcher = Prefetcher(self._begin_read, limit_bytes=self._inflight.limit_bytes)
         self._starter = Starter("activation-offload transfers")
         self._reading = threading.Lock()
         self._captured = _Captured()  # of the layer or operation under way
@@ -236,6 +237,7 @@ class OffloadEngine:
             opens_at_once: backward goes straight to the layers that filled the tape. Else it passes
                 through the loss, where memory is scarcest, and one storage has to do until then.
         """
+        self._allow_in_flight(2 * tape.largest_bytes)  # one is read while one waits for its use
         start = functools.partial(self._prefetcher.start, tape, opens_at_once)
         self._starter.submit(start, self._prefetcher.advance)
 
@@ -332,11 +334,21 @@ class OffloadEngine:
             if not self._inflight.try_acquire(one.num_bytes):
                 self._submit_writes(batch)
                 batch = []
+                self._allow_in_flight(sum(other.num_bytes for other in outgoing))
                 began = time.perf_counter()
                 self._inflight.acquire(one.num_bytes)
                 self.statistics.write_wait_s += time.perf_counter() - began
             batch.append(one)
         self._submit_writes(batch)
+
+    def _allow_in_flight(self, num_bytes: int) -> None:
+        """Raises the bound on bytes in flight if it is lower, unless it is one that was asked for.
+
+        With less than a layer, forward waits at each layer's end for what it has just handed over,
+        however fast the tiers are.
+        """
+        if self.config.inflight_bytes is None and num_bytes > self._inflight.limit_bytes:
+            self._inflight.limit_bytes = self._prefetcher.limit_bytes = num_bytes
 
     def _submit_writes(self, batch: list[Outgoing]) -> None:
         if batch:
@@ -428,6 +440,11 @@ class OffloadEngine:
             self._starter.submit(functools.partial(self._prefetcher.waited, waited_s, rate))
 
     # -- What the tiers did ---------------------------------------------------------------------
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Most bytes on their way to the tiers, and most that are read ahead, at present."""
+        return self._inflight.limit_bytes
 
     @property
     def long_lived(self) -> list[LongLived]:

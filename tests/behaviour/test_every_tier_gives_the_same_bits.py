@@ -63,8 +63,8 @@ def test_a_large_storage_is_striped_over_the_directories(make_engine, tmp_path):
     tensor = torch.randn(5 * MIB + 3)
     with engine.step():
         packed = engine._hooks.pack(tensor)
-        engine._inflight.acquire(engine.config.inflight_bytes)  # returns when the write is done
-        engine._inflight.release(engine.config.inflight_bytes)
+        engine._inflight.acquire(engine.inflight_bytes)  # returns when the write is done
+        engine._inflight.release(engine.inflight_bytes)
         assert [e.num_bytes > 8 * MIB for e in packed.saved.block.extents] == [True, True]
         assert torch.equal(engine._hooks.unpack(packed), tensor)
 

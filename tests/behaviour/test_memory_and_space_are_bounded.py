@@ -48,6 +48,55 @@ def test_a_layer_larger_than_the_inflight_budget_is_handed_over_in_parts(make_en
     assert engine.statistics.written_bytes == 5 * 4000
 
 
+def in_thread(call):
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def a_layer():
+    """Five storages of 4000 bytes, saved at once."""
+    x = torch.randn(1000, requires_grad=True)
+    return x, x.exp().exp().exp().exp().exp()
+
+
+def test_by_default_a_layer_is_in_flight_as_a_whole_and_the_next_one_waits_for_it(
+    make_engine, write_gate, monkeypatch
+):
+    monkeypatch.setattr("megatron.offload.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
+    engine = make_engine(io="buffered")
+    assert engine.inflight_bytes == 10_000
+    with engine.step():
+        layers = [a_layer() for _ in range(2)]
+        engine.capture(Scope(), [layers[0][1]], [layers[0][0]])  # waits for nothing
+        assert engine._inflight.taken_bytes == engine.inflight_bytes == 5 * 4000
+        thread = in_thread(lambda: engine.capture(Scope(), [layers[1][1]], [layers[1][0]]))
+        thread.join(timeout=0.2)
+        assert thread.is_alive() and engine._inflight.taken_bytes == 5 * 4000
+        write_gate.open.set()
+        thread.join(timeout=10)
+        settle(engine)
+    assert engine.inflight_bytes == 5 * 4000
+    assert engine.statistics.written_bytes == 2 * 5 * 4000
+
+
+def test_a_bound_that_was_asked_for_holds_however_large_a_layer_is(make_engine, write_gate):
+    engine = make_engine(io="buffered", inflight_bytes=10_000)
+    with engine.step():
+        x, y = a_layer()
+        thread = in_thread(lambda: engine.capture(Scope(), [y], [x]))
+        thread.join(timeout=0.2)
+        assert thread.is_alive() and engine._inflight.taken_bytes == 8000
+        write_gate.open.set()
+        thread.join(timeout=10)
+        settle(engine)
+        with engine.forward(Scope()) as tape:
+            packed = engine._hooks.pack(torch.randn(10_000))
+        with engine.backward(tape):
+            engine._hooks.unpack(packed)
+    assert engine.inflight_bytes == engine._prefetcher.limit_bytes == 10_000
+
+
 @pytest.mark.parametrize("end", ["done", "failed", "refused", "not started", "used", "dropped"])
 def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
     make_engine, write_gate, monkeypatch, end

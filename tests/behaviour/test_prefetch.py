@@ -58,6 +58,20 @@ def test_the_window_holds_two_of_the_largest_within_the_inflight_budget(
         del packed
 
 
+def test_by_default_one_storage_is_read_while_one_waits_however_large_they_are(
+    make_engine, monkeypatch
+):
+    monkeypatch.setattr("megatron.offload.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
+    engine = make_engine(io="buffered")
+    with engine.step():
+        tape, packed = save_on(engine, [2048] * 4)  # 8192 bytes each
+        with engine.backward(tape):
+            engine._hooks.unpack(packed.pop())
+            assert on_their_way(engine, packed) == [1, 2]
+        assert engine.inflight_bytes == 2 * 8192
+        del packed
+
+
 def test_a_storage_saved_twice_is_brought_back_for_its_last_save(engine):
     with engine.step():
         with engine.forward(Scope()) as tape:

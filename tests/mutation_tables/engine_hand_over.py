@@ -20,6 +20,9 @@ BOUNDED = "behaviour/test_memory_and_space_are_bounded.py::"
 HOWEVER = BOUNDED + "test_however_a_write_ends_its_bytes_are_no_longer_in_flight"
 IN_PARTS = BOUNDED + "test_a_layer_larger_than_the_inflight_budget_is_handed_over_in_parts"
 FORWARD_WAITS = BOUNDED + "test_forward_waits_while_too_many_bytes_are_in_flight"
+BY_DEFAULT = (
+    BOUNDED + "test_by_default_a_layer_is_in_flight_as_a_whole_and_the_next_one_waits_for_it"
+)
 SAVED_TWICE = (
     "behaviour/test_prefetch.py::test_a_storage_saved_twice_is_brought_back_for_its_last_save"
 )
@@ -135,8 +138,7 @@ context(
     """
             return self._hooks.pack_found(tensor)
 """,
-    "behaviour/test_what_never_moves.py::"
-    "test_parameters_and_small_storages_stay_in_a_context_too",
+    "behaviour/test_what_never_moves.py::test_parameters_and_small_storages_stay_in_a_context_too",
 )
 context(
     "a context does not end",
@@ -222,6 +224,53 @@ engine(
                 self._inflight.taken_bytes += one.num_bytes
 """,
     FORWARD_WAITS,
+)
+engine(
+    "the default bound is less than a layer",
+    """
+                self._allow_in_flight(sum(other.num_bytes for other in outgoing))
+""",
+    "",
+    BY_DEFAULT,
+)
+engine(
+    "the default bound follows one storage instead of a layer",
+    """
+                self._allow_in_flight(sum(other.num_bytes for other in outgoing))
+""",
+    """
+                self._allow_in_flight(one.num_bytes)
+""",
+    BY_DEFAULT,
+)
+engine(
+    "a bound that was asked for is raised",
+    """
+        if self.config.inflight_bytes is None and num_bytes > self._inflight.limit_bytes:
+""",
+    """
+        if num_bytes > self._inflight.limit_bytes:
+""",
+    BOUNDED + "test_a_bound_that_was_asked_for_holds_however_large_a_layer_is",
+)
+engine(
+    "the default bound falls again",
+    """
+        if self.config.inflight_bytes is None and num_bytes > self._inflight.limit_bytes:
+""",
+    """
+        if self.config.inflight_bytes is None:
+""",
+    BY_DEFAULT,
+)
+engine(
+    "the default read-ahead has no room for two storages",
+    """
+        self._allow_in_flight(2 * tape.largest_bytes)  # one is read while one waits for its use
+""",
+    "",
+    "behaviour/test_prefetch.py::"
+    "test_by_default_one_storage_is_read_while_one_waits_however_large_they_are",
 )
 engine(
     "compute waits for what it has not handed over",

@@ -77,7 +77,7 @@ prefetch(
 prefetch(
     "the window is not limited",
     """
-        return min(2 * tape.largest_bytes + self._missing_bytes, self._limit_bytes)
+        return min(2 * tape.largest_bytes + self._missing_bytes, self.limit_bytes)
 """,
     """
         return 2 * tape.largest_bytes + self._missing_bytes
@@ -87,10 +87,10 @@ prefetch(
 prefetch(
     "the window holds one of the largest",
     """
-        return min(2 * tape.largest_bytes + self._missing_bytes, self._limit_bytes)
+        return min(2 * tape.largest_bytes + self._missing_bytes, self.limit_bytes)
 """,
     """
-        return min(tape.largest_bytes + self._missing_bytes, self._limit_bytes)
+        return min(tape.largest_bytes + self._missing_bytes, self.limit_bytes)
 """,
     WINDOW,
 )

@@ -41,7 +41,6 @@ class Measurement:
     def __init__(self, config: OffloadConfig, engine: OffloadEngine, device: Device) -> None:
         self.profiler = Profiler(device, config.min_bytes, self._waited_s)
         self.last: MeasuredStep | None = None
-        self._config = config
         self._engine = engine
         self._device = device
         self._peak = PeakMemory(device)
@@ -117,7 +116,7 @@ class Measurement:
             recomputes=recomputes,
             previous=previous,
             sizes=self.profiler.sizes,
-            inflight_bytes=self._config.inflight_bytes,
+            inflight_bytes=self._engine.inflight_bytes,
             source=f"measured in {len(steps)} step{'' if len(steps) == 1 else 's'}",
         )
         self.profiler.clear()

@@ -61,7 +61,7 @@ class Prefetcher:
 
     def __init__(self, begin_read: Callable[[SavedStorage, float], bool], limit_bytes: int) -> None:
         self._begin_read = begin_read
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._tape: Tape | None = None
         self._num_begun = 0
         self._missing_bytes = 0.0
@@ -124,7 +124,7 @@ class Prefetcher:
         tape = self._tape
         if tape is None or not self._has_used_one:
             return 0
-        return min(2 * tape.largest_bytes + self._missing_bytes, self._limit_bytes)
+        return min(2 * tape.largest_bytes + self._missing_bytes, self.limit_bytes)
 
     def _bring_back(self, record: SavedStorage) -> None:
         """What is still in memory, because it was not written yet, stays there; else it is read."""
