@@ -25,7 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.offload.integration.megatron.estimate import MARGIN, activation_bytes
+from megatron.offload.integration.megatron.estimate import encoder_decoder_bytes
 
 from .arguments import UserError, positive
 from .data import Batch, next_batch
@@ -154,14 +154,13 @@ class T5(MaskedTask):
         self, args: argparse.Namespace, config: TransformerConfig, stage: int
     ) -> int:
         """The encoder's, the decoder's without and those of its cross attention."""
-        encoder, decoder = (
-            activation_bytes(settings, length, args.micro_batch_size, args.num_microbatches)
-            for settings, length in (
-                (transformer_config(args), args.seq_length),
-                (config, args.decoder_seq_length),
-            )
+        return encoder_decoder_bytes(
+            transformer_config(args),
+            config,
+            (args.seq_length, args.decoder_seq_length),
+            args.micro_batch_size,
+            args.num_microbatches,
         )
-        return encoder + decoder + _cross_attention_bytes(args, config)
 
     def tokens_per_sample(self, args: argparse.Namespace) -> int:
         """The encoder's and the decoder's."""
@@ -232,22 +231,3 @@ def _most_hidden(args: argparse.Namespace) -> tuple[int, int]:
     """
     num_hidden = max(1, int(args.mask_prob * args.seq_length))
     return num_hidden, min(num_hidden, num_hidden // 2 + 8)
-
-
-def _cross_attention_bytes(args: argparse.Namespace, config: TransformerConfig) -> int:
-    """Bytes that the decoder's cross attentions save for one micro-batch, term by term.
-
-    Of the decoder's tokens: both sides of the norm, its dropout mask, the query and the attention's
-    output. Of the encoder's: keys and values, and once for all layers its output.
-    """
-    element = 2 if config.bf16 else 4
-    tp = config.tensor_model_parallel_size
-    shared = tp if config.sequence_parallel else 1
-    hidden = config.hidden_size
-    mask = hidden if config.hidden_dropout > 0 else 0
-    decoder_token = element * (2 * hidden / shared + 2 * hidden / tp) + mask / shared
-    encoder_token = element * 2 * hidden / tp
-    per_layer = args.decoder_seq_length * decoder_token + args.seq_length * encoder_token
-    once = element * hidden * args.seq_length / shared
-    total = args.decoder_num_layers * per_layer + once
-    return int(MARGIN * args.micro_batch_size * total)

@@ -115,6 +115,20 @@ def test_flags_reach_install_and_stay_plain_for_checkpoints(
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_t5_needs_room_for_its_encoder_its_decoder_and_what_lies_between(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, installed: dict[str, Any], tmp_path: Path
+) -> None:
+    offload = ("--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path))
+    parse(megatron_lm, *offload)
+    set_up(megatron_lm)
+    one_block = installed["reserve_bytes"]
+    parse(megatron_lm, *offload)
+    megatron_lm.flags.decoder_seq_length = megatron_lm.flags.seq_length
+    set_up(megatron_lm)
+    assert 2 * one_block < installed["reserve_bytes"] < 3 * one_block
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("flags", "changed", "sentence"),
     [
@@ -200,7 +214,7 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
             try:
                 training_script._on_all_ranks(action)
             except ConfigurationError as error:
-                print(error, training_script._num_local_ranks())
+                print(error, training_script._of_local_ranks(10 + rank))
             """,
             rank,
             tmp_path / "store",
@@ -210,7 +224,41 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
     for process in ranks:
         code, output, errors = finish(process)
         assert code == 0, errors
-        assert output == "activation offload: rank 1 has no room 2\n"
+        assert output == "activation offload: rank 1 has no room [10, 11]\n"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_disk_is_asked_for_what_all_stages_of_the_machine_need_together(
+    megatron_lm: FakeMegatronLm,
+    script: TrainingScript,
+    installed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Of two stages the first holds two micro-batches at once, the second holds one."""
+    megatron_lm.settings = settings(pipeline_model_parallel_size=2)
+    reserves: list[int] = []
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "megatron.offload.storage.open.check_room", lambda *args: asked.append(args[-1])
+    )
+
+    def set_up_stage(stage: int) -> int:
+        monkeypatch.setattr(training_script, "_stage", lambda: stage)
+        parse(megatron_lm, "--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path))
+        set_up(megatron_lm)
+        return int(installed["reserve_bytes"])
+
+    reserves += (set_up_stage(0), set_up_stage(1))
+    assert asked == reserves  # each is alone
+    assert reserves[0] == pytest.approx(2 * reserves[1], rel=1e-3) and reserves[1] > 1000
+    monkeypatch.setattr(training_script, "_of_local_ranks", lambda own: reserves)
+    asked.clear()
+    for stage, reserve in enumerate(reserves):
+        assert set_up_stage(stage) == reserve  # what it allocates is its own
+        assert installed["num_local_ranks"] == 2
+    assert asked[0] == asked[1]
+    assert sum(reserves) <= asked[0] <= sum(reserves) + 1
 
 
 # ------------------------------------------------------------------ steps and their log

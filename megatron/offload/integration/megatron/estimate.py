@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes of activations a rank will put on its SSD: `activation_bytes`.
+"""How many bytes of activations a rank will put on its SSD: `activation_bytes`, for T5
+`encoder_decoder_bytes`.
 
 Trainers pass the result to `install` as `reserve_bytes`, so that a disk that is too small shows
 before training. The count follows Korthikanti et al., "Reducing Activation Recomputation in Large
@@ -91,3 +92,47 @@ def activation_bytes(
     )
     per_pass = layers * layer_bytes(settings, tokens)
     return int(MARGIN * per_pass * passes_in_flight(settings, num_microbatches, stage))
+
+
+def encoder_decoder_bytes(
+    encoder: Any,
+    decoder: Any,
+    seq_lengths: tuple[int, int],
+    micro_batch_size: int,
+    num_microbatches: int,
+) -> int:
+    """Like `activation_bytes` for T5, whose decoder layers also attend to the encoder's output.
+
+    Args:
+        encoder: a `TransformerConfig`.
+        decoder: another; megatron-core has no pipeline stages for T5.
+        seq_lengths: tokens of one sample in the encoder and in the decoder.
+        micro_batch_size: samples of one micro-batch.
+        num_microbatches: micro-batches of one step on each data-parallel rank.
+    """
+    own = sum(
+        activation_bytes(settings, length, micro_batch_size, num_microbatches)
+        for settings, length in zip((encoder, decoder), seq_lengths, strict=True)
+    )
+    return own + _cross_attention_bytes(decoder, seq_lengths, micro_batch_size)
+
+
+def _cross_attention_bytes(
+    settings: Any, seq_lengths: tuple[int, int], micro_batch_size: int
+) -> int:
+    """Bytes that the decoder's cross attentions save for one micro-batch, term by term.
+
+    Of the decoder's tokens: both sides of the norm, its dropout mask, the query and the attention's
+    output. Of the encoder's: keys and values, and once for all layers its output.
+    """
+    element = 2 if settings.bf16 or settings.fp16 else 4
+    tp = settings.tensor_model_parallel_size
+    shared = tp if settings.sequence_parallel else 1
+    hidden = settings.hidden_size
+    mask = hidden if settings.hidden_dropout > 0 else 0
+    decoder_token = element * (2 * hidden / shared + 2 * hidden / tp) + mask / shared
+    encoder_token = element * 2 * hidden / tp
+    of_encoder, of_decoder = seq_lengths
+    per_layer = of_decoder * decoder_token + of_encoder * encoder_token
+    once = element * hidden * of_encoder / shared
+    return int(MARGIN * micro_batch_size * (settings.num_layers * per_layer + once))

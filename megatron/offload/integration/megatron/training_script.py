@@ -9,6 +9,7 @@ does, and shows the counters in the script's own log. It copies nothing of Megat
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import inspect
 import logging
@@ -27,7 +28,10 @@ from megatron.offload.integration.megatron.arguments import (
     add_offload_arguments,
     config_from_args,
 )
-from megatron.offload.integration.megatron.estimate import activation_bytes
+from megatron.offload.integration.megatron.estimate import (
+    activation_bytes,
+    encoder_decoder_bytes,
+)
 from megatron.offload.integration.megatron.install import MegatronOffload, check, install
 from megatron.offload.integration.megatron.seam import Seam
 from megatron.offload.report.memory import PeakMemory
@@ -136,8 +140,7 @@ class TrainingScript:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             self._has_set_up = True
             flags = _GET_FLAGS.find()()
-            num_local_ranks = _num_local_ranks()
-            request = _on_all_ranks(lambda: _checked_request(flags, num_local_ranks))
+            request = _checked_request(flags)
             result = original(*args, **kwargs)
             if cpu_runtime.is_active():
                 cpu_training_script.keep_sent_tensors(result[0])
@@ -231,20 +234,41 @@ class TrainingScript:
 
 @dataclass(frozen=True)
 class _Request:
-    """What the flags ask for."""
+    """What the flags ask for on this rank."""
 
     config: OffloadConfig
-    reserve_bytes: int
-    num_local_ranks: int
+    settings: Any = None  # Megatron-LM's TransformerConfig
+    reserve_bytes: int = 0
+    num_local_ranks: int = 1
     run_directory: Path | None = None  # where its checkpoints go
 
 
-def _checked_request(flags: argparse.Namespace, num_local_ranks: int) -> _Request:
+def _checked_request(flags: argparse.Namespace) -> _Request:
     """Reads our flags and checks them against Megatron-LM's, before a model is built.
+
+    Called by all ranks.
 
     Raises:
         ConfigurationError: they do not fit together, or cannot work here.
     """
+    request: _Request = _on_all_ranks(lambda: _request(flags))
+    if not request.config.enabled:
+        return request
+    # Of the ranks that share the disks: pipeline stages do not need the same room.
+    reserves = _of_local_ranks(request.reserve_bytes)
+    request = dataclasses.replace(request, num_local_ranks=len(reserves))
+    _on_all_ranks(
+        lambda: check(
+            request.config,
+            request.settings,
+            reserve_bytes=-(-sum(reserves) // len(reserves)),
+            num_local_ranks=request.num_local_ranks,
+        )
+    )
+    return request
+
+
+def _request(flags: argparse.Namespace) -> _Request:
     if not hasattr(flags, "activation_offload"):
         raise ConfigurationError(
             "the flags have lost --activation-offload on their way, as with --yaml-cfg, which "
@@ -256,23 +280,29 @@ def _checked_request(flags: argparse.Namespace, num_local_ranks: int) -> _Reques
     if config.plan_file is not None:
         flags.activation_offload_plan = str(config.plan_file)
     if not config.enabled:
-        return _Request(config, 0, num_local_ranks)
+        return _Request(config)
     for name, (works, reason) in _FLAGS.items():
         if getattr(flags, name, works) != works:
             flag = "--" + name.replace("_", "-")
             raise ConfigurationError(f"{flag} cannot be combined with offload: {reason}; drop it")
     settings = _MODEL_SETTINGS.find()(flags)
-    samples = flags.micro_batch_size * flags.data_parallel_size
-    reserve_bytes = activation_bytes(
-        settings,
-        flags.seq_length,
-        flags.micro_batch_size,
-        max(1, flags.global_batch_size // samples),
-        _stage(),
-    )
-    check(config, settings, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
     save = getattr(flags, "save", None)
-    return _Request(config, reserve_bytes, num_local_ranks, Path(save) if save else None)
+    reserve_bytes = _reserve_bytes(flags, settings)
+    return _Request(config, settings, reserve_bytes, run_directory=Path(save) if save else None)
+
+
+def _reserve_bytes(flags: argparse.Namespace, settings: Any) -> int:
+    """Disk space that this rank needs; that of its pipeline stage."""
+    micro_batch_size, length = flags.micro_batch_size, flags.seq_length
+    samples = micro_batch_size * flags.data_parallel_size
+    num_microbatches = max(1, flags.global_batch_size // samples)
+    decoder_length = getattr(flags, "decoder_seq_length", None)
+    if decoder_length is not None:  # T5: as many layers twice
+        lengths = (length, decoder_length)
+        return encoder_decoder_bytes(
+            settings, settings, lengths, micro_batch_size, num_microbatches
+        )
+    return activation_bytes(settings, length, micro_batch_size, num_microbatches, _stage())
 
 
 def _stage() -> int:
@@ -302,11 +332,11 @@ def _check_blocks(model_chunks: Sequence[torch.nn.Module]) -> None:
 # ------------------------------------------------------------------ ranks
 
 
-def _num_local_ranks() -> int:
-    """How many ranks share this machine. Called by all ranks."""
-    names: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(names, socket.gethostname())
-    return names.count(socket.gethostname())
+def _of_local_ranks(value: int) -> list[int]:
+    """The values of all ranks that share this machine. Called by all ranks."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, (socket.gethostname(), value))
+    return [number for name, number in values if name == socket.gethostname()]
 
 
 def _on_all_ranks(action: Callable[[], Any]) -> Any:
