@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -68,6 +70,18 @@ def test_loading_data_leaves_dropouts_generator_where_the_checkpoint_put_it(
     torch.manual_seed(3)
     assert training.build_train_valid_test_data_iterators(draw) == expected
     assert draw() == expected
+
+
+def test_berts_script_finds_layers_without_transformer_engine(training: ModuleType) -> None:
+    specs = importlib.import_module("megatron.core.models.bert.bert_layer_specs")
+    if specs.HAVE_TE:
+        pytest.skip("Transformer Engine is there")
+    cpu_training_script.activate()
+    assert specs.bert_layer_with_transformer_engine_spec is specs.bert_layer_local_spec
+    cpu_runtime.deactivate()
+    with pytest.raises(ImportError, match="Transformer Engine"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        specs.bert_layer_with_transformer_engine_spec  # noqa: B018
 
 
 def test_where_cuda_is_nothing_is_touched(

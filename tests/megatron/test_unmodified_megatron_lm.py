@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's own pretrain_gpt.py, as it is in a checkout, with and without offload.
+BERT's and T5's scripts are in `test_unmodified_bert_and_t5.py`.
 
     MEGATRON_LM_PATH=/path/to/Megatron-LM pytest -s tests/megatron/test_unmodified_megatron_lm.py
 
@@ -20,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.offload.placement.plan_file import load_plans
+from megatron.offload.placement.profile import StageProfile
 from megatron.offload.storage.allocator import allocator_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,12 +137,21 @@ def environment() -> dict[str, str]:
 def pretrain(layout: str, directory: Path, *flags: str, succeeds: bool = True) -> Run:
     """Runs pretrain_gpt.py in a layout, to its end."""
     num_ranks, parallel = LAYOUTS[layout]
-    script = [str(CHECKOUT / "pretrain_gpt.py"), *MODEL.split(), *parallel.split(), *flags]
+    flags = (*MODEL.split(), *parallel.split(), *flags)
+    return run_script(CHECKOUT / "pretrain_gpt.py", num_ranks, directory, *flags, succeeds=succeeds)
+
+
+def run_script(
+    script: Path, num_ranks: int, directory: Path, *flags: str, succeeds: bool = True
+) -> Run:
+    """Runs a script of the checkout through the launcher, to its end."""
+    beside = [] if script.parent == CHECKOUT else [str(CHECKOUT)]  # else found without PYTHONPATH
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ranks = ["--nproc-per-node", str(num_ranks), "-m", "megatron.offload.launch"]
     result = subprocess.run(
-        [*launcher, "--nproc-per-node", str(num_ranks), "-m", "megatron.offload.launch", *script],
+        [*launcher, *ranks, str(script), *flags],
         cwd=directory,
-        env=environment(),
+        env={**environment(), "PYTHONPATH": os.pathsep.join([search_path(), *beside])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -168,7 +180,11 @@ def offload(mode: str, directory: Path) -> list[str]:
     """The flags for it."""
     flags = f"--activation-offload {mode} --activation-offload-dir {directory}"
     bounds = "--activation-offload-min-bytes 64KiB --activation-offload-inflight 8MiB"
-    return [*flags.split(), *bounds.split()]
+    goal = ""
+    if mode == "auto":  # as little memory as it can, and where its plan goes
+        goal = "--activation-offload-max-slowdown 1 --activation-offload-plan "
+        goal += str(directory / "plan.json")
+    return [*flags.split(), *bounds.split(), *goal.split()]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -188,6 +204,26 @@ def test_the_log_says_what_was_offloaded(runs: Runs, layout: str) -> None:
     assert off.offloaded() == []
     assert len(ssd.offloaded()) == 4 and "0 B" not in ssd.offloaded()
     assert ssd.output.count(f"activation offload to {ssd.save} ") == 1
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_auto_plans_after_the_first_steps_and_changes_no_bit(runs: Runs, layout: str) -> None:
+    off, auto = runs(layout, "off"), runs(layout, "auto")
+    assert auto.losses() == off.losses()
+    assert auto.checkpoints() == off.checkpoints()
+    stages = 2 if layout == "pipeline" else 1
+    plans = load_plans(auto.save / "plan.json")
+    assert sorted(plans) == list(range(stages))
+    layers = {one.layer for plan in plans.values() for one in plan.groups}
+    assert layers == {f"decoder.{number}" for number in range(1, 9)}
+    for stage in range(stages):
+        profile = StageProfile.load(auto.save / f"activation-profile-stage{stage}.json")
+        assert profile.layout.num_stages == stages and profile.num_micro_batches == 2
+    # Of four steps two are measured; the others' lines say what was expected of them.
+    planned = re.findall(r"step: (\S+) s \(predicted (\S+) s\) \| planned peak: ", auto.output)
+    assert len(planned) == 2
+    assert all(float(seconds) > 0 for line in planned for seconds in line)
+    assert "activation plan of stage 0" in auto.output
 
 
 # In bf16 a CPU's own temporary memory is larger than the activations of this small model.

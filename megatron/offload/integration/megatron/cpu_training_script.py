@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -134,6 +135,15 @@ def _table() -> Iterable[Redirection]:
         _leaving_the_generator(build_data.find()),
         "draws from the CPU's generator, here also dropout's, after a checkpoint has set it",
     )
+    bert = "megatron.core.models.bert.bert_layer_specs"
+    specs = importlib.import_module(bert)
+    if not specs.HAVE_TE:
+        yield Redirection(
+            bert,
+            "bert_layer_with_transformer_engine_spec",
+            specs.bert_layer_local_spec,
+            "pretrain_bert.py imports it by name, and takes it whatever --transformer-impl says",
+        )
     fused_kernels = "megatron.legacy.fused_kernels"
     if fused_kernels in sys.modules:  # imported by those versions that load them
         yield Redirection(
