@@ -227,6 +227,16 @@ def train(
     return outcome
 
 
+def train_once(*lines: str, world_size: int = 1) -> Outcome:
+    """Like `train`, but the same flags train only once a session: what others compare with."""
+    return _trained_once(tuple(flag for line in lines for flag in shlex.split(line)), world_size)
+
+
+@functools.cache
+def _trained_once(flags: tuple[str, ...], world_size: int) -> Outcome:
+    return train(shlex.join(flags), world_size=world_size)
+
+
 def rank_environment(added: dict[str, str]) -> dict[str, str]:
     """What a rank starts with: this process's, no GPU, loopback, this checkout's modules."""
     search = [added.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")]

@@ -8,15 +8,17 @@ shows on a CPU that per-node capture leaves them alone, and that the default hoo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import launch
 import pytest
-from launch import TINY, Outcome, run_trainer
+from fork_server import ForkServer
+from launch import TINY, Outcome, rank_environment, run_trainer
 from test_offload_is_bit_identical import ssd
 
 STEPS = 3
-# The import that megatron-core tries. Beside the script, so that it is found first.
+# The import that megatron-core tries. Beside the scripts, so that it is found first.
 _KERNEL = """\
 calls = 0
 
@@ -27,8 +29,6 @@ def wgrad_gemm_accum_fp32(total_input, grad_output, main_grad):
 """
 _SCRIPT = """\
 import hashlib
-import os
-import sys
 
 import fused_weight_gradient_mlp_cuda as kernel
 import torch
@@ -44,7 +44,7 @@ class FusedGPT(GPT):
         return config
 
     def forward_step(self, iterator, model):
-        if "DEFAULT_HOOKS" not in os.environ:
+        if not DEFAULT_HOOKS:
             return super().forward_step(iterator, model)
         with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
             return super().forward_step(iterator, model)
@@ -71,22 +71,41 @@ pretrain(FusedGPT())
 """
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trainer with the stand-in for the kernel, and one with default hooks besides."""
+    folder = tmp_path_factory.mktemp("fused")
+    (folder / "fused_weight_gradient_mlp_cuda.py").write_text(_KERNEL)
+    for name, has_hooks in (("fused", False), ("hooked", True)):
+        (folder / f"{name}.py").write_text(f"DEFAULT_HOOKS = {has_hooks}\n{_SCRIPT}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fused_server(folder: Path) -> Iterator[ForkServer]:
+    """Ranks whose megatron-core has found the stand-in."""
+    environment = rank_environment({"PYTHONPATH": str(launch.ROOT / "examples")})
+    modules = ("trainer.gpt", "trainer.training", "fused_weight_gradient_mlp_cuda")
+    started = ForkServer(folder / "fused.py", modules, environment)
+    yield started
+    started.close()
+
+
+Runs = Callable[..., Outcome]
+
+
 @pytest.fixture
-def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A trainer with the stand-in for the kernel; a directory for activations."""
-    (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text(_KERNEL)
-    script = tmp_path / "pretrain.py"
-    script.write_text(_SCRIPT)
-    monkeypatch.setitem(launch.SCRIPTS, "fused", script)
-    directory = tmp_path / "offload"
-    directory.mkdir()
-    return directory
+def run(folder: Path, fused_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Trains on two ranks, with flags and one of the scripts."""
+    monkeypatch.setattr(launch, "server", lambda: fused_server)
 
+    def run(*lines: str, script: str = "fused") -> Outcome:
+        monkeypatch.setitem(launch.SCRIPTS, script, folder / f"{script}.py")
+        environment = {"PYTHONPATH": str(launch.ROOT / "examples")}
+        flags = f"{TINY} --overlap-grad-reduce --train-iters {STEPS}"
+        return run_trainer(flags, *lines, model=script, world_size=2, environment=environment)
 
-def run(*lines: str, **environment: str) -> Outcome:
-    environment["PYTHONPATH"] = str(launch.ROOT / "examples")
-    flags = f"{TINY} --overlap-grad-reduce --train-iters {STEPS}"
-    return run_trainer(flags, *lines, model="fused", world_size=2, environment=environment)
+    return run
 
 
 def gradients(outcome: Outcome) -> list[str]:
@@ -99,14 +118,16 @@ def gradients(outcome: Outcome) -> list[str]:
 @pytest.mark.parametrize(
     "precision", ["", pytest.param("--bf16", marks=pytest.mark.slow)], ids=["fp32", "bf16"]
 )
-def test_fusion_and_overlap_give_the_same_bits_with_offload(trainer: Path, precision: str) -> None:
+def test_fusion_and_overlap_give_the_same_bits_with_offload(
+    run: Runs, precision: str, tmp_path: Path
+) -> None:
     off = run(precision)
     assert off.exit_codes == [0, 0], off.output
     # Each micro-batch calls the kernel for two linear layers of attention and two of the MLP in
     # each of four layers, and for the logits: fusion is on.
     calls = [int(line.split()[2]) for line in gradients(off)]
     assert max(calls) == 2 * STEPS * (4 * 4 + 1)
-    offloaded = run(precision, ssd(trainer))
+    offloaded = run(precision, ssd(tmp_path))
     assert offloaded.exit_codes == [0, 0], offloaded.output
     assert gradients(offloaded) == gradients(off)
     for name in ("loss", "grad_norm"):
@@ -116,16 +137,18 @@ def test_fusion_and_overlap_give_the_same_bits_with_offload(trainer: Path, preci
 
 
 @pytest.mark.slow
-def test_fusion_and_overlap_give_the_same_bits_with_recomputed_layers(trainer: Path) -> None:
+def test_fusion_and_overlap_give_the_same_bits_with_recomputed_layers(
+    run: Runs, tmp_path: Path
+) -> None:
     lists = " --activation-recompute-layers 1,3 --activation-offload-layers 2"
-    off, mixed = run(), run(ssd(trainer) + lists)
+    off, mixed = run(), run(ssd(tmp_path) + lists)
     assert mixed.exit_codes == [0, 0], mixed.output
     assert gradients(mixed) == gradients(off)
     assert mixed.model == off.model
 
 
-def test_default_saved_tensor_hooks_break_it(trainer: Path) -> None:
+def test_default_saved_tensor_hooks_break_it(run: Runs) -> None:
     """What these tests would see if activations were captured that way."""
-    outcome = run(DEFAULT_HOOKS="1")
+    outcome = run(script="hooked")
     assert 0 not in outcome.exit_codes
     assert "param.grad being None is not safe when overlap_grad_reduce is True" in outcome.output

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from launch import TINY, Outcome, Run, run_trainer, train
+from launch import TINY, Outcome, Run, run_trainer, train, train_once
 
 STEPS = 4
 LAYOUTS = {
@@ -55,7 +55,7 @@ def assert_same_bits(offloaded: Outcome, off: Outcome) -> None:
 def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[layout]
     flags += f" --train-iters {STEPS}"
-    off = train(flags, world_size=world_size)
+    off = train_once(flags, world_size=world_size)
     # New interpreters for one layout: nothing may depend on a hash seed that all ranks share, or on
     # what the fork server has imported.
     fresh = layout == "DP2+distributed-optimizer"
@@ -80,7 +80,7 @@ def test_layers_may_be_placed_one_by_one(layout: str, tmp_path: Path) -> None:
     # The last layer keeps everything.
     lists = " --activation-recompute-layers 1,3 --activation-offload-layers decoder.2"
     mixed = train(flags, ssd(tmp_path) + lists, world_size=world_size)
-    assert_same_bits(mixed, train(flags, world_size=world_size))
+    assert_same_bits(mixed, train_once(flags, world_size=world_size))
     for step in (record["offload"] for record in mixed.metrics):
         assert step["recomputed_layers"] > 0 and step["offloaded_bytes"] > 0
 
@@ -104,7 +104,7 @@ def test_the_other_modes_change_no_bit_either(mode: str, layout: str, tmp_path: 
         f" --activation-offload-dir {directories[0]},{directories[1]}"
     )
     offloaded = train(model, offload, world_size=world_size)
-    assert_same_bits(offloaded, train(model, world_size=world_size))
+    assert_same_bits(offloaded, train_once(model, world_size=world_size))
     moved = [record["offload"] for record in offloaded.metrics]
     uses_host, uses_ssd = not mode.startswith("ssd"), not mode.startswith("host")
     assert (sum(step["host_read_bytes"] for step in moved) > 0) is uses_host
