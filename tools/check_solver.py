@@ -6,11 +6,12 @@
     check_solver.py --instances 50 --seed 7 --json a.json
 
 An instance has up to seven layers, each kept, recomputed, or moved to host memory or an SSD; some
-have fewer layers of two groups. Costs, bandwidths, sizes, schedules and goals (a memory budget or a
-slowdown) are random. Every plan there is gets simulated, so the best is known; the solver's is
-simulated likewise. The gap is how much more time (or, with a slowdown as goal, memory) its plan
-takes. Where no plan fits, the solver must say so, and where one fits it must not; else the gap is
-infinite. Then stages of 96 layers with 16 micro-batches in flight are solved against the clock.
+have fewer layers of two groups, of which one may be recomputed alone, or its cheap operations.
+Costs, bandwidths, sizes, schedules and goals (a memory budget or a slowdown) are random. Every plan
+there is gets simulated, so the best is known; the solver's is simulated likewise. The gap is how
+much more time (or, with a slowdown as goal, memory) its plan takes. Where no plan fits, the solver
+must say so, and where one fits it must not; else the gap is infinite. Then stages of 96 layers with
+16 micro-batches in flight are solved against the clock.
 
 Seconds of a solve are the processor's, since others may use the machine; the wall's stand beside.
 
@@ -81,11 +82,16 @@ def random_instance(chance: random.Random) -> Instance:
         micro_batches -= micro_batches % layout.group_size
     num_groups = chance.choice([1, 1, 2])
     num_layers = chance.randint(3, 7) if num_groups == 1 else chance.randint(2, 3)
+    cheap = chance.choice([(), ("mlp",), ("attention", "mlp")]) if num_groups > 1 else ()
+    if len(cheap) > 1:
+        num_layers = 2
     spread = chance.choice([0.0, 0.2, 0.6])  # how much layers differ
     forward_s = 0.01
     size = chance.randint(16, 256) * MIB
     layers = tuple(
-        _random_layer(chance, n, n * chunks // num_layers, num_groups, forward_s, size, spread)
+        _random_layer(
+            chance, n, n * chunks // num_layers, num_groups, forward_s, size, spread, cheap=cheap
+        )
         for n in range(num_layers)
     )
     before_s, after_s, backward_before_s, backward_after_s = (
@@ -121,26 +127,35 @@ def _random_layer(
     size: int,
     spread: float,
     may_lack: float = 0.1,
+    cheap: tuple[str, ...] = (),
 ) -> LayerProfile:
-    """`may_lack`: how likely recomputation is impossible."""
+    """`may_lack`: how likely recomputation is impossible; `cheap`: groups with cheap operations."""
 
     def about(value: float) -> float:
         return value * math.exp(chance.gauss(0.0, spread))
 
     own_s = about(forward_s)
     backward_s = own_s * chance.uniform(1.5, 2.5)
-    groups = [
-        GroupProfile(
-            name=name,
-            movable_bytes=int(about(size / num_groups)),
-            kept_bytes=chance.choice([0, size // 32]),
-            num_storages=chance.randint(1, 3),
-            produced_s=own_s * (n + 1) / num_groups,
-            first_use_s=backward_s * (num_groups - 1 - n) / num_groups,
-            recompute_s=own_s * 0.3 if num_groups > 1 and chance.random() > 5 * may_lack else None,
+    groups = []
+    for n, name in enumerate(["attention", "mlp"] if num_groups == 2 else ["layer"]):
+        movable_bytes = int(about(size / num_groups))
+        groups.append(
+            GroupProfile(
+                name=name,
+                movable_bytes=movable_bytes,
+                kept_bytes=chance.choice([0, size // 32]),
+                num_storages=chance.randint(1, 3),
+                produced_s=own_s * (n + 1) / num_groups,
+                first_use_s=backward_s * (num_groups - 1 - n) / num_groups,
+                recompute_s=own_s * 0.3
+                if num_groups > 1 and chance.random() > 5 * may_lack
+                else None,
+                input_bytes=min(movable_bytes, size // 16) if num_groups > 1 else 0,
+                cheap_bytes=int(movable_bytes * chance.uniform(0.1, 0.5)) if name in cheap else 0,
+                cheap_s=own_s * chance.uniform(0.01, 0.1) if name in cheap else None,
+                cheap_extra_bytes=size // 8 if name in cheap else 0,
+            )
         )
-        for n, name in enumerate(["attention", "mlp"] if num_groups == 2 else ["layer"])
-    ]
     return LayerProfile(
         chunk=chunk,
         name=f"decoder.{number}",
@@ -205,10 +220,12 @@ def large_stages() -> Iterator[tuple[StageProfile, float | None]]:
 
     None: 2 % slower is allowed instead.
     """
-    for num_groups, ssd_gbps in ((1, 4.0), (2, 2.0), (2, 8.0)):
+    both = ("attention", "mlp")
+    for num_groups, ssd_gbps, cheap in ((1, 4.0, ()), (2, 2.0, ()), (2, 2.0, both), (2, 8.0, both)):
         chance = random.Random(num_groups)
         layers = tuple(
-            _random_layer(chance, n, 0, num_groups, 0.01, 128 * MIB, 0.05, 0.0) for n in range(96)
+            _random_layer(chance, n, 0, num_groups, 0.01, 128 * MIB, 0.05, 0.0, cheap)
+            for n in range(96)
         )
         tiers = (
             TierProfile("host", 2e10, 2e10),

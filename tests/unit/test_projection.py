@@ -266,6 +266,12 @@ class TestProfiles:
         assert 0 < attention.produced_s < mlp.produced_s == layer.forward_s
         assert 0 == mlp.first_use_s < attention.first_use_s < layer.backward_s
         assert layer.recompute_s == layer.forward_s
+        alone_s = [group.recompute_s or 0.0 for group in layer.groups]
+        assert sum(alone_s) == pytest.approx(layer.forward_s) and min(alone_s) > 0
+        assert attention.input_bytes == mlp.input_bytes == layer.input_bytes
+        # The result of the activation function, four times as wide as the hidden states.
+        assert attention.cheap_s is None and mlp.cheap_bytes == 4 * layer.input_bytes
+        assert mlp.cheap_s is not None and 0 < mlp.cheap_s < 0.05 * layer.forward_s
         assert layer.backward_s == pytest.approx(2 * layer.forward_s, rel=0.05)
 
     def test_chunks_take_turns_over_the_stages(self) -> None:

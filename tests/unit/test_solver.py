@@ -194,6 +194,40 @@ def test_parts_of_a_layer_are_placed_on_their_own() -> None:
     assert ("layer", Placement.RECOMPUTE) not in found
 
 
+@pytest.mark.parametrize("budget_bytes", [20, 24, 28, 34])
+def test_a_part_is_recomputed_alone_where_that_is_best(budget_bytes: int) -> None:
+    # The MLP gives back seven bytes for 0.25 s, attention one for 0.75 s, the layer nine for 1 s.
+    groups = (
+        group("attention", 2, produced_s=0.75, first_use_s=0.5, recompute_s=0.75, input_bytes=1),
+        group("mlp", 8, recompute_s=0.25, input_bytes=1),
+    )
+    layers = tuple(layer(f"decoder.{n}", input_bytes=1, groups=groups) for n in range(4))
+    profile = stage(layers=layers, tiers=(tier(write=0.5, read=0.5),))
+    plan = solve(profile, budget_bytes=budget_bytes)
+    assert plan.predicted is not None and plan.predicted.peak_bytes <= budget_bytes
+    assert plan.predicted.step_s <= 1.01 * best_of_all(profile, budget_bytes)
+    recomputed = [line for line in plan.groups if line.placement is Placement.RECOMPUTE]
+    assert recomputed and {line.group for line in recomputed} == {"mlp"}
+    assert all(line.reason for line in plan.groups)
+
+
+@pytest.mark.parametrize("budget_bytes", [26, 30, 36])
+def test_cheap_operations_are_recomputed_where_that_is_best(budget_bytes: int) -> None:
+    groups = (
+        group("attention", 2, produced_s=0.75, first_use_s=0.5),
+        group("mlp", 8, recompute_s=0.25, input_bytes=1, cheap_bytes=4, cheap_s=0.0625),
+    )
+    layers = tuple(layer(f"decoder.{n}", input_bytes=1, groups=groups) for n in range(4))
+    profile = stage(layers=layers, tiers=(tier(write=0.5, read=0.5),))
+    plan = solve(profile, budget_bytes=budget_bytes)
+    assert plan.predicted is not None and plan.predicted.peak_bytes <= budget_bytes
+    assert plan.predicted.step_s <= 1.01 * best_of_all(profile, budget_bytes)
+    recomputed = [line for line in plan.groups if line.placement is Placement.RECOMPUTE]
+    assert "mlp-cheap" in {line.group for line in recomputed} <= {"mlp", "mlp-cheap"}
+    reasons = {one.reason for one in recomputed if one.group == "mlp-cheap"}
+    assert reasons == {"runs again in 62 ms"}
+
+
 def test_a_goal_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="without a goal"):
         solve(stage())

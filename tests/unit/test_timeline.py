@@ -196,6 +196,34 @@ def test_groups_move_and_are_recomputed_on_their_own() -> None:
     assert Timeline(profile).predict(plan) == Prediction(6.25, 0.0, 0.25, 15, 6, 6)
 
 
+def test_groups_that_are_recomputed_alone_hold_their_inputs_and_come_back_one_by_one() -> None:
+    groups = (
+        group("attention", produced_s=0.5, first_use_s=1.0, recompute_s=0.25, input_bytes=2),
+        group("mlp", 6, recompute_s=0.5, input_bytes=3),
+    )
+    profile = stage(layers=(layer(groups=groups),))
+    lines = [PlannedGroup(0, "decoder.0", one.name, RECOMPUTE, 0) for one in groups]
+    # Inputs: 2 and 3. In backward 2 + 6 bytes, then 8; not 8 + 6 as of a recomputed layer.
+    assert Timeline(profile).predict(Plan(tuple(lines))) == Prediction(3.75, 0.0, 0.75, 8)
+    one = Plan((lines[1],))
+    assert Timeline(profile).predict(one) == Prediction(3.5, 0.0, 0.5, 8 + 6)
+    assert predict(profile, RECOMPUTE) == Prediction(4.0, 0.0, 1.0, 2 + 8 + 6)
+
+
+def test_cheap_operations_give_their_bytes_back_and_the_rest_stays_or_moves() -> None:
+    groups = (
+        group("attention", produced_s=0.5, first_use_s=1.0),
+        group("mlp", 6, cheap_bytes=4, cheap_s=0.25, cheap_extra_bytes=5),
+    )
+    profile = stage(layers=(layer(groups=groups), layer("decoder.1")))
+    cheap = PlannedGroup(0, "decoder.0", "mlp-cheap", RECOMPUTE, 4)
+    assert Timeline(profile).predict(Plan(())).peak_bytes == 8 + 6 + 8
+    # Peak: when the MLP has run again, all that it saves and five more.
+    assert Timeline(profile).predict(Plan((cheap,))) == Prediction(6.25, 0.0, 0.25, 8 + 6 + 5)
+    moved = Plan((PlannedGroup(0, "decoder.0", "mlp", SSD, 2), cheap))
+    assert Timeline(profile).predict(moved) == Prediction(6.25, 0.0, 0.25, 8 + 6 + 5, 2, 2)
+
+
 @pytest.mark.parametrize("own", range(4))
 def test_a_stage_holds_as_many_micro_batches_as_come_before_its_first_backward(own: int) -> None:
     profile = stage(layout=Layout(4, own, 1, 4), micro_batches=8)

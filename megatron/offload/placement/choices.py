@@ -13,17 +13,17 @@ import numpy as np
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.plan import Plan, PlannedGroup
-from megatron.offload.placement.policy import Placement
+from megatron.offload.placement.policy import CHEAP as CHEAP_OF
+from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.placement.profile import LayerProfile, StageProfile
 from megatron.offload.placement.script import (
+    CHEAP,
     FIRST_TIER,
     KEEP,
     RECOMPUTE_GROUP,
     RECOMPUTE_LAYER,
 )
 from megatron.offload.placement.tables import Ints
-
-WHOLE_LAYER = "layer"  # a plan's word for all groups together
 
 
 class Choices:
@@ -53,16 +53,25 @@ class Choices:
             profile.name == WHOLE_LAYER and layer.recompute_s is not None
         )
         tiers = range(FIRST_TIER, FIRST_TIER + len(self.profile.tiers))
-        return [KEEP, *([RECOMPUTE_GROUP] if own else []), *tiers]
+        stays = [KEEP, *tiers]
+        if profile.cheap_s is None or profile.cheap_bytes == 0:
+            cheap = []
+        elif profile.cheap_bytes < profile.movable_bytes:
+            cheap = [choice + CHEAP for choice in stays]
+        else:
+            cheap = [KEEP + CHEAP]  # nothing is left to move
+        return [KEEP, *([RECOMPUTE_GROUP] if own else []), *tiers, *cheap]
 
     def all(self, choice: int) -> Ints:
-        """This choice for every group that allows it, `KEEP` for the others."""
+        """This choice for every group that allows it, at least without `CHEAP`, else `KEEP`."""
         chosen = np.zeros(self.num_groups, np.int64)
         for layer, options, (begin, end) in zip(
             self.profile.layers, self.options, self.spans, strict=True
         ):
+            allowed = [self.of_group(layer, n) for n in range(end - begin)]
             wanted = tuple(
-                choice if choice in self.of_group(layer, n) else KEEP for n in range(end - begin)
+                next((one for one in (choice, choice % CHEAP) if one in own), KEEP)
+                for own in allowed
             )
             if choice == RECOMPUTE_LAYER:
                 wanted = (RECOMPUTE_LAYER,) * (end - begin)
@@ -92,23 +101,22 @@ class Choices:
                 )
                 continue
             for number, group in enumerate(layer.groups, begin):
-                lines.append(
-                    PlannedGroup(
-                        layer.chunk,
-                        layer.name,
-                        group.name,
-                        self.placement(int(chosen[number])),
-                        group.movable_bytes,
-                        reasons[number] if reasons else "",
-                    )
-                )
+                choice, reason = int(chosen[number]), reasons[number] if reasons else ""
+                cheap_bytes = group.cheap_bytes if choice >= CHEAP else 0
+                rest = group.name, self.placement(choice), group.movable_bytes - cheap_bytes
+                lines.append(PlannedGroup(layer.chunk, layer.name, *rest, reason))
+                if choice >= CHEAP:
+                    again = group.name + CHEAP_OF, Placement.RECOMPUTE, cheap_bytes
+                    took = f"runs again in {1000 * (group.cheap_s or 0.0):.2g} ms"
+                    reason = took if reasons else ""
+                    lines.append(PlannedGroup(layer.chunk, layer.name, *again, reason))
         return Plan(tuple(lines), stage=self.profile.layout.stage)
 
     def placement(self, choice: int) -> Placement:
         """The word for a choice."""
-        if choice == KEEP:
+        if choice % CHEAP == KEEP:
             return Placement.KEEP
-        return self._placements.get(choice, Placement.RECOMPUTE)
+        return self._placements.get(choice % CHEAP, Placement.RECOMPUTE)
 
     def of_plan(self, plan: Plan) -> Ints:
         """A plan's choices. Groups that it does not name are kept.
@@ -118,9 +126,10 @@ class Choices:
         """
         chosen = np.zeros(self.num_groups, np.int64)
         places = {(layer.chunk, layer.name): n for n, layer in enumerate(self.profile.layers)}
-        for line in plan.groups:
+        # What is said of cheap operations comes on top of what is said of their group.
+        for line in sorted(plan.groups, key=lambda one: one.group.endswith(CHEAP_OF)):
             where = places.get((line.chunk, line.layer))
-            found = None if where is None else self._of_line(where, line)
+            found = None if where is None else self._of_line(where, line, chosen)
             if where is None or found is None:
                 raise ConfigurationError(
                     f"the plan has {line.group} of {line.layer} in chunk {line.chunk} as "
@@ -131,8 +140,12 @@ class Choices:
             chosen[begin:end] = np.where(found >= 0, found, chosen[begin:end])
         return chosen
 
-    def _of_line(self, where: int, line: PlannedGroup) -> Ints | None:
-        """Choices for a layer's groups, -1 where the line says nothing; None if it cannot be."""
+    def _of_line(self, where: int, line: PlannedGroup, chosen: Ints) -> Ints | None:
+        """Choices for a layer's groups, -1 where the line says nothing; None if it cannot be.
+
+        Args:
+            chosen: what the lines before say, for all groups.
+        """
         layer = self.profile.layers[where]
         found = np.full(len(layer.groups), -1, np.int64)
         recomputed = (RECOMPUTE_LAYER,) * len(layer.groups)
@@ -144,6 +157,14 @@ class Choices:
             found[:] = RECOMPUTE_LAYER
             return found
         for number, group in enumerate(layer.groups):
+            on_top = int(chosen[self.spans[where][0] + number]) + CHEAP
+            if (
+                line.group == group.name + CHEAP_OF
+                and line.placement is Placement.RECOMPUTE
+                and on_top in self.of_group(layer, number)
+            ):
+                found[number] = on_top
+                return found
             if line.group == group.name:
                 for choice in self.of_group(layer, number):
                     if self.placement(choice) is line.placement:

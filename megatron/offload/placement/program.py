@@ -5,8 +5,9 @@ It knows bandwidths and memory at the end of each layer, not the order of single
 starts from its solutions and improves them in the simulation, see `search`.
 
 Note [The program]
-    Layers stand in blocks of neighbours; n[b, o] of a block's layers take option o. A micro-batch's
-    forward pass with the most others in flight is followed layer by layer:
+    Layers stand in blocks of neighbours; n[b, o] of a block's layers take option o, which is one
+    for a group or for all groups together. A micro-batch's forward pass with the most others in
+    flight is followed layer by layer:
         backlog   a[b, t] >= a[b-1, t] + written bytes - bandwidth (forward + wait w[b]),
                   sum over t <= what may be in flight
         memory    others in flight x resident bytes + own resident bytes so far + backlog <= peak
@@ -21,6 +22,7 @@ Note [The program]
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -29,19 +31,34 @@ from scipy.sparse import coo_array
 from megatron.offload.placement.choices import Choices
 from megatron.offload.placement.passes import passes_of_step
 from megatron.offload.placement.profile import LayerProfile, StageProfile
-from megatron.offload.placement.script import FIRST_TIER, KEEP, RECOMPUTE_GROUP, RECOMPUTE_LAYER
+from megatron.offload.placement.script import (
+    CHEAP,
+    FIRST_TIER,
+    KEEP,
+    RECOMPUTE_GROUP,
+    RECOMPUTE_LAYER,
+)
 from megatron.offload.placement.silence import silent_output
 from megatron.offload.placement.tables import Floats, Ints
 
 _MOST_BLOCKS = 16
 _MOST_NODES = 40
 _GAP = 0.003
-_MOST_OPTIONS = 24  # of a layer; beyond, groups go the same way
+
+
+_ALL = -1
+
+
+class _Place(NamedTuple):
+    """A choice for a group of a layer, or for all of them."""
+
+    group: int  # among the layer's, or `_ALL`
+    choice: int
 
 
 @dataclass(frozen=True)
 class _Option:
-    """What one layer's choices mean, in seconds and bytes of a micro-batch."""
+    """What a choice means for a layer, in seconds and bytes of a micro-batch."""
 
     resident: float
     live: float  # all bytes, while it is computed
@@ -63,7 +80,7 @@ class Program:
         layers = max(len(profile.layers), 1)
         self._unit_bytes = max(sum(one.movable_bytes for one in profile.layers) / layers, 1.0)
         self._unit_s = sum(one.forward_s for one in profile.layers) / layers or 1.0
-        self._options = [_few(options) for options in choices.options]
+        self._options = [_places(choices, layer) for layer in profile.layers]
         self._spans = choices.spans
         self._blocks = self._make_blocks()
         self._others = _others_in_flight(profile)
@@ -91,7 +108,14 @@ class Program:
             for block in self._blocks
         ]
         for block, of_block in zip(self._blocks, counts, strict=True):
-            rows.add([(n, 1.0) for n in of_block], len(block), len(block))
+            places = self._options[block[0]]
+            for group in _groups(places):
+                terms = [
+                    (int(n), 1.0)
+                    for n, place in zip(of_block, places, strict=True)
+                    if place.group in (group, _ALL)
+                ]
+                rows.add(terms, len(block), len(block))
         slower = self._add_passes(rows, peak, counts)
         if slowdown_s is None:
             objective = slower
@@ -103,11 +127,24 @@ class Program:
             return None
         chosen = np.zeros(self._spans[-1][1], np.int64)
         for block, of_block in zip(self._blocks, counts, strict=True):
-            numbers = np.round(found[of_block]).astype(int)
-            for layer, option in zip(block, _spread(numbers), strict=True):
-                begin, end = self._spans[layer]
-                chosen[begin:end] = self._options[layer][option]
+            self._choose(chosen, block, np.round(found[of_block]).astype(int))
         return chosen
+
+    def _choose(self, chosen: Ints, block: list[int], numbers: Ints) -> None:
+        """Spreads what the layers of a block get over them."""
+        places = self._options[block[0]]
+        of_group = np.array([place.group for place in places], np.int64)
+        together = int(numbers[of_group == _ALL].sum())
+        kinds = _spread(np.array([len(block) - together, together]))
+        for group in _groups(places):
+            options = _spread(np.where(of_group == group, numbers, 0))
+            apart = (layer for layer, kind in zip(block, kinds, strict=True) if kind == 0)
+            for layer, option in zip(apart, options, strict=True):
+                chosen[self._spans[layer][0] + group] = places[option].choice
+        for layer, kind in zip(block, kinds, strict=True):
+            if kind == 1:
+                begin, end = self._spans[layer]
+                chosen[begin:end] = RECOMPUTE_LAYER
 
     def _add_passes(self, rows: _Rows, peak: int, counts: list[Ints]) -> list[tuple[int, float]]:
         """Constraints of all passes; the terms of what they make a step slower."""
@@ -263,22 +300,31 @@ class Program:
             for same in zip(*each, strict=True)
         ]
 
-    def _option(self, layer: LayerProfile, option: tuple[int, ...]) -> _Option:
+    def _option(self, layer: LayerProfile, place: _Place) -> _Option:
         moved = np.zeros(len(self._profile.tiers))
-        resident = recompute_s = 0.0
-        live = float(sum(group.movable_bytes + group.kept_bytes for group in layer.groups))
-        if RECOMPUTE_LAYER in option:
+        if place.group == _ALL:
+            live = float(sum(group.movable_bytes + group.kept_bytes for group in layer.groups))
             live += layer.input_bytes
             return _Option(float(layer.input_bytes), live, layer.recompute_s or 0.0, moved)
-        for group, choice in zip(layer.groups, option, strict=True):
-            resident += group.kept_bytes
-            if choice == KEEP:
-                resident += group.movable_bytes
-            elif choice == RECOMPUTE_GROUP:
-                recompute_s += group.recompute_s or 0.0
-            else:
-                moved[choice - FIRST_TIER] += group.movable_bytes
-        return _Option(resident, live, recompute_s, moved)
+        group, choice = layer.groups[place.group], place.choice
+        everything = float(group.movable_bytes + group.kept_bytes)
+        if choice == RECOMPUTE_GROUP:
+            resident = float(group.kept_bytes + group.input_bytes)
+            # While backward runs through the groups after it, nothing of it is there.
+            is_last = place.group == len(layer.groups) - 1
+            live = everything if is_last else resident
+            return _Option(resident, live, group.recompute_s or 0.0, moved)
+        resident, size = float(group.kept_bytes), float(group.movable_bytes)
+        if choice >= CHEAP:
+            size -= group.cheap_bytes
+        if choice % CHEAP == KEEP:
+            resident += size
+        else:
+            moved[choice % CHEAP - FIRST_TIER] += size
+        if choice < CHEAP:
+            return _Option(resident, everything, 0.0, moved)
+        live = everything + group.cheap_extra_bytes
+        return _Option(resident, live, group.cheap_s or 0.0, moved)
 
     def _make_blocks(self) -> list[list[int]]:
         """Neighbours of the same chunk, as few blocks as it takes.
@@ -297,7 +343,7 @@ class Program:
                 windows.append([n])
         blocks: list[list[int]] = []
         for window in windows:
-            alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+            alike: dict[tuple[_Place, ...], list[int]] = {}
             for n in window:
                 alike.setdefault(tuple(self._options[n]), []).append(n)
             blocks += alike.values()
@@ -363,13 +409,21 @@ class _Rows:
         return values
 
 
-def _few(options: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Without mixtures in layers of many groups."""
-    if len(options) <= _MOST_OPTIONS:
-        return options
-    return [one for one in options if len({choice for choice in one if choice != KEEP}) <= 1][
-        :_MOST_OPTIONS
+def _places(choices: Choices, layer: LayerProfile) -> list[_Place]:
+    """What there is to choose for a layer."""
+    places = [
+        _Place(group, choice)
+        for group in range(len(layer.groups))
+        for choice in choices.of_group(layer, group)
     ]
+    if layer.recompute_s is not None and layer.groups:
+        places.append(_Place(_ALL, RECOMPUTE_LAYER))
+    return places
+
+
+def _groups(places: list[_Place]) -> list[int]:
+    """That these are choices for."""
+    return sorted({place.group for place in places} - {_ALL})
 
 
 def _spread(numbers: Ints) -> list[int]:

@@ -9,7 +9,13 @@ from __future__ import annotations
 import math
 
 from megatron.offload.placement.policy import Placement
-from megatron.offload.placement.script import FIRST_TIER, KEEP, RECOMPUTE_GROUP, RECOMPUTE_LAYER
+from megatron.offload.placement.script import (
+    CHEAP,
+    FIRST_TIER,
+    KEEP,
+    RECOMPUTE_GROUP,
+    RECOMPUTE_LAYER,
+)
 from megatron.offload.placement.tables import Ints
 from megatron.offload.placement.timeline import Cost, Timeline
 
@@ -55,10 +61,10 @@ class Reasons:
         if self._choices.profile.layers[layer].groups[group].movable_bytes == 0:
             return "nothing to move"
         others = {c: self._with(layer, group, c) for c in self._other_choices(layer, group)}
-        if choice == KEEP:
+        if choice % CHEAP == KEEP:
             return self._of_kept(layer, others)
-        if choice >= FIRST_TIER:
-            return self._of_moved(others)
+        if choice % CHEAP >= FIRST_TIER:
+            return self._of_moved(others[choice // CHEAP * CHEAP + KEEP], others)
         return self._of_recomputed(others)
 
     def _of_kept(self, layer: int, others: dict[int, Cost]) -> str:
@@ -66,18 +72,17 @@ class Reasons:
             return "cannot be elsewhere"
         if self._fits_everything():
             return "there is room"
-        moved = {c: cost for c, cost in others.items() if c >= FIRST_TIER}
+        moved = {c: cost for c, cost in others.items() if c % CHEAP >= FIRST_TIER}
         fastest = min(moved or others, key=lambda c: others[c].step_s)
         costs_s = self._slower_s(others[fastest])
         if costs_s > 0:
-            what = "recomputing" if fastest < FIRST_TIER else "moving"
+            what = "recomputing" if fastest % CHEAP < FIRST_TIER else "moving"
             return f"{what} it would cost {_ms(costs_s)}"
         if others[fastest].written_bytes <= self._cost.written_bytes:
             return "used at once"
         return "there is room"
 
-    def _of_moved(self, others: dict[int, Cost]) -> str:
-        kept = others[KEEP]
+    def _of_moved(self, kept: Cost, others: dict[int, Cost]) -> str:
         saved_s = -self._slower_s(kept)
         if saved_s <= 0:
             return "hides behind compute"
@@ -89,7 +94,7 @@ class Reasons:
         return f"no room; costs {_ms(saved_s)}"
 
     def _of_recomputed(self, others: dict[int, Cost]) -> str:
-        moved = {c: cost for c, cost in others.items() if c >= FIRST_TIER}
+        moved = {c: cost for c, cost in others.items() if c % CHEAP >= FIRST_TIER}
         if not moved:
             return "no room"
         fastest = min(moved, key=lambda c: moved[c].step_s)
@@ -107,7 +112,12 @@ class Reasons:
     def _other_choices(self, layer: int, group: int) -> list[int]:
         profile = self._choices.profile.layers[layer]
         now = int(self._chosen[self._choices.spans[layer][0] + group])
-        choices = self._choices.of_group(profile, group)
+        # Whether its cheap operations are recomputed is taken as it is.
+        choices = [
+            c
+            for c in self._choices.of_group(profile, group)
+            if c // CHEAP == now // CHEAP or c == RECOMPUTE_GROUP
+        ]
         whole = [RECOMPUTE_LAYER] if profile.recompute_s is not None else []
         return [c for c in (*choices, *whole) if c != now]
 

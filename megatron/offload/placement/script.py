@@ -13,8 +13,10 @@ from megatron.offload.placement.compiled import compiled
 from megatron.offload.placement.flow import BYTES, NUM_PIECE_COLUMNS, STATE, STORAGES, TIER
 from megatron.offload.placement.tables import Floats, Ints, StageTables
 
-# Choices for a group. From `FIRST_TIER` on: the tier of that number.
+# Choices for a group. From `FIRST_TIER` on: the tier of that number. To `KEEP` or a tier `CHEAP` is
+# added where the group's cheap operations are recomputed and the rest is kept or moved.
 KEEP, RECOMPUTE_GROUP, RECOMPUTE_LAYER, FIRST_TIER = 0, 1, 2, 3
+CHEAP = 8
 
 # Kinds of instructions, and what they are about
 COMPUTE, RECOMPUTE = 0, 1  # layer (-1: outside), seconds
@@ -32,7 +34,7 @@ def new_pieces(stage: StageTables, choices: Ints) -> tuple[Ints, Floats]:
     chunks = stage.chunks.shape[0]
     number = 0
     for group in range(choices.shape[0]):
-        if choices[group] >= FIRST_TIER:
+        if choices[group] % CHEAP >= FIRST_TIER:
             number += int(stage.groups[group, t.GROUP_PIECES])
     first_piece = np.zeros(chunks + 1, np.int64)
     pieces = np.zeros((number, NUM_PIECE_COLUMNS))
@@ -40,13 +42,14 @@ def new_pieces(stage: StageTables, choices: Ints) -> tuple[Ints, Floats]:
     for chunk in range(chunks):
         first_group = stage.layer_group[stage.chunk_layer[chunk]]
         for group in range(first_group, stage.layer_group[stage.chunk_layer[chunk + 1]]):
-            if choices[group] < FIRST_TIER:
+            if choices[group] % CHEAP < FIRST_TIER:
                 continue
             number = int(stage.groups[group, t.GROUP_PIECES])
+            size = _moving_bytes(stage.groups[group], choices[group])
             for piece in range(number):
                 pieces[at, STATE] = chunk
-                pieces[at, BYTES] = _piece_bytes(stage, group, piece, number)
-                pieces[at, TIER] = choices[group] - FIRST_TIER
+                pieces[at, BYTES] = _piece_bytes(size, piece, number)
+                pieces[at, TIER] = choices[group] % CHEAP - FIRST_TIER
                 pieces[at, STORAGES] = stage.groups[group, t.GROUP_STORAGES]
                 at += 1
         first_piece[chunk + 1] = at
@@ -54,9 +57,14 @@ def new_pieces(stage: StageTables, choices: Ints) -> tuple[Ints, Floats]:
 
 
 @compiled
-def _piece_bytes(stage: StageTables, group: int, piece: int, number: int) -> float:
+def _moving_bytes(group: Floats, choice: int) -> float:
+    """Of a group's movable bytes, those that its cheap operations do not produce again."""
+    return group[t.GROUP_MOVABLE_BYTES] - (group[t.GROUP_CHEAP_BYTES] if choice >= CHEAP else 0.0)
+
+
+@compiled
+def _piece_bytes(size: float, piece: int, number: int) -> float:
     """Equal parts, the last one with the rest."""
-    size = stage.groups[group, t.GROUP_MOVABLE_BYTES]
     part = np.floor(size / number)
     return size - part * (number - 1) if piece == number - 1 else part
 
@@ -79,6 +87,8 @@ def pass_seconds(stage: StageTables, choices: Ints) -> tuple[Floats, Floats]:
                     break
                 if choices[group] == RECOMPUTE_GROUP:
                     backward_s[chunk] += stage.groups[group, t.GROUP_RECOMPUTE_S]
+                elif choices[group] >= CHEAP:
+                    backward_s[chunk] += stage.groups[group, t.GROUP_CHEAP_S]
     return forward_s, backward_s
 
 
@@ -156,14 +166,16 @@ def _forward(
     for group in groups:
         of_group = stage.groups[group]
         size = of_group[t.GROUP_KEPT_BYTES]
-        if choices[group] != RECOMPUTE_GROUP:
-            size += of_group[t.GROUP_MOVABLE_BYTES]
+        if choices[group] == RECOMPUTE_GROUP:
+            size += of_group[t.GROUP_INPUT_BYTES]
+        else:
+            size += _moving_bytes(of_group, choices[group])
         at = _add(script, amounts, at, MEMORY, 0, size)
         at = _add(script, amounts, at, COMPUTE, layer, of_group[t.GROUP_PRODUCED_S] - now)
         now = of_group[t.GROUP_PRODUCED_S]
     at = _add(script, amounts, at, COMPUTE, layer, row[t.LAYER_FORWARD_S] - now)
     for group in groups:
-        if choices[group] >= FIRST_TIER:
+        if choices[group] % CHEAP >= FIRST_TIER:
             for _ in range(int(stage.groups[group, t.GROUP_PIECES])):
                 at = _add(script, amounts, at, HAND_OVER, piece, 0.0)
                 piece += 1
@@ -201,11 +213,19 @@ def _backward(
         at = _add(script, amounts, at, COMPUTE, layer, group[t.GROUP_USE_S] - now)
         now = group[t.GROUP_USE_S]
         if choice == RECOMPUTE_GROUP:
-            at = _add(script, amounts, at, MEMORY, 0, group[t.GROUP_MOVABLE_BYTES])
+            again = group[t.GROUP_MOVABLE_BYTES] - group[t.GROUP_INPUT_BYTES]
+            at = _add(script, amounts, at, MEMORY, 0, again)
             at = _add(script, amounts, at, RECOMPUTE, layer, group[t.GROUP_RECOMPUTE_S])
+        elif choice >= CHEAP:
+            again = group[t.GROUP_CHEAP_BYTES] + group[t.GROUP_CHEAP_EXTRA_BYTES]
+            at = _add(script, amounts, at, MEMORY, 0, again)
+            at = _add(script, amounts, at, RECOMPUTE, layer, group[t.GROUP_CHEAP_S])
         until = groups[number - 1, t.GROUP_USE_S] if number > 0 else row[t.LAYER_BACKWARD_S]
         freed = group[t.GROUP_KEPT_BYTES]
-        if choice >= FIRST_TIER:
+        if choice >= CHEAP:
+            freed += group[t.GROUP_CHEAP_EXTRA_BYTES]
+        if choice % CHEAP >= FIRST_TIER:
+            freed += group[t.GROUP_MOVABLE_BYTES] - _moving_bytes(group, choice)
             pieces = int(group[t.GROUP_PIECES])
             for _ in range(pieces):
                 piece -= 1

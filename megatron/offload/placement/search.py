@@ -16,13 +16,15 @@ from megatron.offload.placement.timeline import Cost, Timeline
 
 Value = tuple[float, ...]  # the smaller the better
 Goal = Callable[[Cost], Value]
-_Change = list[tuple[int, tuple[int, ...]]]  # layers and their new options
+Option = tuple[int, ...]  # a choice for each group of a layer
+_Change = list[tuple[int, Option]]  # layers and their new options
 
 _MOST_TRIED = 400  # from one starting point
 _MOST_SINGLE_CHANGES = 400  # in a neighbourhood; of more, a random part is tried
 _KICKED = 1 / 3  # of the layers, to leave a dead end
 _MOST_PAIRS = 300
 _MOST_TRIPLES = 100
+_MOST_OPTIONS = 24  # of a layer; of more, those that change a group or make all alike
 
 
 class Search:
@@ -38,6 +40,12 @@ class Search:
         self._choices = timeline.choices
         self.left_events = most_events
         self._known: dict[bytes, tuple[Cost, Ints]] = {}
+        # Layers with the same options are of one kind.
+        kinds: dict[tuple[Option, ...], int] = {}
+        options = [tuple(one) for one in self._choices.options]
+        self._kinds = [kinds.setdefault(one, len(kinds)) for one in options]
+        self._options = [frozenset(one) for one in kinds]
+        self._nearest: dict[tuple[int, Option], list[Option]] = {}
 
     @property
     def num_tried(self) -> int:
@@ -113,31 +121,49 @@ class Search:
         changes = []
         for layer, (begin, end) in enumerate(self._choices.spans):
             now = tuple(chosen[begin:end].tolist())
+            changes += [(layer, option) for option in self._near(layer, now)]
+        return changes
+
+    def _near(self, layer: int, now: Option) -> list[Option]:
+        """Options of a layer with another choice for one group, or for all at once."""
+        key = self._kinds[layer], now
+        if key not in self._nearest:
+            near = []
             for option in self._choices.options[layer]:
                 differs = sum(a != b for a, b in zip(option, now, strict=True))
                 whole = RECOMPUTE_LAYER in option or RECOMPUTE_LAYER in now
                 if differs == 1 or (differs and whole):
-                    changes.append((layer, option))
-        return changes
+                    near.append(option)
+            self._nearest[key] = near
+        return self._nearest[key]
 
     def _changes_of_many(self, chosen: Ints, chance: random.Random) -> Iterator[_Change]:
         """Of all layers that have one option, some get another: half of them down to one."""
-        alike: dict[tuple[int, ...], list[int]] = {}
+        alike: dict[Option, list[int]] = {}
         for layer, (begin, end) in enumerate(self._choices.spans):
             alike.setdefault(tuple(chosen[begin:end].tolist()), []).append(layer)
         share = 0.5
         while share * len(self._choices.spans) >= 0.5:
             moves = []
-            for layers in alike.values():
+            for now, layers in alike.items():
                 number = max(round(share * len(layers)), 1)
                 first = chance.randrange(len(layers))
                 step = len(layers) / number
                 some = sorted({layers[int(first + k * step) % len(layers)] for k in range(number)})
+                kinds = {self._kinds[layer] for layer in some}
                 moves += [
                     [(layer, option) for layer in some]
-                    for option in self._choices.options[some[0]]
-                    if all(option in self._choices.options[layer] for layer in some)
+                    for option in self._few(some[0], now)
+                    if all(option in self._options[kind] for kind in kinds)
                 ]
             chance.shuffle(moves)
             yield from moves
             share /= 2
+
+    def _few(self, layer: int, now: Option) -> list[Option]:
+        """Options of a layer to try where there are too many."""
+        options = self._choices.options[layer]
+        if len(options) <= _MOST_OPTIONS:
+            return options
+        alike = [option for option in options if len(set(option)) == 1]
+        return [*alike, *(one for one in self._near(layer, now) if len(set(one)) > 1)]

@@ -17,7 +17,7 @@ from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.placement.program import Program
 from megatron.offload.placement.reasons import Reasons
-from megatron.offload.placement.script import FIRST_TIER, KEEP, RECOMPUTE_LAYER
+from megatron.offload.placement.script import CHEAP, FIRST_TIER, KEEP, RECOMPUTE_LAYER
 from megatron.offload.placement.search import Goal, Search, Value
 from megatron.offload.placement.tables import Ints
 from megatron.offload.placement.timeline import Cost, Timeline, prediction_of
@@ -179,7 +179,9 @@ class _Solution:
 
     def _simple_starts(self) -> list[Ints]:
         tiers = range(FIRST_TIER, FIRST_TIER + len(self._profile.tiers))
-        return [self._choices.all(choice) for choice in (KEEP, RECOMPUTE_LAYER, *tiers)]
+        places = (KEEP, *tiers)
+        cheap = (choice + CHEAP for choice in places)
+        return [self._choices.all(choice) for choice in (*places, RECOMPUTE_LAYER, *cheap)]
 
     def _improve(self, starts: list[Ints], goal: Goal) -> Ints:
         """From all starting points, the most promising one first and with the most effort."""

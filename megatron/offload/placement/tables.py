@@ -28,6 +28,7 @@ CHUNK_FIXED_BYTES = 4
 LAYER_FORWARD_S, LAYER_BACKWARD_S, LAYER_RECOMPUTE_S, LAYER_INPUT_BYTES = 0, 1, 2, 3
 GROUP_MOVABLE_BYTES, GROUP_KEPT_BYTES, GROUP_PRODUCED_S, GROUP_USE_S = 0, 1, 2, 3
 GROUP_RECOMPUTE_S, GROUP_PIECES, GROUP_STORAGES = 4, 5, 6  # storages: in a piece
+GROUP_INPUT_BYTES, GROUP_CHEAP_BYTES, GROUP_CHEAP_S, GROUP_CHEAP_EXTRA_BYTES = 7, 8, 9, 10
 TIER_WRITE, TIER_READ, TIER_SHARED, TIER_LATENCY_S, TIER_CAPACITY_BYTES = 0, 1, 2, 3, 4
 # Places in `StageTables.figures`
 STEP_FIXED_S, TRANSIENT_BYTES, INFLIGHT_BYTES, NUM_MORE, STEADY_COUNT = 0, 1, 2, 3, 4
@@ -96,7 +97,7 @@ def tables_of(profile: StageProfile, *, all_micro_batches: bool = False) -> Stag
             ),
         ),
         groups=_table(
-            7,
+            11,
             (
                 _group_row(group, produced_s, use_s, len(groups) * enough)
                 for layer in profile.layers
@@ -144,7 +145,9 @@ def _group_row(group: GroupProfile, produced_s: float, use_s: float, num_groups:
     pieces = min(storages, _MOST_PIECES, max(_MOST_TRANSFERS // num_groups, 1))
     recompute_s = group.recompute_s or 0.0
     sizes = group.movable_bytes, group.kept_bytes
-    return *sizes, produced_s, use_s, recompute_s, pieces, storages / pieces
+    seconds = produced_s, use_s, recompute_s
+    cheap = group.cheap_bytes, group.cheap_s or 0.0, group.cheap_extra_bytes
+    return *sizes, *seconds, pieces, storages / pieces, group.input_bytes, *cheap
 
 
 def _in_order(layer: LayerProfile) -> list[tuple[GroupProfile, float, float]]:

@@ -39,6 +39,8 @@ class Work:
         attention_backward: those of backward, as a multiple.
         repeated_flops: in attention, once more in backward (selective recomputation).
         memory_bytes: read and written by everything else.
+        cheap: of the saved, those that the activation function gives.
+        cheap_memory_bytes: that it reads and writes.
         sent_bytes: by tensor parallelism's collectives, through this GPU's links.
     """
 
@@ -50,6 +52,8 @@ class Work:
     attention_flops: float = 0.0
     attention_backward: float = FLASH_BACKWARD
     repeated_flops: float = 0.0
+    cheap: tuple[str, ...] = ()
+    cheap_memory_bytes: float = 0.0
 
 
 def layer_work(model: Transformer, parallel: Parallelism) -> tuple[Work, Work]:
@@ -187,4 +191,6 @@ def _mlp(model: Transformer, sizes: _Sizes) -> Work:
         / sizes.tensor,
         memory_bytes=5 * sizes.whole + (halves + 1) * inside,
         sent_bytes=sizes.collective,
+        cheap=("activated half", "linear half", "activation output"),
+        cheap_memory_bytes=(halves + 1) * inside,
     )

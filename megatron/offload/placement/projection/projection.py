@@ -88,6 +88,11 @@ class Projection:
         attention = work.attention_flops * work.attention_backward + work.repeated_flops
         return self._seconds(MATMUL_BACKWARD * work.matmul_flops, attention, work, passes=2)
 
+    def cheap_s(self, work: Work) -> float:
+        """Seconds of its cheap operations."""
+        gpu = self.hardware.gpu
+        return work.cheap_memory_bytes / (gpu.memory_bytes_per_s * gpu.assumed.memory)
+
     def _seconds(self, matmul: float, attention: float, work: Work, passes: int = 1) -> float:
         gpu = self.hardware.gpu
         peak = gpu.peak_flops(self.model.dtype)
@@ -162,22 +167,27 @@ def _layer(of: Projection) -> LayerProfile:
     attention, mlp = works = layer_work(of.model, of.parallel)
     forward = {work.name: of.forward_s(work) for work in works}
     total = sum(forward.values())
+    input_bytes = layer_input_bytes(of.model, of.parallel)  # the MLP's is as large
     return LayerProfile(
         chunk=0,
         name="",
         forward_s=total,
         backward_s=sum(of.backward_s(work) for work in works),
         recompute_s=total,
-        input_bytes=layer_input_bytes(of.model, of.parallel),
+        input_bytes=input_bytes,
         groups=(
-            _group(of, attention, forward["attention"], of.backward_s(mlp)),
-            _group(of, mlp, total, 0.0),
+            _group(of, attention, forward["attention"], of.backward_s(mlp), input_bytes),
+            _group(of, mlp, total, 0.0, input_bytes),
         ),
     )
 
 
-def _group(of: Projection, work: Work, produced_s: float, first_use_s: float) -> GroupProfile:
-    moved = [one.num_bytes for one in work.saved if one.num_bytes >= of.min_bytes]
+def _group(
+    of: Projection, work: Work, produced_s: float, first_use_s: float, input_bytes: int
+) -> GroupProfile:
+    large = [one for one in work.saved if one.num_bytes >= of.min_bytes]
+    moved = [one.num_bytes for one in large]
+    cheap = [one.num_bytes for one in large if one.name in work.cheap]
     return GroupProfile(
         name=work.name,
         movable_bytes=sum(moved),
@@ -185,6 +195,11 @@ def _group(of: Projection, work: Work, produced_s: float, first_use_s: float) ->
         num_storages=len(moved),
         produced_s=produced_s,
         first_use_s=first_use_s,
+        recompute_s=of.forward_s(work),
+        input_bytes=input_bytes,
+        cheap_bytes=sum(cheap),
+        cheap_s=of.cheap_s(work) if cheap else None,
+        cheap_extra_bytes=max(cheap, default=0),  # the result, once more
     )
 
 
