@@ -72,6 +72,12 @@ def test_auto_changes_no_bit(layout: str, tmp_path: Path) -> None:
         for layer in profile.layers:
             assert [group.name for group in layer.groups] == ["attention", "mlp"]
             assert layer.movable_bytes > 0 and layer.forward_s > 0 and layer.backward_s > 0
+            attention, mlp = layer.groups
+            assert attention.recompute_s and mlp.recompute_s and mlp.cheap_s and attention.cheap_s
+            # Four bytes, a sequence of 32; the norm's result and the activation function's.
+            inside = 256 // (2 if "TP" in layout else 1)
+            assert (attention.cheap_bytes, mlp.cheap_bytes) == (4 * 32 * 64, 4 * 32 * (64 + inside))
+            assert mlp.input_bytes == attention.input_bytes == layer.input_bytes == 4 * 32 * 64
     figures = [record["offload"] for record in planned.metrics]
     assert [step["plans"] > 0 for step in figures] == [False, False, True, True, True, True]
     for step in figures[2:]:
