@@ -77,7 +77,7 @@ def test_a_step_says_how_fast_the_tier_was_in_it(measurement: Measurement, tier:
 
 
 def test_what_was_too_short_to_tell_counts_as_before(measurement: Measurement, tier: Tier) -> None:
-    tier.statistics.writes.move(SLOW, 0.001)
+    tier.statistics.writes.move(SLOW, 0.05)
     assert speeds_of_step(measurement) == {"ssd": FAST}
 
 

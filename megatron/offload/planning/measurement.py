@@ -26,7 +26,7 @@ from megatron.offload.storage.device import Device
 from megatron.offload.storage.tier import Tier
 
 _REMEMBERED_GAPS = 5
-_LEAST_BUSY_S = 0.01  # of a tier in a step, for its rate to be that step's
+_LEAST_BUSY_S = 0.1  # of a tier in a step, for its rate to be that step's: less is mostly chance
 
 
 class Measurement:
