@@ -96,7 +96,8 @@ def measure(args: argparse.Namespace, metrics: Path) -> dict[str, Any]:
     watch, first_plan = Stopwatch(), Stopwatch()
     steps = watch_planning(watch, first_plan)
     goal = ["--activation-offload-max-slowdown", str(args.slowdown)]
-    flags = ["--train-iters", str(args.train_iters), "--activation-offload", "auto", *goal]
+    flags = [*shlex.split(args.model), "--train-iters", str(args.train_iters)]
+    flags += ["--activation-offload", "auto", *goal]
     # `train` leaves the first step out, which warms up.
     records = train([*flags, "--activation-offload-dir", str(args.dir)], metrics)
     both = list(zip(steps[1:], records, strict=True))
@@ -150,6 +151,7 @@ def main() -> int:
     )
     parser.add_argument("--train-iters", type=int, default=10, help="(10)")
     parser.add_argument("--slowdown", type=float, default=0.02, help="that plans may cost (0.02)")
+    parser.add_argument("--model", default="", help="flags of the trainer, for another model")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs/offload", help="on an SSD")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     args = parser.parse_args()
