@@ -248,6 +248,17 @@ planner(
     PLANNER + "test_a_plan_that_is_to_save_memory_counts_on_the_tiers_as_they_are",
 )
 planner(
+    "each rank counts on its own tiers when memory is short",
+    """
+        profile = dataclasses.replace(self.profile, tiers=self.measurement.tiers())
+        return agreed_profile(profile, self._agreement)
+""",
+    """
+        return dataclasses.replace(self.profile, tiers=self.measurement.tiers())
+""",
+    AGREES + "test_a_rank_over_its_budget_makes_all_plan_at_once",
+)
+planner(
     "a plan that did not help is made again at once",
     """
             is_impatient = self._num_followed > self._patient_steps

@@ -114,9 +114,12 @@ def test_ranks_with_different_plans_stop(run: Run, first: bool) -> None:
 
 def test_a_rank_over_its_budget_makes_all_plan_at_once(run: Run) -> None:
     run.steps(3)
-    run.planner._agreement = Group(findings=lambda own: [1.0, *own[1:]])
+    run.planner._agreement = Group(
+        findings=lambda own: [1.0, *own[1:]], means=lambda own: [7.0] * len(own)
+    )
     run.step()
     assert run.planner.num_plans == 2 and run.planner.phase is Phase.FOLLOWING
+    assert run.solver.asked[-1][0].tiers[0].write_bytes_per_s == 7.0
 
 
 def test_a_rank_that_notices_a_change_makes_all_measure(run: Run) -> None:
