@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", default="50MB/s", help="of the slow disk (50MB/s)")
     parser.add_argument("--only-writes", action="store_true", help="see slow_disk.py")
     parser.add_argument("--after", type=int, default=6, help="the step that it gets slow after (6)")
-    parser.add_argument("--steps", type=int, default=18, help="of each training (18)")
+    parser.add_argument("--steps", type=int, default=24, help="of each training (24)")
     parser.add_argument("--tail", type=int, default=6, help="steps that are timed at the end (6)")
     parser.add_argument("--rounds", type=int, default=2, help="(2)")
     parser.add_argument("--slowdown", type=float, default=0.1, help="that plans may cost (0.1)")
