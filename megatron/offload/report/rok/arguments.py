@@ -73,9 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_argument(
         "--steps",
         type=_count,
-        default=8,
+        default=6,
         metavar="N",
-        help="of each training that count; default: 8",
+        help="of each training that count; default: 6",
     )
     measure.add_argument(
         "--skip-steps",

@@ -41,7 +41,7 @@ def draw(result: Result, paths: Sequence[Path]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
     sizes = sorted({one.micro_batch_size for one in result.figures})
     for number, size in enumerate(sizes):
         points = sorted(
@@ -61,7 +61,10 @@ def draw(result: Result, paths: Sequence[Path]) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0, top=1.12 * axes.get_ylim()[1])
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="lower right")
+    if len({one.allocator for one in result.figures}) > 1:
+        hollow = "hollow: with the C library's allocator"
+        axes.plot([], [], "o", color="gray", markerfacecolor="none", label=hollow)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     for path in paths:
         figure.savefig(path, dpi=120)
     plt.close(figure)
