@@ -202,7 +202,15 @@ class TestTheRuleOfSsdTrain:
         return dataclasses.replace(
             made,
             layers=tuple(
-                dataclasses.replace(layer, recompute_s=None, backward_s=2 * layer.forward_s)
+                dataclasses.replace(
+                    layer,
+                    recompute_s=None,
+                    backward_s=2 * layer.forward_s,
+                    groups=tuple(
+                        dataclasses.replace(group, recompute_s=None, cheap_s=None)
+                        for group in layer.groups
+                    ),
+                )
                 for layer in made.layers
             ),
             tiers=(dataclasses.replace(tier, read_bytes_per_s=rate, shared_bytes_per_s=None),),

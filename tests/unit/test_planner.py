@@ -180,7 +180,7 @@ def test_a_plan_that_recomputes_alone_what_cannot_be_is_refused(
     save_plans(tmp_path / "plan.json", [Plan(tuple(groups))])
     start(plan_file=tmp_path / "plan.json")
     without = functools.partial(Stage, not_alone={(LAYERS[1], "mlp")})
-    monkeypatch.setitem(globals(), "Stage", without)
+    monkeypatch.setattr(planned, "Stage", without)
     with pytest.raises(ConfigurationError, match=r"recomputes mlp of decoder\.2 alone, which that"):
         start(plan_file=tmp_path / "plan.json")
 

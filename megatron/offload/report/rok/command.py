@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from megatron.offload.config import parse_rate
@@ -26,6 +25,7 @@ from megatron.offload.report.rok.verdict import verdicts_of
 from megatron.offload.report.trials.machine import in_a_line, machine_facts
 from megatron.offload.report.trials.trainer import Trainer, training_flags
 from megatron.offload.report.trials.trial import Run, first_difference
+from megatron.offload.storage.cuda import has_cuda
 
 NAME = "rok"  # of all files
 
@@ -72,7 +72,7 @@ def _measured(args: argparse.Namespace, command: Sequence[str]) -> Result:
     found = Result(_title(args), conditions, [])
     with _Progress(args.rounds) as progress:
         measurement = Measurement(
-            args, trainer, both_allocators=not torch.cuda.is_available(), watch=progress.watch
+            args, trainer, both_allocators=not has_cuda(), watch=progress.watch
         )
         progress.expect(measurement.most_trainings)
         for _ in measurement.rounds():

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from megatron.offload.storage.cuda import all_properties
+
 GIB = 1 << 30
 
 
@@ -25,7 +27,7 @@ def machine_facts(offload_dir: Path) -> dict[str, Any]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": next((one.name for one in all_properties()), None),
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
