@@ -76,7 +76,10 @@ def test_by_default_a_layer_is_in_flight_as_a_whole_and_the_next_one_waits_for_i
         write_gate.open.set()
         thread.join(timeout=10)
         settle(engine)
-    assert engine.inflight_bytes == 5 * 4000
+        with engine.forward(Scope()) as tape:
+            pass
+        engine.prefetch(tape)  # asks for less
+    assert engine.inflight_bytes == engine._prefetcher.limit_bytes == 5 * 4000
     assert engine.statistics.written_bytes == 2 * 5 * 4000
 
 

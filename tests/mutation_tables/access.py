@@ -236,6 +236,24 @@ access(
     """
         yield memory_at(self._body_address + start, num_bytes)
 """,
+    ACCESS + "test_a_storage_that_was_freed_before_its_write_is_refused",
+)
+access(
+    "nobody looks whether a storage was freed",
+    """
+    def check(self) -> None:
+        check_size(self._storage, self.cut.num_bytes)
+
+
+class Staged:
+""",
+    """
+    def check(self) -> None:
+        pass
+
+
+class Staged:
+""",
     "behaviour/test_resized_storages.py::test_freed_before_its_write_began_it_is_not_written",
 )
 
