@@ -58,7 +58,7 @@ def draw(result: Result, paths: Sequence[Path]) -> None:
     axes.set_xlabel("peak activation memory, MiB")
     axes.set_ylabel("tokens a second")
     axes.set_title(result.title, fontsize=10)
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=0, right=1.06 * axes.get_xlim()[1])
     axes.set_ylim(bottom=0, top=1.12 * axes.get_ylim()[1])
     axes.grid(alpha=0.3)
     if len({one.allocator for one in result.figures}) > 1:
@@ -93,7 +93,8 @@ def _draw_strategy(axes: Any, figures: Sequence[Figure], sizes: Sequence[int]) -
         words = _words(one, len(sizes) > 1)
         if words:
             place = (one.peak_bytes / MIB, one.tokens_per_s)
-            axes.annotate(words, place, textcoords="offset points", xytext=(6, -12), fontsize=7)
+            beside = (-4, 8) if one.is_rule else (6, -12)
+            axes.annotate(words, place, textcoords="offset points", xytext=beside, fontsize=7)
     for size in sizes:
         own = sorted(
             (one.peak_bytes / MIB, one.tokens_per_s)
