@@ -17,7 +17,7 @@ from megatron.offload.placement.comparison_plans import suffix_plan
 from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.plan_file import load_plans
 from megatron.offload.placement.policy import Placement
-from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.profile import LayerProfile, StageProfile
 from megatron.offload.placement.projection.hardware import Drive, Gpu, Hardware
 from megatron.offload.placement.projection.model import Parallelism, Transformer
 from megatron.offload.placement.projection.projection import Projection, project
@@ -29,6 +29,14 @@ MODEL = (
     "--seq-length 2048 --micro-batch-size 2 --global-batch-size 8 --hidden-dropout 0"
 )
 TIGHT = f"{MODEL} --activation-memory-budget 3GiB"
+
+
+def _not_recomputed(layer: LayerProfile, backward_s: float) -> LayerProfile:
+    """Neither the layer nor anything in it, since that rule knows drives only."""
+    groups = tuple(
+        dataclasses.replace(group, recompute_s=None, cheap_s=None) for group in layer.groups
+    )
+    return dataclasses.replace(layer, recompute_s=None, backward_s=backward_s, groups=groups)
 
 
 @pytest.fixture(scope="module")
@@ -201,18 +209,7 @@ class TestTheRuleOfSsdTrain:
         rate = tier.write_bytes_per_s
         return dataclasses.replace(
             made,
-            layers=tuple(
-                dataclasses.replace(
-                    layer,
-                    recompute_s=None,
-                    backward_s=2 * layer.forward_s,
-                    groups=tuple(
-                        dataclasses.replace(group, recompute_s=None, cheap_s=None)
-                        for group in layer.groups
-                    ),
-                )
-                for layer in made.layers
-            ),
+            layers=tuple(_not_recomputed(layer, 2 * layer.forward_s) for layer in made.layers),
             tiers=(dataclasses.replace(tier, read_bytes_per_s=rate, shared_bytes_per_s=None),),
         )
 

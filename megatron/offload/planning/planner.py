@@ -393,6 +393,7 @@ class Planner:
             else:
                 self.phase = Phase.UPDATING
         elif not self._is_refined and self._num_followed >= _STEPS_BEFORE_REFINING:
+            self._device.return_freed_memory()
             self.phase = Phase.REFINING
 
     def _whole_steps(self) -> dict[str, Any]:
