@@ -29,6 +29,25 @@ check() {
     fi
 }
 
+# Two processes side by side, on a core each: the tests that train, and all others, whose output comes
+# when they have ended.
+tests() {
+    local run=("$PYTHON" -m pytest --durations=10 "$@") status=0 others_status=0
+    others_output="$(mktemp)"
+    "${run[@]}" --ignore=tests/megatron >"$others_output" 2>&1 &
+    others_pid=$!
+    trap 'kill "$others_pid" 2>/dev/null' INT EXIT # in the background it does not hear Ctrl-C
+    "${run[@]}" --ignore=tests/autograd --ignore=tests/behaviour --ignore=tests/unit || status=$?
+    wait "$others_pid" || others_status=$?
+    trap - INT EXIT
+    cat "$others_output"
+    rm "$others_output"
+    # 5: no test was selected, which is an error only if both say so.
+    if ((status == 5)); then status=$others_status; fi
+    if ((others_status == 5)); then others_status=$status; fi
+    return $((status || others_status))
+}
+
 if ! "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
     echo "tests: no CUDA device here; tests marked gpu are skipped and say so"
 fi
@@ -47,7 +66,7 @@ if [[ -x "$beside/hadolint" ]]; then
 else
     echo "tests: no hadolint beside $PYTHON; the Dockerfile is not checked"
 fi
-check pytest "$PYTHON" -m pytest --durations=10 "$@"
+check pytest tests "$@"
 
 printf '\n'
 printf '%s\n' "${durations[@]}"
