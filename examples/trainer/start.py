@@ -7,6 +7,7 @@ It checks megatron-core before anything imports it, and keeps warnings away that
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,12 @@ def start(make_task: Callable[[], Any]) -> int:
         check_megatron_core_version()
     except UserError as error:
         fail(str(error))
+    import torch
+
+    if not torch.cuda.is_available():
+        # megatron-core compiles small functions of experts when it trains them. On a CPU that needs
+        # a C++ compiler, and takes longer than it saves.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # megatron-core warns on import about each optional package that is not there.
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     # Deprecations that megatron-core 0.16.1 runs into with newer torch: nothing a user can do.

@@ -246,6 +246,7 @@ def rank_environment(added: dict[str, str]) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
+        "TORCHDYNAMO_DISABLE": "1",  # as the trainer has it; it is read during the imports
         **added,
         "PYTHONPATH": os.pathsep.join(path for path in search if path),
     }
