@@ -38,6 +38,25 @@ planner(
     PLANNER + "test_a_plan_that_was_followed_for_some_steps_is_refined_once",
 )
 planner(
+    "what the first plan's steps have freed counts in refining",
+    """
+            self._device.return_freed_memory()
+            self.phase = Phase.REFINING
+""",
+    """
+            self.phase = Phase.REFINING
+""",
+    PLANNER + "test_what_earlier_steps_have_freed_is_returned_before_later_ones_are_judged",
+)
+planner(
+    "what earlier steps have freed counts in a new plan's",
+    """
+        self._device.return_freed_memory()  # it fitted what was kept until now
+""",
+    "",
+    PLANNER + "test_what_earlier_steps_have_freed_is_returned_before_later_ones_are_judged",
+)
+planner(
     "a plan is refined again and again",
     """
                 self._is_refined |= self.phase is Phase.REFINING

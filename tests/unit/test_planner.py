@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import time
@@ -22,6 +23,7 @@ from megatron.offload.planning.drift import Drift, MeasuredStep
 from megatron.offload.planning.measurement import Measurement
 from megatron.offload.planning.planner import Phase, Stage
 from megatron.offload.report.memory import PeakMemory
+from megatron.offload.storage.device import CpuDevice
 from megatron.offload.storage.file import UnlinkedFile
 from tests import planned
 from tests.models import ssd
@@ -86,6 +88,21 @@ def test_a_plan_that_was_followed_for_some_steps_is_refined_once(start: Callable
     assert profile.transient_bytes == max(peaks)
     run.steps(20)
     assert run.planner.phase is Phase.FOLLOWING and run.planner.num_plans == 2
+
+
+def test_what_earlier_steps_have_freed_is_returned_before_later_ones_are_judged(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned = collections.Counter[int]()
+    run, begun = start(), list[int]()
+    monkeypatch.setattr(CpuDevice, "return_freed_memory", lambda _: returned.update([len(begun)]))
+    run.solver.placement = Placement.KEEP
+    for number in range(3 + 4 + REFINING_STEPS + 4):
+        begun.append(number)
+        run.step()
+    # Before and after the two that set the base, after the third and by its plan, before refining
+    # and by the plan that follows from it.
+    assert returned == {1: 2, 2: 2, 3: 2, 3 + 4: 1, 3 + 4 + REFINING_STEPS: 1}
 
 
 def test_the_largest_peak_of_the_measured_steps_counts(
