@@ -241,9 +241,10 @@ def test_a_disk_that_becomes_slow_is_planned_for_within_five_steps(
     monkeypatch.setattr(UnlinkedFile, "write", paced)
     run = start(write_bytes_per_s=1e10, threads=1)
     run.writes_end = True
-    run.steps(6)
+    run.steps(3 + 4 + REFINING_STEPS + 3)  # by now it would not plan again of itself
     assert run.planner.phase is Phase.FOLLOWING
     num_plans = run.planner.num_plans
+    assert num_plans == 2
     if how == "the disk":
         takes_s = 0.15
     else:
