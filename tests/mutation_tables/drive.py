@@ -91,8 +91,8 @@ drive(
 drive(
     "a written piece does not count",
     """
-                    self.file.write(body, offset)
-                    done_bytes = len(body)
+                    with self.statistics.writes.moving(len(body)):
+                        self.file.write(body, offset)
 """,
     """
                     self.file.write(body, offset)

@@ -50,12 +50,12 @@ host(
     """
         def work(_: HostBlock = block) -> None:
             self._device.wait_for(mark)
-            with _counted(self.statistics.reads, block.num_bytes):
+            with self.statistics.reads.moving(block.num_bytes):
 """,
     """
         def work() -> None:
             self._device.wait_for(mark)
-            with _counted(self.statistics.reads, target.nbytes()):
+            with self.statistics.reads.moving(target.nbytes()):
 """,
     HOST_ENDS + "test_space_is_not_reused_while_its_read_runs",
 )
@@ -94,10 +94,10 @@ for direction, before, after in (
         "read",
         """
             self._device.wait_for(mark)
-            with _counted(self.statistics.reads, block.num_bytes):
+            with self.statistics.reads.moving(block.num_bytes):
 """,
         """
-            with _counted(self.statistics.reads, block.num_bytes):
+            with self.statistics.reads.moving(block.num_bytes):
 """,
     ),
 ):

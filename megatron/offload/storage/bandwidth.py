@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast a drive or a link really is, under the load that it has: `BandwidthMeter`.
 
-Tiers bracket every transfer with `begin` and `end`; striping, the split between tiers and the
+Tiers put every transfer into a `with` of `moving`; striping, the split between tiers and the
 reports read the result. Time counts while at least one transfer runs, so idle drives do not look
 slow and parallel transfers do not count twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 _WINDOW_S = 2.0  # busy seconds after which the past weighs half
 
@@ -39,22 +40,25 @@ class BandwidthMeter:
             total._recent_s = 1.0
         return total
 
-    def begin(self) -> None:
-        """A transfer starts."""
+    @contextlib.contextmanager
+    def moving(self, num_bytes: int) -> Iterator[None]:
+        """Around a transfer that has nothing more to wait for. Its bytes count unless it fails."""
         with self._lock:
             self._count_time()
             self._running += 1
-
-    def end(self, num_bytes: int) -> None:
-        """A transfer has moved `num_bytes` (0: it failed)."""
-        with self._lock:
-            self._count_time()
-            self._running -= 1
-            self.total_bytes += num_bytes
-            self._recent_bytes += num_bytes
-            if self._recent_s > _WINDOW_S:
-                self._recent_s /= 2
-                self._recent_bytes /= 2
+        moved_bytes = 0
+        try:
+            yield
+            moved_bytes = num_bytes
+        finally:
+            with self._lock:
+                self._count_time()
+                self._running -= 1
+                self.total_bytes += moved_bytes
+                self._recent_bytes += moved_bytes
+                if self._recent_s > _WINDOW_S:
+                    self._recent_s /= 2
+                    self._recent_bytes /= 2
 
     @property
     def bytes_per_s(self) -> float | None:

@@ -202,17 +202,13 @@ class Drive:
         offset = extent.offset
         with contextlib.closing(view.pieces_to_write(start, extent.num_bytes)) as pieces:
             for body in pieces:
-                done_bytes = 0
-                self.statistics.writes.begin()
                 try:
-                    self.file.write(body, offset)
-                    done_bytes = len(body)
+                    with self.statistics.writes.moving(len(body)):
+                        self.file.write(body, offset)
                 except Exception as error:
                     view.check()  # raises if the memory is gone: then the drive is not to blame
                     self._fail(error)
                     raise
-                finally:
-                    self.statistics.writes.end(done_bytes)
                 if self._checksum is not None:
                     checksums.append(self._checksum(body))
                 offset += len(body)
@@ -223,15 +219,11 @@ class Drive:
         offset, checksums = extent.offset, iter(extent.checksums)
         with contextlib.closing(view.pieces_to_fill(start, extent.num_bytes)) as pieces:
             for body in pieces:
-                done_bytes = 0
-                self.statistics.reads.begin()
                 try:
-                    self.file.read(body, offset)
-                    done_bytes = len(body)
+                    with self.statistics.reads.moving(len(body)):
+                        self.file.read(body, offset)
                 except OSError as error:
                     raise OSError(error.errno, f"{error.strerror} ({extent})") from None
-                finally:
-                    self.statistics.reads.end(done_bytes)
                 if self._checksum is not None and self._checksum(body) != next(checksums):
                     raise OSError(
                         errno.EBADMSG,

@@ -7,9 +7,7 @@ On a CPU that is one part of host memory and another, which frees none: for tryi
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ import torch
 from megatron.offload.config import format_size
 from megatron.offload.storage.access import check_size
 from megatron.offload.storage.arena import HostArena
-from megatron.offload.storage.bandwidth import BandwidthMeter
 from megatron.offload.storage.device import CpuDevice, Device
 from megatron.offload.storage.io_threads import IoThreads
 from megatron.offload.storage.tier import Block, TierStatistics
@@ -111,7 +108,7 @@ class HostTier:
 
         def work(_: HostBlock = block) -> None:
             self._device.wait_for(mark)
-            with _counted(self.statistics.reads, block.num_bytes):
+            with self.statistics.reads.moving(block.num_bytes):
                 self._device.copy_from_host(address, target, mark)
 
         return target, self._threads.submit_read(work, deadline)
@@ -132,7 +129,7 @@ class HostTier:
         try:
             self._device.wait_for(mark)
             check_size(source, num_bytes)
-            with _counted(self.statistics.writes, num_bytes):
+            with self.statistics.writes.moving(num_bytes):
                 self._device.copy_to_host(source, address, mark)
         except Exception:
             self.statistics.failed_writes += 1
@@ -148,15 +145,3 @@ class HostTier:
             "%s, and what does not fit goes to another tier or stays in device memory",
             format_size(self._arena.size_bytes),
         )
-
-
-@contextlib.contextmanager
-def _counted(meter: BandwidthMeter, num_bytes: int) -> Iterator[None]:
-    """Around a transfer of so many bytes, which has nothing more to wait for."""
-    done_bytes = 0
-    meter.begin()
-    try:
-        yield
-        done_bytes = num_bytes
-    finally:
-        meter.end(done_bytes)
