@@ -46,6 +46,8 @@ from tqdm import tqdm
 
 from megatron.offload import OffloadConfig, OffloadEngine, Scope
 from megatron.offload.config import format_size
+from megatron.offload.report.statistics import StepStatistics
+from megatron.offload.report.traffic import Traffic
 from megatron.offload.report.trials.machine import machine_facts
 from megatron.offload.report.trials.trainer import PLACEMENT_FLAGS
 from megatron.offload.saved.hooks import SavedTensorHooks
@@ -105,14 +107,14 @@ def keep_overhead(args: argparse.Namespace, metrics: Path) -> float:
     for name in ("capture", "exclude"):
         setattr(OffloadEngine, name, watch.wrap(getattr(OffloadEngine, name)))
     SavedTensorHooks.unpack = watch.wrap(SavedTensorHooks.unpack)  # type: ignore[method-assign]
-    end_step = OffloadEngine._count_tiers
+    end_step = Traffic.end_step
 
-    def count(self: OffloadEngine, before: Any) -> None:
-        end_step(self, before)
+    def count(self: Traffic, step: StepStatistics) -> None:
+        end_step(self, step)
         seconds.append(watch.seconds)
         watch.seconds = 0.0
 
-    OffloadEngine._count_tiers = count  # type: ignore[method-assign]
+    Traffic.end_step = count  # type: ignore[method-assign]
     flags = ["--train-iters", str(args.train_iters), *PLACEMENT_FLAGS["keep"]]
     steps = train([*flags, "--activation-offload-dir", str(args.dir)], metrics)
     return statistics.median(

@@ -25,6 +25,7 @@ from megatron.offload.errors import ConfigurationError, StorageError
 from megatron.offload.placement.observer import Observer
 from megatron.offload.placement.policy import FixedPolicy, Placement, Policy
 from megatron.offload.report.statistics import StepStatistics
+from megatron.offload.report.traffic import Traffic
 from megatron.offload.restore.prefetch import Prefetcher, Tape
 from megatron.offload.saved.cache import LongLived, TensorCache
 from megatron.offload.saved.context import SavingContext
@@ -114,6 +115,7 @@ class OffloadEngine:
             reserve_bytes=reserve_bytes,
             num_local_ranks=num_local_ranks,
         )
+        self._traffic = Traffic(self.tiers)
         self._cache = TensorCache(device.device)
         self._hooks = SavedTensorHooks(self._cache, mover=self)
         self._prefetcher = Prefetcher(self._begin_read, limit_bytes=self._inflight.limit_bytes)
@@ -141,7 +143,7 @@ class OffloadEngine:
         """Around all forward and backward passes of a training step."""
         self.statistics = StepStatistics()
         self._refused_bytes = self._num_refused = 0
-        before = self._moved_bytes()
+        self._traffic.begin_step()
         try:
             yield
         finally:
@@ -149,7 +151,8 @@ class OffloadEngine:
             self._starter.drain()
             self.statistics.long_lived_bytes = self._cache.end_step()
             self.statistics.left_alone, self._cache.num_left_alone = self._cache.num_left_alone, 0
-            self._count_tiers(before)
+            self._take_off_refused()
+            self._traffic.end_step(self.statistics)
 
     @contextlib.contextmanager
     def forward(self, scope: Scope) -> Iterator[Tape]:
@@ -376,6 +379,12 @@ class OffloadEngine:
             record.begin_writing(block, transfer)
             transfer.add_done_callback(self._end_of_write(outgoing))
 
+    def _take_off_refused(self) -> None:
+        """What no tier took was not offloaded after all."""
+        self.statistics.kept_bytes = self._refused_bytes
+        self.statistics.offloaded_bytes -= self._refused_bytes
+        self.statistics.offloaded_storages -= self._num_refused
+
     def _end_of_write(self, outgoing: Outgoing) -> Callable[[Future[None]], None]:
         """Tells the record how its write ended, if it is still there: a queue holds none alive."""
 
@@ -439,7 +448,7 @@ class OffloadEngine:
             rate = reads.bytes_per_s or 0.0
             self._starter.submit(functools.partial(self._prefetcher.waited, waited_s, rate))
 
-    # -- What the tiers did ---------------------------------------------------------------------
+    # -- For reports and planners --------------------------------------------------------------
 
     @property
     def inflight_bytes(self) -> int:
@@ -466,32 +475,6 @@ class OffloadEngine:
         Without the one that only chooses among the others.
         """
         return {p: tier for p, tier in self._tiers.items() if p is not Placement.TIERED}
-
-    def _moved_bytes(self) -> dict[Placement, tuple[int, int]]:
-        """Bytes written and read since the tiers were opened."""
-        return {
-            placement: (tier.statistics.writes.total_bytes, tier.statistics.reads.total_bytes)
-            for placement, tier in self.tiers.items()
-        }
-
-    def _count_tiers(self, before: dict[Placement, tuple[int, int]]) -> None:
-        """Fills the step's counters that tell of the tiers."""
-        step = self.statistics
-        step.kept_bytes = self._refused_bytes
-        step.offloaded_bytes -= self._refused_bytes
-        step.offloaded_storages -= self._num_refused
-        moved = {
-            placement: (written - before[placement][0], read - before[placement][1])
-            for placement, (written, read) in self._moved_bytes().items()
-        }
-        step.host_written_bytes, step.host_read_bytes = moved.get(Placement.HOST, (0, 0))
-        step.written_bytes, step.read_bytes = moved.get(Placement.SSD, (0, 0))
-        step.tier_used_bytes = sum(tier.used_bytes for tier in self.tiers.values())
-        ssd = self._tiers.get(Placement.SSD)
-        if ssd is not None:
-            statistics = ssd.statistics
-            step.write_bytes_per_s = statistics.writes.bytes_per_s or 0.0
-            step.read_bytes_per_s = statistics.reads.bytes_per_s or 0.0
 
 
 # Runs in the starter's thread.

@@ -105,7 +105,7 @@ engine(
 engine(
     "what no tier takes counts as offloaded",
     """
-        step.offloaded_bytes -= self._refused_bytes
+        self.statistics.offloaded_bytes -= self._refused_bytes
 """,
     "",
     HOWEVER + "[refused]",
@@ -113,7 +113,7 @@ engine(
 engine(
     "storages that no tier takes count as offloaded",
     """
-        step.offloaded_storages -= self._num_refused
+        self.statistics.offloaded_storages -= self._num_refused
 """,
     "",
     HOWEVER + "[refused]",
