@@ -3,12 +3,13 @@
 
     MEGATRON_LM_PATH=/path/to/Megatron-LM pytest -s tests/megatron/test_unmodified_bert_and_t5.py
 
-They have no mock data upstream: the corpus and the vocabulary are made here. What the interpreter
-needs is in `test_unmodified_megatron_lm.py`.
+They have no mock data upstream: the corpus and the tokenizer are made here. The interpreter needs
+transformers, and what is in `test_unmodified_megatron_lm.py`.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -17,9 +18,12 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from test_unmodified_megatron_lm import CHECKOUT, Run, offload, run_script
 from test_unmodified_megatron_lm import pytestmark as needs_a_checkout
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 pytestmark = needs_a_checkout
 
+SPECIAL_TOKENS = ("pad", "unk", "cls", "sep", "mask", "bos", "eos")
 SIZES = """
     --num-layers 4 --hidden-size 128 --num-attention-heads 8 --max-position-embeddings 128
     --micro-batch-size 2 --global-batch-size 4 --split 8,1,1 --num-workers 0
@@ -44,20 +48,25 @@ def script_of(model: str) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags of a corpus of sentences and of its vocabulary."""
+    """Flags of a corpus of sentences and of its tokenizer."""
     folder = tmp_path_factory.mktemp("data")
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]"]
-    words = [f"word{number}" for number in range(200)]
-    (folder / "vocab.txt").write_text("\n".join([*special, *words]) + "\n")
+    special = {f"{name}_token": f"[{name.upper()}]" for name in SPECIAL_TOKENS}
+    sentinels = [f"<extra_id_{number}>" for number in range(30)]
+    words = [*special.values(), *sentinels, *(f"word{number}" for number in range(200))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    settings["additional_special_tokens"] = sentinels
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     builder = IndexedDatasetBuilder(f"{folder}/text.bin", dtype=np.uint16)
     draw = random.Random(1)
     for _ in range(200):
         lengths = [draw.randrange(5, 30) for _ in range(draw.randrange(3, 9))]
-        tokens = [draw.randrange(len(special), len(special) + 200) for _ in range(sum(lengths))]
+        tokens = [draw.randrange(len(words) - 200, len(words)) for _ in range(sum(lengths))]
         builder.add_document(np.array(tokens), lengths)
     builder.finalize(f"{folder}/text.idx")
-    tokenizer = "--legacy-tokenizer --tokenizer-type BertWordPieceLowerCase"
-    return f"--data-path {folder}/text --vocab-file {folder}/vocab.txt {tokenizer}".split()
+    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
+    return f"--data-path {folder}/text {tokenizer}".split()
 
 
 def pretrain(model: str, mode: str, directory: Path, data: list[str]) -> Run:
