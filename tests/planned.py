@@ -31,7 +31,7 @@ class Solver:
     def __init__(self) -> None:
         self.asked: list[tuple[StageProfile, int | None, float | None]] = []
         self.placement = Placement.SSD
-        self.predicted = Prediction(1000.0, 0.0, 0.0, 1 << 40)  # nothing can be worse than that
+        self.predicted = Prediction(1000.0, 0.0, 0.0, 1 << 20)  # nothing is worse than that
         self.smallest_bytes = self.simulated_bytes = 0
         self.error: OffloadError | None = None
 

@@ -67,7 +67,7 @@ def connect() -> None:
         follow(self, plan)
 
     Measurement.profile = profile  # type: ignore[method-assign]
-    Drift.notice = notice_once  # type: ignore[method-assign]
+    Drift.cause = notice_once  # type: ignore[method-assign]
     PlannedPolicy.follow = write  # type: ignore[method-assign]
 
 

@@ -16,34 +16,44 @@ MEASUREMENT = "unit/test_measurement.py::"
 drift = table_of("planning/drift.py", MUTATIONS)
 
 drift(
-    "one step is enough",
+    "one cause is enough",
     """
-        if self._num_in_a_row < _PATIENCE:
+        return reason if self._num_causes >= _PATIENCE else ""
 """,
     """
-        if not reason:
-""",
-    PLANNER + "test_one_disturbed_step_is_no_drift",
-)
-drift(
-    "steps need not be in a row",
-    """
-        self._num_in_a_row = self._num_in_a_row + 1 if reason else 0
-""",
-    """
-        self._num_in_a_row += 1 if reason else 0
+        return reason
 """,
     PLANNER + "test_one_disturbed_step_is_no_drift",
 )
 drift(
-    "a slow step is a reason while times do not count",
+    "causes need not be in a row",
     """
-        reason = self._cause(step) or (self._effect(step) if times_count else "")
+        self._num_causes = self._num_causes + 1 if reason else 0
 """,
     """
-        reason = self._cause(step) or self._effect(step)
+        self._num_causes += 1 if reason else 0
 """,
-    PLANNER + "test_a_slow_step_is_no_reason_while_times_do_not_count",
+    PLANNER + "test_one_disturbed_step_is_no_drift",
+)
+drift(
+    "one effect is enough",
+    """
+        return reason if self._num_effects >= _PATIENCE else ""
+""",
+    """
+        return reason
+""",
+    PLANNER + "test_one_disturbed_step_is_no_drift",
+)
+drift(
+    "effects need not be in a row",
+    """
+        self._num_effects = self._num_effects + 1 if reason else 0
+""",
+    """
+        self._num_effects += 1 if reason else 0
+""",
+    PLANNER + "test_one_disturbed_step_is_no_drift",
 )
 drift(
     "other sizes are not noticed",
@@ -53,7 +63,7 @@ drift(
     """
         if False:
 """,
-    PLANNER + "test_drift_says_what_differs",
+    PLANNER + "test_drift_says_what_is_no_longer_so",
 )
 drift(
     "a slower tier is not noticed",
@@ -73,7 +83,7 @@ drift(
     """
         if False:
 """,
-    PLANNER + "test_drift_says_what_differs",
+    PLANNER + "test_drift_says_what_was_not_expected",
 )
 drift(
     "a slow step is not noticed",
@@ -84,6 +94,36 @@ drift(
         if False:
 """,
     PLANNER + "test_one_disturbed_step_is_no_drift",
+)
+drift(
+    "another peak is not noticed",
+    """
+        if difference_bytes > max(_OTHER_PEAK * expected.peak_bytes, _LEAST_BYTES):
+""",
+    """
+        if False:
+""",
+    PLANNER + "test_drift_says_what_was_not_expected",
+)
+drift(
+    "a lower peak is not noticed",
+    """
+        difference_bytes = abs(step.peak_bytes - expected.peak_bytes)
+""",
+    """
+        difference_bytes = step.peak_bytes - expected.peak_bytes
+""",
+    PLANNER + "test_drift_says_what_was_not_expected",
+)
+drift(
+    "a few pages are another peak",
+    """
+        if difference_bytes > max(_OTHER_PEAK * expected.peak_bytes, _LEAST_BYTES):
+""",
+    """
+        if difference_bytes > _OTHER_PEAK * expected.peak_bytes:
+""",
+    PLANNER + "test_a_few_pages_are_no_other_peak",
 )
 drift(
     "what is usual is noticed",

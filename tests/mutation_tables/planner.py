@@ -219,12 +219,60 @@ planner(
 planner(
     "only the rank that noticed a change measures",
     """
-        elif any_notice:
+        elif any_cause or any_effect:
 """,
     """
-        elif notice:
+        elif cause or any_effect:
 """,
-    AGREES + "test_a_rank_that_notices_a_change_makes_all_measure",
+    AGREES + "test_a_rank_that_notices_a_change_makes_all_measure[cause]",
+)
+planner(
+    "only the rank that noticed an effect measures",
+    """
+        elif any_cause or any_effect:
+""",
+    """
+        elif any_cause or effect:
+""",
+    AGREES + "test_a_rank_that_notices_a_change_makes_all_measure[effect]",
+)
+planner(
+    "ranks are patient for reasons of their own",
+    """
+            self._is_for_effect = not any_cause
+""",
+    """
+            self._is_for_effect = not cause
+""",
+    AGREES + "test_a_rank_that_notices_a_change_makes_all_measure[cause]",
+)
+planner(
+    "plans take turns as long as what they do is not expected",
+    """
+            self._is_for_effect = not any_cause
+""",
+    "",
+    PLANNER + "test_another_peak_than_was_predicted_is_planned_for_more_and_more_rarely[True]",
+)
+planner(
+    "what the first plan does is compared before it was refined",
+    """
+                if is_impatient and self._is_refined:
+""",
+    """
+                if is_impatient:
+""",
+    PLANNER + "test_until_the_plan_is_refined_only_causes_count",
+)
+planner(
+    "what a plan does is compared at once though the last did not help",
+    """
+                if is_impatient and self._is_refined:
+""",
+    """
+                if self._is_refined:
+""",
+    PLANNER + "test_another_peak_than_was_predicted_is_planned_for_more_and_more_rarely[False]",
 )
 planner(
     "ranks ask each other after every step",
@@ -239,10 +287,10 @@ planner(
 planner(
     "what was noticed between is forgotten",
     """
-                self._notice = self._notice or notice
+                self._cause = self._cause or drift.cause(step)
 """,
     """
-                self._notice = notice
+                self._cause = drift.cause(step)
 """,
     PLANNER + "test_what_is_noticed_between_the_steps_at_which_ranks_ask_is_not_lost",
 )
@@ -308,10 +356,10 @@ planner(
 planner(
     "what a new plan cannot change is noticed again and again",
     """
-                usual = step.step_s / plan.predicted.step_s
+            usual = step.step_s / predicted.step_s
 """,
     """
-                usual = 1.0
+            usual = 1.0
 """,
     AGREES + "test_a_step_that_planning_again_leaves_slow_is_usual_from_then_on",
 )

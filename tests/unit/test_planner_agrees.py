@@ -44,12 +44,12 @@ def _what(values: Sequence[float]) -> str:
     """What ranks compare, seen by the values."""
     if len(values) == 1:
         return "one"
+    if len(values) == 3 and set(values) <= {0.0, 1.0}:
+        return "findings"
     if len(values) > 2:
         return "sizes"
     first, second = values
-    if first and first == -second:
-        return "digests"
-    return "findings" if {first, second} <= {0.0, 1.0} else "whole_steps"
+    return "digests" if first and first == -second else "whole_steps"
 
 
 def config(tmp_path: Path, **changes: Any) -> OffloadConfig:
@@ -105,7 +105,7 @@ def test_so_is_every_later_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("first", [True, False])
 def test_ranks_with_different_plans_stop(run: Run, first: bool) -> None:
-    other = Group(digests=lambda own: [own[0] + 1, own[1]], findings=lambda own: [1.0, own[1]])
+    other = Group(digests=lambda own: [own[0] + 1, own[1]], findings=lambda own: [1.0, *own[1:]])
     run.steps(2 if first else 3)
     run.planner._agreement = other
     with pytest.raises(OffloadError, match="have come to different plans"):
@@ -122,13 +122,18 @@ def test_a_rank_over_its_budget_makes_all_plan_at_once(run: Run) -> None:
     assert run.solver.asked[-1][0].tiers[0].write_bytes_per_s == 7.0
 
 
-def test_a_rank_that_notices_a_change_makes_all_measure(run: Run) -> None:
+@pytest.mark.parametrize("kind", ["cause", "effect"])
+def test_a_rank_that_notices_a_change_makes_all_measure(kind: str, run: Run) -> None:
     run.steps(3)
-    run.planner._agreement = Group(findings=lambda own: [own[0], 1.0])
+    told = {"cause": [0.0, 1.0, 0.0], "effect": [0.0, 0.0, 1.0]}[kind]
+    run.planner._agreement = Group(findings=lambda _: told)
     run.step()
     assert run.planner.num_plans == 1 and run.planner.phase is Phase.UPDATING
+    run.solver.placement = Placement.SSD
     run.step()
     assert run.planner.num_plans == 2 and run.planner.phase is Phase.FOLLOWING
+    # A plan that something has changed for may well be changed at once.
+    assert run.planner._patient_steps == (0 if kind == "cause" else 4)
 
 
 def test_where_one_rank_finds_no_plan_all_keep_theirs(run: Run) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron.offload.config import format_size
+from megatron.offload.config import MIB, format_size
 from megatron.offload.placement.plan import Prediction
 from megatron.offload.placement.profile import StageProfile
 
@@ -17,6 +17,8 @@ _PATIENCE = 2  # steps in a row that must differ: one may have been disturbed
 _SLOWER = 1.3  # times the predicted step
 _STALLED = 0.1  # of the predicted step, beyond the predicted stall
 _BANDWIDTH = 0.5  # of the tier's, as it was when the plan was made
+_OTHER_PEAK = 0.1  # of the predicted peak, up or down
+_LEAST_BYTES = 4 * MIB  # a smaller difference of peaks is the allocator's
 _OVER_BUDGET = 1.02  # a resident set is known to a page or so, and the allocator rounds
 
 
@@ -52,7 +54,7 @@ class Drift:
         self._profile = profile
         self._budget_bytes = budget_bytes
         self._usual = max(usual, 1.0)
-        self._num_in_a_row = 0
+        self._num_causes = self._num_effects = 0  # in a row
 
     def over_budget(self, step: MeasuredStep) -> str:
         """Why memory has to be saved at once; empty: it has not."""
@@ -64,20 +66,19 @@ class Drift:
             f"{format_size(budget_bytes)}"
         )
 
-    def notice(self, step: MeasuredStep, *, times_count: bool = True) -> str:
-        """Why the plan no longer fits, once that has been so for some steps; empty: it fits.
+    def cause(self, step: MeasuredStep) -> str:
+        """What the plan was made from and is no longer so, for some steps now; empty: all is."""
+        reason = self._cause(step)
+        self._num_causes = self._num_causes + 1 if reason else 0
+        return reason if self._num_causes >= _PATIENCE else ""
 
-        Args:
-            times_count: whether a step that took long or waited is a reason.
-        """
-        reason = self._cause(step) or (self._effect(step) if times_count else "")
-        self._num_in_a_row = self._num_in_a_row + 1 if reason else 0
-        if self._num_in_a_row < _PATIENCE:
-            return ""
-        return reason
+    def effect(self, step: MeasuredStep) -> str:
+        """What it led to and was not expected, for some steps now; empty: all was."""
+        reason = self._effect(step)
+        self._num_effects = self._num_effects + 1 if reason else 0
+        return reason if self._num_effects >= _PATIENCE else ""
 
     def _cause(self, step: MeasuredStep) -> str:
-        """What the plan was made from is no longer so."""
         if step.sizes and self._profile.sizes and dict(step.sizes) != self._profile.sizes:
             sizes = ", ".join(f"{name} {value}" for name, value in step.sizes.items())
             return f"micro-batches have other sizes: {sizes}"
@@ -91,11 +92,16 @@ class Drift:
         return ""
 
     def _effect(self, step: MeasuredStep) -> str:
-        """What it led to is not what was expected."""
         expected = self._predicted
         predicted_s = expected.step_s * self._usual
         if step.stall_s > expected.stall_s + _STALLED * predicted_s:
             return f"compute waited {step.stall_s:.3f} s, the plan says {expected.stall_s:.3f} s"
         if step.step_s > _SLOWER * predicted_s:
             return f"a step took {step.step_s:.3f} s, the plan says {expected.step_s:.3f} s"
+        difference_bytes = abs(step.peak_bytes - expected.peak_bytes)
+        if difference_bytes > max(_OTHER_PEAK * expected.peak_bytes, _LEAST_BYTES):
+            return (
+                f"activations took {format_size(step.peak_bytes)}, the plan says "
+                f"{format_size(expected.peak_bytes)}"
+            )
         return ""

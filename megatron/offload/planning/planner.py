@@ -145,9 +145,10 @@ class Planner:
         self._by_tokens: dict[int, StageProfile] = {}  # measured, by size of micro-batches
         self._drift: Drift | None = None
         self._budget_bytes: int | None = None
-        self._over = self._notice = ""  # what this rank has found, until all are asked
+        self._over = self._cause = self._effect = ""  # what this rank finds, until all are asked
         self._num_followed = 0  # steps under the present plan
         self._patient_steps = 0  # so long neither time nor memory is a reason to plan again
+        self._is_for_effect = False  # the next plan: it may change nothing
         self._adapts = True
         self._is_refined = False
         self._measured: list[MeasuredStep] = []  # in detail, for the next plan
@@ -317,7 +318,8 @@ class Planner:
         self._policy.follow(plan)
         self.phase = Phase.FOLLOWING
         self._num_followed = 0
-        self._over = self._notice = ""
+        self._over = self._cause = self._effect = ""
+        self._is_for_effect = False
         self._device.return_freed_memory()  # it fitted what was kept until now
         if self.profile is not None and plan.predicted is not None:
             self._drift = Drift(plan.predicted, self.profile, self._budget_bytes, usual)
@@ -375,18 +377,20 @@ class Planner:
             if is_impatient:
                 self._over = self._over or drift.over_budget(step)
             if self._num_followed > _SETTLING_STEPS:
-                times_count = is_impatient and self._is_refined
-                notice = drift.notice(step, times_count=times_count)
-                self._notice = self._notice or notice
+                self._cause = self._cause or drift.cause(step)
+                if is_impatient and self._is_refined:
+                    self._effect = self._effect or drift.effect(step)
         if self._num_followed % self._agreement.period_steps:
             return
-        (over, notice), self._over, self._notice = (self._over, self._notice), "", ""
-        any_over, any_notice = self._agreement.largest([float(bool(over)), float(bool(notice))])
+        found = over, cause, effect = self._over, self._cause, self._effect
+        self._over = self._cause = self._effect = ""
+        any_over, any_cause, any_effect = self._agreement.largest([float(bool(x)) for x in found])
         if any_over:
             self._say(over or "another rank is over its budget")
             self._plan_again(self._profile_of_present_tiers())
-        elif any_notice:
-            self._say(notice or "another rank has noticed a change")
+        elif any_cause or any_effect:
+            self._say(cause or effect or "another rank has noticed a change")
+            self._is_for_effect = not any_cause
             fitted_profile = self._fitted()
             if fitted_profile is not None:
                 self._plan_again(fitted_profile)
@@ -422,12 +426,13 @@ class Planner:
         check_same(plan, self._agreement)
         self.profile = profile
         changed, usual, step = plan.digest() != before.digest(), 1.0, self.measurement.last
-        if changed:
+        predicted = plan.predicted
+        if changed and not self._is_for_effect:
             self._patient_steps = 0
-        else:  # it is as it is: do not ask again at once
+        else:  # it may be as it is: do not ask again at once
             self._patient_steps = min(max(2 * self._patient_steps, 4), _MOST_PATIENT_STEPS)
-            if plan.predicted is not None and plan.predicted.step_s and step is not None:
-                usual = step.step_s / plan.predicted.step_s
+        if not changed and predicted is not None and predicted.step_s and step is not None:
+            usual = step.step_s / predicted.step_s
         self._follow(plan, usual)
         if self._stage.speaks:
             text = plan_table(plan) if changed else "the plan stays as it is"
