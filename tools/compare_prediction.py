@@ -9,8 +9,8 @@ Each configuration (model size, pipeline stages, a cap on the SSD's write bandwi
 with the plan for the least memory within `--slowdown`. Predicted and measured are those of the
 first rank, so of the first of two stages. Measured step time is the median of the steps under the
 last plan, without the first two of them; measured peak is the largest of theirs. `auto` plans from
-the first steps and once more when the run has settled; the second plan is the one that counts, the
-errors of the first stand beside it.
+the first steps, once more when the run has settled, and again where it goes otherwise than was
+predicted; the last plan counts, the errors of the first stand beside it.
 
 Exit code: 0 within the limits (5 % in the median, 15 % at most), 1 not, 2 a training failed or too
 few of its steps followed a plan.
