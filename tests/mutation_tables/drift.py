@@ -68,10 +68,10 @@ drift(
 drift(
     "a slower tier is not noticed",
     """
-            if speed is not None and speed < tier.write_bytes_per_s * _BANDWIDTH:
+        return self._other_bandwidth(step, 0.0, _LESS_BANDWIDTH)
 """,
     """
-            if False:
+        return ""
 """,
     PLANNER + "test_a_disk_that_becomes_slow_is_planned_for_within_five_steps",
 )
@@ -124,6 +124,26 @@ drift(
         if difference_bytes > _OTHER_PEAK * expected.peak_bytes:
 """,
     PLANNER + "test_a_few_pages_are_no_other_peak",
+)
+drift(
+    "a faster tier is not noticed",
+    """
+        return self._other_bandwidth(step, _MORE_BANDWIDTH, math.inf)
+""",
+    """
+        return ""
+""",
+    PLANNER + "test_a_disk_that_becomes_fast_again_is_planned_for",
+)
+drift(
+    "a tier as fast as ever is noticed",
+    """
+        return self._other_bandwidth(step, _MORE_BANDWIDTH, math.inf)
+""",
+    """
+        return self._other_bandwidth(step, _LESS_BANDWIDTH, math.inf)
+""",
+    PLANNER + "test_a_disk_that_becomes_fast_again_is_planned_for",
 )
 drift(
     "what is usual is noticed",

@@ -6,6 +6,7 @@ The planner shows it every step. It compares and remembers; what follows is the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from megatron.offload.placement.profile import StageProfile
 _PATIENCE = 2  # steps in a row that must differ: one may have been disturbed
 _SLOWER = 1.3  # times the predicted step
 _STALLED = 0.1  # of the predicted step, beyond the predicted stall
-_BANDWIDTH = 0.5  # of the tier's, as it was when the plan was made
+_LESS_BANDWIDTH, _MORE_BANDWIDTH = 0.5, 2.0  # of the tier's, as it was when the plan was made
 _OTHER_PEAK = 0.1  # of the predicted peak, up or down
 _LEAST_BYTES = 4 * MIB  # a smaller difference of peaks is the allocator's
 _OVER_BUDGET = 1.02  # a resident set is known to a page or so, and the allocator rounds
@@ -82,14 +83,7 @@ class Drift:
         if step.sizes and self._profile.sizes and dict(step.sizes) != self._profile.sizes:
             sizes = ", ".join(f"{name} {value}" for name, value in step.sizes.items())
             return f"micro-batches have other sizes: {sizes}"
-        for tier in self._profile.tiers:
-            speed = step.write_bytes_per_s.get(tier.name)
-            if speed is not None and speed < tier.write_bytes_per_s * _BANDWIDTH:
-                return (
-                    f"{tier.name} takes {format_size(speed)}/s, the plan counts on "
-                    f"{format_size(tier.write_bytes_per_s)}/s"
-                )
-        return ""
+        return self._other_bandwidth(step, 0.0, _LESS_BANDWIDTH)
 
     def _effect(self, step: MeasuredStep) -> str:
         expected = self._predicted
@@ -104,4 +98,17 @@ class Drift:
                 f"activations took {format_size(step.peak_bytes)}, the plan says "
                 f"{format_size(expected.peak_bytes)}"
             )
+        # No cause: a drive may be fast because the plan leaves it alone.
+        return self._other_bandwidth(step, _MORE_BANDWIDTH, math.inf)
+
+    def _other_bandwidth(self, step: MeasuredStep, least: float, most: float) -> str:
+        """Which tier is between so many times as fast as it was; empty: none."""
+        for tier in self._profile.tiers:
+            speed = step.write_bytes_per_s.get(tier.name)
+            expected = tier.write_bytes_per_s
+            if speed is not None and least * expected < speed < most * expected:
+                return (
+                    f"{tier.name} takes {format_size(speed)}/s, the plan counts on "
+                    f"{format_size(tier.write_bytes_per_s)}/s"
+                )
         return ""
