@@ -10,6 +10,7 @@ arXiv 2408.10013.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -28,8 +29,12 @@ ALLOCATORS = {"default": "the C library's malloc", "offload": "offload's allocat
 def title_of(result: dict[str, Any]) -> str:
     """The model's shape, from the trainer's flags."""
     flags = result["trainer_flags"]
-    value = dict(zip(flags[::2], flags[1::2], strict=False))
-    return f"hidden {value['--hidden-size']}, {value['--num-layers']} layers"
+    value = {name: next_ for name, next_ in itertools.pairwise(flags) if name.startswith("--")}
+    stages = int(value.get("--pipeline-model-parallel-size", 1))
+    return (
+        f"{value['--num-layers']} layers, hidden {value['--hidden-size']}, "
+        f"sequence {value['--seq-length']}{f', {stages} stages' if stages > 1 else ''}"
+    )
 
 
 def plot(axes: Any, result: dict[str, Any]) -> None:
@@ -38,18 +43,14 @@ def plot(axes: Any, result: dict[str, Any]) -> None:
         variant = row["variant"]
         placement, allocator = variant["placement"], variant["allocator"]
         x, y = row["peak_bytes"] / (1 << 20), 1 / row["time_ratio"]
-        axes.scatter(x, y, s=90, color=COLORS[placement], marker=MARKERS[allocator], zorder=3)
-        axes.annotate(
-            f"{placement}, {ALLOCATORS[allocator]}",
-            (x, y),
-            textcoords="offset points",
-            xytext=(6, 9 if allocator == "offload" else -16),
-            fontsize=8,
-        )
+        label = f"{placement}, {ALLOCATORS[allocator]}"
+        style = {"color": COLORS[placement], "marker": MARKERS[allocator]}
+        axes.scatter(x, y, s=90, label=label, zorder=3, **style)
+    axes.legend(fontsize=8, loc="lower right")
     axes.set_title(title_of(result))
     axes.set_xlabel("peak activation memory, MiB")
     axes.set_ylabel("speed relative to the fastest off")
-    axes.set_xlim(left=0, right=1.6 * axes.get_xlim()[1])
+    axes.set_xlim(left=0)
     axes.set_ylim(bottom=0, top=1.25)
     axes.grid(alpha=0.3)
 

@@ -3,14 +3,15 @@
 
     MEGATRON_LM_PATH=/path/to/Megatron-LM pytest -s tests/megatron/test_unmodified_bert_and_t5.py
 
-They have no mock data upstream: the corpus and the tokenizer are made here. The interpreter needs
-transformers, and what is in `test_unmodified_megatron_lm.py`.
+They have no mock data upstream: the corpus and the tokenizer are made here. What the interpreter
+needs is in `test_unmodified_megatron_lm.py`; from release 0.19 on transformers as well.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,8 @@ from tokenizers.models import WordLevel
 
 pytestmark = needs_a_checkout
 
-SPECIAL_TOKENS = ("pad", "unk", "cls", "sep", "mask", "bos", "eos")
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]")
+SENTINELS = tuple(f"<extra_id_{number}>" for number in range(30))
 SIZES = """
     --num-layers 4 --hidden-size 128 --num-attention-heads 8 --max-position-embeddings 128
     --micro-batch-size 2 --global-batch-size 4 --split 8,1,1 --num-workers 0
@@ -32,7 +34,7 @@ SIZES = """
 """
 MODELS = {
     "bert": "--seq-length 128",
-    "t5": "--encoder-seq-length 128 --decoder-seq-length 64 --vocab-extra-ids 30",
+    "t5": "--encoder-seq-length 128 --decoder-seq-length 64",
 }
 LAYOUTS = {
     "bert": (2, "--pipeline-model-parallel-size 2"),
@@ -50,14 +52,7 @@ def script_of(model: str) -> Path:
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags of a corpus of sentences and of its tokenizer."""
     folder = tmp_path_factory.mktemp("data")
-    special = {f"{name}_token": f"[{name.upper()}]" for name in SPECIAL_TOKENS}
-    sentinels = [f"<extra_id_{number}>" for number in range(30)]
-    words = [*special.values(), *sentinels, *(f"word{number}" for number in range(200))]
-    vocabulary = {word: number for number, word in enumerate(words)}
-    Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
-    settings["additional_special_tokens"] = sentinels
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    words = [*SPECIAL_TOKENS, *SENTINELS, *(f"word{number}" for number in range(200))]
     builder = IndexedDatasetBuilder(f"{folder}/text.bin", dtype=np.uint16)
     draw = random.Random(1)
     for _ in range(200):
@@ -65,8 +60,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         tokens = [draw.randrange(len(words) - 200, len(words)) for _ in range(sum(lengths))]
         builder.add_document(np.array(tokens), lengths)
     builder.finalize(f"{folder}/text.idx")
-    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
-    return f"--data-path {folder}/text {tokenizer}".split()
+    return f"--data-path {folder}/text {tokenizer_flags(folder, words)}".split()
+
+
+def tokenizer_flags(folder: Path, words: Sequence[str]) -> str:
+    """Makes it, too: WordPiece of Megatron-LM's own, or of later releases one of Hugging Face's."""
+    if "--legacy-tokenizer" in (CHECKOUT / "megatron/training/arguments.py").read_text():
+        (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+        kind = "--legacy-tokenizer --tokenizer-type BertWordPieceLowerCase"
+        return f"{kind} --vocab-file {folder}/vocab.txt --vocab-extra-ids {len(SENTINELS)}"
+    vocabulary = {word: number for number, word in enumerate(words)}
+    Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    special = {f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    kind = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
+    return f"{kind} --tokenizer-special-tokens {' '.join(SENTINELS)}"
 
 
 def pretrain(model: str, mode: str, directory: Path, data: list[str]) -> Run:
