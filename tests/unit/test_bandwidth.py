@@ -32,6 +32,8 @@ def test_time_counts_once_while_at_least_one_transfer_runs(clock: Callable[[floa
             clock(0.5)
         clock(0.25)
     clock(50.0)  # idle
+    with meter.moving(0):
+        pass
     assert (meter.total_bytes, meter.busy_s, meter.bytes_per_s) == (400, 1.0, 400.0)
 
 
@@ -40,7 +42,9 @@ def test_a_transfer_that_fails_counts_its_time_and_no_bytes(clock: Callable[[flo
     with pytest.raises(OSError), meter.moving(300):
         clock(1.0)
         raise OSError
-    clock(50.0)
+    clock(50.0)  # idle
+    with meter.moving(0):
+        pass
     assert (meter.total_bytes, meter.busy_s, meter.bytes_per_s) == (0, 1.0, None)
 
 
