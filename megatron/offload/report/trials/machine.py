@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.offload.storage.cuda import all_properties
+from megatron.offload.storage.cuda import all_properties, has_cuda
 
 GIB = 1 << 30
 
@@ -27,7 +27,8 @@ def machine_facts(offload_dir: Path) -> dict[str, Any]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpu": next((one.name for one in all_properties()), None),
+        # The CPU runtime, once it is installed, counts a device where there is none.
+        "gpu": next((one.name for one in all_properties()), None) if has_cuda() else None,
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
