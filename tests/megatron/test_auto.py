@@ -123,7 +123,7 @@ def test_a_disk_that_becomes_slow_in_mid_run_is_planned_for_within_five_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(launch.SCRIPTS, "slow disk", ROOT / "tools" / "slow_disk.py")
-    slow_after, num_steps = 13, 20  # the second plan, with which it has settled, is of step 11
+    slow_after, num_steps = 12, 17  # the second plan, with which it has settled, is of step 11
     flags = f"--train-iters {num_steps}"
     slowed = train(
         flags,

@@ -46,7 +46,7 @@ def assert_same_bits(other: Outcome, off: Outcome) -> None:
     assert other.model == off.model
 
 
-QUICK = ("EP2", "TP2+SP shared expert")
+QUICK = ("EP2",)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,12 @@ def test_prolonged_run_is_bit_identical_on_one_rank(tmp_path: Path, one_process:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-        "--use-distributed-optimizer --bf16",
+        pytest.param(
+            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+            id="fp32-overlapped",
+        ),
+        pytest.param("--use-distributed-optimizer --bf16", id="bf16", marks=pytest.mark.slow),
     ],
-    ids=["fp32-overlapped", "bf16"],
 )
 def test_resumed_run_is_bit_identical_with_the_distributed_optimizer(
     tmp_path: Path, flags: str

@@ -133,7 +133,8 @@ drift(
     """
         return ""
 """,
-    PLANNER + "test_a_disk_that_becomes_fast_again_is_planned_for",
+    PLANNER
+    + "test_a_tier_that_is_slower_is_a_cause_and_one_that_is_faster_an_effect[201-False-True]",
 )
 drift(
     "a tier as fast as ever is noticed",
@@ -143,7 +144,8 @@ drift(
     """
         return self._other_bandwidth(step, _LESS_BANDWIDTH, math.inf)
 """,
-    PLANNER + "test_a_disk_that_becomes_fast_again_is_planned_for",
+    PLANNER
+    + "test_a_tier_that_is_slower_is_a_cause_and_one_that_is_faster_an_effect[51-False-False]",
 )
 drift(
     "what is usual is noticed",

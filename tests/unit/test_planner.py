@@ -261,27 +261,6 @@ def test_a_disk_that_becomes_slow_is_planned_for_within_five_steps(
     assert second < first / 2
 
 
-def test_a_disk_that_becomes_fast_again_is_planned_for(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, takes_s = UnlinkedFile.write, 0.06
-
-    def paced(self: UnlinkedFile, body: memoryview, offset: int) -> None:
-        time.sleep(takes_s)
-        write(self, body, offset)
-
-    monkeypatch.setattr(UnlinkedFile, "write", paced)
-    run = start(threads=1)
-    run.writes_end = True
-    run.steps(3 + 4 + REFINING_STEPS + 3)
-    assert run.planner.num_plans == 2
-    takes_s = 0.01
-    run.steps(7)  # the second plan was no other than the first: it is to be patient for four
-    assert run.planner.num_plans == 3
-    before, after = (one[0].tiers[0].write_bytes_per_s for one in run.solver.asked[-2:])
-    assert after > 2 * before
-
-
 def test_other_sizes_are_measured_and_a_third_one_is_fitted(start: Callable[..., Run]) -> None:
     run = start()
     run.solver.placement = Placement.KEEP
@@ -417,6 +396,22 @@ def test_drift_says_what_is_no_longer_so() -> None:
     seen.cause(longer)
     assert "other sizes: sequence_length 9" in seen.cause(longer)
     assert seen.effect(longer) == seen.effect(longer) == ""
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "is_cause", "is_effect"),
+    [(49, True, False), (51, False, False), (199, False, False), (201, False, True)],
+)
+def test_a_tier_that_is_slower_is_a_cause_and_one_that_is_faster_an_effect(
+    bytes_per_s: float, is_cause: bool, is_effect: bool
+) -> None:
+    tiers = (TierProfile("ssd", 100.0, 100.0),)
+    profile = StageProfile(Layout(1, 0, 1, 1), 1, (), tiers, (0.0,), (0.0,), (0.0,), (0.0,))
+    seen = Drift(PROFILED, profile, None)
+    step = MeasuredStep(1.0, 0.1, 100 * MIB, {}, {"ssd": bytes_per_s})
+    reasons = [(seen.cause(step), seen.effect(step)) for _ in range(2)][-1]
+    assert [bool(reason) for reason in reasons] == [is_cause, is_effect]
+    assert all("ssd takes" in reason for reason in reasons if reason)
 
 
 def test_a_few_pages_are_no_other_peak() -> None:
