@@ -449,13 +449,12 @@ def test_another_peak_than_was_predicted_is_planned_for_more_and_more_rarely(
     monkeypatch.setattr(PeakMemory, "end_step", lambda _: 1 << 30)
     planned_after, num_plans = [], 2
     for number in range(20):
+        if changes:  # from one plan to another, and back again
+            run.solver.placement = (Placement.SSD, Placement.KEEP)[len(planned_after) % 2]
         run.step()
         if run.planner.num_plans > num_plans:
             planned_after.append(number)
             num_plans = run.planner.num_plans
-            if changes:  # from one plan to another, and back again
-                other = {Placement.KEEP: Placement.SSD, Placement.SSD: Placement.KEEP}
-                run.solver.placement = other[run.solver.placement]
     profile, _, _ = run.solver.asked[2]
     assert profile.transient_bytes == 1 << 30  # the simulation has no peak of its own
     # Four steps after the plan that did not change, two of them in a row, and one to measure; then
