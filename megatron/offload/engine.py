@@ -320,13 +320,9 @@ class OffloadEngine:
 
     def used(self, view: SavedView) -> None:
         """Has the memory let go after the last use, and what comes next read ahead."""
-        self._starter.submit(functools.partial(self._was_used, view))
-
-    # Runs in the starter's thread.
-    def _was_used(self, view: SavedView) -> None:
         view.saved.view_used(view)
         if self._prefetcher.used(view.saved):
-            self._prefetcher.advance()
+            self._starter.submit(self._prefetcher.advance)
 
     # -- How bytes leave ------------------------------------------------------------------------
 

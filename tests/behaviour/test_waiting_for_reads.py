@@ -263,7 +263,7 @@ def test_a_record_that_died_meanwhile_is_not_made_ready(engine, monkeypatch, cap
     assert not caplog.records
 
 
-def test_the_starters_thread_alone_calls_the_read_ahead(engine, monkeypatch):
+def test_the_starters_thread_alone_moves_the_read_ahead(engine, monkeypatch):
     threads = {}
 
     def noting(name, call):
@@ -273,10 +273,9 @@ def test_the_starters_thread_alone_calls_the_read_ahead(engine, monkeypatch):
 
         return noted
 
-    for name in ("start", "advance", "used", "waited", "stop"):
+    for name in ("start", "advance", "waited", "stop"):
         call = getattr(engine._prefetcher, name)
         monkeypatch.setattr(engine._prefetcher, name, noting(name, call))
-    monkeypatch.setattr(SavedStorage, "view_used", noting("view_used", SavedStorage.view_used))
     monkeypatch.setattr(SavedStorage, "has_arrived", False)
     monkeypatch.setattr(engine_module, "_NOTICEABLE_S", -1.0)
     with engine.step():
@@ -284,7 +283,7 @@ def test_the_starters_thread_alone_calls_the_read_ahead(engine, monkeypatch):
         engine._hooks.unpack(packed.pop())  # waits
         with engine.backward(tape):
             engine._hooks.unpack(packed.pop())
-    assert len(threads) == 6
+    assert len(threads) == 4
     assert set.union(*threads.values()) == {engine._starter._thread}
 
 

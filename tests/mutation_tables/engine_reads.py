@@ -14,7 +14,7 @@ AT_ONCE = WAITING + "test_what_compute_and_the_read_ahead_want_at_once_is_read_o
 LATE = WAITING + "test_bytes_that_others_used_and_let_go_meanwhile_are_read_again"
 READY = WAITING + "test_what_was_read_ahead_is_handed_out_ready_made"
 DIED = WAITING + "test_a_record_that_died_meanwhile_is_not_made_ready"
-STARTERS_ALONE = WAITING + "test_the_starters_thread_alone_calls_the_read_ahead"
+STARTERS_ALONE = WAITING + "test_the_starters_thread_alone_moves_the_read_ahead"
 PREFETCH = "behaviour/test_prefetch.py::"
 WINDOW = PREFETCH + "test_the_window_opens_at_the_first_use_and_moves_in_reverse_order"
 ENDS = "behaviour/test_engine_ends_what_it_began.py::"
@@ -347,10 +347,10 @@ engine(
     "a used storage stays in the window",
     """
         if self._prefetcher.used(view.saved):
-            self._prefetcher.advance()
+            self._starter.submit(self._prefetcher.advance)
 """,
     """
-        self._prefetcher.advance()
+        self._starter.submit(self._prefetcher.advance)
 """,
     WINDOW,
 )
@@ -358,7 +358,7 @@ engine(
     "the window does not move",
     """
         if self._prefetcher.used(view.saved):
-            self._prefetcher.advance()
+            self._starter.submit(self._prefetcher.advance)
 """,
     """
         self._prefetcher.used(view.saved)
@@ -366,22 +366,12 @@ engine(
     WINDOW,
 )
 engine(
-    "nobody hears of uses",
-    """
-        self._starter.submit(functools.partial(self._was_used, view))
-""",
-    """
-        pass
-""",
-    WINDOW,
-)
-engine(
     "the thread that computes does what follows a use",
     """
-        self._starter.submit(functools.partial(self._was_used, view))
+            self._starter.submit(self._prefetcher.advance)
 """,
     """
-        self._was_used(view)
+            self._prefetcher.advance()
 """,
     STARTERS_ALONE,
 )

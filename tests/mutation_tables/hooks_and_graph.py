@@ -154,19 +154,17 @@ hooks(
 hooks(
     "a storage moves once for each view",
     """
-        span, tier = whole(storage), None
-        record = self._cache.find(storage, span, tensor)
+        record, tier = self._cache.find(storage, span, tensor), None
 """,
     """
-        span, tier = whole(storage), None
-        record = None
+        record, tier = None, None
 """,
     ONE_STORAGE,
 )
 hooks(
     "a gathered view is rebuilt as if it were in its whole storage",
     """
-        view = SavedView(record, tensor, span.start_bytes)
+        view = SavedView(record, tensor, 0 if span is None else span.start_bytes)
 """,
     """
         view = SavedView(record, tensor)

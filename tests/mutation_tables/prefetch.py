@@ -16,7 +16,7 @@ TAPE = "unit/test_tape.py::"
 NEVER = "behaviour/test_what_never_moves.py::"
 DROPPED = TAPE + "test_a_storage_dropped_while_it_was_ahead_leaves_the_window"
 ROOM = TAPE + "test_a_used_storage_makes_room_for_as_much_as_it_held"
-GIVES_WORK = TAPE + "test_the_first_use_and_those_that_make_room_give_the_read_ahead_work"
+HALF = TAPE + "test_the_read_ahead_hears_of_the_first_use_and_whenever_half_of_the_window_was_used"
 CANNOT_BEGIN = TAPE + "test_a_read_that_cannot_begin_ends_the_read_ahead_of_its_pass"
 
 # Left out: the number that comes with a read is the same for all (among equals, arrival counts);
@@ -69,6 +69,7 @@ prefetch(
     "the window has no end",
     """
                 if self._ahead_bytes and wanted_bytes > self.window_bytes:
+                    self._resume_after = self._num_that_hold(tape.largest_bytes)
                     return
 """,
     "",
@@ -146,34 +147,75 @@ prefetch(
     WINDOW,
 )
 prefetch(
-    "the first use gives no work if its storage was not ahead",
+    "the read-ahead does not hear of the first use",
     """
-        return is_first or num_bytes is not None
+        return is_first or len(self._left) >= self._resume_after
 """,
     """
-        return num_bytes is not None
+        return len(self._left) >= self._resume_after
 """,
-    GIVES_WORK,
+    WINDOW,
 )
 prefetch(
-    "no use but the first gives work",
+    "the read-ahead hears of no use but the first",
     """
-        return is_first or num_bytes is not None
+        return is_first or len(self._left) >= self._resume_after
 """,
     """
         return is_first
 """,
-    GIVES_WORK,
+    HALF,
 )
 prefetch(
-    "each use gives work",
+    "the read-ahead hears of each use",
     """
-        return is_first or num_bytes is not None
+        return is_first or len(self._left) >= self._resume_after
 """,
     """
         return True
 """,
-    GIVES_WORK,
+    HALF,
+)
+prefetch(
+    "the read-ahead hears one use late",
+    """
+        return is_first or len(self._left) >= self._resume_after
+""",
+    """
+        return is_first or len(self._left) > self._resume_after
+""",
+    HALF,
+)
+prefetch(
+    "the read-ahead hears as soon as one storage was used",
+    """
+                    self._resume_after = self._num_that_hold(tape.largest_bytes)
+""",
+    """
+                    self._resume_after = 1
+""",
+    HALF,
+)
+prefetch(
+    "more is to be used than is ahead",
+    """
+        return 1 + sum(total < num_bytes for total in itertools.accumulate(sizes[:-1]))
+""",
+    """
+        return 1 + sum(total < num_bytes for total in itertools.accumulate(sizes))
+""",
+    TAPE + "test_the_read_ahead_hears_when_all_was_used_however_little_that_is",
+)
+prefetch(
+    "the read-ahead hears of uses when nothing is left to read",
+    """
+            tape.drop_last()
+        self._resume_after = math.inf
+""",
+    """
+            tape.drop_last()
+""",
+    HALF,
 )
 prefetch(
     "a storage larger than the window is never read ahead",
@@ -220,7 +262,7 @@ prefetch(
     """
         num_bytes = self._ahead.get(weakref.ref(record))
 """,
-    GIVES_WORK,
+    TAPE + "test_a_storage_used_more_than_once_counts_once",
 )
 prefetch(
     "the room of a used storage is lost",

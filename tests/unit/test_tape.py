@@ -160,15 +160,66 @@ def test_each_backward_pass_begins_with_one_storage() -> None:
             prefetcher.used(record)
 
 
-def test_the_first_use_and_those_that_make_room_give_the_read_ahead_work() -> None:
+def uses(prefetcher: Prefetcher, records: list[SavedStorage]) -> list[bool]:
+    """Uses them from the last on; which of these uses the read-ahead is to hear of."""
+    heard = []
+    while records:
+        heard.append(prefetcher.used(records.pop()))
+        if heard[-1]:
+            prefetcher.advance()
+    return heard
+
+
+def test_the_read_ahead_hears_of_the_first_use_and_whenever_half_of_the_window_was_used() -> None:
+    prefetcher = Prefetcher(Reads(), 1 << 20)
+    sizes = [100] * 3 + [200] + [50] * 8
+    records = [on_tier(size) for size in sizes]
+    prefetcher.start(on_tape(records))
+    prefetcher.advance()
+    half = [False, False, False, True]  # 200 bytes, the second time with the large one
+    assert uses(prefetcher, records) == [True, *half, *half, False, False, False]
+
+
+def test_a_storage_used_more_than_once_counts_once() -> None:
+    prefetcher = Prefetcher(Reads(), 1 << 20)
+    records = [on_tier(100), *(on_tier(50) for _ in range(6))]
+    prefetcher.start(on_tape(records))
+    prefetcher.used(on_tier())
+    prefetcher.advance()  # four are ahead
+    assert not any(prefetcher.used(records[-1]) for _ in range(4))
+    assert prefetcher.used(records[-2])
+
+
+def test_the_read_ahead_hears_when_all_was_used_however_little_that_is() -> None:
+    reads = Reads()
+    prefetcher = Prefetcher(reads, 50)  # less than the largest
+    records = [on_tier(100), *(on_tier(20) for _ in range(5))]
+    prefetcher.start(on_tape(records))
+    prefetcher.advance()
+    assert uses(prefetcher, records) == [True, False, True, False, True, False]
+    assert reads.sizes == [20] * 5 + [100]
+
+
+def test_the_read_ahead_hears_of_what_was_not_ahead_when_all_that_was_has_died() -> None:
+    reads = Reads()
+    prefetcher = Prefetcher(reads, 1 << 20)
+    records = [on_tier() for _ in range(6)]
+    prefetcher.start(on_tape(records))
+    prefetcher.used(on_tier())
+    prefetcher.advance()
+    assert len(reads.sizes) == 2
+    del records[-2:]
+    assert prefetcher.used(records.pop())
+    prefetcher.advance()
+    assert len(reads.sizes) == 4
+
+
+def test_the_read_ahead_hears_of_no_use_when_all_is_read() -> None:
     prefetcher = Prefetcher(Reads(), 1 << 20)
     records = [on_tier() for _ in range(3)]
     prefetcher.start(on_tape(records))
-    assert prefetcher.used(records[2]), "the first"
-    assert not prefetcher.used(records[2])
     prefetcher.advance()
-    assert prefetcher.used(records[1]), "it was ahead"
-    assert not prefetcher.used(records[1]), "it no longer is"
+    assert uses(prefetcher, records) == [True, False, False]
 
 
 @pytest.mark.parametrize("state", [State.QUEUED, State.WRITING, State.ON_TIER])

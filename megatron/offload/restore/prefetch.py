@@ -5,12 +5,14 @@ The engine notes every save on a tape, one per micro-batch and model chunk, and 
 when the backward pass of a tape begins. Backward needs the storages of a tape in reverse order of
 their last save, so the prefetcher walks the tape from its end. It holds no record alive.
 
-All of it runs in the starter's thread, behind the one that computes.
+It runs in the starter's thread, behind the one that computes; that one only says what it has used.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
+import math
 import weakref
 from collections.abc import Callable
 
@@ -71,6 +73,7 @@ class Prefetcher:
         self._ahead: dict[SavedReference, int] = {}
         self._ahead_bytes = 0
         self._left: collections.deque[int] = collections.deque()
+        self._resume_after: float = math.inf  # so many in `_left`
 
     def start(self, tape: Tape, opens_at_once: bool = False) -> None:
         """Backward of this tape begins, or comes next; `advance` is to follow.
@@ -86,13 +89,17 @@ class Prefetcher:
         """The backward pass is over."""
         self._tape = None
 
+    # Runs in the thread that computes.
     def used(self, record: SavedStorage) -> bool:
-        """Backward has used a storage: it leaves the window. Whether `advance` has work now."""
+        """Backward has used a storage: it leaves the window. Whether `advance` is to be called.
+
+        Not for each: to wake another thread takes longer than all the rest of a use.
+        """
         num_bytes = self._ahead.pop(weakref.ref(record), None)
         if num_bytes is not None:
             self._left.append(num_bytes)
         is_first, self._has_used_one = not self._has_used_one, True
-        return is_first or num_bytes is not None
+        return is_first or len(self._left) >= self._resume_after
 
     def waited(self, seconds: float, bytes_per_s: float) -> None:
         """Compute had to wait for the storage that it is about to use.
@@ -104,19 +111,23 @@ class Prefetcher:
 
     def advance(self) -> None:
         """Brings back until the window is full; one storage always fits."""
-        while (tape := self._tape) is not None:
-            record = tape.last()
-            if record is None:
-                return
+        while (tape := self._tape) is not None and (record := tape.last()) is not None:
             # Compute may have overtaken: then every view has been used, and nothing is wanted.
             if record.num_unused_views > 0 and record.state in _AWAY:
                 while self._left:
                     self._ahead_bytes -= self._left.popleft()
                 wanted_bytes = self._ahead_bytes + record.num_bytes
                 if self._ahead_bytes and wanted_bytes > self.window_bytes:
+                    self._resume_after = self._num_that_hold(tape.largest_bytes)
                     return
                 self._bring_back(record)
             tape.drop_last()
+        self._resume_after = math.inf
+
+    def _num_that_hold(self, num_bytes: int) -> int:
+        """How many of those ahead, in the order of their use, hold so many bytes; at most all."""
+        sizes = list(self._ahead.values())
+        return 1 + sum(total < num_bytes for total in itertools.accumulate(sizes[:-1]))
 
     @property
     def window_bytes(self) -> float:

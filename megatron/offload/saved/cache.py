@@ -63,7 +63,7 @@ class TensorCache:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._entries: dict[tuple[int, Span], _Entry] = {}
+        self._entries: dict[tuple[int, Span | None], _Entry] = {}
         self._excluded: dict[int, StorageWeakRef] = {}
         self.long_lived: list[LongLived] = []  # learned so far
         self.num_left_alone = 0  # saved tensors of the device that are more than their bytes
@@ -115,9 +115,9 @@ class TensorCache:
         return storage
 
     def find(
-        self, storage: torch.UntypedStorage, span: Span, tensor: torch.Tensor
+        self, storage: torch.UntypedStorage, span: Span | None, tensor: torch.Tensor
     ) -> SavedStorage | None:
-        """The live record of exactly these bytes, if they were saved before."""
+        """The live record of this span, or of the whole, if these bytes were saved before."""
         entry = self._entries.get((storage._cdata, span))
         record = entry.record() if entry is not None else None
         if record is None or record.version != tensor._version or record.witness is None:
@@ -125,10 +125,10 @@ class TensorCache:
         return record if _count_together(record.witness, tensor) else None
 
     def add(
-        self, storage: torch.UntypedStorage, span: Span, tensor: torch.Tensor, scope: Scope
+        self, storage: torch.UntypedStorage, span: Span | None, tensor: torch.Tensor, scope: Scope
     ) -> SavedStorage:
-        """A new record for a span that `find` does not know, a copy unless it is the whole."""
-        own = storage if span == whole(storage) else _copy_of(storage, span)
+        """A new record for what `find` does not know: a copy of the span, or all there is."""
+        own = storage if span is None else _copy_of(storage, span)
         record = SavedStorage(own, scope, tensor._version)
         self._entries[storage._cdata, span] = _Entry(
             record.origin if own is storage else StorageWeakRef(storage),
@@ -172,11 +172,6 @@ _OF_COMPILER = "_dynamo_"  # in the names of attributes that torch.compile sets 
 _MOST_LONG_LIVED = (
     100  # a list for people; a trainer that makes new ones each step must not grow it
 )
-
-
-def whole(storage: torch.UntypedStorage) -> Span:
-    """All of it."""
-    return Span(0, storage.nbytes())
 
 
 def span_of(tensor: torch.Tensor) -> Span:

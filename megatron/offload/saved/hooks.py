@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.offload.saved.cache import Span, TensorCache, span_of, whole
+from megatron.offload.saved.cache import Span, TensorCache, span_of
 from megatron.offload.saved.record import SavedStorage, SavedView
 from megatron.offload.saved.scope import Scope
 
@@ -93,17 +93,17 @@ class SavedTensorHooks:
     def _take(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, moves_whole: bool = False
     ) -> SavedView | torch.Tensor:
-        span, tier = whole(storage), None
-        record = self._cache.find(storage, span, tensor)
+        span: Span | None = None  # all of the storage
+        record, tier = self._cache.find(storage, span, tensor), None
         if record is None and not moves_whole and is_small_part(tensor, storage):
             span = span_of(tensor)
             record = self._cache.find(storage, span, tensor)
         if record is None:
-            tier = self._mover.tier_for(span.num_bytes)
+            tier = self._mover.tier_for(storage.nbytes() if span is None else span.num_bytes)
             if tier is None:
                 return tensor
             record = self._cache.add(storage, span, tensor, self._mover.scope)
-        view = SavedView(record, tensor, span.start_bytes)
+        view = SavedView(record, tensor, 0 if span is None else span.start_bytes)
         self._mover.saved(record, tier)
         return view
 

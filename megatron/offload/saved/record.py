@@ -69,6 +69,12 @@ class SavedStorage:
     frees memory under it.
     """
 
+    __slots__ = (
+        *("_address", "_lock", "_memory", "_pending", "_views", "__weakref__"),
+        *("block", "num_bytes", "num_unused_views", "origin", "queue", "scope", "state"),
+        *("version", "witness"),
+    )
+
     def __init__(self, storage: torch.UntypedStorage, scope: Scope, version: int) -> None:
         self._pending: Pending | None = None  # first: `__del__` also runs if the rest raises
         self.scope = scope
