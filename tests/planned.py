@@ -16,6 +16,7 @@ from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
 from megatron.offload.placement.planned import PlannedPolicy
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.planning.agreement import Alone
+from megatron.offload.planning.drift import MeasuredStep
 from megatron.offload.planning.planner import Planner, Stage
 from megatron.offload.storage.device import CpuDevice
 from tests.models import settle
@@ -31,8 +32,9 @@ class Solver:
     def __init__(self) -> None:
         self.asked: list[tuple[StageProfile, int | None, float | None]] = []
         self.placement = Placement.SSD
-        self.predicted = Prediction(1000.0, 0.0, 0.0, 1 << 20)  # nothing is worse than that
+        self.predicted = Prediction(1.0, 0.0, 0.0, 1 << 20)
         self.smallest_bytes = self.simulated_bytes = 0
+        self.simulated_s = 1.0
         self.error: OffloadError | None = None
 
     def __call__(self) -> Solver:
@@ -50,7 +52,10 @@ class Solver:
         pass
 
     def predict(self, profile: StageProfile, plan: Plan | None) -> Prediction:
-        return Prediction(1.0, 0.0, 0.0, profile.transient_bytes + self.simulated_bytes)
+        """A plan that it would not make today takes twice as long."""
+        is_its_own = plan is None or all(one.placement is self.placement for one in plan.groups)
+        step_s = self.simulated_s if is_its_own else 2 * self.simulated_s
+        return Prediction(step_s, 0.0, 0.0, profile.transient_bytes + self.simulated_bytes)
 
     def solve(
         self, profile: StageProfile, *, budget_bytes: int | None, max_slowdown: float | None
@@ -96,7 +101,13 @@ class Run:
         self.model = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in LAYERS)
         self.engine.exclude(self.model.parameters())
         self.tokens = 32
+        self.step_s: float | None = 1.0  # what steps seem to take; None: what they take
+        measured = self.planner.measurement._measured
+        self.planner.measurement._measured = lambda *figures: self._seen(measured(*figures))  # type: ignore[method-assign]
         self.writes_end = False  # before backward, as with a model whose layers take long
+
+    def _seen(self, step: MeasuredStep) -> MeasuredStep:
+        return step if self.step_s is None else dataclasses.replace(step, step_s=self.step_s)
 
     def step(self, *, fails: bool = False) -> None:
         profiler = self.planner.measurement.profiler

@@ -3,14 +3,15 @@
 """Compares what `--activation-offload auto` predicts with what then happens.
 
     compare_prediction.py --json result.json
-    compare_prediction.py --only PP2 --steps 20
+    compare_prediction.py --only PP2 --steps 30
 
 Each configuration (model size, pipeline stages, a cap on the SSD's write bandwidth) trains once,
 with the plan for the least memory within `--slowdown`. Predicted and measured are those of the
-first rank, so of the first of two stages. Measured step time is the median of the steps under the
-last plan, without the first two of them; measured peak is the largest of theirs. `auto` plans from
-the first steps, once more when the run has settled, and again where it goes otherwise than was
-predicted; the last plan counts, the errors of the first stand beside it.
+first rank, so of the first of two stages. Measured step time is the median of the steps under a
+plan, without the first two of them; measured peak is the largest of theirs. `auto` plans from the
+first steps, once more when the run has settled, and again where it goes otherwise than was
+predicted; the last plan that was followed for at least four such steps counts, the errors of the
+first stand beside it.
 
 Exit code: 0 within the limits (5 % in the median, 15 % at most), 1 not, 2 a training failed or too
 few of its steps followed a plan.
@@ -48,6 +49,7 @@ SIZES = {
 CAPS = ("50MB/s", "150MB/s", "500MB/s", "")
 MOST_MEDIAN_ERROR, MOST_ERROR = 0.05, 0.15
 _SETTLING_STEPS = 2
+_LEAST_STEPS = 4  # that follow a plan, for it to be judged
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Result:
 
     Attributes:
         first: its first plan, made from the first steps; None: it was not followed for long enough.
-        last: its last plan, made when the run had settled. This is the one that counts.
+        last: the last plan that was followed for long enough. This is the one that counts.
     """
 
     configuration: Configuration
@@ -127,16 +129,20 @@ def result_of(configuration: Configuration, steps: Sequence[dict[str, Any]]) -> 
     """Reads the lines of a metrics.jsonl.
 
     Raises:
-        TrialError: too few steps followed the last plan.
+        TrialError: too few steps followed any plan.
     """
     num_plans = steps[-1]["offload"]["plans"] if steps else 0
-    last = _followed(steps, num_plans)
-    if last is None:
+    judged = [
+        one
+        for plan in range(num_plans, 0, -1)
+        if (one := _followed(steps, plan)) is not None and one.num_steps >= _LEAST_STEPS
+    ]
+    if not judged:
         raise TrialError(
-            f"{configuration}: none of {len(steps)} steps followed the last plan for more than "
-            f"{_SETTLING_STEPS} steps; give more --steps"
+            f"{configuration}: of {len(steps)} steps no plan was followed for more than "
+            f"{_SETTLING_STEPS + _LEAST_STEPS} steps; give more --steps"
         )
-    return Result(configuration, _followed(steps, 1), last, num_plans)
+    return Result(configuration, _followed(steps, 1), judged[0], num_plans)
 
 
 def _followed(steps: Sequence[dict[str, Any]], plan: int) -> Followed | None:
@@ -217,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--only", default="", help="configurations with this in their name")
-    parser.add_argument("--steps", type=int, default=24, help="of each training (default 24)")
+    parser.add_argument("--steps", type=int, default=36, help="of each training (default 36)")
     parser.add_argument("--slowdown", type=float, default=0.1, help="that plans may cost (0.1)")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs" / "offload", help="on the SSD")
     parser.add_argument(

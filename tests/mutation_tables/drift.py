@@ -86,14 +86,44 @@ drift(
     PLANNER + "test_drift_says_what_was_not_expected",
 )
 drift(
-    "a slow step is not noticed",
+    "steps that take another time are not noticed",
     """
-        if step.step_s > _SLOWER * predicted_s:
+        if differs and len(self._steps_s) == _JUDGED_STEPS:
 """,
     """
         if False:
 """,
-    PLANNER + "test_one_disturbed_step_is_no_drift",
+    PLANNER + "test_the_median_of_some_steps_says_whether_they_take_as_long_as_planned",
+)
+drift(
+    "steps that are faster than planned are not noticed",
+    """
+        differs = abs(median_s - predicted_s) > _OTHER_TIME * predicted_s
+""",
+    """
+        differs = median_s - predicted_s > _OTHER_TIME * predicted_s
+""",
+    PLANNER + "test_what_planning_again_did_not_change_is_usual",
+)
+drift(
+    "one step that takes another time is enough",
+    """
+        median_s = statistics.median(self._steps_s)
+""",
+    """
+        median_s = step.step_s
+""",
+    PLANNER + "test_the_median_of_some_steps_says_whether_they_take_as_long_as_planned",
+)
+drift(
+    "the first steps are judged alone",
+    """
+        if differs and len(self._steps_s) == _JUDGED_STEPS:
+""",
+    """
+        if differs:
+""",
+    PLANNER + "test_a_few_steps_are_not_judged",
 )
 drift(
     "another peak is not noticed",

@@ -30,23 +30,12 @@ planner(
 planner(
     "a plan is not refined",
     """
-            self.phase = Phase.REFINING
+        elif not self._is_refined and self._num_followed >= _STEPS_BEFORE_REFINING:
 """,
     """
-            pass
+        elif False:
 """,
     PLANNER + "test_a_plan_that_was_followed_for_some_steps_is_refined_once",
-)
-planner(
-    "what the first plan's steps have freed counts in refining",
-    """
-            self._device.return_freed_memory()
-            self.phase = Phase.REFINING
-""",
-    """
-            self.phase = Phase.REFINING
-""",
-    PLANNER + "test_what_earlier_steps_have_freed_is_returned_before_later_ones_are_judged",
 )
 planner(
     "what earlier steps have freed counts in a new plan's",
@@ -219,60 +208,52 @@ planner(
 planner(
     "only the rank that noticed a change measures",
     """
-        elif any_cause or any_effect:
+        elif any_cause:
 """,
     """
-        elif cause or any_effect:
+        elif cause:
 """,
     AGREES + "test_a_rank_that_notices_a_change_makes_all_measure[cause]",
 )
 planner(
     "only the rank that noticed an effect measures",
     """
-        elif any_cause or any_effect:
+        elif any_effect:
 """,
     """
-        elif any_cause or effect:
+        elif effect:
 """,
     AGREES + "test_a_rank_that_notices_a_change_makes_all_measure[effect]",
 )
 planner(
-    "ranks are patient for reasons of their own",
-    """
-            self._is_for_effect = not any_cause
-""",
-    """
-            self._is_for_effect = not cause
-""",
-    AGREES + "test_a_rank_that_notices_a_change_makes_all_measure[cause]",
-)
-planner(
     "plans take turns as long as what they do is not expected",
     """
-            self._is_for_effect = not any_cause
+        if changed and reason != "effect":
 """,
-    "",
+    """
+        if changed:
+""",
     PLANNER + "test_another_peak_than_was_predicted_is_planned_for_more_and_more_rarely[True]",
 )
 planner(
     "what the first plan does is compared before it was refined",
     """
-                if is_impatient and self._is_refined:
+                if self._is_refined and self._num_followed > self._patient_steps["effect"]:
 """,
     """
-                if is_impatient:
+                if self._num_followed > self._patient_steps["effect"]:
 """,
     PLANNER + "test_until_the_plan_is_refined_only_causes_count",
 )
 planner(
     "what a plan does is compared at once though the last did not help",
     """
-                if is_impatient and self._is_refined:
+                if self._is_refined and self._num_followed > self._patient_steps["effect"]:
 """,
     """
                 if self._is_refined:
 """,
-    PLANNER + "test_another_peak_than_was_predicted_is_planned_for_more_and_more_rarely[False]",
+    PLANNER + "test_another_peak_than_was_predicted_is_planned_for_more_and_more_rarely[True]",
 )
 planner(
     "ranks ask each other after every step",
@@ -328,22 +309,32 @@ planner(
 planner(
     "a plan that did not help is made again at once",
     """
-            is_impatient = self._num_followed > self._patient_steps
+            if self._num_followed > self._patient_steps["over"]:
 """,
     """
-            is_impatient = True
+            if True:
 """,
     PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
 )
 planner(
     "patience never grows",
     """
-            self._patient_steps = min(max(2 * self._patient_steps, 4), _MOST_PATIENT_STEPS)
+            longer = max(2 * self._patient_steps[reason], 4)
 """,
     """
-            self._patient_steps = 0
+            longer = 0
 """,
     PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
+)
+planner(
+    "patience with one thing is patience with all",
+    """
+            if self._num_followed > self._patient_steps["over"]:
+""",
+    """
+            if self._num_followed > max(self._patient_steps.values()):
+""",
+    PLANNER + "test_a_run_that_is_patient_with_what_plans_do_is_not_with_too_much_memory",
 )
 planner(
     "a new plan has been followed for long",
@@ -356,7 +347,7 @@ planner(
 planner(
     "what a new plan cannot change is noticed again and again",
     """
-            usual = step.step_s / predicted.step_s
+            usual = (whole_steps["step_s"] or step.step_s) / predicted.step_s
 """,
     """
             usual = 1.0
@@ -372,6 +363,101 @@ planner(
             fitted_profile = None
 """,
     PLANNER + "test_other_sizes_are_measured_and_a_third_one_is_fitted",
+)
+
+WORTH = PLANNER + "test_a_plan_takes_the_place_of_another_if_that_is_worth_it"
+planner(
+    "a plan that is hardly better takes the place of the present one",
+    """
+                if not self._is_worthwhile(after, simulate(profile)):
+""",
+    """
+                if False:
+""",
+    WORTH,
+)
+planner(
+    "a plan that is kept goes on predicting what it did",
+    """
+                    after = dataclasses.replace(before, predicted=simulate(profile))
+""",
+    """
+                    after = before
+""",
+    WORTH,
+)
+planner(
+    "a faster plan is not worth it",
+    """
+        return present.step_s > least_s or present.peak_bytes > least_bytes
+""",
+    """
+        return present.peak_bytes > least_bytes
+""",
+    WORTH,
+)
+planner(
+    "a smaller plan is not worth it",
+    """
+        return present.step_s > least_s or present.peak_bytes > least_bytes
+""",
+    """
+        return present.step_s > least_s
+""",
+    WORTH,
+)
+planner(
+    "it is worth it to stay below the budget",
+    """
+            least_bytes = max(least_bytes, self._budget_bytes)
+""",
+    """
+            pass
+""",
+    WORTH,
+)
+planner(
+    "it is worth it to save a byte",
+    """
+        least_bytes = plan.predicted.peak_bytes * (1 + _WORTHWHILE)
+""",
+    """
+        least_bytes = plan.predicted.peak_bytes
+""",
+    WORTH,
+)
+planner(
+    "it is worth it to save a moment",
+    """
+        least_s = plan.predicted.step_s * (1 + _WORTHWHILE)
+""",
+    """
+        least_s = plan.predicted.step_s
+""",
+    WORTH,
+)
+planner(
+    "steps that go otherwise are measured by one step alone",
+    """
+            self._say("effect", effect or "another rank's steps go otherwise than planned")
+            self._refine()
+""",
+    """
+            self._say("effect", effect or "another rank's steps go otherwise than planned")
+            self.phase = Phase.UPDATING
+""",
+    PLANNER + "test_steps_that_take_longer_or_less_long_than_planned_are_measured_like_a_new_run",
+)
+planner(
+    "what was freed is not returned before steps are measured again",
+    """
+    def _refine(self) -> None:
+        self._device.return_freed_memory()
+""",
+    """
+    def _refine(self) -> None:
+""",
+    PLANNER + "test_what_earlier_steps_have_freed_is_returned_before_later_ones_are_judged",
 )
 
 CALIBRATION = "unit/test_calibration.py::"

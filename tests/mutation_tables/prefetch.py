@@ -154,7 +154,7 @@ prefetch(
     """
         return len(self._left) >= self._resume_after
 """,
-    WINDOW,
+    TAPE + "test_the_read_ahead_hears_of_what_was_not_ahead_if_it_is_the_first_or_all_others_died",
 )
 prefetch(
     "the read-ahead hears of no use but the first",
@@ -215,7 +215,7 @@ prefetch(
     """
             tape.drop_last()
 """,
-    HALF,
+    TAPE + "test_the_read_ahead_hears_of_no_use_when_all_is_read",
 )
 prefetch(
     "a storage larger than the window is never read ahead",

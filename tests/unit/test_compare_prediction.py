@@ -45,16 +45,18 @@ def steps_of_two_plans() -> list[dict[str, Any]]:
     before = [step(0, 9.0, 9000)] * 2 + [step(1, 9.0, 9000)] * 3 + [step(1, 4.0, 800)] * 2
     # The step after which the plan was made, and two that settle.
     after = [step(2, 9.0, 9000)] * 3 + [step(2, 5.0, 1600), step(2, 3.0, 1500), step(2, 5.0, 1400)]
-    return before + after
+    return before + after + [step(2, 5.0, 1500)]
 
 
-def test_only_steps_that_followed_the_last_plan_count() -> None:
-    result = result_of(ONE, steps_of_two_plans())
-    assert result.num_plans == 2
+@pytest.mark.parametrize("num_late", [0, 6])
+def test_only_steps_that_followed_the_last_plan_count(num_late: int) -> None:
+    """And one that was followed too briefly is as none."""
+    result = result_of(ONE, steps_of_two_plans() + [step(3, 1.0, 100)] * num_late)
+    assert result.num_plans == (3 if num_late else 2)
     last = result.last
     assert (last.predicted_step_s, last.measured_step_s) == (4.0, 5.0)
     assert (last.predicted_peak_bytes, last.measured_peak_bytes) == (2000, 1600)
-    assert last.num_steps == 3
+    assert last.num_steps == 4
     assert last.step_error == pytest.approx(-0.2) and last.peak_error == pytest.approx(0.25)
     assert "-20.0%" in table([result]) and "+25.0%" in table([result])
 

@@ -12,8 +12,6 @@ import pytest
 from megatron.offload import OffloadConfig, OffloadError, Placement
 from megatron.offload.placement.plan import Prediction
 from megatron.offload.planning.agreement import Alone
-from megatron.offload.planning.drift import MeasuredStep
-from megatron.offload.planning.measurement import Measurement
 from megatron.offload.planning.planner import Phase
 from megatron.offload.report.memory import PeakMemory
 from megatron.offload.storage.device import CpuDevice
@@ -128,12 +126,15 @@ def test_a_rank_that_notices_a_change_makes_all_measure(kind: str, run: Run) -> 
     told = {"cause": [0.0, 1.0, 0.0], "effect": [0.0, 0.0, 1.0]}[kind]
     run.planner._agreement = Group(findings=lambda _: told)
     run.step()
-    assert run.planner.num_plans == 1 and run.planner.phase is Phase.UPDATING
+    phase, num_steps = {"cause": (Phase.UPDATING, 1), "effect": (Phase.REFINING, REFINING_STEPS)}[
+        kind
+    ]
+    assert run.planner.num_plans == 1 and run.planner.phase is phase
     run.solver.placement = Placement.SSD
-    run.step()
+    run.steps(num_steps)
     assert run.planner.num_plans == 2 and run.planner.phase is Phase.FOLLOWING
     # A plan that something has changed for may well be changed at once.
-    assert run.planner._patient_steps == (0 if kind == "cause" else 4)
+    assert run.planner._patient_steps["effect"] == (0 if kind == "cause" else 4)
 
 
 def test_where_one_rank_finds_no_plan_all_keep_theirs(run: Run) -> None:
@@ -171,8 +172,8 @@ def test_what_is_free_is_shared_by_the_ranks_of_a_machine_and_the_least_in_the_g
 def test_a_step_that_planning_again_leaves_slow_is_usual_from_then_on(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = MeasuredStep(2.0, 0.0, 100)
-    monkeypatch.setattr(Measurement, "_measured", lambda *_: slow)
+    run.step_s = 2.0
+    monkeypatch.setattr(PeakMemory, "end_step", lambda _: 100)
     run.solver.predicted = Prediction(1.0, 0.0, 0.0, 100)
     run.steps(3 + 4 + REFINING_STEPS)
     assert run.planner.num_plans == 2

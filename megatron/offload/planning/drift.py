@@ -6,7 +6,9 @@ The planner shows it every step. It compares and remembers; what follows is the 
 
 from __future__ import annotations
 
+import collections
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,7 +17,8 @@ from megatron.offload.placement.plan import Prediction
 from megatron.offload.placement.profile import StageProfile
 
 _PATIENCE = 2  # steps in a row that must differ: one may have been disturbed
-_SLOWER = 1.3  # times the predicted step
+_OTHER_TIME = 0.1  # of the predicted step, up or down, in the median of some steps
+_JUDGED_STEPS = 3  # for it: one step alone differs by as much
 _STALLED = 0.1  # of the predicted step, beyond the predicted stall
 _LESS_BANDWIDTH, _MORE_BANDWIDTH = 0.5, 2.0  # of the tier's, as it was when the plan was made
 _OTHER_PEAK = 0.1  # of the predicted peak, up or down
@@ -41,7 +44,7 @@ class Drift:
         predicted: of the plan.
         profile: that it was made from.
         budget_bytes: that it keeps to; None: no budget.
-        usual: how much longer a step takes than predicted, where planning again did not help.
+        usual: times the predicted step, what it takes where planning again changed nothing.
     """
 
     def __init__(
@@ -54,7 +57,8 @@ class Drift:
         self._predicted = predicted
         self._profile = profile
         self._budget_bytes = budget_bytes
-        self._usual = max(usual, 1.0)
+        self._usual = usual
+        self._steps_s: collections.deque[float] = collections.deque(maxlen=_JUDGED_STEPS)
         self._num_causes = self._num_effects = 0  # in a row
 
     def over_budget(self, step: MeasuredStep) -> str:
@@ -88,10 +92,13 @@ class Drift:
     def _effect(self, step: MeasuredStep) -> str:
         expected = self._predicted
         predicted_s = expected.step_s * self._usual
+        self._steps_s.append(step.step_s)
         if step.stall_s > expected.stall_s + _STALLED * predicted_s:
             return f"compute waited {step.stall_s:.3f} s, the plan says {expected.stall_s:.3f} s"
-        if step.step_s > _SLOWER * predicted_s:
-            return f"a step took {step.step_s:.3f} s, the plan says {expected.step_s:.3f} s"
+        median_s = statistics.median(self._steps_s)
+        differs = abs(median_s - predicted_s) > _OTHER_TIME * predicted_s
+        if differs and len(self._steps_s) == _JUDGED_STEPS:
+            return f"steps take {median_s:.3f} s, the plan says {expected.step_s:.3f} s"
         difference_bytes = abs(step.peak_bytes - expected.peak_bytes)
         if difference_bytes > max(_OTHER_PEAK * expected.peak_bytes, _LEAST_BYTES):
             return (

@@ -10,9 +10,10 @@ The first steps of a run are no good measure of the later ones: memory comes fro
 first time, and what a step leaves behind adds to the next one's peak. So once the first plan has
 been followed for some steps, `REFINING` measures some more, and a second plan is made.
 `FOLLOWING` a plan, every step is compared with what was predicted. When one rank of a group finds
-that the plan no longer fits, all go on to `UPDATING`: the next step, under the present plan, is
-measured as well, and another plan follows. Too much memory is different: there a plan is made at
-once.
+that steps go otherwise, all refine again, more and more rarely if that changes nothing. When what
+the plan was made from has changed, there is no time for that: they go on to `UPDATING`, where the
+next step, under the present plan, is measured, and another plan follows. Too much memory is more
+urgent still: there a plan is made at once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatron.offload.errors import (
     OffloadError,
 )
 from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.plan import Plan, Prediction
 from megatron.offload.placement.plan_file import load_plans, save_plans
 from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.placement.planned import PlannedPolicy
@@ -55,8 +56,9 @@ logger = logging.getLogger(__name__)
 _MEASURED_STEPS = 2
 _STEPS_BEFORE_REFINING = 4
 _REFINING_STEPS = 4
+_WORTHWHILE = 0.03  # of time or memory, for another plan to take the place of the present one
 _SETTLING_STEPS = 2  # after a new plan: files grow, the read-ahead finds its window
-_MOST_PATIENT_STEPS = 64
+_MOST_PATIENT_STEPS = {"over": 64, "effect": 1024}  # a plan takes seconds to make
 _REMEMBERED_SIZES = 2
 _FREE_SHARE = 0.9  # of a GPU's free memory: fragments and what libraries take later
 _FREE_SHARE_OF_HOST = 0.5
@@ -147,8 +149,8 @@ class Planner:
         self._budget_bytes: int | None = None
         self._over = self._cause = self._effect = ""  # what this rank finds, until all are asked
         self._num_followed = 0  # steps under the present plan
-        self._patient_steps = 0  # so long neither time nor memory is a reason to plan again
-        self._is_for_effect = False  # the next plan: it may change nothing
+        self._reason = ""  # for the next plan: over, cause or effect
+        self._patient_steps = dict.fromkeys(_MOST_PATIENT_STEPS, 0)  # so long it is no reason
         self._adapts = True
         self._is_refined = False
         self._measured: list[MeasuredStep] = []  # in detail, for the next plan
@@ -319,7 +321,6 @@ class Planner:
         self.phase = Phase.FOLLOWING
         self._num_followed = 0
         self._over = self._cause = self._effect = ""
-        self._is_for_effect = False
         self._device.return_freed_memory()  # it fitted what was kept until now
         if self.profile is not None and plan.predicted is not None:
             self._drift = Drift(plan.predicted, self.profile, self._budget_bytes, usual)
@@ -373,12 +374,11 @@ class Planner:
         drift, step = self._drift, self.measurement.last
         self._num_followed += 1
         if drift is not None and step is not None:
-            is_impatient = self._num_followed > self._patient_steps
-            if is_impatient:
+            if self._num_followed > self._patient_steps["over"]:
                 self._over = self._over or drift.over_budget(step)
             if self._num_followed > _SETTLING_STEPS:
                 self._cause = self._cause or drift.cause(step)
-                if is_impatient and self._is_refined:
+                if self._is_refined and self._num_followed > self._patient_steps["effect"]:
                     self._effect = self._effect or drift.effect(step)
         if self._num_followed % self._agreement.period_steps:
             return
@@ -386,19 +386,24 @@ class Planner:
         self._over = self._cause = self._effect = ""
         any_over, any_cause, any_effect = self._agreement.largest([float(bool(x)) for x in found])
         if any_over:
-            self._say(over or "another rank is over its budget")
+            self._say("over", over or "another rank is over its budget")
             self._plan_again(self._profile_of_present_tiers())
-        elif any_cause or any_effect:
-            self._say(cause or effect or "another rank has noticed a change")
-            self._is_for_effect = not any_cause
+        elif any_cause:
+            self._say("cause", cause or "another rank has noticed a change")
             fitted_profile = self._fitted()
             if fitted_profile is not None:
                 self._plan_again(fitted_profile)
             else:
                 self.phase = Phase.UPDATING
+        elif any_effect:
+            self._say("effect", effect or "another rank's steps go otherwise than planned")
+            self._refine()
         elif not self._is_refined and self._num_followed >= _STEPS_BEFORE_REFINING:
-            self._device.return_freed_memory()
-            self.phase = Phase.REFINING
+            self._refine()
+
+    def _refine(self) -> None:
+        self._device.return_freed_memory()
+        self.phase = Phase.REFINING
 
     def _whole_steps(self) -> dict[str, Any]:
         """What to calibrate with, the same on all ranks of a group: of the steps measured for this
@@ -419,6 +424,8 @@ class Planner:
                 simulate = functools.partial(solver.predict, plan=before)
                 profile = calibrated(profile, simulate, **whole_steps)
                 after = self._solved(solver, profile, may_exceed=True)
+                if not self._is_worthwhile(after, simulate(profile)):
+                    after = dataclasses.replace(before, predicted=simulate(profile))
         except OffloadError as error:
             logger.warning("%s; going on with the present plan", error)
         (any_failed,) = self._agreement.largest([float(after is None)])
@@ -427,21 +434,38 @@ class Planner:
         self.profile = profile
         changed, usual, step = plan.digest() != before.digest(), 1.0, self.measurement.last
         predicted = plan.predicted
-        if changed and not self._is_for_effect:
-            self._patient_steps = 0
-        else:  # it may be as it is: do not ask again at once
-            self._patient_steps = min(max(2 * self._patient_steps, 4), _MOST_PATIENT_STEPS)
+        self._become_patient(changed)
         if not changed and predicted is not None and predicted.step_s and step is not None:
-            usual = step.step_s / predicted.step_s
+            usual = (whole_steps["step_s"] or step.step_s) / predicted.step_s
         self._follow(plan, usual)
         if self._stage.speaks:
             text = plan_table(plan) if changed else "the plan stays as it is"
             logger.info("activation offload: planned again: %s", text)
 
-    def _say(self, reason: str) -> None:
+    def _become_patient(self, changed: bool) -> None:
+        """What planning again does not help against, or may not, is asked about more rarely."""
+        reason, self._reason = self._reason, ""
+        if changed and reason != "effect":
+            self._patient_steps = dict.fromkeys(_MOST_PATIENT_STEPS, 0)
+        elif reason in self._patient_steps:
+            longer = max(2 * self._patient_steps[reason], 4)
+            self._patient_steps[reason] = min(longer, _MOST_PATIENT_STEPS[reason])
+
+    def _is_worthwhile(self, plan: Plan, present: Prediction) -> bool:
+        """Whether a plan is so much better than the present one that it takes its place."""
+        if plan.predicted is None:
+            return True
+        least_s = plan.predicted.step_s * (1 + _WORTHWHILE)
+        least_bytes = plan.predicted.peak_bytes * (1 + _WORTHWHILE)
+        if self._budget_bytes is not None:  # there is no use in staying below it
+            least_bytes = max(least_bytes, self._budget_bytes)
+        return present.step_s > least_s or present.peak_bytes > least_bytes
+
+    def _say(self, reason: str, words: str) -> None:
+        self._reason = reason
         if self._stage.speaks:
             stage = self._stage.layout.stage
-            logger.info("activation offload: stage %d is to be planned again: %s", stage, reason)
+            logger.info("activation offload: stage %d is to be planned again: %s", stage, words)
 
 
 def _raise_first(messages: Iterable[str | None]) -> None:
