@@ -88,7 +88,7 @@ drift(
 drift(
     "steps that take another time are not noticed",
     """
-        if differs and len(self._steps_s) == _JUDGED_STEPS:
+        if differs and len(recent_s) == JUDGED_STEPS:
 """,
     """
         if False:
@@ -108,7 +108,7 @@ drift(
 drift(
     "one step that takes another time is enough",
     """
-        median_s = statistics.median(self._steps_s)
+        median_s = statistics.median(recent_s)
 """,
     """
         median_s = step.step_s
@@ -118,7 +118,7 @@ drift(
 drift(
     "the first steps are judged alone",
     """
-        if differs and len(self._steps_s) == _JUDGED_STEPS:
+        if differs and len(recent_s) == JUDGED_STEPS:
 """,
     """
         if differs:

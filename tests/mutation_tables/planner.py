@@ -28,16 +28,6 @@ planner(
     PLANNER + "test_three_steps_are_offloaded_and_then_the_plan_is_followed",
 )
 planner(
-    "a plan is not refined",
-    """
-        elif not self._is_refined and self._num_followed >= _STEPS_BEFORE_REFINING:
-""",
-    """
-        elif False:
-""",
-    PLANNER + "test_a_plan_that_was_followed_for_some_steps_is_refined_once",
-)
-planner(
     "what earlier steps have freed counts in a new plan's",
     """
         self._device.return_freed_memory()  # it fitted what was kept until now
@@ -196,96 +186,6 @@ planner(
     AGREES + "test_where_one_rank_finds_no_plan_all_keep_theirs",
 )
 planner(
-    "only the rank that is over its budget plans",
-    """
-        if any_over:
-""",
-    """
-        if over:
-""",
-    AGREES + "test_a_rank_over_its_budget_makes_all_plan_at_once",
-)
-planner(
-    "only the rank that noticed a change measures",
-    """
-        elif any_cause:
-""",
-    """
-        elif cause:
-""",
-    AGREES + "test_a_rank_that_notices_a_change_makes_all_measure[cause]",
-)
-planner(
-    "only the rank that noticed an effect measures",
-    """
-        elif any_effect:
-""",
-    """
-        elif effect:
-""",
-    AGREES + "test_a_rank_that_notices_a_change_makes_all_measure[effect]",
-)
-planner(
-    "plans take turns as long as what they do is not expected",
-    """
-        if changed and reason != "effect":
-""",
-    """
-        if changed:
-""",
-    PLANNER + "test_another_peak_than_was_predicted_is_planned_for_more_and_more_rarely[True]",
-)
-planner(
-    "what the first plan does is compared before it was refined",
-    """
-                if self._is_refined and self._num_followed > self._patient_steps["effect"]:
-""",
-    """
-                if self._num_followed > self._patient_steps["effect"]:
-""",
-    PLANNER + "test_until_the_plan_is_refined_only_causes_count",
-)
-planner(
-    "what a plan does is compared at once though the last did not help",
-    """
-                if self._is_refined and self._num_followed > self._patient_steps["effect"]:
-""",
-    """
-                if self._is_refined:
-""",
-    PLANNER + "test_another_peak_than_was_predicted_is_planned_for_more_and_more_rarely[True]",
-)
-planner(
-    "ranks ask each other after every step",
-    """
-        if self._num_followed % self._agreement.period_steps:
-""",
-    """
-        if False:
-""",
-    PLANNER + "test_what_is_noticed_between_the_steps_at_which_ranks_ask_is_not_lost",
-)
-planner(
-    "what was noticed between is forgotten",
-    """
-                self._cause = self._cause or drift.cause(step)
-""",
-    """
-                self._cause = drift.cause(step)
-""",
-    PLANNER + "test_what_is_noticed_between_the_steps_at_which_ranks_ask_is_not_lost",
-)
-planner(
-    "too much memory is not noticed",
-    """
-                self._over = self._over or drift.over_budget(step)
-""",
-    """
-                pass
-""",
-    PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
-)
-planner(
     "a plan that is to save memory counts on what the tiers were",
     """
             self._plan_again(self._profile_of_present_tiers())
@@ -305,44 +205,6 @@ planner(
         return dataclasses.replace(self.profile, tiers=self.measurement.tiers())
 """,
     AGREES + "test_a_rank_over_its_budget_makes_all_plan_at_once",
-)
-planner(
-    "a plan that did not help is made again at once",
-    """
-            if self._num_followed > self._patient_steps["over"]:
-""",
-    """
-            if True:
-""",
-    PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
-)
-planner(
-    "patience never grows",
-    """
-            longer = max(2 * self._patient_steps[reason], 4)
-""",
-    """
-            longer = 0
-""",
-    PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
-)
-planner(
-    "patience with one thing is patience with all",
-    """
-            if self._num_followed > self._patient_steps["over"]:
-""",
-    """
-            if self._num_followed > max(self._patient_steps.values()):
-""",
-    PLANNER + "test_a_run_that_is_patient_with_what_plans_do_is_not_with_too_much_memory",
-)
-planner(
-    "a new plan has been followed for long",
-    """
-        self._num_followed = 0
-""",
-    "",
-    PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
 )
 planner(
     "what a new plan cannot change is noticed again and again",
@@ -369,20 +231,10 @@ WORTH = PLANNER + "test_a_plan_takes_the_place_of_another_if_that_is_worth_it"
 planner(
     "a plan that is hardly better takes the place of the present one",
     """
-                if not self._is_worthwhile(after, simulate(profile)):
+                if not self._is_worthwhile(after, present):
 """,
     """
                 if False:
-""",
-    WORTH,
-)
-planner(
-    "a plan that is kept goes on predicting what it did",
-    """
-                    after = dataclasses.replace(before, predicted=simulate(profile))
-""",
-    """
-                    after = before
 """,
     WORTH,
 )
@@ -437,27 +289,277 @@ planner(
     WORTH,
 )
 planner(
-    "steps that go otherwise are measured by one step alone",
+    "what was freed is not returned before steps are measured again",
     """
-            self._say("effect", effect or "another rank's steps go otherwise than planned")
-            self._refine()
+            self._device.return_freed_memory()
+            self.phase = Phase.REFINING
 """,
     """
-            self._say("effect", effect or "another rank's steps go otherwise than planned")
-            self.phase = Phase.UPDATING
+            self.phase = Phase.REFINING
+""",
+    PLANNER + "test_what_earlier_steps_have_freed_is_returned_before_later_ones_are_judged",
+)
+
+planner(
+    "a plan that is kept goes on predicting what it did",
+    """
+                    after = dataclasses.replace(before, predicted=present, fastest=after.fastest)
+""",
+    """
+                    after = before
+""",
+    WORTH,
+)
+planner(
+    "a plan is not refined",
+    """
+        elif self._reason is Reason.EFFECT or is_to_be_refined:
+""",
+    """
+        elif self._reason is Reason.EFFECT:
+""",
+    PLANNER + "test_a_plan_that_was_followed_for_some_steps_is_refined_once",
+)
+planner(
+    "steps that go otherwise are measured by one step alone",
+    """
+        elif self._reason is Reason.EFFECT or is_to_be_refined:
+            self._device.return_freed_memory()
+            self.phase = Phase.REFINING
+""",
+    """
+        elif self._reason is Reason.EFFECT or is_to_be_refined:
+            self._device.return_freed_memory()
+            self.phase = Phase.UPDATING if self._is_refined else Phase.REFINING
 """,
     PLANNER + "test_steps_that_take_longer_or_less_long_than_planned_are_measured_like_a_new_run",
 )
 planner(
-    "what was freed is not returned before steps are measured again",
+    "ranks ask each other after every step",
     """
-    def _refine(self) -> None:
-        self._device.return_freed_memory()
+        if num_followed % self._agreement.period_steps:
 """,
     """
-    def _refine(self) -> None:
+        if False:
 """,
-    PLANNER + "test_what_earlier_steps_have_freed_is_returned_before_later_ones_are_judged",
+    PLANNER + "test_what_is_noticed_between_the_steps_at_which_ranks_ask_is_not_lost",
+)
+planner(
+    "what the first plan does is compared before it was refined",
+    """
+        self._watch.see(self.measurement.last, with_effects=self._is_refined)
+""",
+    """
+        self._watch.see(self.measurement.last, with_effects=True)
+""",
+    PLANNER + "test_until_the_plan_is_refined_only_causes_count",
+)
+planner(
+    "only the rank that noticed a change measures",
+    """
+        reasons = [reason for reason, anybody in zip(Reason, told, strict=True) if anybody]
+""",
+    """
+        reasons = [reason for reason in Reason if found[reason]]
+""",
+    AGREES + "test_a_rank_that_notices_a_change_makes_all_measure[effect]",
+)
+planner(
+    "the least urgent reason counts",
+    """
+        self._reason = reasons[0] if reasons else None
+""",
+    """
+        self._reason = reasons[-1] if reasons else None
+""",
+    AGREES + "test_the_most_urgent_reason_counts",
+)
+planner(
+    "what a plan was made for is forgotten",
+    """
+        self._watch.planned(self._reason, changed=changed)
+""",
+    """
+        self._watch.planned(None, changed=changed)
+""",
+    PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
+)
+planner(
+    "a new plan is compared with what the last one led to",
+    """
+        self._watch.follow(drift)
+""",
+    "",
+    PLANNER + "test_more_memory_than_the_budget_is_planned_for_at_once",
+)
+
+planner(
+    "the steps measured in detail alone say how long a step takes",
+    """
+            steps_s += self._watch.recent_s
+""",
+    """
+            pass
+""",
+    PLANNER + "test_all_steps_since_a_plan_settled_say_how_long_a_step_takes[2]",
+)
+planner(
+    "steps before a change say how long one takes after it",
+    """
+        if self.phase is Phase.REFINING:  # nothing has changed since those before
+""",
+    """
+        if True:
+""",
+    PLANNER + "test_all_steps_since_a_plan_settled_say_how_long_a_step_takes[3]",
+)
+
+WATCH = "unit/test_watch.py::"
+
+watch = table_of("planning/watch.py", MUTATIONS)
+
+watch(
+    "a new plan has been followed for long",
+    """
+        self._drift = drift
+        self.num_followed = 0
+""",
+    """
+        self._drift = drift
+""",
+    WATCH + "test_a_new_plan_settles_before_it_is_judged",
+)
+watch(
+    "a new plan is judged by what the last one led to",
+    """
+        self.recent_s.clear()
+        self.take()
+""",
+    """
+        self.recent_s.clear()
+""",
+    WATCH + "test_a_new_plan_starts_without_reasons",
+)
+watch(
+    "what steps took under the last plan counts",
+    """
+        self.recent_s.clear()
+""",
+    "",
+    WATCH + "test_what_steps_take_is_remembered_once_they_settled",
+)
+watch(
+    "steps that settle count",
+    """
+        if self.num_followed > _SETTLING_STEPS:
+            self.recent_s.append(step.step_s)
+""",
+    """
+        self.recent_s.append(step.step_s)
+        if self.num_followed > _SETTLING_STEPS:
+""",
+    WATCH + "test_what_steps_take_is_remembered_once_they_settled",
+)
+watch(
+    "what was noticed between is forgotten",
+    """
+            self._found[reason] = self._found[reason] or found
+""",
+    """
+            self._found[reason] = found
+""",
+    WATCH + "test_what_was_found_is_told_once",
+)
+watch(
+    "what was found is told again and again",
+    """
+        found, self._found = self._found, dict.fromkeys(Reason, "")
+""",
+    """
+        found = self._found
+""",
+    WATCH + "test_what_was_found_is_told_once",
+)
+watch(
+    "too much memory is not noticed",
+    """
+        self._note(Reason.OVER, self._drift.over_budget(step))
+""",
+    """
+""",
+    WATCH + "test_too_much_memory_is_found_at_once",
+)
+watch(
+    "effects count before they may",
+    """
+            if with_effects:
+""",
+    """
+            if True:
+""",
+    WATCH + "test_effects_count_where_they_may",
+)
+watch(
+    "what did not help is tried again at once",
+    """
+        if self.num_followed > self._patient_steps[reason]:
+""",
+    """
+        if True:
+""",
+    WATCH + "test_what_did_not_help_is_a_reason_more_and_more_rarely",
+)
+watch(
+    "patience never grows",
+    """
+            longer = max(2 * self._patient_steps[reason], _FIRST_PATIENCE_STEPS)
+""",
+    """
+            longer = _FIRST_PATIENCE_STEPS
+""",
+    WATCH + "test_what_did_not_help_is_a_reason_more_and_more_rarely",
+)
+watch(
+    "patience has no end",
+    """
+            self._patient_steps[reason] = min(longer, _MOST_PATIENT_STEPS[reason])
+""",
+    """
+            self._patient_steps[reason] = longer
+""",
+    WATCH + "test_patience_has_an_end",
+)
+watch(
+    "patience with one thing is patience with all",
+    """
+        if self.num_followed > self._patient_steps[reason]:
+""",
+    """
+        if self.num_followed > max(self._patient_steps.values()):
+""",
+    WATCH + "test_patience_with_one_reason_is_none_with_another",
+)
+watch(
+    "a plan that helped is not trusted",
+    """
+            self._patient_steps = dict.fromkeys(Reason, 0)
+        elif reason is not None:
+""",
+    """
+            pass
+        elif reason is not None:
+""",
+    WATCH + "test_a_plan_that_helps_ends_the_patience",
+)
+watch(
+    "plans take turns as long as what they do is not expected",
+    """
+        if changed and reason is not Reason.EFFECT:
+""",
+    """
+        if changed:
+""",
+    WATCH + "test_a_plan_for_an_effect_may_change_nothing",
 )
 
 CALIBRATION = "unit/test_calibration.py::"

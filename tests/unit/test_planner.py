@@ -8,7 +8,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
 from megatron.offload.placement.plan_file import load_plans, save_plans
 from megatron.offload.placement.profile import StageProfile, TierProfile
 from megatron.offload.planning import planner
-from megatron.offload.planning.drift import Drift, MeasuredStep
+from megatron.offload.planning.drift import JUDGED_STEPS, Drift, MeasuredStep
 from megatron.offload.planning.measurement import Measurement
 from megatron.offload.planning.planner import Phase, Stage
 from megatron.offload.report.memory import PeakMemory
@@ -299,21 +299,6 @@ def test_more_memory_than_the_budget_is_planned_for_at_once(start: Callable[...,
         assert run.planner.num_plans == num_plans + 1
 
 
-def test_a_run_that_is_patient_with_what_plans_do_is_not_with_too_much_memory(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = start(memory_budget_bytes=1 << 31)
-    run.solver.placement = Placement.KEEP
-    run.planner._patient_steps["effect"] = 100
-    run.steps(3 + 4 + REFINING_STEPS)
-    run.step_s = 2.0
-    run.steps(20)
-    assert run.planner.num_plans == 2
-    monkeypatch.setattr(PeakMemory, "end_step", lambda _: 1 << 32)
-    run.step()
-    assert run.planner.num_plans == 3
-
-
 def test_a_plan_that_is_to_save_memory_counts_on_the_tiers_as_they_are(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,12 +361,21 @@ def drift(**changes: Any) -> Drift:
     return Drift(PROFILED, profile, 1000 * MIB, **changes)
 
 
+def effects(seen: Drift, steps: Iterable[MeasuredStep]) -> list[str]:
+    """What it says of steps in a row."""
+    recent_s = collections.deque[float](maxlen=JUDGED_STEPS)
+    found = []
+    for step in steps:
+        recent_s.append(step.step_s)
+        found.append(seen.effect(step, recent_s))
+    return found
+
+
 def test_one_disturbed_step_is_no_drift() -> None:
     seen = drift()
     usual, waits = MeasuredStep(1.1, 0.1, 100 * MIB), MeasuredStep(1.0, 0.3, 100 * MIB)
-    assert [bool(seen.effect(step)) for step in (waits, usual, waits, waits)] == [
-        False, False, False, True,
-    ]  # fmt: skip
+    found = effects(seen, (waits, usual, waits, waits))
+    assert [bool(one) for one in found] == [False, False, False, True]
     short, long = ({"sequence_length": number} for number in (8, 9))
     steps = [MeasuredStep(1.0, 0.1, 100 * MIB, sizes) for sizes in (long, short, long, long)]
     assert [bool(seen.cause(step)) for step in steps] == [False, False, False, True]
@@ -401,29 +395,29 @@ def test_one_disturbed_step_is_no_drift() -> None:
 )
 def test_drift_says_what_was_not_expected(step: MeasuredStep, reason: str) -> None:
     seen = drift()
-    heard = [seen.effect(step) for _ in range(4)]
+    heard = effects(seen, [step] * 9)
     assert reason in heard[-1] if reason else not any(heard)
     assert seen.cause(step) == seen.cause(step) == ""
 
 
 def test_the_median_of_some_steps_says_whether_they_take_as_long_as_planned() -> None:
-    seen, noisy = drift(), itertools.cycle([1.05, 1.3, 0.8])
-    steps = [MeasuredStep(next(noisy), 0.1, 100 * MIB) for _ in range(12)]
-    assert not any(seen.effect(step) for step in steps)
-    slow = MeasuredStep(1.2, 0.1, 100 * MIB)
-    assert [bool(seen.effect(slow)) for _ in range(2)] == [False, True]
+    seconds = [1.05, 1.3, 0.8] * 4 + [1.2] * 8
+    heard = effects(drift(), [MeasuredStep(step_s, 0.1, 100 * MIB) for step_s in seconds])
+    # Of the last eight three take 1.2 s and two 1.3 s: then the middle is above 1.1 s.
+    first = next(number for number, reason in enumerate(heard) if reason)
+    assert "steps take 1.2" in heard[first] and first == 12 + 2
 
 
 def test_a_few_steps_are_not_judged() -> None:
-    seen, slow = drift(), MeasuredStep(1.2, 0.1, 100 * MIB)
-    assert [bool(seen.effect(slow)) for _ in range(4)] == [False, False, False, True]
+    heard = effects(drift(), [MeasuredStep(1.2, 0.1, 100 * MIB)] * 9)
+    assert [bool(reason) for reason in heard] == [False] * 8 + [True]
 
 
 def test_drift_says_what_is_no_longer_so() -> None:
     seen, longer = drift(), MeasuredStep(1.0, 0.1, 100 * MIB, {"sequence_length": 9})
     seen.cause(longer)
     assert "other sizes: sequence_length 9" in seen.cause(longer)
-    assert seen.effect(longer) == seen.effect(longer) == ""
+    assert not any(effects(seen, [longer] * 3))
 
 
 @pytest.mark.parametrize(
@@ -437,7 +431,7 @@ def test_a_tier_that_is_slower_is_a_cause_and_one_that_is_faster_an_effect(
     profile = StageProfile(Layout(1, 0, 1, 1), 1, (), tiers, (0.0,), (0.0,), (0.0,), (0.0,))
     seen = Drift(PROFILED, profile, None)
     step = MeasuredStep(1.0, 0.1, 100 * MIB, {}, {"ssd": bytes_per_s})
-    reasons = [(seen.cause(step), seen.effect(step)) for _ in range(2)][-1]
+    reasons = [(seen.cause(step), seen.effect(step, [1.0])) for _ in range(2)][-1]
     assert [bool(reason) for reason in reasons] == [is_cause, is_effect]
     assert all("ssd takes" in reason for reason in reasons if reason)
 
@@ -445,16 +439,16 @@ def test_a_tier_that_is_slower_is_a_cause_and_one_that_is_faster_an_effect(
 def test_a_few_pages_are_no_other_peak() -> None:
     profile = StageProfile(Layout(1, 0, 1, 1), 1, (), (), (0.0,), (0.0,), (0.0,), (0.0,))
     seen = Drift(Prediction(1.0, 0.1, 0.0, 2 * MIB), profile, None)
-    assert [seen.effect(MeasuredStep(1.0, 0.1, 5 * MIB)) for _ in range(3)] == ["", "", ""]
-    assert seen.effect(MeasuredStep(1.0, 0.1, 7 * MIB)) == ""
-    assert "activations took 7 MiB" in seen.effect(MeasuredStep(1.0, 0.1, 7 * MIB))
+    assert not any(effects(seen, [MeasuredStep(1.0, 0.1, 5 * MIB)] * 3))
+    found = effects(seen, [MeasuredStep(1.0, 0.1, 7 * MIB)] * 2)
+    assert found[0] == "" and "activations took 7 MiB" in found[1]
 
 
 def test_what_planning_again_did_not_change_is_usual() -> None:
     seen, slow = drift(usual=1.5), MeasuredStep(1.5, 0.1, 100 * MIB)
-    assert not any(seen.effect(slow) for _ in range(5))
+    assert not any(effects(seen, [slow] * 10))
     fast = MeasuredStep(1.0, 0.1, 100 * MIB)
-    assert "steps take 1.000 s" in [seen.effect(fast) for _ in range(5)][-1]
+    assert "steps take 1.000 s" in effects(seen, [fast] * 10)[-1]
 
 
 def test_until_the_plan_is_refined_only_causes_count(
@@ -487,10 +481,10 @@ def test_another_peak_than_was_predicted_is_planned_for_more_and_more_rarely(
             num_plans = run.planner.num_plans
     profile, _, _ = run.solver.asked[2]
     assert profile.transient_bytes == 1 << 30  # the simulation has no peak of its own
-    # Two steps to settle, two that differ in a row, and four to measure; then four steps of
-    # patience, and then twice as many, unless the same plan now says what happens.
+    # Two steps to settle, two that differ in a row, and four to measure; then one after four steps
+    # of patience, and then after twice as many, unless the same plan now says what happens.
     between = [after - before for before, after in itertools.pairwise(planned_after)]
-    assert planned_after[0] == 7 and between == ([10, 14] if changes else [])
+    assert planned_after[0] == 7 and between == ([9, 13] if changes else [])
 
 
 @pytest.mark.parametrize("step_s", [0.5, 2.0])
@@ -502,12 +496,40 @@ def test_steps_that_take_longer_or_less_long_than_planned_are_measured_like_a_ne
     run.steps(3 + 4 + REFINING_STEPS)
     assert run.planner.num_plans == 2
     run.step_s = step_s
-    run.steps(4 + 4)  # of patience, and to be noticed
+    run.steps(2 + JUDGED_STEPS)
+    assert run.planner.phase is Phase.FOLLOWING
+    run.steps(1)  # two in a row
     assert run.planner.phase is Phase.REFINING
     run.steps(REFINING_STEPS)
     assert run.planner.num_plans == 3
-    run.steps(20)  # what steps take now is what it expects
+    run.steps(30)  # what steps take now is what it expects
     assert run.planner.num_plans == 3
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_all_steps_since_a_plan_settled_say_how_long_a_step_takes(
+    number: int, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those before something has changed do not."""
+    calibrated_to = []
+
+    def calibrated(profile: StageProfile, simulate: Any, **whole: Any) -> StageProfile:
+        calibrated_to.append(whole["step_s"])
+        return profile
+
+    monkeypatch.setattr(planner, "calibrated", calibrated)
+    run = start()
+    run.solver.placement = Placement.KEEP
+    run.steps(3)
+    seconds = [9.0, 9.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0]  # two that settle, two more, four measured
+    if number == 3:
+        seconds += [9.0, 9.0, *[2.0] * 10, 5.0, 5.0, 5.0]
+    for number_of_step, run.step_s in enumerate(seconds):
+        if number_of_step == 20:
+            run.tokens = 64
+        run.step()
+    assert run.planner.num_plans == number
+    assert calibrated_to[1] == 2.0 and calibrated_to[2:] == [5.0][: number - 2]
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,13 @@ def test_a_rank_that_notices_a_change_makes_all_measure(kind: str, run: Run) -> 
     run.solver.placement = Placement.SSD
     run.steps(num_steps)
     assert run.planner.num_plans == 2 and run.planner.phase is Phase.FOLLOWING
-    # A plan that something has changed for may well be changed at once.
-    assert run.planner._patient_steps["effect"] == (0 if kind == "cause" else 4)
+
+
+def test_the_most_urgent_reason_counts(run: Run) -> None:
+    run.steps(3)
+    run.planner._agreement = Group(findings=lambda _: [1.0, 1.0, 1.0])
+    run.step()
+    assert run.planner.num_plans == 2 and run.planner.phase is Phase.FOLLOWING
 
 
 def test_where_one_rank_finds_no_plan_all_keep_theirs(run: Run) -> None:

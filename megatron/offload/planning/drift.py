@@ -6,10 +6,9 @@ The planner shows it every step. It compares and remembers; what follows is the 
 
 from __future__ import annotations
 
-import collections
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.offload.config import MIB, format_size
@@ -18,7 +17,7 @@ from megatron.offload.placement.profile import StageProfile
 
 _PATIENCE = 2  # steps in a row that must differ: one may have been disturbed
 _OTHER_TIME = 0.1  # of the predicted step, up or down, in the median of some steps
-_JUDGED_STEPS = 3  # for it: one step alone differs by as much
+JUDGED_STEPS = 8  # for it: fewer may be those of a slow moment
 _STALLED = 0.1  # of the predicted step, beyond the predicted stall
 _LESS_BANDWIDTH, _MORE_BANDWIDTH = 0.5, 2.0  # of the tier's, as it was when the plan was made
 _OTHER_PEAK = 0.1  # of the predicted peak, up or down
@@ -58,7 +57,6 @@ class Drift:
         self._profile = profile
         self._budget_bytes = budget_bytes
         self._usual = usual
-        self._steps_s: collections.deque[float] = collections.deque(maxlen=_JUDGED_STEPS)
         self._num_causes = self._num_effects = 0  # in a row
 
     def over_budget(self, step: MeasuredStep) -> str:
@@ -77,9 +75,14 @@ class Drift:
         self._num_causes = self._num_causes + 1 if reason else 0
         return reason if self._num_causes >= _PATIENCE else ""
 
-    def effect(self, step: MeasuredStep) -> str:
-        """What it led to and was not expected, for some steps now; empty: all was."""
-        reason = self._effect(step)
+    def effect(self, step: MeasuredStep, recent_s: Sequence[float]) -> str:
+        """What it led to and was not expected, for some steps now; empty: all was.
+
+        Args:
+            step: the last one.
+            recent_s: what it and those before it took, `JUDGED_STEPS` of them or fewer.
+        """
+        reason = self._effect(step, recent_s)
         self._num_effects = self._num_effects + 1 if reason else 0
         return reason if self._num_effects >= _PATIENCE else ""
 
@@ -89,15 +92,14 @@ class Drift:
             return f"micro-batches have other sizes: {sizes}"
         return self._other_bandwidth(step, 0.0, _LESS_BANDWIDTH)
 
-    def _effect(self, step: MeasuredStep) -> str:
+    def _effect(self, step: MeasuredStep, recent_s: Sequence[float]) -> str:
         expected = self._predicted
         predicted_s = expected.step_s * self._usual
-        self._steps_s.append(step.step_s)
         if step.stall_s > expected.stall_s + _STALLED * predicted_s:
             return f"compute waited {step.stall_s:.3f} s, the plan says {expected.stall_s:.3f} s"
-        median_s = statistics.median(self._steps_s)
+        median_s = statistics.median(recent_s)
         differs = abs(median_s - predicted_s) > _OTHER_TIME * predicted_s
-        if differs and len(self._steps_s) == _JUDGED_STEPS:
+        if differs and len(recent_s) == JUDGED_STEPS:
             return f"steps take {median_s:.3f} s, the plan says {expected.step_s:.3f} s"
         difference_bytes = abs(step.peak_bytes - expected.peak_bytes)
         if difference_bytes > max(_OTHER_PEAK * expected.peak_bytes, _LEAST_BYTES):

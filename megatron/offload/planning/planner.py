@@ -49,6 +49,7 @@ from megatron.offload.planning.drift import Drift, MeasuredStep
 from megatron.offload.planning.fit import fitted, tokens_of
 from megatron.offload.planning.measurement import Measurement
 from megatron.offload.planning.solver_process import SolverProcess
+from megatron.offload.planning.watch import Reason, Watch
 from megatron.offload.storage.device import Device
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,6 @@ _MEASURED_STEPS = 2
 _STEPS_BEFORE_REFINING = 4
 _REFINING_STEPS = 4
 _WORTHWHILE = 0.03  # of time or memory, for another plan to take the place of the present one
-_SETTLING_STEPS = 2  # after a new plan: files grow, the read-ahead finds its window
-_MOST_PATIENT_STEPS = {"over": 64, "effect": 1024}  # a plan takes seconds to make
 _REMEMBERED_SIZES = 2
 _FREE_SHARE = 0.9  # of a GPU's free memory: fragments and what libraries take later
 _FREE_SHARE_OF_HOST = 0.5
@@ -145,12 +144,9 @@ class Planner:
         self._directory = directory
         self._solver = solver
         self._by_tokens: dict[int, StageProfile] = {}  # measured, by size of micro-batches
-        self._drift: Drift | None = None
+        self._watch = Watch()
+        self._reason: Reason | None = None  # for the next plan
         self._budget_bytes: int | None = None
-        self._over = self._cause = self._effect = ""  # what this rank finds, until all are asked
-        self._num_followed = 0  # steps under the present plan
-        self._reason = ""  # for the next plan: over, cause or effect
-        self._patient_steps = dict.fromkeys(_MOST_PATIENT_STEPS, 0)  # so long it is no reason
         self._adapts = True
         self._is_refined = False
         self._measured: list[MeasuredStep] = []  # in detail, for the next plan
@@ -319,11 +315,12 @@ class Planner:
         self.num_plans += 1
         self._policy.follow(plan)
         self.phase = Phase.FOLLOWING
-        self._num_followed = 0
-        self._over = self._cause = self._effect = ""
+        self._reason = None
         self._device.return_freed_memory()  # it fitted what was kept until now
+        drift = None
         if self.profile is not None and plan.predicted is not None:
-            self._drift = Drift(plan.predicted, self.profile, self._budget_bytes, usual)
+            drift = Drift(plan.predicted, self.profile, self._budget_bytes, usual)
+        self._watch.follow(drift)
 
     # -- Profiles -------------------------------------------------------------------------------
 
@@ -371,45 +368,37 @@ class Planner:
 
     def _compare(self) -> None:
         """All ranks of a group ask each other at the same steps, whatever they have found."""
-        drift, step = self._drift, self.measurement.last
-        self._num_followed += 1
-        if drift is not None and step is not None:
-            if self._num_followed > self._patient_steps["over"]:
-                self._over = self._over or drift.over_budget(step)
-            if self._num_followed > _SETTLING_STEPS:
-                self._cause = self._cause or drift.cause(step)
-                if self._is_refined and self._num_followed > self._patient_steps["effect"]:
-                    self._effect = self._effect or drift.effect(step)
-        if self._num_followed % self._agreement.period_steps:
+        self._watch.see(self.measurement.last, with_effects=self._is_refined)
+        num_followed = self._watch.num_followed
+        if num_followed % self._agreement.period_steps:
             return
-        found = over, cause, effect = self._over, self._cause, self._effect
-        self._over = self._cause = self._effect = ""
-        any_over, any_cause, any_effect = self._agreement.largest([float(bool(x)) for x in found])
-        if any_over:
-            self._say("over", over or "another rank is over its budget")
+        found = self._watch.take()
+        told = self._agreement.largest([float(bool(found[reason])) for reason in Reason])
+        reasons = [reason for reason, anybody in zip(Reason, told, strict=True) if anybody]
+        self._reason = reasons[0] if reasons else None
+        is_to_be_refined = not self._is_refined and num_followed >= _STEPS_BEFORE_REFINING
+        if self._reason is not None:
+            self._say(found[self._reason] or self._reason.value)
+        if self._reason is Reason.OVER:
             self._plan_again(self._profile_of_present_tiers())
-        elif any_cause:
-            self._say("cause", cause or "another rank has noticed a change")
+        elif self._reason is Reason.CAUSE:
             fitted_profile = self._fitted()
             if fitted_profile is not None:
                 self._plan_again(fitted_profile)
             else:
                 self.phase = Phase.UPDATING
-        elif any_effect:
-            self._say("effect", effect or "another rank's steps go otherwise than planned")
-            self._refine()
-        elif not self._is_refined and self._num_followed >= _STEPS_BEFORE_REFINING:
-            self._refine()
-
-    def _refine(self) -> None:
-        self._device.return_freed_memory()
-        self.phase = Phase.REFINING
+        elif self._reason is Reason.EFFECT or is_to_be_refined:
+            self._device.return_freed_memory()
+            self.phase = Phase.REFINING
 
     def _whole_steps(self) -> dict[str, Any]:
         """What to calibrate with, the same on all ranks of a group: of the steps measured for this
         plan, or else the last one's peak. See `calibrated`."""
         measured, self._measured = self._measured, []
-        own_s = statistics.median(one.step_s for one in measured) if measured else 0.0
+        steps_s = [one.step_s for one in measured]
+        if self.phase is Phase.REFINING:  # nothing has changed since those before
+            steps_s += self._watch.recent_s
+        own_s = statistics.median(steps_s) if steps_s else 0.0
         own_bytes = max((one.peak_bytes for one in measured), default=self._peak_bytes)
         step_s, peak_bytes = self._agreement.largest([own_s, float(own_bytes)])
         return {"step_s": step_s or None, "peak_bytes": int(peak_bytes)}
@@ -424,8 +413,9 @@ class Planner:
                 simulate = functools.partial(solver.predict, plan=before)
                 profile = calibrated(profile, simulate, **whole_steps)
                 after = self._solved(solver, profile, may_exceed=True)
-                if not self._is_worthwhile(after, simulate(profile)):
-                    after = dataclasses.replace(before, predicted=simulate(profile))
+                present = simulate(profile)
+                if not self._is_worthwhile(after, present):
+                    after = dataclasses.replace(before, predicted=present, fastest=after.fastest)
         except OffloadError as error:
             logger.warning("%s; going on with the present plan", error)
         (any_failed,) = self._agreement.largest([float(after is None)])
@@ -434,22 +424,13 @@ class Planner:
         self.profile = profile
         changed, usual, step = plan.digest() != before.digest(), 1.0, self.measurement.last
         predicted = plan.predicted
-        self._become_patient(changed)
+        self._watch.planned(self._reason, changed=changed)
         if not changed and predicted is not None and predicted.step_s and step is not None:
             usual = (whole_steps["step_s"] or step.step_s) / predicted.step_s
         self._follow(plan, usual)
         if self._stage.speaks:
             text = plan_table(plan) if changed else "the plan stays as it is"
             logger.info("activation offload: planned again: %s", text)
-
-    def _become_patient(self, changed: bool) -> None:
-        """What planning again does not help against, or may not, is asked about more rarely."""
-        reason, self._reason = self._reason, ""
-        if changed and reason != "effect":
-            self._patient_steps = dict.fromkeys(_MOST_PATIENT_STEPS, 0)
-        elif reason in self._patient_steps:
-            longer = max(2 * self._patient_steps[reason], 4)
-            self._patient_steps[reason] = min(longer, _MOST_PATIENT_STEPS[reason])
 
     def _is_worthwhile(self, plan: Plan, present: Prediction) -> bool:
         """Whether a plan is so much better than the present one that it takes its place."""
@@ -461,11 +442,10 @@ class Planner:
             least_bytes = max(least_bytes, self._budget_bytes)
         return present.step_s > least_s or present.peak_bytes > least_bytes
 
-    def _say(self, reason: str, words: str) -> None:
-        self._reason = reason
+    def _say(self, reason: str) -> None:
         if self._stage.speaks:
             stage = self._stage.layout.stage
-            logger.info("activation offload: stage %d is to be planned again: %s", stage, words)
+            logger.info("activation offload: stage %d is to be planned again: %s", stage, reason)
 
 
 def _raise_first(messages: Iterable[str | None]) -> None:
