@@ -17,7 +17,8 @@ from megatron.offload.placement.planned import PlannedPolicy
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.planning.agreement import Alone
 from megatron.offload.planning.drift import MeasuredStep
-from megatron.offload.planning.planner import Planner, Stage
+from megatron.offload.planning.planner import Planner
+from megatron.offload.planning.stage import Stage
 from megatron.offload.storage.device import CpuDevice
 from tests.models import settle
 

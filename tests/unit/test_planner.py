@@ -23,7 +23,8 @@ from megatron.offload.placement.profile import StageProfile, TierProfile
 from megatron.offload.planning import planner
 from megatron.offload.planning.drift import JUDGED_STEPS, Drift, MeasuredStep
 from megatron.offload.planning.measurement import Measurement
-from megatron.offload.planning.planner import Phase, Stage
+from megatron.offload.planning.planner import Phase
+from megatron.offload.planning.stage import Stage
 from megatron.offload.report.memory import PeakMemory
 from megatron.offload.storage.device import CpuDevice
 from megatron.offload.storage.file import UnlinkedFile

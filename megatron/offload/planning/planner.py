@@ -24,7 +24,7 @@ import enum
 import functools
 import logging
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,10 @@ from megatron.offload.errors import (
     InfeasibleBudgetError,
     OffloadError,
 )
-from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.plan import Plan, Prediction
 from megatron.offload.placement.plan_file import load_plans, save_plans
 from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.placement.planned import PlannedPolicy
-from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.planning.agreement import Agreement, agreed_profile, check_same
 from megatron.offload.planning.calibration import calibrated
@@ -49,6 +47,7 @@ from megatron.offload.planning.drift import Drift, MeasuredStep
 from megatron.offload.planning.fit import fitted, tokens_of
 from megatron.offload.planning.measurement import Measurement
 from megatron.offload.planning.solver_process import SolverProcess
+from megatron.offload.planning.stage import Stage
 from megatron.offload.planning.watch import Reason, Watch
 from megatron.offload.storage.device import Device
 
@@ -78,27 +77,6 @@ _NUM_MEASURED = {  # steps that are measured in detail
     Phase.REFINING: _REFINING_STEPS,
     Phase.UPDATING: 1,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """What the planner has to know of the stage that it plans for.
-
-    Attributes:
-        layout: its place in the pipeline.
-        layers: chunk and name of each layer, in the order of the forward pass.
-        why_not_recomputed: what keeps its layers from being recomputed; empty: nothing does.
-        speaks: whether this rank's plan is the one of its stage that is shown and written.
-        num_local_ranks: ranks on this machine, which share a CPU's memory.
-        not_alone: layers with the groups of theirs that cannot be recomputed without the rest.
-    """
-
-    layout: Layout
-    layers: Sequence[tuple[int, str]]
-    why_not_recomputed: str = ""
-    speaks: bool = True
-    num_local_ranks: int = 1
-    not_alone: Collection[tuple[str, str]] = ()
 
 
 class Planner:
@@ -229,18 +207,8 @@ class Planner:
                 f"the plan {path} has stages {', '.join(map(str, sorted(plans)))}, and none "
                 f"numbered {stage}; plan again for this layout"
             )
-        plan, why_not = plans[stage], self._stage.why_not_recomputed
-        plan.check(self._stage.layers, self._engine.tiers)
-        if why_not and Placement.RECOMPUTE in plan.placements.values():
-            raise ConfigurationError(f"the plan {path} cannot recompute {why_not}; plan again")
-        for one in plan.groups:
-            alone = (one.layer, one.group) not in self._stage.not_alone
-            if one.placement is Placement.RECOMPUTE and not alone:
-                raise ConfigurationError(
-                    f"the plan {path} recomputes {one.group} of {one.layer} alone, which that "
-                    f"layer does not allow; place it elsewhere, or recompute its {WHOLE_LAYER}"
-                )
-        return plan
+        self._stage.check(plans[stage], self._engine.tiers, path)
+        return plans[stage]
 
     def _make_first_plan(self) -> None:
         """Plans, with all ranks of the run: where one finds no plan, none goes on."""

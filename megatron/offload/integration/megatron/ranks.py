@@ -19,7 +19,7 @@ from megatron.offload.integration.megatron.layer import layer_names
 from megatron.offload.integration.megatron.recomputable import why_not_recomputed
 from megatron.offload.integration.megatron.schedule import current_layout
 from megatron.offload.planning.agreement import Agreement, Alone
-from megatron.offload.planning.planner import Stage
+from megatron.offload.planning.stage import Stage
 
 _PERIOD_STEPS = 4
 
