@@ -48,7 +48,8 @@ def assert_same_bits(planned: Outcome, off: Outcome, num_steps: int = STEPS) -> 
         ], name
 
 
-@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+# The next test has TP2 too.
+@pytest.mark.parametrize("layout", [pytest.param("TP2", marks=pytest.mark.slow), "PP2"])
 def test_auto_changes_no_bit(layout: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[layout]
     flags += f" --train-iters {STEPS}"
