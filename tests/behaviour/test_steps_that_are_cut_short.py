@@ -58,10 +58,11 @@ def test_an_exception_in_forward_while_writes_are_queued(
     model, x = Model(), torch.randn(3, 65, 32)
     engine = make_engine(io="buffered", threads=threads)
     hook = model.blocks[2].register_forward_hook(interrupt)
-    with pytest.raises(Interrupted):
+    with pytest.raises(Interrupted) as error:  # which holds the graph: its end cancels writes
         run_step(model, x, engine)
     hook.remove()
     write_gate.wait_for_arrival()
+    del error
     assert engine._inflight.taken_bytes > 0, "writes are still queued"
     write_gate.open.set()
     assert_usable(engine, model, x)
