@@ -64,16 +64,10 @@ class State(enum.Enum):
 class SavedStorage:
     """The bytes of one `untyped_storage` that autograd saved, however many views point into it.
 
-    States change under `_lock`: threads that compute save, the starter begins transfers and hears
-    of uses, I/O threads end writes. The lock is held for a few assignments; nothing waits or
+    States change under `_lock`: threads that compute save and use, the starter begins transfers,
+    I/O threads end writes. The lock is held for a few assignments; nothing waits or
     frees memory under it.
     """
-
-    __slots__ = (
-        *("_address", "_lock", "_memory", "_pending", "_views", "__weakref__"),
-        *("block", "num_bytes", "num_unused_views", "origin", "queue", "scope", "state"),
-        *("version", "witness"),
-    )
 
     def __init__(self, storage: torch.UntypedStorage, scope: Scope, version: int) -> None:
         self._pending: Pending | None = None  # first: `__del__` also runs if the rest raises
