@@ -90,12 +90,20 @@ def run(path: Path, flags: Sequence[str]) -> None:
         runpy.run_path(str(path), run_name="__main__")
     except SystemExit as leaving:
         if not leaving.code:
-            _print_once(script.summary())
+            _finish(script)
+        raise
+    except ConfigurationError:  # raised on all ranks
+        cpu_training_script.end_groups()
         raise
     else:
-        _print_once(script.summary())
+        _finish(script)
     finally:
         script.close()
+
+
+def _finish(script: TrainingScript) -> None:
+    _print_once(script.summary())
+    cpu_training_script.end_groups()
 
 
 def _import_megatron_lm(path: Path) -> None:

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.offload import launch
-from megatron.offload.integration.megatron import cpu_training_script
+from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
 from tests.megatron_lm import FakeMegatronLm
 
 
@@ -170,3 +172,34 @@ def test_however_the_script_ends_offload_is_closed(
     with pytest.raises(error):
         launch.main([script])
     assert ended == calls
+
+
+@pytest.mark.parametrize(
+    ("ending", "error"),
+    [
+        ("pass", None),
+        ("import sys; sys.exit(0)", SystemExit),
+        (
+            "from megatron.offload import ConfigurationError; raise ConfigurationError('x')",
+            SystemExit,
+        ),
+    ],
+    ids=["end", "exit 0", "refusal"],
+)
+def test_on_a_cpu_no_process_group_is_left_to_the_interpreters_end(
+    monkeypatch: pytest.MonkeyPatch,
+    megatron_lm: FakeMegatronLm,
+    tmp_path: Path,
+    ending: str,
+    error: type[BaseException] | None,
+) -> None:
+    monkeypatch.setattr(cpu_runtime, "is_active", lambda: True)
+    script = write(
+        tmp_path / "train.py",
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        f"{ending}\n",
+    )
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        launch.main([script])
+    assert not torch.distributed.is_initialized()

@@ -215,6 +215,7 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
                 training_script._on_all_ranks(action)
             except ConfigurationError as error:
                 print(error, training_script._of_local_ranks(10 + rank))
+            dist.destroy_process_group()  # at the interpreter's end its threads may abort
             """,
             rank,
             tmp_path / "store",

@@ -88,6 +88,16 @@ def set_defaults(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**{name: value for name, value, _ in _DEFAULTS})
 
 
+def end_groups() -> None:
+    """Ends the process groups where the CPU runtime is on; the scripts leave them to the exit.
+
+    Gloo's threads sometimes abort a process that exits with them. Call it where no rank has a
+    collective under way.
+    """
+    if cpu_runtime.is_active() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def keep_sent_tensors(model_chunks: Iterable[torch.nn.Module]) -> None:
     """Pipeline stages keep a tensor that they have sent.
 
