@@ -247,6 +247,12 @@ def _add_report_args(parser: argparse.ArgumentParser) -> None:
         "--metrics-file", type=Path, help="one JSON object per step; default: in --save"
     )
     group.add_argument(
+        "--wait-for-input",
+        action="store_true",
+        help="before each step wait for a line on standard input, and leave at its end: for "
+        "trainings that take turns. One process only",
+    )
+    group.add_argument(
         "--validate-only", action="store_true", help="check everything, train nothing, exit 0"
     )
 
@@ -361,6 +367,10 @@ def _check_combinations(args: argparse.Namespace) -> None:
         not args.overlap_param_gather
         or (args.use_distributed_optimizer and args.overlap_grad_reduce),
         "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+    )
+    _require(
+        not args.wait_for_input or args.world_size == 1,
+        "--wait-for-input works for one process, whose standard input is that of this command",
     )
     _require(
         bool(args.data_path) != args.mock_data, "give either --data-path PREFIX or --mock-data"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -172,6 +173,8 @@ class _Run:
         if done:
             _log.info("nothing to do: --train-iters %d is reached", args.train_iters)
         while not done:
+            if args.wait_for_input and not sys.stdin.readline():
+                break  # nobody will say any more
             record = self._step(streams)
             step = progress.iteration
             done = step == args.train_iters or step % (args.exit_interval or step + 1) == 0
@@ -210,6 +213,7 @@ class _Run:
         self.scheduler.step(increment=args.global_batch_size)
         losses = {**self._share(loss_sums), **experts.take_balance_loss(args)}
         step_time_s = time.perf_counter() - begin
+        self.offload.pause()
         self.progress.iteration += 1
         self.progress.consumed_samples += args.global_batch_size
         return StepRecord(

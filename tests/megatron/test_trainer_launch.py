@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
-from launch import TINY, Outcome, Run, train
+from launch import ROOT, TINY, Outcome, Run, train
 
 FIELDS = {
     "step",
@@ -59,3 +63,18 @@ def test_dead_rank_ends_the_run_within_seconds() -> None:
         outcome = run.wait()
     assert time.monotonic() - killed_at < 15
     assert all(code != 0 for code in outcome.exit_codes)
+
+
+def test_it_may_wait_for_a_line_before_each_step(tmp_path: Path, one_process: Outcome) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    command = [sys.executable, str(ROOT / "examples/pretrain_gpt.py"), *shlex.split(TINY)]
+    done = subprocess.run(
+        [*command, "--train-iters", "4", "--wait-for-input", "--metrics-file", str(metrics)],
+        input="\n\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+    assert losses == one_process.values("loss")[:2], done.stderr

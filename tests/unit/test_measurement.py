@@ -109,3 +109,27 @@ def test_after_a_change_a_profile_counts_on_the_last_step_alone(
     again = profile_of(measurement, stage())
     assert again.write_bytes_per_s == pytest.approx(SLOW)
     assert again.read_bytes_per_s == pytest.approx(2 * SLOW)
+
+
+def test_what_follows_a_pause_is_no_part_of_a_step(
+    measurement: Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(
+        "megatron.offload.planning.measurement.time.perf_counter", lambda: clock.now
+    )
+
+    def take_step(*, pauses: bool) -> float:
+        with measurement.step(detailed=False):
+            clock.now += 3.0
+        assert measurement.last is not None
+        clock.now += 1.0  # the optimizer
+        if pauses:
+            measurement.pause()
+            clock.now += 50.0  # evaluation
+        return measurement.last.step_s
+
+    assert [take_step(pauses=True) for _ in range(3)] == [3.0, 4.0, 4.0]
+    take_step(pauses=False)
+    take_step(pauses=False)
+    assert take_step(pauses=False) == 4.0

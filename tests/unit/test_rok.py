@@ -152,6 +152,13 @@ else:
 batch = int(flags["--micro-batch-size"])
 with Path(flags["--metrics-file"]).open("w") as out:
     for number in range(int(flags["--train-iters"])):
+        if sys.argv[-1] == "--wait-for-input":
+            if not sys.stdin.readline():
+                break
+            if mode == "auto" and number == WRONG.get("stop"):
+                sys.exit("trainer: error: no more")
+            with (Path(__file__).parent / "turns").open("a") as turns:
+                print(os.getpid(), number, file=turns)
         offload = {"written_bytes": 5}
         if plans:
             offload |= {"plans": plans[number], "predicted_step_s": 1.5,
@@ -160,7 +167,7 @@ with Path(flags["--metrics-file"]).open("w") as out:
             "step": number + 1, "loss": 1.0 + (number == 1 and WRONG.get("loss") == mode),
             "grad_norm": 1.0, "step_time_s": batch * seconds, "tokens_per_s": 1024 / seconds,
             "peak_activation_bytes_rank0": batch * peak if not budget else peak,
-            "offload": offload}), file=out)
+            "offload": offload}), file=out, flush=True)
 """
 
 
@@ -182,6 +189,7 @@ def rok(tmp_path: Path, *flags: str, wrong: dict[str, Any] | None = None) -> int
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("megatron.offload.report.trials.trainer._POLL_S", 0.005)
 
 
 @pytest.fixture
@@ -196,7 +204,8 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("curve")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.setattr("torch.cuda.is_available", lambda: False)
-        assert rok(folder, "--budgets", "3", "--rounds", "2", "--check") == 0
+        flags = ("--budgets", "3", "--rounds", "2", "--no-turns", "--check")
+        assert rok(folder, *flags) == 0
     return printed.getvalue(), folder / "out"
 
 
@@ -261,6 +270,34 @@ def test_every_round_runs_everything_in_another_order(curve: tuple[str, Path]) -
     ]
     assert len(orders[0]) == len(set(orders[0])) >= 10
     assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
+
+
+@pytest.mark.usefixtures("no_frontier")
+def test_on_a_cpu_trainings_take_turns_once_all_have_settled(tmp_path: Path) -> None:
+    names = "off,recompute,auto"
+    flags = ("--budgets", "2", "--strategies", names, "--steps", "4", "--check")
+    assert rok(tmp_path, *flags) == 0
+    steps = [line.split() for line in (tmp_path / "turns").read_text().splitlines()]
+    # One after the other at first; then four turns, in each of them a step of each.
+    own = list(dict.fromkeys(pid for pid, _ in steps))
+    assert len(own) == 6  # two of them with two allocators
+    alone, turns = steps[: -4 * len(own)], steps[-4 * len(own) :]
+    assert [pid for pid, _ in alone] == sorted((pid for pid, _ in alone), key=own.index)
+    orders = [[pid for pid, _ in turns[n : n + 6]] for n in range(0, 24, 6)]
+    assert orders == [own[n:] + own[:n] for n in range(4)]
+    runs = json.loads((tmp_path / "out" / "rok.json").read_text())["runs"]
+    assert len(runs) == 6 and all(len(one["steps"]) == one["first_turn"] + 4 for one in runs)
+    result = Result.load(tmp_path / "out" / "rok.json")
+    assert result.passes and [one.num_rounds for one in result.figures] == [1] * 6
+
+
+@pytest.mark.usefixtures("no_frontier")
+def test_a_training_that_fails_in_turns_is_a_loss_and_the_rest_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--budgets", "1", "--strategies", "off,recompute,auto", "--check")
+    assert rok(tmp_path, *flags, wrong={"stop": 14}) == 1
+    assert "auto failed: trainer: error: no more" in capsys.readouterr().out
 
 
 def test_batch_sizes_have_budgets_of_their_own(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ class FakeOffload:
         finally:
             self.events.append("end")
 
+    def pause(self) -> None:
+        self.events.append("pause")
+
     def summary(self) -> str:
         return "the summary"
 
@@ -284,7 +287,7 @@ def test_a_step_is_around_the_schedule_and_not_around_the_optimizer(
     training: FakeMegatronLm,
 ) -> None:
     assert training.train() == "losses"
-    assert training.events == ["begin", "forward and backward", "end", "optimizer"]
+    assert training.events == ["begin", "forward and backward", "end", "optimizer", "pause"]
 
 
 def test_the_log_line_says_what_was_offloaded_and_other_lines_do_not(

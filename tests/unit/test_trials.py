@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from megatron.offload.report.trials.trainer import Trainer, allocators_of
-from megatron.offload.report.trials.trial import Run, TrialError, Variant, settled_steps
+from megatron.offload.report.trials.trial import (
+    Run,
+    TrialError,
+    Variant,
+    paired_ratio,
+    settled_steps,
+)
 
 
 def step(
@@ -51,6 +57,26 @@ def test_figures_of_a_run_are_those_of_steps_that_count() -> None:
     assert run.step_time_s(skip=1) == 2.0
     assert run.tokens_per_s(skip=1) == 5.0
     assert run.peak_bytes(skip=1) == 4
+
+
+def test_steps_of_one_turn_are_compared() -> None:
+    """The machine is slow in the second turn, and one training needed two steps more before it."""
+    one = [step(n, time_s=time_s) for n, time_s in enumerate([9.0, 9.0, 9.0, 2.0, 6.0, 2.0], 1)]
+    other = [step(n, time_s=time_s) for n, time_s in enumerate([9.0, 1.0, 3.0, 1.0], 1)]
+    runs = Run(Variant("a", "offload"), 0, one, 3), Run(Variant("b", "offload"), 0, other, 1)
+    assert paired_ratio([runs[0]], [runs[1]], skip=1) == 2.0
+    assert runs[0].times_by_turn(skip=1) == {0: 2.0, 1: 6.0, 2: 2.0}
+    assert runs[0].step_time_s(skip=1) == 2.0
+    # What has planned again in the turns is compared from then on.
+    late = [step(n, plans, time_s=n) for n, plans in enumerate([1, 1, 1, 2, 2], 1)]
+    assert Run(Variant("auto", "offload"), 0, late, 2).times_by_turn(skip=0) == {2: 5}
+
+
+def test_without_turns_rounds_are_compared() -> None:
+    runs = [Run(Variant("a", "offload"), n, [step(1, time_s=2.0 + n)]) for n in range(2)]
+    base = [Run(Variant("b", "offload"), n, [step(1, time_s=1.0 + n)]) for n in range(1, 3)]
+    assert paired_ratio(runs, base, skip=0) == 1.5
+    assert paired_ratio(runs, base[1:], skip=0) is None
 
 
 def test_what_runs_with_which_allocator() -> None:
@@ -103,3 +129,25 @@ def test_a_training_that_fails_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(TrialError, match=r"exit code 3 after 0 steps(.|\n)*no such thing"):
         trainer.train("this one", [], "default", tmp_path / "run")
     assert str(Path(sys.executable)) in (tmp_path / "run" / "output.log").read_text()
+
+
+# Takes a step for each line that it reads.
+WAITING = """
+import json, sys
+with open(sys.argv[sys.argv.index("--metrics-file") + 1], "w") as file:
+    for number, line in enumerate(sys.stdin, 1):
+        if number == 4:
+            sys.exit("broken")
+        print(json.dumps({"step": number}), file=file, flush=True)
+"""
+
+
+def test_a_training_in_turns_takes_a_step_when_it_is_told_to(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, WAITING)
+    with trainer.start("this one", [], "default", tmp_path / "run", in_turns=True) as training:
+        assert training.step() and len(training.steps) == 1
+        time.sleep(0.2)
+        training.run(enough=lambda steps: len(steps) == 3)
+        assert len(training.steps) == 3
+        with pytest.raises(TrialError, match=r"exit code 1 after 3 steps(.|\n)*broken"):
+            training.step()

@@ -58,10 +58,8 @@ class Measurement:
     @contextlib.contextmanager
     def step(self, *, detailed: bool) -> Iterator[None]:
         """Around the passes of a training step."""
+        self.pause()
         began_s = time.perf_counter()
-        if self._ended_s is not None:
-            self._gaps_s = [*self._gaps_s, began_s - self._ended_s][-_REMEMBERED_GAPS:]
-            self._ended_s = None
         if detailed:
             self.profiler.begin_step()
             self._engine.observer = self.profiler
@@ -83,6 +81,13 @@ class Measurement:
     def resume(self) -> None:
         """What went on until now, after the step's passes, is no part of a step: planning."""
         self._ended_s = time.perf_counter()
+
+    def pause(self) -> None:
+        """What goes on from now on, until the next step, is no part of a step either."""
+        if self._ended_s is not None:
+            gap_s = time.perf_counter() - self._ended_s
+            self._gaps_s = [*self._gaps_s, gap_s][-_REMEMBERED_GAPS:]
+            self._ended_s = None
 
     def profile(
         self, layout: Layout, *, recomputes: bool, previous: StageProfile | None

@@ -121,6 +121,14 @@ class MegatronOffload:
             self._history.add(self._engine.statistics)
             self._count_drive_writes(self._engine)
 
+    def pause(self) -> None:
+        """What follows until the next step is no part of training: evaluation, a checkpoint.
+
+        Without it the planner takes all that is between two steps for a part of them.
+        """
+        if self._planner is not None:
+            self._planner.measurement.pause()
+
     def _count_drive_writes(self, engine: OffloadEngine) -> None:
         written, before = engine.drive_written_bytes, self._drive_written_bytes
         now_s, before_s = time.monotonic(), self._step_ended_s

@@ -158,7 +158,9 @@ class TrainingScript:
             # Around the schedule alone: what the optimizer does is no part of activations' peak.
             schedule = call.arguments["forward_backward_func"]
             call.arguments["forward_backward_func"] = functools.partial(self._step, schedule)
-            return original(*call.args, **call.kwargs)
+            result = original(*call.args, **call.kwargs)
+            self._installed().pause()
+            return result
 
         return train_step
 

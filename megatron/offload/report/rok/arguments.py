@@ -12,12 +12,13 @@ from megatron.offload.config import parse_rate, parse_size
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.report.rok.strategy import DEFAULT_STRATEGIES, STRATEGIES
 from megatron.offload.report.trials.trainer import CHECKOUT, add_training_arguments
+from megatron.offload.storage.cuda import has_cuda
 
 DESCRIPTION = """\
 Measures the recompute-offload-keep (ROK) curve of SSDTrain (arXiv 2408.10013) on this machine: peak
 activation memory against speed, one point for each strategy and batch size. It trains a GPT with
-the trainer of this checkout, a process for each point, in several rounds in changing order, and
-writes rok.png, rok.svg, rok.csv and rok.json.
+the trainer of this checkout, a process for each point; on a CPU they take turns, step by step, else
+there are several rounds in changing order. It writes rok.png, rok.svg, rok.csv and rok.json.
 
   megatron-offload rok                                  # 8 layers, one batch size
   megatron-offload rok --micro-batch-sizes 2,4,8 --budgets 3
@@ -69,13 +70,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of auto: a number of them, evenly between the peaks of recomputing and of keeping "
         "everything, or sizes such as 120MiB,200MiB. Default: 6",
     )
-    measure.add_argument("--rounds", type=_count, default=3, metavar="N", help="default: 3")
+    measure.add_argument(
+        "--turns",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="trainings take turns, a step each, so that a machine that is slower for a while is "
+        "so for all; their memory has to fit side by side. Default: where there is no GPU",
+    )
+    measure.add_argument(
+        "--rounds", type=_count, metavar="N", help="default: 1 with turns, 3 without"
+    )
     measure.add_argument(
         "--steps",
         type=_count,
-        default=6,
         metavar="N",
-        help="of each training that count; default: 6",
+        help="of each training that count; default: 15 with turns, 6 without",
     )
     measure.add_argument(
         "--skip-steps",
@@ -146,6 +155,10 @@ def check_arguments(args: argparse.Namespace) -> None:
             "a number of budgets lies between the peaks of off and recompute; add both to "
             "--strategies, or give --budgets as sizes"
         )
+    if args.turns is None:
+        args.turns = not has_cuda()
+    args.rounds = args.rounds or (1 if args.turns else 3)
+    args.steps = args.steps or (15 if args.turns else 6)
     if args.activation_offload_write_limit is not None:
         parse_rate(args.activation_offload_write_limit)
     if args.output is None:

@@ -72,7 +72,11 @@ def _measured(args: argparse.Namespace, command: Sequence[str]) -> Result:
     found = Result(_title(args), conditions, [])
     with _Progress(args.rounds) as progress:
         measurement = Measurement(
-            args, trainer, both_allocators=not has_cuda(), watch=progress.watch
+            args,
+            trainer,
+            both_allocators=not has_cuda(),
+            watch=progress.watch,
+            watch_turn=progress.watch_turn,
         )
         progress.expect(measurement.most_trainings)
         for _ in measurement.rounds():
@@ -175,3 +179,11 @@ class _Progress:
             if self._bar.disable:
                 print(text, file=sys.stderr, flush=True)
         self._bar.set_postfix_str(f"step {num_steps}")
+
+    def watch_turn(self, round_: int, num_turns: int) -> None:
+        """All trainings of a round have taken so many turns."""
+        text = f"round {round_ + 1}/{self._num_rounds} all in turn"
+        self._bar.set_description(text)
+        self._bar.set_postfix_str(f"turn {num_turns}")
+        if self._bar.disable and num_turns == 1:
+            print(text, file=sys.stderr, flush=True)

@@ -4,11 +4,18 @@
 The first round finds out what the others only repeat: budgets need the peaks of keeping and of
 recomputing everything, a suffix needs the profile that `auto` measures. Later rounds run all
 strategies in an order that has moved on.
+
+Note [Turns]
+A machine that others use as well is faster in one minute than in the next, and trainings that run
+one after the other are measured in different minutes. So they may take turns: each runs alone until
+it has settled and then waits, and once all wait they take the steps that count in turn, one each.
+Steps of one turn are compared. All of them are in memory at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -20,11 +27,19 @@ from megatron.offload.placement.plan_file import save_plans
 from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.report.rok.strategy import Strategy, budgets_between, fixed_strategies
-from megatron.offload.report.trials.trainer import Trainer
-from megatron.offload.report.trials.trial import Run, TrialError, order_of_round, settled_steps
+from megatron.offload.report.trials.trainer import Trainer, Training
+from megatron.offload.report.trials.trial import (
+    Run,
+    TrialError,
+    Variant,
+    order_of_round,
+    settled_steps,
+)
 
 PROFILE_NAME = "activation-profile-stage0.json"
 _MORE_STEPS = 30  # than are wanted: `auto` may plan several times before it settles
+_BEFORE_TURNS = 3  # settled steps of each training: its peak is known then
+_BEFORE_TURNS_OF_AUTO = 10  # it looks at so many before it plans again
 
 # Is told about each training: the strategy, its round, how many steps there are.
 Watcher = Callable[[Strategy, int, int], object]
@@ -37,7 +52,8 @@ class Measurement:
         args: see `arguments`.
         trainer: with the flags that all of them share.
         both_allocators: strategies without offload run with either.
-        watch: is told what goes on.
+        watch: is told about each training.
+        watch_turn: is told about each turn: the round, how many turns were taken in it.
     """
 
     def __init__(
@@ -47,6 +63,7 @@ class Measurement:
         *,
         both_allocators: bool,
         watch: Watcher = lambda strategy, round_, steps: None,
+        watch_turn: Callable[[int, int], object] = lambda round_, turns: None,
     ) -> None:
         self.runs: list[Run] = []
         self.failures: dict[Strategy, str] = {}  # why one could not be measured
@@ -56,7 +73,9 @@ class Measurement:
         self._trainer = trainer
         self._both_allocators = both_allocators
         self._watch = watch
+        self._watch_turn = watch_turn
         self._strategies: dict[int, list[Strategy]] = {}
+        self._waiting: dict[Strategy, Training] = {}  # for the turns of the round
 
     @property
     def strategies(self) -> list[Strategy]:
@@ -82,13 +101,18 @@ class Measurement:
         """
         for round_ in range(self._args.rounds):
             for size in self._args.micro_batch_sizes:
-                if round_ == 0:
-                    self._first_round(size)
-                else:
-                    own = self._strategies[size]
-                    stride = max(len(own) // self._args.rounds, 1)
-                    for strategy in order_of_round(own, round_ * stride):
-                        self._train(strategy, round_)
+                try:
+                    if round_ == 0:
+                        self._first_round(size)
+                    else:
+                        own = self._strategies[size]
+                        stride = max(len(own) // self._args.rounds, 1)
+                        for strategy in order_of_round(own, round_ * stride):
+                            self._train(strategy, round_)
+                    self._take_turns(round_)
+                finally:
+                    while self._waiting:
+                        self._waiting.popitem()[1].end()
             yield round_
 
     def _first_round(self, size: int) -> None:
@@ -159,30 +183,81 @@ class Measurement:
         return folder / "plans" / f"{strategy.name}.json"
 
     def _train(self, strategy: Strategy, round_: int) -> None:
+        """To its end; or, where trainings take turns, until it has settled."""
         args = self._args
         folder = args.output / "trainings" / f"round{round_ + 1}-{strategy.name}"
-        name = f"{strategy.name} in round {round_ + 1}"
-        flags = strategy.flags(self._plan_file(strategy))
-        try:
-            steps = self._trainer.train(
-                name,
-                [*flags, "--train-iters", str(args.skip_steps + args.steps + _MORE_STEPS)],
-                strategy.allocator,
-                folder,
-                on_steps=lambda number: self._watch(strategy, round_, number),
-                enough=lambda steps: len(settled_steps(steps, args.skip_steps)) >= args.steps,
+        enough = args.steps
+        if args.turns:
+            enough = _BEFORE_TURNS_OF_AUTO if strategy.placement == "auto" else _BEFORE_TURNS
+        with self._noting_failure(strategy), contextlib.ExitStack() as ends:
+            training = ends.enter_context(
+                self._trainer.start(
+                    _title(strategy, round_),
+                    [
+                        *strategy.flags(self._plan_file(strategy)),
+                        *("--train-iters", str(args.skip_steps + args.steps + 2 * _MORE_STEPS)),
+                    ],
+                    strategy.allocator,
+                    folder,
+                    in_turns=args.turns,
+                )
             )
-            if not settled_steps(steps, args.skip_steps):
-                raise TrialError(f"{name} had not settled after {len(steps)} steps")
+            training.run(
+                on_steps=lambda number: self._watch(strategy, round_, number),
+                enough=lambda steps: (
+                    len(settled_steps(steps, args.skip_steps)) >= enough
+                    or len(steps) >= args.skip_steps + enough + _MORE_STEPS
+                ),
+            )
+            self._note(Run(strategy, round_, training.steps))
+            if args.turns:
+                self._waiting[strategy] = training
+                ends.pop_all()
+        profile = folder / PROFILE_NAME
+        if profile.exists():
+            self.profiles.setdefault(strategy.micro_batch_size, StageProfile.load(profile))
+
+    def _take_turns(self, round_: int) -> None:
+        """See Note [Turns]. Until enough steps of each count; `auto` may plan again."""
+        first_turns = {one: len(training.steps) for one, training in self._waiting.items()}
+        runs: dict[Strategy, Run] = {}
+        for turn in range(self._args.steps + _MORE_STEPS if self._waiting else 0):
+            for strategy in order_of_round(list(self._waiting), turn):
+                training = self._waiting[strategy]
+                with self._noting_failure(strategy):
+                    training.step()
+                    steps, first = training.steps, first_turns[strategy]
+                    runs[strategy] = Run(strategy, round_, steps, first)
+            self._watch_turn(round_, turn + 1)
+            skip = self._args.skip_steps
+            if all(len(run.settled_steps(skip)) >= self._args.steps for run in runs.values()):
+                break
+        for strategy, run in runs.items():
+            self.runs = [one for one in self.runs if (one.variant, one.round) != (strategy, round_)]
+            with self._noting_failure(strategy):
+                self._note(run)
+
+    def _note(self, run: Run) -> None:
+        if not run.settled_steps(self._args.skip_steps):
+            name = _title(run.variant, run.round)
+            raise TrialError(f"{name} had not settled after {len(run.steps)} steps")
+        self.runs.append(run)
+
+    @contextlib.contextmanager
+    def _noting_failure(self, strategy: Strategy) -> Iterator[None]:
+        """Raises TrialError on, unless the strategy is one that may not work here."""
+        try:
+            yield
         except TrialError as error:
             if strategy.placement not in ("auto", "suffix"):
                 raise
             self.failures.setdefault(strategy, str(error).splitlines()[-1])
-            return
-        self.runs.append(Run(strategy, round_, steps))
-        profile = folder / PROFILE_NAME
-        if profile.exists():
-            self.profiles.setdefault(strategy.micro_batch_size, StageProfile.load(profile))
+            if strategy in self._waiting:
+                self._waiting.pop(strategy).end()
+
+
+def _title(strategy: Variant, round_: int) -> str:
+    return f"{strategy.name} in round {round_ + 1}"
 
 
 def num_moved(plan: Plan) -> int:

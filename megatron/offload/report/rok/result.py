@@ -14,7 +14,7 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.report.rok.figures import Figure, Point
 from megatron.offload.report.rok.verdict import Rival, Verdict
 from megatron.offload.report.trials.trainer import CHECKOUT
-from megatron.offload.report.trials.trial import Run, settled_steps
+from megatron.offload.report.trials.trial import Run
 
 _OF_STEP = ("loss", "grad_norm", "step_time_s", "peak_activation_bytes_rank0")
 _OF_OFFLOAD = ("plans", "written_bytes", "read_bytes", "stall_s")
@@ -107,7 +107,8 @@ def _run(run: Run, skip: int) -> dict[str, Any]:
     return {
         "strategy": dataclasses.asdict(run.variant),
         "round": run.round,
-        "first_settled_step": settled_steps(run.steps, skip)[0]["step"],
+        "first_settled_step": run.settled_steps(skip)[0]["step"],
+        "first_turn": run.first_turn,
         "steps": [
             {
                 **{name: step.get(name) for name in _OF_STEP},

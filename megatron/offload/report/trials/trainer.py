@@ -49,7 +49,7 @@ PLACEMENT_FLAGS: dict[str, list[str]] = {
 # Without offload: on a CPU they run with either allocator.
 WITHOUT_OFFLOAD = ("off", "recompute", "selective")
 
-_POLL_S = 0.5
+_POLL_S = 0.1
 _TAIL_LINES = 15
 
 Steps = list[dict[str, Any]]
@@ -116,8 +116,26 @@ class Trainer:
         Raises:
             TrialError: it failed, or did nothing for too long.
         """
+        with self.start(name, flags, allocator, folder) as training:
+            training.run(on_steps, enough)
+        return training.steps
+
+    def start(
+        self,
+        name: str,
+        flags: Sequence[str],
+        allocator: str,
+        folder: Path,
+        *,
+        in_turns: bool = False,
+    ) -> Training:
+        """Starts a training; see `train`.
+
+        Args:
+            in_turns: it takes a step only when `Training.step` says so.
+        """
         folder.mkdir(parents=True)
-        metrics, log = folder / "metrics.jsonl", folder / "output.log"
+        metrics = folder / "metrics.jsonl"
         launch = ["-m", "torch.distributed.run", "--standalone"]
         launch += [f"--nproc-per-node={self.processes}"]
         command = [
@@ -126,48 +144,98 @@ class Trainer:
             *flags,
             *("--activation-offload-dir", str(self.offload_dir)),
             *("--metrics-file", str(metrics)),
+            *(["--wait-for-input"] if in_turns else []),
         ]
-        with log.open("wb") as output:
+        with (folder / "output.log").open("wb") as output:
             output.write((shlex.join(command) + "\n").encode())
             output.flush()
             process = subprocess.Popen(
-                command, env=_environment(allocator), stdout=output, stderr=subprocess.STDOUT
+                command,
+                env=_environment(allocator),
+                stdin=subprocess.PIPE if in_turns else subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
-            try:
-                ending = self._watch(process, metrics, on_steps, enough)
-            finally:
-                if process.poll() is None:
-                    process.terminate()
-                    process.wait()
-        steps = read_metrics(metrics)
-        on_steps(len(steps))
-        if ending:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-            raise TrialError(f"{name} {ending} after {len(steps)} steps; the end of {log}:\n{tail}")
-        return steps
+        return Training(name, process, folder, self.patience_s)
 
-    def _watch(
+
+class Training:
+    """One that was started by a `Trainer`; as a context, it is ended with it."""
+
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], folder: Path, patience_s: float
+    ) -> None:
+        self.steps: Steps = []  # taken so far
+        self._name = name
+        self._process = process
+        self._metrics, self._log = folder / "metrics.jsonl", folder / "output.log"
+        self._patience_s = patience_s
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    def run(
         self,
-        process: subprocess.Popen[bytes],
-        metrics: Path,
-        on_steps: Callable[[int], object],
-        enough: Callable[[Steps], bool],
-    ) -> str:
-        """Until it ends or has shown enough; what went wrong, empty: nothing."""
-        number, since_s = 0, time.monotonic()
-        while process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=_POLL_S)
-            steps = read_metrics(metrics)
-            on_steps(len(steps))
-            if enough(steps):
-                return ""
-            if len(steps) > number:
-                number, since_s = len(steps), time.monotonic()
-            elif time.monotonic() - since_s > self.patience_s:
-                return f"did nothing for {self.patience_s:.0f} s"
-        code = process.returncode
-        return f"ended with exit code {code}" if code else ""
+        on_steps: Callable[[int], object] = lambda number: None,
+        enough: Callable[[Steps], bool] = lambda steps: False,
+    ) -> None:
+        """Until it ends or has shown enough. See `Trainer.train`."""
+        while not enough(self.steps) and self.step():
+            on_steps(len(self.steps))
+        on_steps(len(self.steps))
+
+    def step(self) -> bool:
+        """Waits for another step, which a training `in_turns` takes now; False: it has ended.
+
+        Raises:
+            TrialError: it failed, or did nothing for too long.
+        """
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, well or badly
+                self._process.stdin.write(b"\n")
+                self._process.stdin.flush()
+        since_s, known_size = time.monotonic(), -1
+        while True:
+            has_ended, size = self._process.poll() is not None, self._size()
+            # Not read until it has grown: whoever trains has use for the processor.
+            if size != known_size and self._read():
+                return True
+            known_size = size
+            if has_ended:
+                code = self._process.returncode
+                if code:
+                    raise self._error(f"ended with exit code {code}")
+                return False
+            if time.monotonic() - since_s > self._patience_s:
+                raise self._error(f"did nothing for {self._patience_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def end(self) -> None:
+        """Ends it, unless it has ended itself."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+        self._read()
+
+    def _size(self) -> int:
+        return self._metrics.stat().st_size if self._metrics.exists() else 0
+
+    def _read(self) -> bool:
+        """Whether there are more steps now."""
+        before, self.steps = len(self.steps), read_metrics(self._metrics)
+        return len(self.steps) > before
+
+    def _error(self, ending: str) -> TrialError:
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        return TrialError(
+            f"{self._name} {ending} after {len(self.steps)} steps; the end of {self._log}:\n{tail}"
+        )
 
 
 def _environment(allocator: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training that was measured, and how two of them compare: `Variant`, `Run`.
 
-Times are compared within a round, so that a machine that is slower for a while is so for both.
+Times are compared within a round, or within a turn of it, so that a machine that is slower for a
+while is so for both.
 `megatron-offload rok` and the comparisons in `tools/` use it. Nothing here starts a process.
 """
 
@@ -52,29 +53,50 @@ def settled_steps(steps: Sequence[dict[str, Any]], skip: int) -> list[dict[str, 
 
 @dataclass(frozen=True)
 class Run:
-    """One finished training: the lines of its metrics.jsonl."""
+    """One training that was measured.
+
+    Attributes:
+        round: in which it ran.
+        steps: the lines of its metrics.jsonl.
+        first_turn: how many steps it took before the trainings of its round began to take turns, a
+            step each; None: they did not.
+    """
 
     variant: Variant
     round: int
     steps: list[dict[str, Any]]
+    first_turn: int | None = None
+
+    def settled_steps(self, skip: int) -> list[dict[str, Any]]:
+        """Those that count: of `settled_steps` the ones in turns, if turns were taken."""
+        settled = settled_steps(self.steps, skip)
+        return settled if self.first_turn is None else [s for s in settled if self._turn(s) >= 0]
 
     def step_time_s(self, skip: int) -> float:
-        """Median step time, see `settled_steps`."""
-        return median(step["step_time_s"] for step in settled_steps(self.steps, skip))
+        """Median step time of the steps that count."""
+        return median(step["step_time_s"] for step in self.settled_steps(skip))
+
+    def times_by_turn(self, skip: int) -> dict[int, float]:
+        """Step times by turn; of trainings that took none, the median as that of turn 0."""
+        if self.first_turn is None:
+            return {0: self.step_time_s(skip)}
+        return {self._turn(step): step["step_time_s"] for step in self.settled_steps(skip)}
 
     def tokens_per_s(self, skip: int) -> float:
         """Likewise of the tokens a second."""
-        return median(step["tokens_per_s"] for step in settled_steps(self.steps, skip))
+        return median(step["tokens_per_s"] for step in self.settled_steps(skip))
 
     def peak_bytes(self, skip: int) -> int:
-        """Largest activation peak of the first stage, see `settled_steps`."""
-        settled = settled_steps(self.steps, skip)
-        return max(step["peak_activation_bytes_rank0"] for step in settled)
+        """Largest activation peak of the first stage, in the steps that count."""
+        return max(step["peak_activation_bytes_rank0"] for step in self.settled_steps(skip))
 
     def offload_median(self, name: str, skip: int) -> float:
         """Median per step of a figure of the offload engine; 0 where it was off."""
-        settled = settled_steps(self.steps, skip)
-        return median(step.get("offload", {}).get(name, 0) for step in settled)
+        return median(step.get("offload", {}).get(name, 0) for step in self.settled_steps(skip))
+
+    def _turn(self, step: dict[str, Any]) -> int:
+        assert self.first_turn is not None
+        return int(step["step"]) - 1 - self.first_turn
 
 
 @dataclass(frozen=True)
@@ -126,10 +148,12 @@ def first_difference(
 
 
 def paired_ratio(runs: Sequence[Run], base: Sequence[Run], skip: int) -> float | None:
-    """Median over rounds of step time / fastest base of the same round; None without a base."""
+    """Median over rounds, and turns, of step time / fastest base of the same; None without one."""
     ratios = []
     for run in runs:
-        peers = [peer.step_time_s(skip) for peer in base if peer.round == run.round]
-        if peers:
-            ratios.append(run.step_time_s(skip) / min(peers))
+        peers = [peer.times_by_turn(skip) for peer in base if peer.round == run.round]
+        for turn, time_s in run.times_by_turn(skip).items():
+            of_turn = [times[turn] for times in peers if turn in times]
+            if of_turn:
+                ratios.append(time_s / min(of_turn))
     return median(ratios) if ratios else None
