@@ -46,12 +46,22 @@ planner(
 planner(
     "the last of the measured steps says what they need",
     """
-        own_bytes = max((one.peak_bytes for one in measured), default=self._peak_bytes)
+        own_bytes = max((one.peak_bytes for one in steps), default=0)
 """,
     """
-        own_bytes = self._peak_bytes
+        own_bytes = steps[-1].peak_bytes if steps else 0
 """,
     PLANNER + "test_the_largest_peak_of_the_measured_steps_counts",
+)
+planner(
+    "after a peak above the budget steps are taken to last as long as before",
+    """
+            steps = [self.measurement.last]
+""",
+    """
+            steps = [dataclasses.replace(self.measurement.last, step_s=0.0)]
+""",
+    PLANNER + "test_a_step_over_its_budget_says_how_long_it_took",
 )
 planner(
     "each rank plans for its own whole steps",
@@ -396,7 +406,7 @@ planner(
 planner(
     "the steps measured in detail alone say how long a step takes",
     """
-            steps_s += self._watch.recent_s
+            steps = [*steps, *self._watch.recent]
 """,
     """
             pass
@@ -432,18 +442,18 @@ watch(
 watch(
     "a new plan is judged by what the last one led to",
     """
-        self.recent_s.clear()
+        self.recent.clear()
         self.take()
 """,
     """
-        self.recent_s.clear()
+        self.recent.clear()
 """,
     WATCH + "test_a_new_plan_starts_without_reasons",
 )
 watch(
     "what steps took under the last plan counts",
     """
-        self.recent_s.clear()
+        self.recent.clear()
 """,
     "",
     WATCH + "test_what_steps_take_is_remembered_once_they_settled",
@@ -452,10 +462,10 @@ watch(
     "steps that settle count",
     """
         if self.num_followed > _SETTLING_STEPS:
-            self.recent_s.append(step.step_s)
+            self.recent.append(step)
 """,
     """
-        self.recent_s.append(step.step_s)
+        self.recent.append(step)
         if self.num_followed > _SETTLING_STEPS:
 """,
     WATCH + "test_what_steps_take_is_remembered_once_they_settled",
@@ -587,25 +597,34 @@ calibration(
 calibration(
     "memory beside the activations is not learned",
     """
-    missing_bytes = peak_bytes - simulate(profile).peak_bytes
+    return dataclasses.replace(profile, transient_bytes=max(peak_bytes - held_bytes, 0))
 """,
     """
-    missing_bytes = 0
+    return profile
 """,
     CALIBRATION + "test_the_simulation_shows_what_was_measured",
 )
 calibration(
     "memory beside the activations is less than none",
     """
-    transient_bytes = max(profile.transient_bytes + missing_bytes, 0)
+    return dataclasses.replace(profile, transient_bytes=max(peak_bytes - held_bytes, 0))
 """,
     """
-    transient_bytes = profile.transient_bytes + missing_bytes
+    return dataclasses.replace(profile, transient_bytes=peak_bytes - held_bytes)
 """,
     CALIBRATION
     + "test_less_memory_than_simulated_is_taken_from_working_memory_as_far_as_there_is_some",
 )
-
+calibration(
+    "fragments are as many as they were taken to be",
+    """
+    if held_bytes > peak_bytes:
+""",
+    """
+    if False:
+""",
+    CALIBRATION + "test_less_memory_than_fragments_would_take_shows_that_there_are_fewer",
+)
 agreement = table_of("planning/agreement.py", MUTATIONS)
 
 agreement(

@@ -60,6 +60,15 @@ program(
     SILENCE + "test_a_plan_is_made_without_a_word_of_the_solvers",
 )
 
+program(
+    "the program fills the room of an allocator's fragments",
+    """
+            most /= 1 + self._profile.allocator_slack
+""",
+    "",
+    "unit/test_solver.py::test_the_program_leaves_room_for_fragments",
+)
+
 peak = table_of("storage/cuda_peak.py", MUTATIONS)
 
 peak(

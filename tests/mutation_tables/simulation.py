@@ -48,10 +48,10 @@ simulation(
 simulation(
     "working memory does not count",
     """
-    result[PEAK_BYTES] = figures[f.PEAK] + stage.figures[TRANSIENT_BYTES]
+    result[PEAK_BYTES] = held_bytes + stage.figures[TRANSIENT_BYTES]
 """,
     """
-    result[PEAK_BYTES] = figures[f.PEAK]
+    result[PEAK_BYTES] = held_bytes
 """,
     TIMELINE + "test_what_is_kept_costs_nothing_but_memory",
 )
@@ -250,6 +250,17 @@ flow(
 """,
     "",
     TIMELINE + "test_memory_goes_when_the_write_for_nothing_ends",
+)
+
+simulation(
+    "an allocator has no fragments",
+    """
+    held_bytes = np.ceil(figures[f.PEAK] * (1 + stage.figures[ALLOCATOR_SLACK]))
+""",
+    """
+    held_bytes = figures[f.PEAK]
+""",
+    TIMELINE + "test_fragments_are_a_part_of_what_is_held",
 )
 
 solver = table_of("placement/solver.py", MUTATIONS)

@@ -94,3 +94,22 @@ def test_less_memory_than_simulated_is_taken_from_working_memory_as_far_as_there
             one, lambda one: simulate(one, Placement.KEEP), peak_bytes=peak_bytes - missing
         )
         assert after.transient_bytes == left
+
+
+@pytest.mark.parametrize("part", [1.15, 1.07, 1.0])
+def test_less_memory_than_fragments_would_take_shows_that_there_are_fewer(part: float) -> None:
+    bare_bytes = simulate(profile(), Placement.KEEP).peak_bytes
+    one = dataclasses.replace(profile(), allocator_slack=0.2, transient_bytes=100)
+    measured = round(part * bare_bytes)
+    after = calibrated(one, lambda one: simulate(one, Placement.KEEP), peak_bytes=measured)
+    assert after.transient_bytes == 0
+    assert after.allocator_slack == pytest.approx(part - 1, abs=1e-6)
+    assert simulate(after, Placement.KEEP).peak_bytes == pytest.approx(measured, abs=1)
+
+
+def test_what_keeps_less_has_fewer_fragments() -> None:
+    one = dataclasses.replace(profile(), allocator_slack=0.2)
+    measured = round(1.5 * simulate(profile(), Placement.KEEP).peak_bytes)
+    after = calibrated(one, lambda one: simulate(one, Placement.KEEP), peak_bytes=measured)
+    less = simulate(after, Placement.RECOMPUTE).peak_bytes - after.transient_bytes
+    assert less == pytest.approx(1.2 * simulate(profile(), Placement.RECOMPUTE).peak_bytes, abs=1)

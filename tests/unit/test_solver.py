@@ -19,6 +19,7 @@ from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.program import Program
 from megatron.offload.placement.solver import solve
 from megatron.offload.placement.timeline import Timeline
 from tests.stages import group, layer, stage, tier
@@ -49,6 +50,15 @@ def test_with_room_for_everything_everything_is_kept() -> None:
     assert placements(plan) == [Placement.KEEP] * 4
     assert {line.reason for line in plan.groups} == {"there is room"}
     assert plan.predicted == plan.fastest and plan.goal == "at most 32 B"
+
+
+def test_the_program_leaves_room_for_fragments() -> None:
+    layers = tuple(layer(f"decoder.{n}", groups=(group(size=800),)) for n in range(8))
+    profile = stage(layers=layers, tiers=(), allocator_slack=0.25)
+    timeline = Timeline(profile)
+    chosen = Program(profile, timeline.choices).solve(budget_bytes=5000)
+    assert chosen is not None
+    assert 4000 < timeline.cost(chosen).peak_bytes <= 5000
 
 
 def test_what_hides_moves_before_anything_is_recomputed() -> None:

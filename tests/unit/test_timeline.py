@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,14 @@ def test_what_is_kept_costs_nothing_but_memory() -> None:
         3, transient_bytes=100, pass_fixed_bytes=(5,), step_fixed_s=0.5, before_s=(0.25,)
     )
     assert predict(profile, KEEP) == Prediction(9.75, 0.0, 0.0, 3 * 8 + 5 + 100)
+
+
+def test_fragments_are_a_part_of_what_is_held() -> None:
+    profile = stage(3, transient_bytes=100, pass_fixed_bytes=(5,), allocator_slack=0.1)
+    timeline = Timeline(profile)
+    plan = timeline.choices.plan(timeline.choices.all(0))
+    assert timeline.predict(plan).peak_bytes == math.ceil(1.1 * (3 * 8 + 5)) + 100
+    assert max(memory for _, memory in timeline.trace(plan).memory) == 132
 
 
 def test_what_is_recomputed_costs_its_forward_again_and_holds_its_input() -> None:

@@ -70,11 +70,11 @@ def test_a_new_plan_starts_without_reasons(watch: Watch) -> None:
 def test_what_steps_take_is_remembered_once_they_settled(watch: Watch) -> None:
     for step_s in range(12):
         watch.see(MeasuredStep(step_s, 0.0, 0), with_effects=False)
-    assert list(watch.recent_s) == list(range(4, 12)), "eight at most"
+    assert [one.step_s for one in watch.recent] == list(range(4, 12)), "eight at most"
     watch.follow(drift())
     for step_s in range(4):
         watch.see(MeasuredStep(step_s, 0.0, 0), with_effects=False)
-    assert list(watch.recent_s) == [2, 3]
+    assert [one.step_s for one in watch.recent] == [2, 3]
 
 
 def test_what_was_found_is_told_once(watch: Watch) -> None:

@@ -119,7 +119,8 @@ class StageProfile:
         step_fixed_s: outside of forward and backward passes: optimizer, gradient reduction.
         pass_fixed_bytes: activations of a micro-batch outside of layers, by chunk.
         transient_bytes: most working memory of the step beyond saved activations (gradients of
-            activations, the loss, allocator slack).
+            activations, the loss).
+        allocator_slack: what saved activations take beyond their own bytes, as a part of these.
         inflight_bytes: most bytes on their way out at a time; forward waits beyond it.
         sizes: what the figures depend on: micro-batch size, sequence length.
         source: where they come from, for people.
@@ -136,6 +137,7 @@ class StageProfile:
     step_fixed_s: float = 0.0
     pass_fixed_bytes: tuple[int, ...] = (0,)
     transient_bytes: int = 0
+    allocator_slack: float = 0.0
     inflight_bytes: int = 512 << 20
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     source: str = ""

@@ -102,6 +102,7 @@ class Program:
         most = np.inf
         if budget_bytes is not None:
             most = max(budget_bytes - self._profile.transient_bytes, 0.0)
+            most /= 1 + self._profile.allocator_slack
         peak = rows.variable(1, upper=most, unit=self._unit_bytes)[0]
         counts = [
             rows.variable(len(self._options[block[0]]), upper=len(block), is_integer=True)

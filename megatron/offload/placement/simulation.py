@@ -25,6 +25,7 @@ from megatron.offload.placement.script import (
     script_of,
 )
 from megatron.offload.placement.tables import (
+    ALLOCATOR_SLACK,
     INFLIGHT_BYTES,
     NUM_MORE,
     STEADY_COUNT,
@@ -102,7 +103,8 @@ def simulate(stage: StageTables, choices: Ints, log: Floats) -> Floats:
             stage.figures[NUM_MORE] / stage.figures[STEADY_COUNT]
         )
     result[STEP_S] += lag_s + stage.figures[STEP_FIXED_S]
-    result[PEAK_BYTES] = figures[f.PEAK] + stage.figures[TRANSIENT_BYTES]
+    held_bytes = np.ceil(figures[f.PEAK] * (1 + stage.figures[ALLOCATOR_SLACK]))
+    result[PEAK_BYTES] = held_bytes + stage.figures[TRANSIENT_BYTES]
     result[NUM_EVENTS] = figures[f.NUM_EVENTS]
     return result
 

@@ -31,7 +31,7 @@ GROUP_RECOMPUTE_S, GROUP_PIECES, GROUP_STORAGES = 4, 5, 6  # storages: in a piec
 GROUP_INPUT_BYTES, GROUP_CHEAP_BYTES, GROUP_CHEAP_S, GROUP_CHEAP_EXTRA_BYTES = 7, 8, 9, 10
 TIER_WRITE, TIER_READ, TIER_SHARED, TIER_LATENCY_S, TIER_CAPACITY_BYTES = 0, 1, 2, 3, 4
 # Places in `StageTables.figures`
-STEP_FIXED_S, TRANSIENT_BYTES, INFLIGHT_BYTES, NUM_MORE, STEADY_COUNT = 0, 1, 2, 3, 4
+STEP_FIXED_S, TRANSIENT_BYTES, INFLIGHT_BYTES, NUM_MORE, STEADY_COUNT, ALLOCATOR_SLACK = range(6)
 
 
 class StageTables(NamedTuple):
@@ -124,6 +124,7 @@ def tables_of(profile: StageProfile, *, all_micro_batches: bool = False) -> Stag
                 profile.inflight_bytes,
                 profile.num_micro_batches - simulated,
                 count,
+                profile.allocator_slack,
             ],
             np.float64,
         ),

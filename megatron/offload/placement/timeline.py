@@ -26,7 +26,8 @@ Note [Where it approximates]
     in training it carries over from the step before. Of a long step's micro-batches those that fill
     the pipeline and three more are simulated, the others taken to be like these. Other stages do
     not wait for this one's waits, nor it for theirs. Sending takes no time, nor does the hand-over
-    between threads. Working memory is at its most all the time.
+    between threads. Working memory is at its most all the time. An allocator's fragments are a
+    fixed part of what it has given out.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ from megatron.offload.placement.plan import Plan, Prediction
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.placement.script import script_of
 from megatron.offload.placement.simulation import simulate
-from megatron.offload.placement.tables import TRANSIENT_BYTES, Floats, Ints, tables_of
+from megatron.offload.placement.tables import (
+    ALLOCATOR_SLACK,
+    TRANSIENT_BYTES,
+    Floats,
+    Ints,
+    tables_of,
+)
 
 _NO_LOG = np.empty((0, 5))
 _KINDS = {
@@ -132,10 +139,11 @@ class Timeline:
         rows = self._log(chosen)
         passes = [Pass(bool(one[0]), int(one[1]), int(one[2])) for one in self._own_passes]
         transient = float(self._tables.figures[TRANSIENT_BYTES])
+        slack = float(self._tables.figures[ALLOCATOR_SLACK])
         intervals, memory = [], []
         for kind, begin_s, end, number, where in rows.tolist():
             if int(kind) == flow.LEVEL:
-                memory.append((begin_s, int(end + transient)))
+                memory.append((begin_s, int(np.ceil(end * (1 + slack)) + transient)))
             else:
                 name = self._name(int(kind), int(where))
                 intervals.append(

@@ -3,7 +3,8 @@
 
 A profile is put together from parts, each the median of its own times, and knows of no working
 memory. Simulated, it misses what lies between the parts, and what the allocator adds. Both were
-measured with one plan and are taken to be the same with another.
+measured with one plan and are taken to be the same with another, but for the allocator's fragments,
+of which there are as many more as there is more memory in use.
 """
 
 from __future__ import annotations
@@ -41,9 +42,20 @@ def calibrated(
         missing_s = step_s - simulate(profile).step_s
         step_fixed_s = max(profile.step_fixed_s + missing_s, 0.0)
         profile = dataclasses.replace(profile, step_fixed_s=step_fixed_s)
-    missing_bytes = peak_bytes - simulate(profile).peak_bytes
-    transient_bytes = max(profile.transient_bytes + missing_bytes, 0)
-    return dataclasses.replace(profile, transient_bytes=transient_bytes)
+    return _with_peak(profile, simulate, peak_bytes)
+
+
+def _with_peak(
+    profile: StageProfile, simulate: Callable[[StageProfile], Prediction], peak_bytes: int
+) -> StageProfile:
+    """What is missing is working memory; where even without any there is too much, it is slack."""
+    profile = dataclasses.replace(profile, transient_bytes=0)
+    held_bytes = simulate(profile).peak_bytes
+    if held_bytes > peak_bytes:
+        slack = (1 + profile.allocator_slack) * peak_bytes / held_bytes - 1
+        profile = dataclasses.replace(profile, allocator_slack=max(slack, 0.0))
+        held_bytes = simulate(profile).peak_bytes
+    return dataclasses.replace(profile, transient_bytes=max(peak_bytes - held_bytes, 0))
 
 
 def _slower(value: Any, factor: float) -> Any:

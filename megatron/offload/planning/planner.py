@@ -173,10 +173,6 @@ class Planner:
             "plans": self.num_plans,
         }
 
-    @property
-    def _peak_bytes(self) -> int:
-        return self.measurement.last.peak_bytes if self.measurement.last is not None else 0
-
     # -- The first plan -------------------------------------------------------------------------
 
     def _follow_file(self, path: Path) -> None:
@@ -361,13 +357,14 @@ class Planner:
 
     def _whole_steps(self) -> dict[str, Any]:
         """What to calibrate with, the same on all ranks of a group: of the steps measured for this
-        plan, or else the last one's peak. See `calibrated`."""
-        measured, self._measured = self._measured, []
-        steps_s = [one.step_s for one in measured]
+        plan, or else of the last one. See `calibrated`."""
+        steps, self._measured = self._measured, []
         if self.phase is Phase.REFINING:  # nothing has changed since those before
-            steps_s += self._watch.recent_s
-        own_s = statistics.median(steps_s) if steps_s else 0.0
-        own_bytes = max((one.peak_bytes for one in measured), default=self._peak_bytes)
+            steps = [*steps, *self._watch.recent]
+        if not steps and self.measurement.last is not None:
+            steps = [self.measurement.last]
+        own_s = statistics.median(one.step_s for one in steps) if steps else 0.0
+        own_bytes = max((one.peak_bytes for one in steps), default=0)
         step_s, peak_bytes = self._agreement.largest([own_s, float(own_bytes)])
         return {"step_s": step_s or None, "peak_bytes": int(peak_bytes)}
 

@@ -32,8 +32,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.num_followed = 0  # steps under the present plan
-        # What the last of them took, once it had settled. In seconds.
-        self.recent_s: collections.deque[float] = collections.deque(maxlen=JUDGED_STEPS)
+        # The last of them, once it had settled.
+        self.recent: collections.deque[MeasuredStep] = collections.deque(maxlen=JUDGED_STEPS)
         self._drift: Drift | None = None
         self._found = dict.fromkeys(Reason, "")
         self._patient_steps = dict.fromkeys(Reason, 0)  # so long it is no reason
@@ -42,7 +42,7 @@ class Watch:
         """A new plan. None: there is nothing to compare with it."""
         self._drift = drift
         self.num_followed = 0
-        self.recent_s.clear()
+        self.recent.clear()
         self.take()
 
     def see(self, step: MeasuredStep | None, *, with_effects: bool) -> None:
@@ -56,10 +56,11 @@ class Watch:
             return
         self._note(Reason.OVER, self._drift.over_budget(step))
         if self.num_followed > _SETTLING_STEPS:
-            self.recent_s.append(step.step_s)
+            self.recent.append(step)
             self._note(Reason.CAUSE, self._drift.cause(step))
             if with_effects:
-                self._note(Reason.EFFECT, self._drift.effect(step, self.recent_s))
+                recent_s = [one.step_s for one in self.recent]
+                self._note(Reason.EFFECT, self._drift.effect(step, recent_s))
 
     def _note(self, reason: Reason, found: str) -> None:
         if self.num_followed > self._patient_steps[reason]:
