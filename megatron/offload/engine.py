@@ -29,7 +29,11 @@ from megatron.offload.report.traffic import Traffic
 from megatron.offload.restore.prefetch import Prefetcher, Tape
 from megatron.offload.saved.cache import LongLived, TensorCache
 from megatron.offload.saved.context import SavingContext
-from megatron.offload.saved.graph import node_of, saved_tensors_between
+from megatron.offload.saved.graph import (
+    is_kept_by_accumulator,
+    node_of,
+    saved_tensors_between,
+)
 from megatron.offload.saved.hooks import PLAIN_TORCH, SavedTensorHooks, needed_together
 from megatron.offload.saved.record import SavedReference, SavedStorage, SavedView, State
 from megatron.offload.saved.scope import Scope
@@ -100,6 +104,8 @@ class OffloadEngine:
         self.rank = rank
         self.statistics = StepStatistics()  # of the step under way, or the last one
         self.observer: Observer | None = None  # hears what layers save
+        # Of nodes that save copies of their own, see Note [Leaves] in `saved/graph.py`.
+        self.copying_nodes: set[type] = set()
         self._policy = policy or FixedPolicy(
             config.min_bytes,
             Placement(config.safe_mode),
@@ -187,22 +193,28 @@ class OffloadEngine:
         leaves = [t for t in inputs if node_of(t) is None and t.layout is torch.strided]
         held = {t.untyped_storage()._cdata for t in leaves}
         found = []
-        for saved, tensor in saved_tensors_between(outputs, inputs):
+        for node, saved, tensor in saved_tensors_between(outputs, inputs):
             if tensor is None:
                 self.statistics.foreign_hooks += saved.unpack_hook != self._hooks.unpack
                 continue
             storage = self._cache.movable_if_saved(tensor)
-            if storage is not None and storage._cdata not in held:
+            if storage is None or storage._cdata in held:
+                continue
+            if type(node) in self.copying_nodes or not is_kept_by_accumulator(tensor):
                 found.append((saved, tensor, storage))
+            elif self.observer is not None:
+                self.observer.stayed(scope, storage)
         needed_whole = needed_together([(tensor, storage) for _, tensor, storage in found])
         outer, self._scope = self._scope, scope
         captured: list[Outgoing] = []
         try:
             with self._collecting(captured):
-                for saved, _, storage in found:
+                for saved, tensor, storage in found:
                     if self.tier_for(storage.nbytes()) is not None:
                         is_whole = storage._cdata in needed_whole
-                        pack = self._hooks.pack_whole if is_whole else self._hooks.pack_found
+                        pack: Any = self._hooks.pack_whole if is_whole else self._hooks.pack_found
+                        if is_kept_by_accumulator(tensor):
+                            pack = self._hooks.emptying(pack, tensor)
                         self._register(saved, pack)
                     elif self.observer is not None:
                         self.observer.stayed(scope, storage)

@@ -7,9 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.offload import OffloadEngine, Scope
 from megatron.offload.integration.megatron import cpu_runtime
+from megatron.offload.integration.megatron.layer import LayerCalls
 from megatron.offload.integration.megatron.recomputation import has_parts, recomputing
+from tests.models import settle
 
 HIDDEN = 8
 
@@ -98,3 +103,35 @@ def test_what_somebody_else_put_on_a_layer_is_put_back() -> None:
 
 def test_a_layer_of_another_make_has_no_parts() -> None:
     assert has_parts(Layer()) and not has_parts(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_a_checkpoint_without_output_starts_from_leaves_memory(
+    is_known: bool, engine: OffloadEngine
+) -> None:
+    """It saves copies of its inputs that are leaves; `LayerCalls` says so."""
+    if is_known:
+        LayerCalls(engine, [])
+    x = torch.randn(1000, requires_grad=True)
+    weight = torch.full((1000,), 3.0, requires_grad=True)
+    engine.exclude([weight])
+    with engine.step():
+        with engine.forward(Scope()) as tape:
+            hidden = x * 2
+            saved = StorageWeakRef(hidden.untyped_storage())
+            checkpoint = CheckpointWithoutOutput(fp8=None)
+            y = checkpoint.checkpoint(torch.tanh, hidden)
+            del hidden
+            z = y * weight
+            checkpoint.discard_output_and_register_recompute(z)
+            del y
+            engine.capture(Scope(0, 0, "decoder.1"), [z], [x])
+            settle(engine)
+            assert saved.expired() is is_known
+        with engine.backward(tape):
+            z.sum().backward()
+    assert (engine.statistics.offloaded_bytes == 4000) is is_known
+    plain = x.detach().requires_grad_()
+    (torch.tanh(plain * 2) * weight).sum().backward()
+    assert x.grad is not None and plain.grad is not None
+    assert torch.equal(x.grad, plain.grad)

@@ -12,6 +12,7 @@ WINDOW = (
 )
 NEVER = "behaviour/test_what_never_moves.py::"
 NEVER_SPARSE = "behaviour/test_sparse_inputs.py::test_a_layer_may_have_a_sparse_input"
+LEAVES = "behaviour/test_leaves_that_autograd_keeps.py::"
 ENDS = "behaviour/test_engine_ends_what_it_began.py::"
 OTHERS = "behaviour/test_hooks_of_others.py::"
 
@@ -20,12 +21,53 @@ engine = table_of("engine.py", MUTATIONS)
 engine(
     "inputs that are leaves move",
     """
-            if storage is not None and storage._cdata not in held:
+            if storage is None or storage._cdata in held:
 """,
     """
-            if storage is not None:
+            if storage is None:
 """,
     NEVER + "test_parameters_and_views_of_them_stay",
+)
+engine(
+    "leaves that their accumulators hold move",
+    """
+            if type(node) in self.copying_nodes or not is_kept_by_accumulator(tensor):
+""",
+    """
+            if True:
+""",
+    LEAVES + "test_a_leaf_stays_because_moving_it_frees_nothing",
+)
+engine(
+    "no leaf moves, whoever has made it",
+    """
+            if type(node) in self.copying_nodes or not is_kept_by_accumulator(tensor):
+""",
+    """
+            if not is_kept_by_accumulator(tensor):
+""",
+    LEAVES + "test_a_copy_of_a_functions_own_moves_and_its_memory_is_freed",
+)
+engine(
+    "a copy keeps its memory when it has moved",
+    """
+                            pack = self._hooks.emptying(pack, tensor)
+""",
+    """
+                            pass
+""",
+    LEAVES + "test_a_copy_of_a_functions_own_moves_and_its_memory_is_freed",
+)
+engine(
+    "every captured tensor is emptied",
+    """
+                        if is_kept_by_accumulator(tensor):
+""",
+    """
+                        if True:
+""",
+    "behaviour/test_results_are_bit_identical.py"
+    "::test_loss_and_gradients_equal_with_everything_on_disk",
 )
 engine(
     "all inputs are held back, though only leaves are held by others",

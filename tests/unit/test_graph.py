@@ -13,7 +13,7 @@ from megatron.offload.saved.graph import saved_tensors_between
 
 def found_between(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[int]:
     """Where the saved tensors lie in memory, as they are told."""
-    told = [tensor for _, tensor in saved_tensors_between(outputs, inputs)]
+    told = [tensor for _, _, tensor in saved_tensors_between(outputs, inputs)]
     return [tensor.data_ptr() for tensor in told if tensor is not None]
 
 
@@ -68,8 +68,8 @@ def test_what_has_hooks_is_told_and_not_looked_at() -> None:
     for one in saved:
         one.register_hooks(lambda tensor: tensor, forbidden)
     told = list(saved_tensors_between([z], [x]))
-    assert [one.unpack_hook for one, tensor in told if tensor is None] == [forbidden] * 2
-    assert [tensor.shape for _, tensor in told if tensor is not None] == [torch.Size([])]
+    assert [one.unpack_hook for _, one, tensor in told if tensor is None] == [forbidden] * 2
+    assert [tensor.shape for _, _, tensor in told if tensor is not None] == [torch.Size([])]
 
 
 def test_a_view_that_autograd_refuses_to_use_again_is_no_error() -> None:

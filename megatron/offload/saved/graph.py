@@ -15,6 +15,12 @@ To look at one is to call its unpack hook: a checkpoint would be recomputed, wha
 took would be read back. Such a tensor is told without its content. Nodes of `autograd.Function`,
 and those with lists, show all that they saved or nothing, so one hook hides the others. Old
 versions of torch (2.6) do not tell which have hooks; there all are looked at.
+
+Note [Leaves]
+A saved leaf that requires a gradient is held by its gradient's accumulator as well, which hooks do
+not replace: to move it frees nothing, so it stays where it is. Some functions save leaves of their
+own making, detached copies of their inputs that nobody else refers to. Whoever knows such a
+function tells the engine the type of its nodes; those copies are emptied when hooks take over.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ _attributes_of_node_type: dict[type, list[tuple[str, str]]] = {}
 
 def saved_tensors_between(
     outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
-) -> Iterator[tuple[Any, torch.Tensor | None]]:
+) -> Iterator[tuple[Any, Any, torch.Tensor | None]]:
     """What the nodes that lead from `inputs` to `outputs` saved, in forward order.
 
     A tensor that was modified in place since it was saved is left out: autograd itself raises if
@@ -43,9 +49,10 @@ def saved_tensors_between(
             to use one again.
 
     Yields:
-        A `torch._C._autograd.SavedTensor`, to register hooks on, and the tensor that it holds, or
-        None if hooks are registered already. Those of earlier operations come first: autograd runs
-        nodes in descending order of sequence number, so backward needs the last ones first.
+        The node, a `torch._C._autograd.SavedTensor`, to register hooks on, and the tensor that it
+        holds, or None if hooks are registered already. Those of earlier operations come first:
+        autograd runs nodes in descending order of sequence number, so backward needs the last ones
+        first.
     """
     seen: set[Any] = {node_of(tensor) for tensor in inputs}
     stack: list[Any] = [node_of(tensor) for tensor in outputs]
@@ -59,7 +66,12 @@ def saved_tensors_between(
         stack.extend(following for following, _ in node.next_functions)
     nodes.sort(key=lambda node: node._sequence_nr())
     for node in nodes:
-        yield from _saved_by(node)
+        yield from ((node, saved, tensor) for saved, tensor in _saved_by(node))
+
+
+def is_kept_by_accumulator(tensor: torch.Tensor) -> bool:
+    """See Note [Leaves]."""
+    return tensor.requires_grad and tensor.is_leaf
 
 
 def node_of(tensor: torch.Tensor) -> Any | None:

@@ -8,7 +8,7 @@ the thread of the operation. What happens in between is the engine's: it hands i
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +71,22 @@ class SavedTensorHooks:
     def pack_whole(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
         """The same if its whole storage is needed, by it and others together."""
         return self._take(tensor, tensor.untyped_storage(), moves_whole=True)
+
+    def emptying(
+        self, pack: Callable[[torch.Tensor], SavedView | torch.Tensor], leaf: torch.Tensor
+    ) -> Callable[[torch.Tensor], SavedView | torch.Tensor]:
+        """`pack` for a leaf that nobody but autograd refers to: it gives its memory up.
+
+        See Note [Leaves] in `graph.py`.
+        """
+
+        def pack_and_empty(tensor: torch.Tensor) -> SavedView | torch.Tensor:
+            packed = pack(tensor)
+            if packed is not tensor:
+                leaf.data = leaf.new_empty(()).expand(leaf.shape)
+            return packed
+
+        return pack_and_empty
 
     def unpack(self, packed: SavedView | torch.Tensor) -> torch.Tensor:
         """The saved tensor, bit for bit.

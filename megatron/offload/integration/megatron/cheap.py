@@ -99,7 +99,7 @@ class Timed:
         ended = self._profiler.now()
         inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         saved = dict(map(_size, () if result_stays else (result,)))
-        for _, tensor in saved_tensors_between([result], inputs):
+        for _, _, tensor in saved_tensors_between([result], inputs):
             if tensor is not None and not isinstance(tensor, torch.nn.Parameter):
                 saved.update([_size(tensor)])
         stays = dict(map(_size, (*inputs, result) if result_stays else inputs))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutputFunction
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron.offload.engine import OffloadEngine
@@ -46,6 +47,7 @@ class LayerCalls:
         self._profiler = profiler
         self._names = layer_names(model_chunks)
         self._division = LayerDivision(self._names) if engine.divides_layers else None
+        engine.copying_nodes.add(CheckpointWithoutOutputFunction._backward_cls)
 
     def close(self) -> None:
         """Takes what it put there off the model."""

@@ -70,7 +70,7 @@ def _one_size(verdicts: Sequence[Verdict]) -> str:
         rows.append((rival.title, rival.allocator, step_s, peak, *cells))
     rows.append(("verdict", "", "", "", *(_word(one) for one in verdicts)))
     notes = [
-        "numbers below budgets: time of auto / of the strategy, paired by round; -: it does not fit"
+        "numbers below budgets: time of auto / of the strategy, paired by turn or round; -: no fit"
     ]
     notes += [_sentence(one) for one in verdicts if not one.is_won]
     return "\n".join((aligned(rows), *notes))

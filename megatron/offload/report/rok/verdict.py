@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether `auto` is as fast as whatever else fits into its budget: `Verdict`, `verdicts_of`.
 
-Times are compared within a round, see `paired_ratio`.
+Times are compared within a turn or a round, see `paired_ratio`.
 """
 
 from __future__ import annotations
