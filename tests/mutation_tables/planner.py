@@ -271,12 +271,63 @@ planner(
 planner(
     "it is worth it to stay below the budget",
     """
-            least_bytes = max(least_bytes, self._budget_bytes)
+            least_bytes = self._budget_bytes  # no use in less, and no more will do
 """,
     """
             pass
 """,
     WORTH,
+)
+planner(
+    "a plan that is over the budget has to be that by more than a little",
+    """
+        if self._budget_bytes is not None and plan.predicted.peak_bytes <= self._budget_bytes:
+            least_bytes = self._budget_bytes  # no use in less, and no more will do
+""",
+    """
+        if self._budget_bytes is not None:
+            least_bytes = max(least_bytes, self._budget_bytes)
+""",
+    WORTH,
+)
+planner(
+    "where no plan fits every one of them will do",
+    """
+        if self._budget_bytes is not None and plan.predicted.peak_bytes <= self._budget_bytes:
+""",
+    """
+        if self._budget_bytes is not None:
+""",
+    WORTH,
+)
+BELOW = PLANNER + "test_plans_stay_below_a_budget_that_was_exceeded"
+planner(
+    "a budget that was exceeded is aimed at again",
+    """
+            self._num_exceeded += 1
+""",
+    "",
+    BELOW,
+)
+planner(
+    "plans stay further and further below a budget",
+    """
+        headroom = min(_HEADROOM * self._num_exceeded, _MOST_HEADROOM)
+""",
+    """
+        headroom = _HEADROOM * self._num_exceeded
+""",
+    BELOW,
+)
+planner(
+    "a plan that keeps to the budget is warned of",
+    """
+            if self._budget_bytes is None or error.smallest_bytes > self._budget_bytes:
+""",
+    """
+            if True:
+""",
+    PLANNER + "test_a_plan_between_what_is_aimed_at_and_the_budget_will_do",
 )
 planner(
     "it is worth it to save a byte",

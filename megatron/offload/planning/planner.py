@@ -57,6 +57,8 @@ _MEASURED_STEPS = 2
 _STEPS_BEFORE_REFINING = 4
 _REFINING_STEPS = 4
 _WORTHWHILE = 0.03  # of time or memory, for another plan to take the place of the present one
+# Of the budget, that later plans stay below it for each one that was to keep to it and did not.
+_HEADROOM, _MOST_HEADROOM = 0.01, 0.05
 _REMEMBERED_SIZES = 2
 _FREE_SHARE = 0.9  # of a GPU's free memory: fragments and what libraries take later
 _FREE_SHARE_OF_HOST = 0.5
@@ -125,6 +127,7 @@ class Planner:
         self._watch = Watch()
         self._reason: Reason | None = None  # for the next plan
         self._budget_bytes: int | None = None
+        self._num_exceeded = 0  # plans that took more than it
         self._adapts = True
         self._is_refined = False
         self._measured: list[MeasuredStep] = []  # in detail, for the next plan
@@ -266,13 +269,22 @@ class Planner:
         """The plan. Where no plan keeps to the budget, the one nearest to it, if that will do."""
         slowdown = self._config.max_slowdown
         try:
-            plan = solver.solve(profile, budget_bytes=self._budget_bytes, max_slowdown=slowdown)
+            plan = solver.solve(profile, budget_bytes=self._aim_bytes, max_slowdown=slowdown)
         except InfeasibleBudgetError as error:
             if not may_exceed:
                 raise
-            logger.warning("%s; going on with as little memory as possible", error)
+            if self._budget_bytes is None or error.smallest_bytes > self._budget_bytes:
+                logger.warning("%s; going on with as little memory as possible", error)
             plan = solver.solve(profile, budget_bytes=error.smallest_bytes, max_slowdown=None)
         return dataclasses.replace(plan, stage=profile.layout.stage)
+
+    @property
+    def _aim_bytes(self) -> int | None:
+        """What plans keep to: the budget, and a little less where that has proved too much."""
+        if self._budget_bytes is None:
+            return None
+        headroom = min(_HEADROOM * self._num_exceeded, _MOST_HEADROOM)
+        return int(self._budget_bytes * (1 - headroom))
 
     def _follow(self, plan: Plan, usual: float = 1.0) -> None:
         self.plan = plan
@@ -344,6 +356,7 @@ class Planner:
         if self._reason is not None:
             self._say(found[self._reason] or self._reason.value)
         if self._reason is Reason.OVER:
+            self._num_exceeded += 1
             self._plan_again(self._profile_of_present_tiers())
         elif self._reason is Reason.CAUSE:
             fitted_profile = self._fitted()
@@ -403,8 +416,8 @@ class Planner:
             return True
         least_s = plan.predicted.step_s * (1 + _WORTHWHILE)
         least_bytes = plan.predicted.peak_bytes * (1 + _WORTHWHILE)
-        if self._budget_bytes is not None:  # there is no use in staying below it
-            least_bytes = max(least_bytes, self._budget_bytes)
+        if self._budget_bytes is not None and plan.predicted.peak_bytes <= self._budget_bytes:
+            least_bytes = self._budget_bytes  # no use in less, and no more will do
         return present.step_s > least_s or present.peak_bytes > least_bytes
 
     def _say(self, reason: str) -> None:
