@@ -15,7 +15,7 @@ import pytest
 from megatron.offload import cli
 from megatron.offload.config import MIB
 from megatron.offload.placement.plan_file import load_plans
-from megatron.offload.report.rok import command
+from megatron.offload.report.rok import command, measurement
 from megatron.offload.report.rok.figures import figures_of
 from megatron.offload.report.rok.measurement import num_moved
 from megatron.offload.report.rok.result import Result
@@ -28,6 +28,7 @@ from megatron.offload.report.rok.strategy import (
 from megatron.offload.report.rok.text import verdict_table
 from megatron.offload.report.rok.verdict import Verdict, verdicts_of
 from megatron.offload.report.trials.trial import Run
+from megatron.offload.storage.memory_limit import MemoryLimit
 from tests.stages import group, layer, stage, tier
 
 AUTO = Strategy("auto", "offload", 4, 100)
@@ -400,3 +401,16 @@ def test_the_trainer_itself(tmp_path: Path) -> None:
     assert cli.main(["rok", *flags.split(), *places]) == 0
     (figure,) = Result.load(tmp_path / "out" / "rok.json").figures
     assert figure.step_s > 0 and figure.tokens_per_s > 0
+
+
+@pytest.mark.usefixtures("no_frontier")
+def test_trainings_that_do_not_fit_side_by_side_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        measurement, "memory_limit", lambda: MemoryLimit(1 << 40, MIB, "all", 1 << 40)
+    )
+    assert rok(tmp_path, "--strategies", "off") == 2
+    errors = capsys.readouterr().err
+    assert "1 MiB of memory are left" in errors and "--no-turns" in errors
+    assert rok(tmp_path, "--strategies", "off", "--no-turns", "--output", str(tmp_path / "2")) == 0

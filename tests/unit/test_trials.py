@@ -146,8 +146,19 @@ def test_a_training_in_turns_takes_a_step_when_it_is_told_to(tmp_path: Path) -> 
     trainer = make_trainer(tmp_path, WAITING)
     with trainer.start("this one", [], "default", tmp_path / "run", in_turns=True) as training:
         assert training.step() and len(training.steps) == 1
-        time.sleep(0.2)
+        stat, deadline = Path(f"/proc/{training._process.pid}/stat"), time.monotonic() + 10
+        while stat.read_text().split()[2] != "T":  # no processor time while others have their turn
+            assert time.monotonic() < deadline, "it is not stopped"
+            time.sleep(0.01)
         training.run(enough=lambda steps: len(steps) == 3)
         assert len(training.steps) == 3
         with pytest.raises(TrialError, match=r"exit code 1 after 3 steps(.|\n)*broken"):
             training.step()
+
+
+def test_a_training_that_waits_for_its_turn_can_be_ended(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, WAITING)
+    training = trainer.start("this one", [], "default", tmp_path / "run", in_turns=True)
+    training.step()
+    training.end()
+    assert training._process.returncode is not None and training.resident_bytes == 0

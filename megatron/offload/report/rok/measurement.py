@@ -35,9 +35,11 @@ from megatron.offload.report.trials.trial import (
     order_of_round,
     settled_steps,
 )
+from megatron.offload.storage.memory_limit import memory_limit
 
 PROFILE_NAME = "activation-profile-stage0.json"
 _MORE_STEPS = 30  # than are wanted: `auto` may plan several times before it settles
+_MORE_TURNS = 10  # if it plans again in them
 _BEFORE_TURNS = 3  # settled steps of each training: its peak is known then
 _BEFORE_TURNS_OF_AUTO = 10  # it looks at so many before it plans again
 
@@ -189,6 +191,7 @@ class Measurement:
         enough = args.steps
         if args.turns:
             enough = _BEFORE_TURNS_OF_AUTO if strategy.placement == "auto" else _BEFORE_TURNS
+        self._check_room()
         with self._noting_failure(strategy), contextlib.ExitStack() as ends:
             training = ends.enter_context(
                 self._trainer.start(
@@ -217,11 +220,22 @@ class Measurement:
         if profile.exists():
             self.profiles.setdefault(strategy.micro_batch_size, StageProfile.load(profile))
 
+    def _check_room(self) -> None:
+        """Raises TrialError where another training beside those that wait would not fit."""
+        largest = max((one.resident_bytes for one in self._waiting.values()), default=0)
+        available = memory_limit().available_bytes
+        if available < largest:
+            raise TrialError(
+                f"{format_size(available)} of memory are left, and trainings that take turns need "
+                f"up to {format_size(largest)} each, all at once; give --no-turns, or fewer "
+                "strategies or budgets"
+            )
+
     def _take_turns(self, round_: int) -> None:
         """See Note [Turns]. Until enough steps of each count; `auto` may plan again."""
         first_turns = {one: len(training.steps) for one, training in self._waiting.items()}
         runs: dict[Strategy, Run] = {}
-        for turn in range(self._args.steps + _MORE_STEPS if self._waiting else 0):
+        for turn in range(self._args.steps + _MORE_TURNS if self._waiting else 0):
             for strategy in order_of_round(list(self._waiting), turn):
                 training = self._waiting[strategy]
                 with self._noting_failure(strategy):

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -194,9 +195,18 @@ class Training:
             TrialError: it failed, or did nothing for too long.
         """
         if self._process.stdin is not None:
+            self._process.send_signal(signal.SIGCONT)
             with contextlib.suppress(BrokenPipeError):  # it has ended, well or badly
                 self._process.stdin.write(b"\n")
                 self._process.stdin.flush()
+        goes_on = self._wait_for_steps()
+        if self._process.stdin is not None:
+            # Gloo's threads, some twenty in a process, look around a hundred times a second each.
+            self._process.send_signal(signal.SIGSTOP)
+        return goes_on
+
+    def _wait_for_steps(self) -> bool:
+        """Until there are more; False: it has ended well. See `step`."""
         since_s, known_size = time.monotonic(), -1
         while True:
             has_ended, size = self._process.poll() is not None, self._size()
@@ -220,8 +230,18 @@ class Training:
                 self._process.stdin.close()
         if self._process.poll() is None:
             self._process.terminate()
+            self._process.send_signal(signal.SIGCONT)
             self._process.wait()
         self._read()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of its process now; 0 if it has ended."""
+        try:
+            pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
+        except OSError:
+            return 0
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def _size(self) -> int:
         return self._metrics.stat().st_size if self._metrics.exists() else 0
