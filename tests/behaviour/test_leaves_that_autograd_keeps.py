@@ -96,7 +96,7 @@ def test_a_copy_of_a_functions_own_moves_and_its_memory_is_freed(
     assert statistics.read_bytes >= 4000
 
 
-def test_a_copy_that_no_tier_takes_keeps_its_memory(
+def test_a_copy_that_no_tier_takes_keeps_its_bytes(
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its storage as a whole would move; the policy says otherwise of the part that is needed."""

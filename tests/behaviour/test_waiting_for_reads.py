@@ -94,6 +94,22 @@ def test_a_read_that_has_arrived_is_no_stall(engine, waits, ranges):
     assert engine.statistics.stall_s == 0 and not waits and not ranges
 
 
+def test_a_read_that_has_arrived_is_no_stall_before_its_tensors_are_built(engine, waits, ranges):
+    may_build = threading.Event()
+    with engine.step():
+        tape, (packed,) = saved(engine, [3.0])
+        engine._starter.submit(lambda: may_build.wait(10))  # it neither reads ahead nor builds
+        with engine.backward(tape):
+            engine._begin_read(packed.saved, 0.0)
+            packed.saved.wait_until_arrived()
+            assert not packed.ready and packed.saved.has_arrived
+            try:
+                assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+            finally:
+                may_build.set()
+    assert engine.statistics.stall_s == 0 and not waits and not ranges
+
+
 def test_memory_that_a_read_brought_back_is_not_counted_as_forwarded(engine):
     with engine.step():
         tensor = torch.ones(1024)

@@ -30,6 +30,14 @@ def test_parameters_and_views_of_them_stay(engine):
     assert statistics.offloaded_storages == 0
 
 
+def test_an_input_that_wants_no_gradient_stays(engine):
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    engine.exclude([weight])
+    x = torch.randn(8, 64)  # whoever made it still holds it
+    statistics = saved_in_a_step(engine, lambda: ([x], [torch.nn.functional.linear(x, weight)]))
+    assert statistics.offloaded_storages == 0
+
+
 def test_parameters_in_one_flat_buffer_stay(engine):
     flat = torch.randn(2 * 64 * 64)
     weights = [torch.nn.Parameter(part.view(64, 64)) for part in flat.chunk(2)]

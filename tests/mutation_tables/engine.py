@@ -26,7 +26,7 @@ engine(
     """
             if storage is None:
 """,
-    NEVER + "test_parameters_and_views_of_them_stay",
+    NEVER + "test_an_input_that_wants_no_gradient_stays",
 )
 engine(
     "leaves that their accumulators hold move",

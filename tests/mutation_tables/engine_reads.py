@@ -9,7 +9,7 @@ MUTATIONS: list[Mutation] = []
 
 WAITING = "behaviour/test_waiting_for_reads.py::"
 STALL = WAITING + "test_a_read_that_is_waited_for_is_a_stall"
-NO_STALL = WAITING + "test_a_read_that_has_arrived_is_no_stall"
+NO_STALL = WAITING + "test_a_read_that_has_arrived_is_no_stall_before_its_tensors_are_built"
 AT_ONCE = WAITING + "test_what_compute_and_the_read_ahead_want_at_once_is_read_once"
 LATE = WAITING + "test_bytes_that_others_used_and_let_go_meanwhile_are_read_again"
 READY = WAITING + "test_what_was_read_ahead_is_handed_out_ready_made"

@@ -23,16 +23,6 @@ MODES = "behaviour/test_hooks_of_others.py::test_a_mode_of_somebody_else_sees_no
 hooks = table_of("saved/hooks.py", MUTATIONS)
 
 hooks(
-    "a copy that no tier takes is emptied",
-    """
-            if packed is not tensor:
-""",
-    """
-            if True:
-""",
-    "behaviour/test_leaves_that_autograd_keeps.py::test_a_copy_that_no_tier_takes_keeps_its_memory",
-)
-hooks(
     "unpack does not look for changes in place",
     """
                 packed.check_unchanged()

@@ -82,8 +82,7 @@ class SavedTensorHooks:
 
         def pack_and_empty(tensor: torch.Tensor) -> SavedView | torch.Tensor:
             packed = pack(tensor)
-            if packed is not tensor:
-                leaf.data = leaf.new_empty(()).expand(leaf.shape)
+            leaf.data = leaf.new_empty(()).expand(leaf.shape)
             return packed
 
         return pack_and_empty
