@@ -175,6 +175,7 @@ MOE = "--num-experts 4 --disable-bias-linear"
 EP2 = "--expert-model-parallel-size 2"
 LAYOUT = (
     Row("--context-parallel-size 2", "--context-parallel-size needs the attention of", 2),
+    Row("--wait-for-input", "--wait-for-input works for one process", 2),
     Row(EP2, "--expert-model-parallel-size needs --num-experts", 2),
     Row(
         "--recompute-granularity selective --recompute-modules shared_experts",
