@@ -18,6 +18,7 @@ from megatron.offload.report.trials.trial import (
     paired_ratio,
     settled_steps,
 )
+from tests.processes import finish, start_python
 
 
 def step(
@@ -162,3 +163,30 @@ def test_a_training_that_waits_for_its_turn_can_be_ended(tmp_path: Path) -> None
     training.step()
     training.end()
     assert training._process.returncode is not None and training.resident_bytes == 0
+
+
+def test_a_training_that_waits_for_its_turn_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text(WAITING)
+    starter = start_python(
+        """
+        import sys, time
+        from pathlib import Path
+        from megatron.offload.report.trials.trainer import Trainer
+
+        folder = Path(sys.argv[1])
+        trainer = Trainer(folder / "trainer.py", [], folder)
+        training = trainer.start("this one", [], "default", folder / "run", in_turns=True)
+        training.step()
+        print(training._process.pid, flush=True)
+        time.sleep(60)
+        """,
+        tmp_path,
+    )
+    assert starter.stdout is not None
+    status = Path(f"/proc/{int(starter.stdout.readline())}/status")
+    starter.kill()
+    finish(starter)
+    deadline = time.monotonic() + 10
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline, "it is still there"
+        time.sleep(0.01)

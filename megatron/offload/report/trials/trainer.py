@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import shlex
@@ -52,6 +53,8 @@ WITHOUT_OFFLOAD = ("off", "recompute", "selective")
 
 _POLL_S = 0.1
 _TAIL_LINES = 15
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 Steps = list[dict[str, Any]]
 
@@ -156,6 +159,7 @@ class Trainer:
                 stdin=subprocess.PIPE if in_turns else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                preexec_fn=_die_with_parent if in_turns else None,
             )
         return Training(name, process, folder, self.patience_s)
 
@@ -256,6 +260,11 @@ class Training:
         return TrialError(
             f"{self._name} {ending} after {len(self.steps)} steps; the end of {self._log}:\n{tail}"
         )
+
+
+def _die_with_parent() -> None:
+    """A training that is stopped would not notice that nobody will wake it any more."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _environment(allocator: str) -> dict[str, str]:
