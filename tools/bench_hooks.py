@@ -51,7 +51,7 @@ from megatron.offload.report.traffic import Traffic
 from megatron.offload.report.trials.machine import machine_facts
 from megatron.offload.report.trials.trainer import PLACEMENT_FLAGS
 from megatron.offload.saved.hooks import SavedTensorHooks
-from megatron.offload.saved.record import State
+from megatron.offload.saved.record import SavedView, State
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -159,7 +159,7 @@ def move_and_read(engine: OffloadEngine, views: list[Any]) -> None:
     while not all(view.saved.state is State.ON_TIER for view in views):
         time.sleep(0.001)
     for view in views:
-        engine._begin_read(view.saved, 0.0)
+        engine._reader.begin(view.saved, 0.0)
     while not all(view.ready for view in views):
         time.sleep(0.001)
 
@@ -176,7 +176,7 @@ def pack_unpack_in_training_us(args: argparse.Namespace, metrics: Path) -> list[
             began = time.perf_counter()
             packed = pack(self, tensor)
             spent = time.perf_counter() - began
-            if not isinstance(packed, torch.Tensor):
+            if isinstance(packed, SavedView):
                 costs[id(packed)] = spent
                 fresh.append(id(packed))
             return packed

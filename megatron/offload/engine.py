@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES, OffloadConfig
-from megatron.offload.errors import ConfigurationError, StorageError
+from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.observer import Observer
 from megatron.offload.placement.policy import FixedPolicy, Placement, Policy
 from megatron.offload.report.statistics import StepStatistics
 from megatron.offload.report.traffic import Traffic
 from megatron.offload.restore.prefetch import Prefetcher, Tape
+from megatron.offload.restore.reader import Reader
 from megatron.offload.saved.cache import LongLived, TensorCache
 from megatron.offload.saved.context import SavingContext
 from megatron.offload.saved.graph import (
@@ -47,7 +48,6 @@ from megatron.offload.storage.tier import Tier
 
 logger = logging.getLogger(__name__)
 
-_NOW = float("-inf")  # the deadline of a read that compute waits for
 _NOTICEABLE_S = 0.0002  # a shorter wait is the hand-over between threads
 _HAS_HOOKS = "hooks have already been set"  # autograd's words: somebody else has taken this tensor
 
@@ -70,8 +70,7 @@ class OffloadEngine:
     """Activation offload of one process.
 
     Whoever computes saves and uses; the starter's thread starts the transfers, the tiers' threads
-    carry them out. The lock `_reading` is taken by the first two to start a read, for a tenth of a
-    millisecond, and a record's lock under it.
+    carry them out.
 
     Args:
         config: must have offload enabled.
@@ -124,9 +123,9 @@ class OffloadEngine:
         self._traffic = Traffic(self.tiers)
         self._cache = TensorCache(device.device)
         self._hooks = SavedTensorHooks(self._cache, mover=self)
-        self._prefetcher = Prefetcher(self._begin_read, limit_bytes=self._inflight.limit_bytes)
         self._starter = Starter("activation-offload transfers")
-        self._reading = threading.Lock()
+        self._reader = Reader(device, self._starter, self._stalled, rank)
+        self._prefetcher = Prefetcher(self._reader.begin, limit_bytes=self._inflight.limit_bytes)
         self._captured = _Captured()  # of the layer or operation under way
         self._refused_bytes = self._num_refused = 0  # by the tiers, in this step
         self._scope = Scope()
@@ -327,7 +326,7 @@ class OffloadEngine:
         if memory is not None:
             self.statistics.forwarded_bytes += record.num_bytes if forwarded else 0
         else:
-            memory = self._wait_for_read(record)
+            memory = self._reader.wait_for(record)
         return memory
 
     def used(self, view: SavedView) -> None:
@@ -341,16 +340,22 @@ class OffloadEngine:
     def _hand_over(self, outgoing: list[Outgoing]) -> None:
         """Gives what was saved to the starter. Waits while too many bytes are on their way."""
         batch: list[Outgoing] = []
-        for one in outgoing:
-            if not self._inflight.try_acquire(one.num_bytes):
-                self._submit_writes(batch)
-                batch = []
-                self._allow_in_flight(sum(other.num_bytes for other in outgoing))
-                began = time.perf_counter()
-                self._inflight.acquire(one.num_bytes)
-                self.statistics.write_wait_s += time.perf_counter() - began
-            batch.append(one)
-        self._submit_writes(batch)
+        try:
+            for one in outgoing:
+                record = one.record()
+                if record is not None:
+                    record.gather()
+                del record
+                if not self._inflight.try_acquire(one.num_bytes):
+                    self._submit_writes(batch)
+                    batch = []
+                    self._allow_in_flight(sum(other.num_bytes for other in outgoing))
+                    began = time.perf_counter()
+                    self._inflight.acquire(one.num_bytes)
+                    self.statistics.write_wait_s += time.perf_counter() - began
+                batch.append(one)
+        finally:  # also where somebody interrupts the wait
+            self._submit_writes(batch)
 
     def _allow_in_flight(self, num_bytes: int) -> None:
         """Raises the bound on bytes in flight if it is lower, unless it is one that was asked for.
@@ -407,49 +412,8 @@ class OffloadEngine:
 
     # -- How bytes come back --------------------------------------------------------------------
 
-    def _begin_read(self, record: SavedStorage, deadline: float) -> bool:
-        """Starts the read of a record, unless somebody else has; whether it did."""
-        with self._reading:
-            if record.state is not State.ON_TIER:
-                return False
-            with self._device.on(record.queue):
-                memory, transfer = record.block.tier.begin_read(record.block, deadline)
-            record.begin_reading(memory, transfer)
-        transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
-        return True
-
-    def _end_of_read(self, reference: SavedReference) -> Callable[[Future[None]], None]:
-        """Has the tensors built, unless the read failed: then whoever waits for it says so."""
-
-        def end(transfer: Future[None]) -> None:
-            if not transfer.cancelled() and transfer.exception() is None:
-                self._starter.submit(functools.partial(_make_ready, reference, transfer))
-
-        return end
-
-    def _wait_for_read(self, record: SavedStorage) -> torch.UntypedStorage:
-        memory = None
-        try:
-            while memory is None:
-                if record.state is State.ON_TIER:
-                    self._begin_read(record, _NOW)
-                if not record.has_arrived:
-                    self._stall(record)
-                memory = record.end_reading()
-            return memory
-        except Exception as error:
-            raise StorageError(
-                f"rank {self.rank} could not read an activation of {record.scope} back "
-                f"({record.block}): {error}; its gradient would be wrong, so training stops; "
-                "check the disk and resume from the last checkpoint"
-            ) from error
-
-    def _stall(self, record: SavedStorage) -> None:
-        """Waits until a read has ended, well or badly; counts the time."""
-        began = time.perf_counter()
-        with self._device.annotate("activation offload: wait for a read"):
-            record.wait_until_arrived()
-        waited_s = time.perf_counter() - began
+    def _stalled(self, record: SavedStorage, waited_s: float) -> None:
+        """Compute had to wait for a read: the read-ahead is to look further."""
         self.statistics.stall_s += waited_s
         if waited_s > _NOTICEABLE_S:
             reads = record.block.tier.statistics.reads
@@ -483,10 +447,3 @@ class OffloadEngine:
         Without the one that only chooses among the others.
         """
         return {p: tier for p, tier in self._tiers.items() if p is not Placement.TIERED}
-
-
-# Runs in the starter's thread.
-def _make_ready(reference: SavedReference, ended: Future[None]) -> None:
-    record = reference()
-    if record is not None:
-        record.make_ready(ended)

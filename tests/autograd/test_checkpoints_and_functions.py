@@ -22,7 +22,7 @@ from tests.autograd.roundtrip import (
     run_both,
     ways,
 )
-from tests.models import settle
+from tests.models import Double, settle
 
 # -- Recomputation ------------------------------------------------------------------------------
 
@@ -236,12 +236,7 @@ def test_a_function_whose_backward_is_differentiated(engine, way, vectorised):
     run_both(scenario, engine, way)
 
 
-class OverwritesWhatItSaved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 2
-
+class OverwritesWhatItSaved(Double):
     @staticmethod
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from megatron.offload import Scope
 from tests.autograd.roundtrip import (
     CONTEXT,
     Watch,
@@ -20,6 +22,7 @@ from tests.autograd.roundtrip import (
     seed,
     ways,
 )
+from tests.models import Double, settle
 
 # -- Other users of autograd's hooks and modes --------------------------------------------------
 
@@ -223,3 +226,26 @@ def test_a_scripted_function(engine, way):
         return x.grad
 
     run_both(scenario, engine, way)
+
+
+def test_a_mode_that_makes_tensors_up_leaves_nothing_behind(engine):
+    dtype = torch.float16  # that nothing else here has used
+    w, x = torch.ones(10, dtype=dtype, requires_grad=True), torch.ones(10, dtype=dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), engine.saved_tensors_hooks():
+        w * x
+    with engine.step(), engine.saved_tensors_hooks():
+        y = (w * x).sum()
+    settle(engine)
+    y.backward()
+    assert torch.equal(w.grad, x)
+
+
+def test_a_part_that_another_backward_pass_has_freed_is_left_alone(engine):
+    x, w, b = (torch.ones(8, requires_grad=True) for _ in range(3))
+    with engine.step():
+        used = Double.apply(x * w).sum()
+        torch.autograd.grad(used, w)
+        y = used + (b * 2).exp().sum()
+        engine.capture(Scope(), [y], [x])
+        y.backward(inputs=[b])
+    assert torch.equal(b.grad, 2 * torch.full((8,), 2.0).exp())

@@ -26,6 +26,7 @@ from megatron.offload.storage.drive import Health
 from tests.models import Model, assert_same, run_step, ssd
 from tests.mounts import MountedDisk, mounted_ext4, small_tmpfs
 from tests.processes import finish, start_python
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -158,7 +159,13 @@ def test_other_files_may_fill_the_disk_in_mid_forward(
     x = torch.randn(10, 128, 64)
     plain, plain_part = run_step(model, x), run_step(model, x[:8])
     engine = make_engine(directories=(ample_disk.path,), io=ample_disk.io)
-    fill = model.blocks[1].register_forward_hook(lambda *_: ample_disk.fill())
+    (drive,) = ssd(engine).drives
+
+    def fill_once_the_file_has_room(*_: object) -> None:
+        wait_until(lambda: drive.extents.size_bytes > 0, "nothing was written")
+        ample_disk.fill()
+
+    fill = model.blocks[1].register_forward_hook(fill_once_the_file_has_room)
     assert_same(run_step(model, x, engine), plain)
     assert_full(engine, caplog)
     fill.remove()

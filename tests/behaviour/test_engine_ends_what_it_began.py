@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine, Scope, StorageError
-from megatron.offload.saved.record import State
+from megatron.offload.saved.record import SavedView, State
 from megatron.offload.storage import file as file_module
-from tests.models import settle, ssd
+from tests.models import Double, settle, ssd
 
 
 def save_on(engine, count):
@@ -203,7 +206,7 @@ def test_what_is_excluded_stays_so_over_steps(engine):
     engine.exclude([excluded])
     for _ in range(3):
         with engine.step():
-            assert engine._hooks.pack(excluded) is excluded
+            assert not isinstance(engine._hooks.pack(excluded), SavedView)
 
 
 def test_a_storage_whose_graph_outlives_the_step_is_not_moved_again(engine):
@@ -216,3 +219,29 @@ def test_a_storage_whose_graph_outlives_the_step_is_not_moved_again(engine):
         assert again.saved is packed.saved
     assert engine.statistics.offloaded_storages == 0
     assert engine.statistics.deduplicated_bytes == 4000
+
+
+def test_an_output_that_stays_is_freed_with_its_graph(make_engine):
+    engine = make_engine(min_bytes=1 << 20)
+    x = torch.randn(1000, requires_grad=True)
+    with engine.step(), engine.saved_tensors_hooks():
+        y = x.exp()  # saves its output
+    output = StorageWeakRef(y.untyped_storage())
+    del y
+    assert output.expired()
+
+
+def test_types_of_nodes_that_are_defined_in_forward_are_freed(engine):
+    def node_type() -> weakref.ref:
+        class Twice(Double):
+            """Has a type of nodes of its own."""
+
+        x = torch.randn(1000, requires_grad=True)
+        y = Twice.apply(x * 1)
+        engine.capture(Scope(), [y], [x])
+        return weakref.ref(Twice)
+
+    with engine.step():
+        found = node_type()
+    gc.collect()
+    assert found() is None

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -96,3 +98,59 @@ def test_parts_that_cover_a_storage_move_as_one(engine):
         with engine.backward(tape):
             total.backward()
     assert torch.equal(x.grad, -x.detach().neg().cos())
+
+
+def test_what_an_operation_fills_after_it_saved_it_is_gathered_then(engine):
+    def gradient(*, offloads: bool) -> torch.Tensor:
+        torch.manual_seed(1)
+        x, noise = torch.randn(1000, requires_grad=True), torch.zeros(10000)[:1000]
+        hooks = engine.saved_tensors_hooks() if offloads else contextlib.nullcontext()
+        with engine.step(), hooks:
+            y = torch._C._nn.rrelu_with_noise(x * 1, noise, 0.1, 0.3, True)
+        settle(engine)
+        y.sum().backward()
+        return x.grad
+
+    assert torch.equal(gradient(offloads=True), gradient(offloads=False))
+
+
+class Accumulate(torch.autograd.Function):
+    """Its backward adds to a buffer that it saved."""
+
+    @staticmethod
+    def forward(ctx, x, buffer):
+        ctx.save_for_backward(buffer)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.saved_tensors[0].add_(gradient)
+        return gradient, None
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("on_tier", [True, False])
+def test_what_backward_writes_into_a_part_is_seen_by_all_of_the_storage(
+    engine, write_gate, captured, on_tier
+):
+    buffer, x = torch.zeros(10000), torch.ones(1000, requires_grad=True)
+    with engine.step():
+        with contextlib.nullcontext() if captured else engine.saved_tensors_hooks():
+            y = Accumulate.apply(x, buffer[2000:3000])
+        if captured:
+            engine.capture(Scope(), [y], [x])
+        if on_tier:
+            write_gate.open.set()
+            settle(engine)
+        y.sum().backward()
+        write_gate.open.set()
+    assert engine.statistics.offloaded_storages == 1
+    assert buffer.sum() == 1000 and buffer[2000] == 1
+
+
+def test_no_more_than_the_part_is_written(engine):
+    with engine.step():
+        packed = engine._hooks.pack(torch.arange(4096.0)[100:200])
+        settle(engine)
+    assert engine.statistics.written_bytes == 400
+    assert torch.equal(engine._hooks.unpack(packed), torch.arange(100.0, 200.0))

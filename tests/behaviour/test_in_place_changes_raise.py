@@ -67,3 +67,47 @@ def test_what_a_node_changes_in_backward_is_an_error_for_the_next(engine, write_
         first.zero_()
         with pytest.raises(ChangedInPlaceError):
             engine._hooks.unpack(views[1])
+
+
+@pytest.mark.parametrize("kind", ["small", "excluded", "conjugated", "inside of a large one"])
+def test_change_of_what_stays_raises_in_a_context_too(make_engine, kind):
+    engine = make_engine(min_bytes=1 << 20)
+    x = torch.ones(1000, requires_grad=True, dtype=torch.cfloat)
+    factor = torch.ones(1000, dtype=torch.cfloat)
+    if kind == "excluded":
+        factor = torch.ones(1 << 18, dtype=torch.cfloat)
+        x = torch.ones(1 << 18, requires_grad=True, dtype=torch.cfloat)
+        engine.exclude([factor])
+    elif kind == "inside of a large one":
+        factor = torch.ones(1 << 18, dtype=torch.cfloat)[:1000]
+    with engine.step(), engine.saved_tensors_hooks():
+        y = x * (factor.conj() if kind == "conjugated" else factor)
+    factor.mul_(2)
+    with pytest.raises(ChangedInPlaceError, match="modified by an in-place operation"):
+        y.abs().sum().backward()
+
+
+def test_change_of_a_part_that_is_too_small_to_move_raises_after_a_capture(make_engine):
+    engine = make_engine(min_bytes=1 << 20)
+    x = torch.randn(512, 512, requires_grad=True)
+    with engine.step():
+        large = x @ torch.randn(512, 640)  # 1.25 MiB
+        part = large[:128]
+        loss = (part * part).sum()
+        engine.capture(Scope(), [loss], [x])
+        with torch.no_grad():
+            large.mul_(2)
+        with pytest.raises(ChangedInPlaceError, match=r"shape \(128, 640\)"):
+            loss.backward()
+
+
+def test_a_step_of_the_optimizer_between_forward_and_backward_raises(engine):
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    engine.exclude([weight])
+    x = torch.randn(8, 64, requires_grad=True)
+    with engine.step(), engine.saved_tensors_hooks():
+        loss = torch.nn.functional.linear(x, weight).sum()
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(ChangedInPlaceError):
+        loss.backward()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.offload import Scope
-from megatron.offload.saved.record import State
+from megatron.offload.saved.record import SavedStorage, State
 from megatron.offload.storage import file as file_module
 from tests.models import Model, assert_same, run_step, settle, ssd
 
@@ -46,6 +46,28 @@ def test_a_layer_larger_than_the_inflight_budget_is_handed_over_in_parts(make_en
         engine.capture(Scope(), [y], [x])
         settle(engine)
     assert engine.statistics.written_bytes == 5 * 4000
+
+
+def test_an_interrupted_wait_leaves_nothing_in_flight(make_engine, monkeypatch):
+    engine = make_engine(io="buffered", inflight_bytes=10_000)
+    x = torch.randn(1000, requires_grad=True)
+
+    gather, gathered = SavedStorage.gather, []
+
+    def gather_and_be_interrupted(record):
+        gathered.append(1)
+        if len(gathered) == 2:  # the first has its place among the bytes in flight
+            raise KeyboardInterrupt
+        gather(record)
+
+    monkeypatch.setattr(SavedStorage, "gather", gather_and_be_interrupted)
+    with engine.step():
+        y = x.exp().exp().exp()
+        with pytest.raises(KeyboardInterrupt):
+            engine.capture(Scope(), [y], [x])
+        settle(engine)
+        assert engine._inflight.taken_bytes == 0
+    assert engine.statistics.written_bytes == 4000
 
 
 def in_thread(call):

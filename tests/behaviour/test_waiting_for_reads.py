@@ -17,6 +17,7 @@ from megatron.offload.saved.record import SavedStorage, SavedView, State
 from megatron.offload.storage.file import UnlinkedFile
 from megatron.offload.storage.transfer import Transfer
 from tests.models import settle, ssd
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -38,13 +39,6 @@ def ranges(engine, monkeypatch):
 
     monkeypatch.setattr(engine._device, "annotate", annotate)
     return names
-
-
-def wait_until(holds):
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
 
 
 def saved(engine, values):
@@ -100,7 +94,7 @@ def test_a_read_that_has_arrived_is_no_stall_before_its_tensors_are_built(engine
         tape, (packed,) = saved(engine, [3.0])
         engine._starter.submit(lambda: may_build.wait(10))  # it neither reads ahead nor builds
         with engine.backward(tape):
-            engine._begin_read(packed.saved, 0.0)
+            engine._reader.begin(packed.saved, 0.0)
             packed.saved.wait_until_arrived()
             assert not packed.ready and packed.saved.has_arrived
             try:
@@ -143,7 +137,7 @@ def test_what_compute_and_the_read_ahead_want_at_once_is_read_once(engine, monke
 def test_only_who_starts_a_read_says_so(engine):
     with engine.step():
         _, (packed,) = saved(engine, [3.0])
-        begun = [engine._begin_read(packed.saved, 0.0) for _ in range(2)]
+        begun = [engine._reader.begin(packed.saved, 0.0) for _ in range(2)]
         assert begun == [True, False]
         assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
 
@@ -159,7 +153,7 @@ def test_what_was_read_ahead_is_handed_out_ready_made(engine, monkeypatch):
     with engine.step():
         tape, (packed,) = saved(engine, [3.0])
         with engine.backward(tape):
-            wait_until(lambda: packed.ready)
+            wait_until(lambda: packed.ready, "the read did not arrive")
             tensor = engine._hooks.unpack(packed)
             assert torch.equal(tensor, torch.full((1024,), 3.0)) and not packed.ready
             again = engine._hooks.unpack(packed)  # of a graph that is retained
@@ -171,7 +165,7 @@ def test_the_use_of_what_is_ready_is_a_use(engine):
     with engine.step():
         tape, (packed,) = saved(engine, [3.0])
         with engine.backward(tape):
-            wait_until(lambda: packed.ready)
+            wait_until(lambda: packed.ready, "the read did not arrive")
             engine._hooks.unpack(packed)
             engine._starter.drain()
             assert packed.is_used and packed.saved.state is State.ON_TIER
@@ -196,7 +190,7 @@ def test_what_is_ready_but_was_modified_is_not_handed_out(engine):
         changed = packed._witness.detach()  # shares the version counter, as any view of it
         del tensor
         with engine.backward(tape):
-            wait_until(lambda: packed.ready)
+            wait_until(lambda: packed.ready, "the read did not arrive")
             changed.add_(1)
             with pytest.raises(ChangedInPlaceError):
                 engine._hooks.unpack(packed)
@@ -247,7 +241,7 @@ def test_a_read_that_was_cancelled_makes_nothing_ready(engine, monkeypatch):
     transfer.cancel()
     with engine.step():
         _, (packed,) = saved(engine, [3.0])
-        end = engine._end_of_read(weakref.ref(packed.saved))
+        end = engine._reader._end_of_read(weakref.ref(packed.saved))
         monkeypatch.setattr(engine._starter, "submit", submitted.append)
         end(transfer)  # an error here would be logged by whoever cancelled it
         monkeypatch.undo()
@@ -317,8 +311,18 @@ def test_a_step_ends_when_no_thread_holds_what_it_wrote(engine, monkeypatch):
     try:
         with engine.step():
             _, packed = saved(engine, [3.0])
-            wait_until(lambda: released)
+            wait_until(lambda: released, "nothing was released")
             del packed
         assert engine.statistics.tier_used_bytes == 0
     finally:
         gate.set()
+
+
+def test_what_compute_has_used_meanwhile_is_not_read_ahead_any_more(engine):
+    with engine.step():
+        packed = engine._hooks.pack(torch.randn(1000))
+        settle(engine)
+        assert engine._hooks.unpack(packed).numel() == 1000
+        assert not engine._reader.begin(packed.saved, 1.0)  # the starter was about to
+        assert engine._hooks.unpack(packed).numel() == 1000  # compute may always
+    assert engine.statistics.read_bytes == 2 * 4000

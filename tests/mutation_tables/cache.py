@@ -251,26 +251,6 @@ cache(
     CAN_MOVE + "test_tensors_of_another_device_are_refused",
 )
 cache(
-    "a gathered span begins at the start of the storage",
-    """
-    return source[span.start_bytes :][: span.num_bytes].clone().untyped_storage()
-""",
-    """
-    return source[: span.num_bytes].clone().untyped_storage()
-""",
-    TWO_PARTS,
-)
-cache(
-    "a gathered span is not copied",
-    """
-    return source[span.start_bytes :][: span.num_bytes].clone().untyped_storage()
-""",
-    """
-    return source[span.start_bytes :][: span.num_bytes].untyped_storage()
-""",
-    TWO_PARTS,
-)
-cache(
     "a span ends before its last element",
     """
     return Span(int(tensor.storage_offset()) * size, (int(last) + 1) * size)

@@ -218,17 +218,17 @@ engine(
 engine(
     "bytes in flight are not bounded",
     """
-                self._inflight.acquire(one.num_bytes)
+                    self._inflight.acquire(one.num_bytes)
 """,
     """
-                self._inflight.taken_bytes += one.num_bytes
+                    self._inflight.taken_bytes += one.num_bytes
 """,
     FORWARD_WAITS,
 )
 engine(
     "the default bound is less than a layer",
     """
-                self._allow_in_flight(sum(other.num_bytes for other in outgoing))
+                    self._allow_in_flight(sum(other.num_bytes for other in outgoing))
 """,
     "",
     BY_DEFAULT,
@@ -236,10 +236,10 @@ engine(
 engine(
     "the default bound follows one storage instead of a layer",
     """
-                self._allow_in_flight(sum(other.num_bytes for other in outgoing))
+                    self._allow_in_flight(sum(other.num_bytes for other in outgoing))
 """,
     """
-                self._allow_in_flight(one.num_bytes)
+                    self._allow_in_flight(one.num_bytes)
 """,
     BY_DEFAULT,
 )
@@ -275,12 +275,12 @@ engine(
 engine(
     "compute waits for what it has not handed over",
     """
-            if not self._inflight.try_acquire(one.num_bytes):
-                self._submit_writes(batch)
-                batch = []
+                if not self._inflight.try_acquire(one.num_bytes):
+                    self._submit_writes(batch)
+                    batch = []
 """,
     """
-            if not self._inflight.try_acquire(one.num_bytes):
+                if not self._inflight.try_acquire(one.num_bytes):
 """,
     IN_PARTS,
     hangs=True,
@@ -288,35 +288,34 @@ engine(
 engine(
     "what was handed over while compute waits is handed over again",
     """
-                self._submit_writes(batch)
-                batch = []
+                    self._submit_writes(batch)
+                    batch = []
 """,
     """
-                self._submit_writes(list(batch))
+                    self._submit_writes(list(batch))
 """,
     IN_PARTS,
 )
 engine(
     "what compute waited for is not handed over",
     """
-            batch.append(one)
-        self._submit_writes(batch)
+                    self.statistics.write_wait_s += time.perf_counter() - began
 """,
     """
-                continue
-            batch.append(one)
-        self._submit_writes(batch)
+                    self.statistics.write_wait_s += time.perf_counter() - began
+                    continue
 """,
     FORWARD_WAITS,
 )
 engine(
     "what fitted at once is not handed over",
     """
-            batch.append(one)
-        self._submit_writes(batch)
+        finally:  # also where somebody interrupts the wait
+            self._submit_writes(batch)
 """,
     """
-            batch.append(one)
+        finally:
+            pass
 """,
     GIVEN_UP,
 )
@@ -344,8 +343,31 @@ engine(
 engine(
     "the wait for bytes in flight is not counted",
     """
-                self.statistics.write_wait_s += time.perf_counter() - began
+                    self.statistics.write_wait_s += time.perf_counter() - began
 """,
     "",
     FORWARD_WAITS,
+)
+engine(
+    "the part of a storage that was saved is not gathered",
+    """
+                    record.gather()
+""",
+    """
+                    pass
+""",
+    "behaviour/test_gathered_views.py::test_no_more_than_the_part_is_written",
+)
+engine(
+    "what waits to be handed over is lost where the wait is interrupted",
+    """
+        finally:  # also where somebody interrupts the wait
+            self._submit_writes(batch)
+""",
+    """
+        except ZeroDivisionError:
+            pass
+        self._submit_writes(batch)
+""",
+    BOUNDED + "test_an_interrupted_wait_leaves_nothing_in_flight",
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in how the engine has bytes read: who starts a read, what is waited for and counted."""
+"""Errors in how bytes are read back: who starts a read, what is waited for and counted."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ OVERTAKES = ENDS + "test_the_read_that_compute_waits_for_overtakes_those_that_ar
 READ_FAILS = "behaviour/test_failed_transfers.py::"
 
 engine = table_of("engine.py", MUTATIONS)
+reader = table_of("restore/reader.py", MUTATIONS)
 
 # -- What compute needs ----------------------------------------------------------------------------
-engine(
+reader(
     "a read error is swallowed and undefined memory handed out",
     """
             return memory
@@ -37,7 +38,7 @@ engine(
 """,
     READ_FAILS + "test_a_failed_read_names_rank_scope_place_and_errno[True]",
 )
-engine(
+reader(
     "only an OSError of a read is named",
     """
             return memory
@@ -49,7 +50,7 @@ engine(
 """,
     ENDS + "test_any_error_of_a_read_names_the_place",
 )
-engine(
+reader(
     "restored memory is handed out without waiting for its read",
     """
                 if not record.has_arrived:
@@ -83,17 +84,17 @@ engine(
 """,
     WAITING + "test_memory_that_a_read_brought_back_is_not_counted_as_forwarded",
 )
-engine(
+reader(
     "the read that compute waits for queues up behind the others",
     """
-                    self._begin_read(record, _NOW)
+                    self.begin(record, _NOW)
 """,
     """
-                    self._begin_read(record, float("inf"))
+                    self.begin(record, float("inf"))
 """,
     OVERTAKES,
 )
-engine(
+reader(
     "who comes late is handed nothing",
     """
             while memory is None:
@@ -105,22 +106,22 @@ engine(
 """,
     LATE,
 )
-engine(
+reader(
     "who comes late waits for a read that nobody begins",
     """
             while memory is None:
                 if record.state is State.ON_TIER:
-                    self._begin_read(record, _NOW)
+                    self.begin(record, _NOW)
 """,
     """
             if record.state is State.ON_TIER:
-                self._begin_read(record, _NOW)
+                self.begin(record, _NOW)
             while memory is None:
 """,
     LATE,
     hangs=True,
 )
-engine(
+reader(
     "reads have no deadline",
     """
                 memory, transfer = record.block.tier.begin_read(record.block, deadline)
@@ -130,7 +131,7 @@ engine(
 """,
     OVERTAKES,
 )
-engine(
+reader(
     "memory is of the queue of the thread that starts the read",
     """
             with self._device.on(record.queue):
@@ -142,17 +143,17 @@ engine(
     "behaviour/test_ordering_on_an_asynchronous_device.py::"
     "test_operations_may_be_on_several_streams_at_once[host]",
 )
-engine(
+reader(
     "compute and the read-ahead begin one read at once",
     """
-        with self._reading:
+        with self._beginning:
 """,
     """
         if True:
 """,
     AT_ONCE,
 )
-engine(
+reader(
     "a read that somebody else began is begun again",
     """
             if record.state is not State.ON_TIER:
@@ -161,7 +162,7 @@ engine(
     "",
     WAITING + "test_only_who_starts_a_read_says_so",
 )
-engine(
+reader(
     "a read that somebody else began is said to be begun",
     """
             if record.state is not State.ON_TIER:
@@ -173,7 +174,7 @@ engine(
 """,
     WAITING + "test_only_who_starts_a_read_says_so",
 )
-engine(
+reader(
     "a read that was begun is said not to be",
     """
         transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
@@ -187,7 +188,7 @@ engine(
 )
 
 # -- What was read ahead ---------------------------------------------------------------------------
-engine(
+reader(
     "nobody hears of the end of a read",
     """
         transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
@@ -195,7 +196,7 @@ engine(
     "",
     READY,
 )
-engine(
+reader(
     "the end of a read builds nothing",
     """
                 self._starter.submit(functools.partial(_make_ready, reference, transfer))
@@ -205,7 +206,7 @@ engine(
 """,
     READY,
 )
-engine(
+reader(
     "the thread that read builds the tensors",
     """
                 self._starter.submit(functools.partial(_make_ready, reference, transfer))
@@ -215,7 +216,7 @@ engine(
 """,
     READY,
 )
-engine(
+reader(
     "a read under way holds its record",
     """
         transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
@@ -225,7 +226,7 @@ engine(
 """,
     DIED,
 )
-engine(
+reader(
     "what a record that died should hold is built",
     """
     record = reference()
@@ -238,7 +239,7 @@ engine(
 """,
     DIED,
 )
-engine(
+reader(
     "tensors are built of what could not be read",
     """
             if not transfer.cancelled() and transfer.exception() is None:
@@ -252,7 +253,7 @@ for error, line in (
     ("is asked for its error", "            if transfer.exception() is None:"),
     ("counts as done", "            if transfer.cancelled() or transfer.exception() is None:"),
 ):
-    engine(
+    reader(
         f"a read that was cancelled {error}",
         """
             if not transfer.cancelled() and transfer.exception() is None:
@@ -262,7 +263,7 @@ for error, line in (
     )
 
 # -- Stalls ----------------------------------------------------------------------------------------
-engine(
+reader(
     "a read that has arrived is a stall",
     """
                 if not record.has_arrived:
@@ -273,7 +274,7 @@ engine(
 """,
     NO_STALL,
 )
-engine(
+reader(
     "a read that is waited for is no stall",
     """
                 if not record.has_arrived:
@@ -282,7 +283,7 @@ engine(
     "",
     STALL + "[True]",
 )
-engine(
+reader(
     "a stall has no range in profiles",
     """
         with self._device.annotate("activation offload: wait for a read"):
@@ -293,7 +294,7 @@ engine(
 """,
     STALL + "[True]",
 )
-engine(
+reader(
     "stalls are counted before they have ended",
     """
             record.wait_until_arrived()
@@ -485,4 +486,14 @@ engine(
             self._starter.drain()
 """,
     STARTERS_ALONE,
+)
+
+reader(
+    "what compute has used is read ahead once more",
+    """
+            if deadline != _NOW and record.num_unused_views <= 0:
+                return False  # compute has had it read itself meanwhile, and is done with it
+""",
+    "",
+    WAITING + "test_what_compute_has_used_meanwhile_is_not_read_ahead_any_more",
 )

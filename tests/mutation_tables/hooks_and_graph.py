@@ -10,6 +10,8 @@ MUTATIONS: list[Mutation] = []
 VIEWS = "behaviour/test_storage_moves_once.py::"
 ONE_STORAGE = VIEWS + "test_views_of_one_storage_are_written_once_and_come_back_in_shape"
 GATHERED = "behaviour/test_gathered_views.py::"
+IN_PLACE = "behaviour/test_in_place_changes_raise.py::"
+STAYS = IN_PLACE + "test_change_of_what_stays_raises_in_a_context_too"
 TWO_PARTS = GATHERED + "test_two_small_parts_of_one_storage_come_back_each_with_its_own_bytes"
 IN_PLACE = "behaviour/test_in_place_changes_raise.py::"
 CHANGED = IN_PLACE + "test_change_after_capture_raises_and_names_the_layer[True]"
@@ -91,11 +93,11 @@ hooks(
     """
         with PLAIN_TORCH():
             storage = self._cache.movable(tensor)
-            return tensor if storage is None else self._take(tensor, storage)
+            return self._keep(tensor) if storage is None else self._take(tensor, storage)
 """,
     """
         storage = self._cache.movable(tensor)
-        return tensor if storage is None else self._take(tensor, storage)
+        return self._keep(tensor) if storage is None else self._take(tensor, storage)
 """,
     MODES + "[context]",
 )
@@ -135,7 +137,7 @@ hooks(
     "what the policy leaves in memory is recorded",
     """
             if tier is None:
-                return tensor
+                return self._keep(tensor)
 """,
     "",
     "behaviour/test_what_never_moves.py::test_parameters_and_small_storages_stay_in_a_context_too",
@@ -162,14 +164,36 @@ hooks(
     ONE_STORAGE,
 )
 hooks(
-    "a gathered view is rebuilt as if it were in its whole storage",
+    "what stays is not looked at when it is needed",
     """
-        view = SavedView(record, tensor, 0 if span is None else span.start_bytes)
+                return packed.tensor() if isinstance(packed, KeptTensor) else packed
 """,
     """
-        view = SavedView(record, tensor)
+                return packed._tensor if isinstance(packed, KeptTensor) else packed
 """,
-    TWO_PARTS,
+    STAYS + "[small]",
+)
+hooks(
+    "what is too small to move after a capture stands for itself",
+    """
+            if tier is None:
+                return self._keep(tensor)
+""",
+    """
+            if tier is None:
+                return tensor
+""",
+    IN_PLACE + "test_change_of_a_part_that_is_too_small_to_move_raises_after_a_capture",
+)
+hooks(
+    "what never moves stands for itself",
+    """
+            return self._keep(tensor) if storage is None else self._take(tensor, storage)
+""",
+    """
+            return tensor if storage is None else self._take(tensor, storage)
+""",
+    STAYS + "[excluded]",
 )
 hooks(
     "the whole is recorded under the span of a part",
@@ -273,4 +297,28 @@ graph(
         hooked = [saved for saved in (raw[:1] if is_list else (raw,)) if _has_hooks(saved)]
 """,
     "unit/test_graph.py::test_what_has_hooks_is_told_and_not_looked_at",
+)
+graph(
+    "a node that was freed ends the capture of its layer",
+    """
+        except RuntimeError:  # another backward pass has freed it
+            continue
+""",
+    """
+        except RuntimeError:  # another backward pass has freed it
+            raise
+""",
+    "autograd/test_hooks_modes_and_compilers.py::"
+    "test_a_part_that_another_backward_pass_has_freed_is_left_alone",
+)
+graph(
+    "types of nodes are kept for ever",
+    """
+_attributes_of_node_type: MutableMapping[type, list[tuple[str, str]]] = WeakKeyDictionary()
+""",
+    """
+_attributes_of_node_type: MutableMapping[type, list[tuple[str, str]]] = {}
+""",
+    "behaviour/test_engine_ends_what_it_began.py::"
+    "test_types_of_nodes_that_are_defined_in_forward_are_freed",
 )

@@ -322,7 +322,7 @@ record(
 record(
     "a failed write counts as done",
     """
-            if failed or not self._is_as_saved(self._memory):
+            if failed or _place_of(self._memory) != self._own_place:
 """,
     """
             if self._memory.nbytes() != self.num_bytes:
@@ -332,7 +332,7 @@ record(
 record(
     "a storage resized while it was written counts as written",
     """
-            if failed or not self._is_as_saved(self._memory):
+            if failed or _place_of(self._memory) != self._own_place:
 """,
     """
             if failed:
@@ -365,20 +365,20 @@ record(
 record(
     "a resized origin is trusted",
     """
-                if alive is not None and self._is_as_saved(alive):
+        return alive if alive is not None and _place_of(alive) == self._origin_place else None
 """,
     """
-                if alive is not None:
+        return alive
 """,
     "behaviour/test_resized_storages.py::test_freed_after_it_was_written_it_is_read",
 )
 record(
     "bytes that are still alive are read",
     """
-                alive = storage_if_alive(self.origin)
+        alive = storage_if_alive(self.origin)
 """,
     """
-                alive = None
+        alive = None
 """,
     NEVER + "test_a_storage_that_is_still_alive_is_not_read",
 )
@@ -525,12 +525,13 @@ record(
         self._pending: Pending | None = None  # first: `__del__` also runs if the rest raises
         self.scope = scope
         self.version = version  # of the tensor that was saved first
-        self.num_bytes = storage.nbytes()
+        # In the storage that was saved; a copy of a part begins with its first byte.
+        self.start_bytes, self.num_bytes = span or Span(0, storage.nbytes())
 """,
     """
         self.scope = scope
         self.version = version  # of the tensor that was saved first
-        self.num_bytes = storage.nbytes()
+        self.start_bytes, self.num_bytes = span or Span(0, storage.nbytes())
         self._pending: Pending | None = None
 """,
     RECORD + "test_a_record_that_could_not_be_made_dies_without_another_error",
@@ -557,7 +558,7 @@ record(
 record(
     "what was freed before its write began is written",
     """
-            if not self._is_as_saved(self._memory):
+            if _place_of(self._memory) != self._own_place:
                 self.state = State.IN_MEMORY
                 return None
 """,

@@ -11,6 +11,8 @@ VIEWS = "behaviour/test_storage_moves_once.py::"
 ONE_STORAGE = VIEWS + "test_views_of_one_storage_are_written_once_and_come_back_in_shape"
 GATHERED = "behaviour/test_gathered_views.py::"
 TWO_PARTS = GATHERED + "test_two_small_parts_of_one_storage_come_back_each_with_its_own_bytes"
+SEEN_BY_ALL = GATHERED + ("test_what_backward_writes_into_a_part_is_seen_by_all_of_the_storage")
+ENDS = "behaviour/test_engine_ends_what_it_began.py::"
 IN_PLACE = "behaviour/test_in_place_changes_raise.py::"
 CHANGED = IN_PLACE + "test_change_after_capture_raises_and_names_the_layer[True]"
 READY_ONCE = "unit/test_record.py::test_a_view_is_ready_after_a_read_once"
@@ -21,11 +23,11 @@ record(
     "a change in place is not noticed",
     """
         if self._witness._version != self._version:
-            raise ChangedInPlaceError(
+            raise _changed(self._witness, self._version, tuple(self._shape), self.saved.scope)
 """,
     """
         if False:
-            raise ChangedInPlaceError(
+            raise _changed(self._witness, self._version, tuple(self._shape), self.saved.scope)
 """,
     CHANGED,
 )
@@ -115,7 +117,7 @@ record(
 record(
     "a view forgets its offset",
     """
-        self._offset = tensor.storage_offset() - start_bytes // tensor.element_size()
+        self._offset = tensor.storage_offset()
 """,
     """
         self._offset = 0
@@ -125,12 +127,73 @@ record(
 record(
     "a gathered view keeps its offset in the whole storage",
     """
-        self._offset = tensor.storage_offset() - start_bytes // tensor.element_size()
+        start = self.saved.start_bytes // self._witness.element_size() if is_own else 0
 """,
     """
-        self._offset = tensor.storage_offset()
+        start = 0
 """,
     TWO_PARTS,
+)
+record(
+    "a part of a storage that is still alive is taken for a copy of it",
+    """
+        start = self.saved.start_bytes // self._witness.element_size() if is_own else 0
+""",
+    """
+        start = self.saved.start_bytes // self._witness.element_size()
+""",
+    SEEN_BY_ALL + "[False-False]",
+)
+record(
+    "a gathered span begins at the start of the storage",
+    """
+    return source[start:][:num_bytes].clone().untyped_storage()
+""",
+    """
+    return source[:num_bytes].clone().untyped_storage()
+""",
+    TWO_PARTS,
+)
+record(
+    "a gathered span is not copied",
+    """
+    return source[start:][:num_bytes].clone().untyped_storage()
+""",
+    """
+    return source[start:][:num_bytes].untyped_storage()
+""",
+    "unit/test_record.py::test_of_a_part_a_copy_is_written_once_it_is_gathered",
+)
+record(
+    "a copy of a part is handed back though the storage is there",
+    """
+                copy, self._memory = self._memory, self._unmoved() or self._memory
+""",
+    """
+                copy = None
+""",
+    SEEN_BY_ALL + "[False-False]",
+)
+record(
+    "what stays is kept with its graph",
+    """
+        self._tensor = tensor.detach() if is_plain and not tensor.is_leaf else tensor
+""",
+    """
+        self._tensor = tensor
+""",
+    ENDS + "test_an_output_that_stays_is_freed_with_its_graph",
+)
+record(
+    "a tensor that a mode has made up is shared",
+    """
+        if type(nothing) is torch.Tensor:  # and none of a mode that has only made it up
+""",
+    """
+        if True:
+""",
+    "autograd/test_hooks_modes_and_compilers.py::"
+    "test_a_mode_that_makes_tensors_up_leaves_nothing_behind",
 )
 record(
     "a view forgets its stride",
@@ -161,14 +224,4 @@ record(
         self._witness.data = _nothing_like(torch.float32, tensor.device)
 """,
     ONE_STORAGE,
-)
-record(
-    "the error of a change in place tells another dtype",
-    """
-        self._dtype = tensor.dtype
-""",
-    """
-        self._dtype = torch.float64
-""",
-    CHANGED,
 )

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from megatron.offload.config import MIB
 from megatron.offload.storage.host import HostTier
 from tests.simulated_device import SimulatedDevice
+from tests.waiting import wait_until
 
 PAGE = 4096
 
@@ -68,14 +68,6 @@ def written(tier: HostTier, storage: torch.UntypedStorage) -> Any:
     assert started is not None
     started[1].wait()
     return started[0]
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """An I/O thread may still be about to let go of what it worked on."""
-    deadline = time.monotonic() + 3
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
 
 
 def test_space_is_not_reused_while_its_read_runs(tier: HostTier, device: GatedDevice) -> None:

@@ -8,15 +8,14 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from megatron.offload.storage.budget import RateLimit
 from megatron.offload.storage.io_threads import IoThreads
 from megatron.offload.storage.transfer import Transfer, gather
-
-SOON_S = 3.0  # nobody waits for so long unless something is wrong
+from tests.waiting import SOON_S, wait_until
 
 
 class Buffer:
@@ -60,13 +59,6 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
 
 
 def kill(thread: threading.Thread) -> None:

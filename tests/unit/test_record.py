@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.offload import Scope
-from megatron.offload.saved.record import SavedStorage, SavedView, State
+from megatron.offload.saved.record import SavedStorage, SavedView, Span, State
 from megatron.offload.storage.transfer import Transfer
 
 NUM_BYTES = 4096
@@ -528,3 +528,24 @@ def test_a_record_that_could_not_be_made_dies_without_another_error(
         SavedStorage(None, Scope(), 0)  # type: ignore[arg-type]
     gc.collect()
     assert not unraisable
+
+
+def test_of_a_part_a_copy_is_written_once_it_is_gathered() -> None:
+    whole = torch.arange(100, dtype=torch.uint8)
+    record = SavedStorage(whole.untyped_storage(), Scope(), 0, Span(10, 20))
+    record.queue_write()
+    record.gather()
+    written = record.memory_to_write()
+    assert written is not None and written.tolist() == list(range(10, 30))
+    assert written.data_ptr() != whole[10:].data_ptr()
+
+
+def test_a_part_that_is_needed_before_it_is_gathered_is_one_of_the_storage() -> None:
+    whole = torch.arange(100, dtype=torch.uint8)
+    record = SavedStorage(whole.untyped_storage(), Scope(), 0, Span(10, 20))
+    view = SavedView(record, whole[10:30])
+    record.queue_write()
+    memory = record.take_back()
+    record.gather()
+    assert memory is not None and memory.data_ptr() == whole.data_ptr()
+    assert view.rebuild(memory).data_ptr() == whole[10:].data_ptr()

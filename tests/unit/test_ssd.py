@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron.offload.storage.io_threads import IoThreads
 from megatron.offload.storage.ssd import SsdBlock, SsdTier
 from tests.conftest import Gate
 from tests.simulated_device import SimulatedDevice
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -78,14 +78,6 @@ def written(tier: SsdTier, storage: torch.UntypedStorage) -> SsdBlock:
     assert started is not None
     started[1].wait()
     return started[0]
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """An I/O thread may still be about to let go of what it worked on."""
-    deadline = time.monotonic() + 3
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
 
 
 # -- What a transfer works on lives -------------------------------------------------------------

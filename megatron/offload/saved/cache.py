@@ -12,9 +12,11 @@ same counter: the parts that `unsafe_chunk` makes share a storage and count thei
 
 Note [Gathered views]
 A view that covers a small part of a storage would drag all of it along. Its span, from its first
-byte to its last, is copied to a storage of its own instead, and that one moves. A layer that saves
-several views of one storage usually needs all of it: whoever sees them together (the engine, at
-the end of a layer) asks for the whole.
+byte to its last, is copied to a storage of its own instead, once the operation that saved it has
+ended, and that one moves. Where the storage itself is still alive when the view is needed, because
+somebody else holds it, the view is one of it again. A layer that saves several views of one storage
+usually needs all of it: whoever sees them together (the engine, at the end of a layer) asks for the
+whole.
 """
 
 from __future__ import annotations
@@ -27,15 +29,8 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.offload.saved.record import SavedReference, SavedStorage, storage_if_alive
+from megatron.offload.saved.record import SavedReference, SavedStorage, Span, storage_if_alive
 from megatron.offload.saved.scope import Scope
-
-
-class Span(NamedTuple):
-    """A range of a storage, in bytes."""
-
-    start_bytes: int
-    num_bytes: int
 
 
 class LongLived(NamedTuple):
@@ -51,7 +46,7 @@ class LongLived(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    storage: StorageWeakRef  # that autograd saved; the record's own may be a copy of a part
+    storage: StorageWeakRef  # that autograd saved, all of it
     record: SavedReference
     dtype: torch.dtype
     shape: torch.Size
@@ -127,11 +122,10 @@ class TensorCache:
     def add(
         self, storage: torch.UntypedStorage, span: Span | None, tensor: torch.Tensor, scope: Scope
     ) -> SavedStorage:
-        """A new record for what `find` does not know: a copy of the span, or all there is."""
-        own = storage if span is None else _copy_of(storage, span)
-        record = SavedStorage(own, scope, tensor._version)
+        """A new record for what `find` does not know: of the span, or of all there is."""
+        record = SavedStorage(storage, scope, tensor._version, span)
         self._entries[storage._cdata, span] = _Entry(
-            record.origin if own is storage else StorageWeakRef(storage),
+            record.origin,
             weakref.ref(record),
             tensor.dtype,
             tensor.shape,
@@ -189,11 +183,6 @@ def _count_together(one: torch.Tensor, other: torch.Tensor) -> bool:
     with _unsafe_preserve_version_counter(other):
         torch.autograd.graph.increment_version(other)
         return one._version != before
-
-
-def _copy_of(storage: torch.UntypedStorage, span: Span) -> torch.UntypedStorage:
-    source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return source[span.start_bytes :][: span.num_bytes].clone().untyped_storage()
 
 
 def _has_plain_storage(tensor: torch.Tensor) -> bool:

@@ -25,14 +25,16 @@ function tells the engine the type of its nodes; those copies are emptied when h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 _RAW, _SAVED = "_raw_saved_", "_saved_"
 _FUNCTION_NODE = ("_raw_saved_tensors", "saved_tensors")  # of torch.autograd.Function
-_attributes_of_node_type: dict[type, list[tuple[str, str]]] = {}
+# Weak: an `autograd.Function` that is defined in a forward pass has a type of its own each time.
+_attributes_of_node_type: MutableMapping[type, list[tuple[str, str]]] = WeakKeyDictionary()
 
 
 def saved_tensors_between(
@@ -87,7 +89,10 @@ def _saved_by(node: Any) -> Iterator[tuple[Any, torch.Tensor | None]]:
     if names is None:
         names = _attributes_of_node_type[type(node)] = _saved_attributes(node)
     for raw_name, name in names:
-        raw = getattr(node, raw_name)
+        try:
+            raw = getattr(node, raw_name)
+        except RuntimeError:  # another backward pass has freed it
+            continue
         is_list = isinstance(raw, tuple | list)
         hooked = [saved for saved in (raw if is_list else (raw,)) if _has_hooks(saved)]
         if hooked:

@@ -13,13 +13,17 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.offload.saved.cache import Span, TensorCache, span_of
-from megatron.offload.saved.record import SavedStorage, SavedView
+from megatron.offload.saved.cache import TensorCache, span_of
+from megatron.offload.saved.record import KeptTensor, SavedStorage, SavedView, Span
 from megatron.offload.saved.scope import Scope
 
 # A context in which no mode and no subclass intercepts torch's functions: ours are none of their
 # business, and they would see some thirty calls for each saved tensor.
 PLAIN_TORCH = torch._C.DisableTorchFunction
+
+# What autograd keeps in place of a saved tensor. An inference tensor has no versions: it stands for
+# itself.
+Packed = SavedView | KeptTensor | torch.Tensor
 
 
 class Mover(Protocol):
@@ -58,44 +62,45 @@ class SavedTensorHooks:
         # read, which no thread that waits for the lock has to end. Taken before a record's lock.
         self._one_at_a_time = threading.Lock()
 
-    def pack(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> Packed:
         """What autograd keeps instead of `tensor`: a view record, or the tensor if it stays."""
         with PLAIN_TORCH():
             storage = self._cache.movable(tensor)
-            return tensor if storage is None else self._take(tensor, storage)
+            return self._keep(tensor) if storage is None else self._take(tensor, storage)
 
-    def pack_found(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
+    def pack_found(self, tensor: torch.Tensor) -> Packed:
         """The same for a tensor that is known to be movable, without torch's modes in the way."""
         return self._take(tensor, tensor.untyped_storage())
 
-    def pack_whole(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
+    def pack_whole(self, tensor: torch.Tensor) -> Packed:
         """The same if its whole storage is needed, by it and others together."""
         return self._take(tensor, tensor.untyped_storage(), moves_whole=True)
 
     def emptying(
-        self, pack: Callable[[torch.Tensor], SavedView | torch.Tensor], leaf: torch.Tensor
-    ) -> Callable[[torch.Tensor], SavedView | torch.Tensor]:
+        self, pack: Callable[[torch.Tensor], Packed], leaf: torch.Tensor
+    ) -> Callable[[torch.Tensor], Packed]:
         """`pack` for a leaf that nobody but autograd refers to: it gives its memory up.
 
         See Note [Leaves] in `graph.py`.
         """
 
-        def pack_and_empty(tensor: torch.Tensor) -> SavedView | torch.Tensor:
+        def pack_and_empty(tensor: torch.Tensor) -> Packed:
             packed = pack(tensor)
             leaf.data = leaf.new_empty(()).expand(leaf.shape)
             return packed
 
         return pack_and_empty
 
-    def unpack(self, packed: SavedView | torch.Tensor) -> torch.Tensor:
+    def unpack(self, packed: Packed) -> torch.Tensor:
         """The saved tensor, bit for bit.
 
         Raises:
             ChangedInPlaceError: it was modified in place since `pack`.
             StorageError: its bytes could not be read back.
         """
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if not isinstance(packed, SavedView):
+            with PLAIN_TORCH():
+                return packed.tensor() if isinstance(packed, KeptTensor) else packed
         with PLAIN_TORCH():
             tensor = packed.take_ready()
             if tensor is None:
@@ -107,7 +112,7 @@ class SavedTensorHooks:
 
     def _take(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, moves_whole: bool = False
-    ) -> SavedView | torch.Tensor:
+    ) -> Packed:
         span: Span | None = None  # all of the storage
         record, tier = self._cache.find(storage, span, tensor), None
         if record is None and not moves_whole and is_small_part(tensor, storage):
@@ -116,11 +121,14 @@ class SavedTensorHooks:
         if record is None:
             tier = self._mover.tier_for(storage.nbytes() if span is None else span.num_bytes)
             if tier is None:
-                return tensor
+                return self._keep(tensor)
             record = self._cache.add(storage, span, tensor, self._mover.scope)
-        view = SavedView(record, tensor, 0 if span is None else span.start_bytes)
+        view = SavedView(record, tensor)
         self._mover.saved(record, tier)
         return view
+
+    def _keep(self, tensor: torch.Tensor) -> Packed:
+        return tensor if tensor.is_inference() else KeptTensor(tensor, self._mover.scope)
 
 
 def is_small_part(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One saved storage and the views of it that autograd holds: `SavedStorage`, `SavedView`.
 
+What autograd holds in place of a tensor that stays in memory is a `KeptTensor`.
+
 The cache creates records, the hooks hand views to autograd, the engine starts transfers on them.
 A record never starts I/O itself; it knows where its bytes are and who may take them.
 
@@ -14,16 +16,22 @@ transfer under way holds the memory and the block it works on, so neither is reu
 from __future__ import annotations
 
 import enum
-import functools
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.saved.scope import Scope
+
+
+class Span(NamedTuple):
+    """A range of a storage, in bytes."""
+
+    start_bytes: int
+    num_bytes: int
 
 
 class Pending(Protocol):
@@ -64,18 +72,25 @@ class State(enum.Enum):
 class SavedStorage:
     """The bytes of one `untyped_storage` that autograd saved, however many views point into it.
 
+    Of a storage of which only a part was saved, the bytes of that part: see Note [Gathered views]
+    in `cache.py`.
+
     States change under `_lock`: threads that compute save and use, the starter begins transfers,
     I/O threads end writes. The lock is held for a few assignments; nothing waits or
     frees memory under it.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, scope: Scope, version: int) -> None:
+    def __init__(
+        self, storage: torch.UntypedStorage, scope: Scope, version: int, span: Span | None = None
+    ) -> None:
         self._pending: Pending | None = None  # first: `__del__` also runs if the rest raises
         self.scope = scope
         self.version = version  # of the tensor that was saved first
-        self.num_bytes = storage.nbytes()
+        # In the storage that was saved; a copy of a part begins with its first byte.
+        self.start_bytes, self.num_bytes = span or Span(0, storage.nbytes())
         self.origin = StorageWeakRef(storage)  # does not keep the bytes alive
-        self._address = storage.data_ptr()
+        self._origin_place = _place_of(storage)
+        self._own_place = self._origin_place  # of what is written: that, or a copy of a part of it
         self.state = State.IN_MEMORY
         self.block: Any = None  # where the bytes are on a tier; the tier alone looks into it
         self.queue: Any = None  # of the device, that the operation was in; the device alone looks
@@ -101,6 +116,26 @@ class SavedStorage:
             self.state = State.QUEUED
             return self._memory
 
+    def gather(self) -> None:
+        """Takes a copy of the part that was saved, if it is a part, to be written in its place.
+
+        For the thread that saved it, once the operation has ended.
+        """
+        if self._is_whole:
+            return
+        with self._lock:
+            memory = self._memory if self.state is State.QUEUED else None
+        if memory is None or _place_of(memory) != self._origin_place:
+            return  # needed already, or freed under everybody's hands: see `memory_to_write`
+        copy = _copy_of(memory, self.start_bytes, self.num_bytes)
+        with self._lock:
+            if self.state is State.QUEUED:
+                self._memory, self._own_place = copy, _place_of(copy)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._origin_place[0] == self.num_bytes
+
     def memory_to_write(self) -> torch.UntypedStorage | None:
         """The bytes, if they are still to be written; None if they were needed meanwhile.
 
@@ -110,7 +145,7 @@ class SavedStorage:
             if self.state is not State.QUEUED:
                 return None
             assert self._memory is not None
-            if not self._is_as_saved(self._memory):
+            if _place_of(self._memory) != self._own_place:
                 self.state = State.IN_MEMORY
                 return None
             return self._memory
@@ -143,16 +178,17 @@ class SavedStorage:
             # Somebody may free a storage under everybody's hands and fill it again before its use
             # (recomputation does): then what was written may be anything, and memory is right.
             assert self._memory is not None
-            if failed or not self._is_as_saved(self._memory):
+            if failed or _place_of(self._memory) != self._own_place:
                 self.state, self.block = State.IN_MEMORY, None
             else:
                 self.state = State.ON_TIER
                 memory, self._memory = self._memory, None
         del memory
 
-    def _is_as_saved(self, memory: torch.UntypedStorage) -> bool:
-        """Whether a storage still has the memory that it had when it was saved."""
-        return memory.nbytes() == self.num_bytes and memory.data_ptr() == self._address
+    def _unmoved(self) -> torch.UntypedStorage | None:
+        """The storage that was saved, where somebody else keeps it alive."""
+        alive = storage_if_alive(self.origin)
+        return alive if alive is not None and _place_of(alive) == self._origin_place else None
 
     def take_back(self) -> torch.UntypedStorage | None:
         """The bytes in memory if they are still there, for good; None if only a tier has them.
@@ -160,19 +196,21 @@ class SavedStorage:
         Cancels a queued write (forwarding): there is no use in writing what is needed now. A
         storage that was written but that somebody else kept alive needs no read either.
         """
-        pending = None
+        pending, copy = None, None  # freed when this frame ends, outside the lock
         with self._lock:
             if self.state is State.QUEUED:
                 self.state = State.IN_MEMORY
             elif self.state is State.WRITING:
                 pending, self._pending = self._pending, None
                 self.state, self.block = State.IN_MEMORY, None
-            elif self.state is State.ON_TIER:
-                alive = storage_if_alive(self.origin)
-                if alive is not None and self._is_as_saved(alive):
-                    self._memory = alive
-                    self.state, self.block = State.IN_MEMORY, None
+            elif self.state is State.ON_TIER and (unmoved := self._unmoved()) is not None:
+                self._memory = unmoved
+                self.state, self.block = State.IN_MEMORY, None
+            # What backward changes in place is to be changed for all who see the storage.
+            if self.state is State.IN_MEMORY and not self._is_whole:
+                copy, self._memory = self._memory, self._unmoved() or self._memory
             memory = self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
+        del copy
         if pending is not None:
             # Outside the lock: cancelling calls `end_writing`, which finds nothing to do. A write
             # that has started goes on undisturbed, but nobody will read its block.
@@ -260,22 +298,20 @@ class SavedView:
     Args:
         saved: the bytes.
         tensor: the saved tensor.
-        start_bytes: where in the tensor's storage the saved bytes begin.
     """
 
     __slots__ = (
-        *("_dtype", "_offset", "_shape", "_stride", "_version", "_witness", "__weakref__"),
+        *("_offset", "_shape", "_stride", "_version", "_witness", "__weakref__"),
         *("is_used", "ready", "saved"),
     )
 
-    def __init__(self, saved: SavedStorage, tensor: torch.Tensor, start_bytes: int = 0) -> None:
+    def __init__(self, saved: SavedStorage, tensor: torch.Tensor) -> None:
         self.saved = saved
         self.is_used = False
         self.ready: list[torch.Tensor] = []  # the tensor, once its bytes were read; for one use
-        self._dtype = tensor.dtype
         self._shape = tensor.shape
         self._stride = tensor.stride()
-        self._offset = tensor.storage_offset() - start_bytes // tensor.element_size()
+        self._offset = tensor.storage_offset()
         self._version = tensor._version
         # Shares the tensor's version counter and none of its memory: `detach` keeps the counter,
         # assigning `data` keeps it too but swaps the storage.
@@ -301,29 +337,79 @@ class SavedView:
         ChangedInPlaceError: the tensor was modified in place since it was saved.
         """
         if self._witness._version != self._version:
-            raise ChangedInPlaceError(
-                f"an activation of {self.saved.scope} needed for gradient computation was "
-                f"modified by an in-place operation: {self._dtype} of shape "
-                f"{tuple(self._shape)} is at version {self._witness._version}; expected version "
-                f"{self._version}; make the operation out of place or clone its input"
-            )
+            raise _changed(self._witness, self._version, tuple(self._shape), self.saved.scope)
 
     def rebuild(self, memory: torch.UntypedStorage) -> torch.Tensor:
         """The tensor with its own shape, stride, offset, dtype and version counter, on `memory`.
 
         What backward changes in place is changed for every view of it, and `check_unchanged` sees.
         """
+        # A copy of a part, or all of the storage that it is part of.
+        is_own = memory.nbytes() == self.saved.num_bytes
+        start = self.saved.start_bytes // self._witness.element_size() if is_own else 0
         content = self._witness.new_empty(0)
-        content.set_(memory, self._offset, self._shape, self._stride)
+        content.set_(memory, self._offset - start, self._shape, self._stride)
         tensor = self._witness.detach()
         tensor.data = content
         return tensor
 
 
-@functools.cache
+class KeptTensor:
+    """What autograd holds in place of a saved tensor that stays: where there are hooks, it does not
+    look whether a tensor was changed in place.
+
+    It has no graph, whose node would hold it in turn. A subclass may, which knows itself what it is
+    without.
+    """
+
+    __slots__ = ("_scope", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, scope: Scope) -> None:
+        self._scope = scope
+        is_plain = type(tensor) is torch.Tensor
+        self._tensor = tensor.detach() if is_plain and not tensor.is_leaf else tensor
+        self._version = tensor._version
+
+    def tensor(self) -> torch.Tensor:
+        """It. Raises ChangedInPlaceError, see `SavedView.check_unchanged`."""
+        tensor = self._tensor
+        if tensor._version != self._version:
+            shape = "nested" if tensor.is_nested else tuple(tensor.shape)
+            raise _changed(tensor, self._version, shape, self._scope)
+        return tensor
+
+
+def _changed(
+    tensor: torch.Tensor, version: int, shape: object, scope: Scope
+) -> ChangedInPlaceError:
+    return ChangedInPlaceError(
+        f"an activation of {scope} needed for gradient computation was modified by an in-place "
+        f"operation: {tensor.dtype} of shape {shape} is at version {tensor._version}; expected "
+        f"version {version}; make the operation out of place or clone its input"
+    )
+
+
 def _nothing_like(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An empty tensor, shared by all witnesses of its kind."""
-    return torch.empty(0, dtype=dtype, device=device)
+    nothing = _nothing.get((dtype, device))
+    if nothing is None:
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        if type(nothing) is torch.Tensor:  # and none of a mode that has only made it up
+            _nothing[dtype, device] = nothing
+    return nothing
+
+
+_nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _place_of(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Size and address, which change when somebody frees a storage that others hold."""
+    return storage.nbytes(), storage.data_ptr()
+
+
+def _copy_of(storage: torch.UntypedStorage, start: int, num_bytes: int) -> torch.UntypedStorage:
+    source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return source[start:][:num_bytes].clone().untyped_storage()
 
 
 SavedReference = weakref.ReferenceType[SavedStorage]
