@@ -64,14 +64,15 @@ class Solver:
         self.asked.append((profile, budget_bytes, max_slowdown))
         if self.error is not None:
             raise self.error
-        if budget_bytes is not None and budget_bytes < self.smallest_bytes:
-            raise InfeasibleBudgetError("no plan is so small", self.smallest_bytes, 1.0)
         groups = [
             PlannedGroup(layer.chunk, layer.name, group.name, self.placement, group.movable_bytes)
             for layer in profile.layers
             for group in layer.groups
         ]
-        return Plan(tuple(groups), predicted=self.predicted)
+        plan = Plan(tuple(groups), predicted=self.predicted)
+        if budget_bytes is not None and budget_bytes < self.smallest_bytes:
+            raise InfeasibleBudgetError("no plan is so small", self.smallest_bytes, 1.0, plan)
+        return plan
 
 
 class Run:

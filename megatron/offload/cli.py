@@ -79,8 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "rok":
             return _rok(args, sys.argv[1:] if argv is None else argv)
         print(compare_runs(args.metrics))
-    except (ConfigurationError, TrialError, OSError) as error:
+    except (ConfigurationError, TrialError) as error:
         print(f"megatron-offload: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"megatron-offload: error: {what}", file=sys.stderr)
         return 2
     return 0
 

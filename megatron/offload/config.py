@@ -353,8 +353,9 @@ class OffloadConfig:
                 )
         if self.memory_budget_bytes == 0:
             raise ConfigurationError(
-                "--activation-memory-budget 0 leaves no memory to compute in; give a size above 0, "
-                "or --activation-offload-max-slowdown for as little memory as possible"
+                "--activation-memory-budget is less than a byte, which leaves no memory to compute "
+                "in; give a size, for example 12GiB, or --activation-offload-max-slowdown for as "
+                "little memory as possible"
             )
 
     @property

@@ -6,6 +6,8 @@ A message is one sentence: `activation offload: <what happened>; <what was expec
 
 from __future__ import annotations
 
+from typing import Any
+
 PREFIX = "activation offload: "
 
 
@@ -26,12 +28,14 @@ class InfeasibleBudgetError(ConfigurationError):
     Attributes:
         smallest_bytes: the smallest memory budget that can be met.
         step_s: seconds of a step with it.
+        plan: a `Plan` that does.
     """
 
-    def __init__(self, message: str, smallest_bytes: int, step_s: float) -> None:
+    def __init__(self, message: str, smallest_bytes: int, step_s: float, plan: Any) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
         self.step_s = step_s
+        self.plan = plan
 
 
 class StorageError(OffloadError):

@@ -58,7 +58,7 @@ drift(
 drift(
     "other sizes are not noticed",
     """
-        if step.sizes and self._profile.sizes and dict(step.sizes) != self._profile.sizes:
+        if step.sizes and self._sizes and dict(step.sizes) != self._sizes:
 """,
     """
         if False:
@@ -190,7 +190,7 @@ drift(
 drift(
     "a byte over the budget counts",
     """
-        if budget_bytes is None or step.peak_bytes <= budget_bytes * _OVER_BUDGET:
+        if budget_bytes is None or step.peak_bytes <= budget_bytes * OVER_BUDGET:
 """,
     """
         if budget_bytes is None or step.peak_bytes <= budget_bytes:
@@ -200,7 +200,7 @@ drift(
 drift(
     "no memory is too much",
     """
-        if budget_bytes is None or step.peak_bytes <= budget_bytes * _OVER_BUDGET:
+        if budget_bytes is None or step.peak_bytes <= budget_bytes * OVER_BUDGET:
 """,
     """
         if True:

@@ -43,6 +43,27 @@ planner(
     "",
     PLANNER + "test_a_plan_that_was_followed_for_some_steps_is_refined_once",
 )
+RETURNED = PLANNER + "test_what_the_allocator_keeps_is_returned_after_steps_over_the_budget"
+planner(
+    "the allocator keeps its memory for reuse after steps over the budget",
+    """
+        if budget_bytes is not None and last is not None and last.peak_bytes > budget_bytes:
+""",
+    """
+        if False:
+""",
+    RETURNED + "[1001-2]",
+)
+planner(
+    "the allocator gives its memory back after each step",
+    """
+        if budget_bytes is not None and last is not None and last.peak_bytes > budget_bytes:
+""",
+    """
+        if budget_bytes is not None and last is not None:
+""",
+    RETURNED + "[1000-0]",
+)
 planner(
     "the last of the measured steps says what they need",
     """
@@ -176,11 +197,11 @@ planner(
 planner(
     "each rank plans by its own profile",
     """
-        )
+        self._own_tiers = profile.tiers
         return agreed_profile(profile, self._agreement)
 """,
     """
-        )
+        self._own_tiers = profile.tiers
         return profile
 """,
     AGREES + "test_the_profile_is_the_groups",
@@ -208,11 +229,11 @@ planner(
 planner(
     "each rank counts on its own tiers when memory is short",
     """
-        profile = dataclasses.replace(self.profile, tiers=self.measurement.tiers())
+        profile = dataclasses.replace(self.profile, tiers=self._own_tiers)
         return agreed_profile(profile, self._agreement)
 """,
     """
-        return dataclasses.replace(self.profile, tiers=self.measurement.tiers())
+        return dataclasses.replace(self.profile, tiers=self._own_tiers)
 """,
     AGREES + "test_a_rank_over_its_budget_makes_all_plan_at_once",
 )
@@ -229,12 +250,43 @@ planner(
 planner(
     "sizes that are new are measured though two are known",
     """
-            fitted_profile = self._fitted()
+            fitted_profile = self._agreed_fitted()
 """,
     """
             fitted_profile = None
 """,
     PLANNER + "test_other_sizes_are_measured_and_a_third_one_is_fitted",
+)
+FITTED = AGREES + "test_a_profile_is_fitted_where_all_ranks_have_micro_batches_of_one_size"
+planner(
+    "a rank fits a profile to sizes that others of its group do not have",
+    """
+        if fitted_profile is None or high != -negative_low:
+""",
+    """
+        if fitted_profile is None:
+""",
+    FITTED,
+)
+planner(
+    "each rank fits a profile of its own",
+    """
+        return agreed_profile(fitted_profile, self._agreement)
+""",
+    """
+        return fitted_profile
+""",
+    FITTED,
+)
+planner(
+    "a rank's drive is compared with the mean of the group",
+    """
+                plan.predicted, self.profile.sizes, self._own_tiers, self._budget_bytes, usual
+""",
+    """
+                plan.predicted, self.profile.sizes, self.profile.tiers, self._budget_bytes, usual
+""",
+    AGREES + "test_a_drive_slower_than_the_groups_mean_is_no_change",
 )
 
 WORTH = PLANNER + "test_a_plan_takes_the_place_of_another_if_that_is_worth_it"

@@ -47,9 +47,9 @@ silence(
     SILENCE + "test_threads_that_are_silent_together_leave_the_output_as_it_was",
 )
 
-program = table_of("placement/program.py", MUTATIONS)
+rows = table_of("placement/rows.py", MUTATIONS)
 
-program(
+rows(
     "HiGHS is heard",
     """
         with silent_output():
@@ -59,6 +59,8 @@ program(
 """,
     SILENCE + "test_a_plan_is_made_without_a_word_of_the_solvers",
 )
+
+program = table_of("placement/program.py", MUTATIONS)
 
 program(
     "the program fills the room of an allocator's fragments",

@@ -8,9 +8,11 @@ import pytest
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.comparison_plans import (
     COMPARISON_PLANS,
+    all_moved,
     suffix_plan,
     suffix_within,
 )
+from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.timeline import Timeline
 from tests.stages import group, layer, stage, tier
@@ -65,3 +67,20 @@ def test_a_suffix_within_a_budget_keeps_as_many_layers_as_fit() -> None:
 def test_a_plan_for_ssds_needs_one() -> None:
     with pytest.raises(ConfigurationError, match=r"tiers \['host'\]; this plan needs ssd"):
         suffix_plan(stage(tiers=(tier("host"),)))
+
+
+def test_everything_moves_to_the_tiers_in_proportion_and_no_further_than_they_have_room() -> None:
+    tiers = (tier("ssd", write=1.0), tier("host", write=3.0, capacity_bytes=20))
+    placements = [line.placement for line in all_moved(stage(8, tiers=tiers)).groups]
+    assert placements == [Placement.HOST, Placement.HOST, *[Placement.SSD] * 6]
+    roomy = (tiers[0], tier("host", write=3.0))
+    placements = [line.placement for line in all_moved(stage(8, tiers=roomy)).groups]
+    assert placements.count(Placement.SSD) == 2
+
+
+def test_what_several_micro_batches_hold_at_a_time_counts() -> None:
+    first_of_two = Layout(2, 0, 1, 4)  # holds two
+    tiers = (tier("ssd", write=1.0, capacity_bytes=16 * 3),)
+    profile = stage(4, layout=first_of_two, micro_batches=4, tiers=tiers)
+    placements = [line.placement for line in all_moved(profile).groups]
+    assert placements == [*[Placement.SSD] * 3, Placement.KEEP]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,35 @@ def test_a_plan_that_was_edited_by_hand_is_read() -> None:
     values["stages"][0]["groups"][0]["placement"] = "keep"
     edited = plans_from_json(json.dumps(values))[0]
     assert edited.groups[0].placement is Placement.KEEP and edited.groups[1:] == plan().groups[1:]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ('"chunk": 0', '"chunk": "0"', "chunk is '0'"),
+        ('"chunk": 0', '"chunk": true', "chunk is True"),
+        ('"layer": "decoder.0"', '"layer": ["decoder.0"]', "layer is"),
+        ('"stage": 0', '"stage": [0]', "stage is"),
+        ('"movable_bytes": 8', '"movable_bytes": "8MiB"', "movable_bytes is '8MiB'"),
+        ('"reason": ""', '"reason": null', "reason is None"),
+        ('"step_s": 1.0', '"step_s": "1"', "step_s is '1'"),
+        ('"placement": "ssd"', '"placement": "sdd"', "mlp of decoder.0 has placement 'sdd'"),
+        ('"group": "mlp"', '"group": "attention"', "attention of decoder.0 in chunk 0 is there 2"),
+        ('"stages": [', '"levels": [', "'stages' is missing"),
+    ],
+)
+def test_what_was_edited_wrongly_is_named(before: str, after: str, words: str) -> None:
+    groups = tuple(
+        PlannedGroup(0, "decoder.0", name, Placement.SSD, 8) for name in ("attention", "mlp")
+    )
+    text = plans_to_json([Plan(groups, predicted=Prediction(1.0, 0.0, 0.0, 100))])
+    assert before in text
+    edited = after.join(text.rsplit(before, 1))
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        plans_from_json(edited)
+
+
+def test_a_stage_is_planned_once() -> None:
+    plan = Plan((PlannedGroup(0, "decoder.0", "layer", Placement.SSD, 8),))
+    with pytest.raises(ConfigurationError, match="stage 0 is there 2 times"):
+        plans_from_json(plans_to_json([plan, plan]))

@@ -25,6 +25,29 @@ def request(line: str) -> Request:
     return request_of(parser.parse_args(shlex.split(line)))
 
 
+@pytest.mark.parametrize(
+    ("flags", "num_bytes"),
+    [
+        ("", 512 << 20),
+        ("--activation-offload-inflight 1GiB", 1 << 30),
+        ("--hidden-size 8192 --seq-length 8192 --micro-batch-size 8", None),
+    ],
+)
+def test_as_much_is_in_flight_as_in_a_run(flags: str, num_bytes: int | None) -> None:
+    profile = request(f"{MODEL} {flags}").profile
+    largest = max(layer.movable_bytes for layer in profile.layers)
+    assert profile.inflight_bytes == (largest if num_bytes is None else num_bytes)
+    assert num_bytes is not None or largest > 512 << 20
+
+
+def test_a_profile_has_its_own_model(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(project(request(MODEL).projections[0]).to_json())
+    assert request(f"--profile {path}").projections == ()
+    with pytest.raises(ConfigurationError, match="drop --num-layers, --seq-length"):
+        request(f"--profile {path} --num-layers 4 --seq-length 128")
+
+
 def test_sizes_and_division_reach_the_projection() -> None:
     of = request(
         f"{MODEL} --swiglu --group-query-attention --num-query-groups 4 --num-gpus 16"

@@ -236,3 +236,26 @@ class TestTheRuleOfSsdTrain:
         assert suffix.step_s == pytest.approx(keep.step_s, rel=1e-3)
         # Published: 28 to 40 % less activation memory in most cases, 47 % at best.
         assert 0.28 <= 1 - suffix.peak_bytes / keep.peak_bytes <= 0.47
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", None),
+        ("--micro-batch-size 64 --global-batch-size 64", "GiB are left; give"),
+        ("--num-layers 96 --hidden-size 12288", "weights, gradients and optimizer alone"),
+    ],
+)
+def test_a_plan_that_does_not_fit_says_so(
+    flags: str, words: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(f"{MODEL} --activation-offload-max-slowdown 0 --ssds 0 {flags}".split()) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert ("THIS DOES NOT FIT" in last) is (words is not None)
+    assert words is None or words in last
+
+
+def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--profile", "/no/such.json"]) == 2
+    expected = "megatron-offload: error: /no/such.json: No such file or directory"
+    assert expected in capsys.readouterr().err

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,32 @@ def test_a_step_that_planning_again_leaves_slow_is_usual_from_then_on(
     assert run.planner.num_plans == 2
     run.steps(40)
     assert run.planner.num_plans == 2
+
+
+@pytest.mark.parametrize("same_sizes", [True, False])
+def test_a_profile_is_fitted_where_all_ranks_have_micro_batches_of_one_size(
+    run: Run, same_sizes: bool
+) -> None:
+    run.steps(5)
+    run.tokens = 64
+    run.steps(5)
+    run.tokens = 48
+    others = {} if same_sizes else {"digests": lambda own: [own[0] + 1, own[1]]}
+    run.planner._agreement = Group(**others, means=lambda own: [7.0] * len(own))
+    asked = len(run.solver.asked)
+    while len(run.solver.asked) == asked and run.planner.phase is not Phase.UPDATING:
+        run.step()
+    assert (run.planner.phase is Phase.UPDATING) is not same_sizes
+    if same_sizes:  # and all plan with the same figures
+        assert run.solver.asked[-1][0].layers[0].forward_s == 7.0
+
+
+def test_a_drive_slower_than_the_groups_mean_is_no_change(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.solver.placement = Placement.SSD
+    run.planner._agreement = Group(means=lambda own: [1e15] * len(own))
+    with caplog.at_level(logging.INFO, "megatron.offload"):
+        run.steps(3 + 6)
+    assert run.solver.asked[0][0].tiers[0].write_bytes_per_s == 1e15
+    assert "ssd takes" not in caplog.text

@@ -15,6 +15,7 @@ import pytest
 from megatron.offload import cli
 from megatron.offload.config import MIB
 from megatron.offload.placement.plan_file import load_plans
+from megatron.offload.placement.profile import StageProfile
 from megatron.offload.report.rok import command, measurement
 from megatron.offload.report.rok.figures import figures_of
 from megatron.offload.report.rok.measurement import num_moved
@@ -134,6 +135,10 @@ FAKE_TRAINER = """
 import json, os, sys
 from pathlib import Path
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+def write_profile(text):  # whole: who measures reads it, and ends the training, at any moment
+    unfinished = profile.with_suffix(".unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(profile)
 mode = flags["--activation-offload"]
 budget = int(flags.get("--activation-memory-budget", 0))
 if "--activation-offload-plan" in flags:
@@ -145,7 +150,7 @@ elif mode == "auto":
         sys.exit("trainer: error: no plan fits")
     seconds, peak, plans = WRONG.get("auto_s", 1.1), budget, [0, 0] + [1] * 99
     profile = Path(flags["--metrics-file"]).parent / "activation-profile-stage0.json"
-    profile.write_text(PROFILE)
+    write_profile(PROFILE)
 elif "--recompute-granularity" in flags:
     seconds, peak, plans = 1.3, 12 << 20, []
 else:
@@ -161,6 +166,9 @@ with Path(flags["--metrics-file"]).open("w") as out:
             with (Path(__file__).parent / "turns").open("a") as turns:
                 print(os.getpid(), number, file=turns)
         offload = {"written_bytes": 5}
+        if "profile" in globals():
+            sizes = json.dumps({"budget": budget, "steps": number + 1})
+            write_profile(PROFILE.replace('"sizes": {}', f'"sizes": {sizes}'))
         if plans:
             offload |= {"plans": plans[number], "predicted_step_s": 1.5,
                         "predicted_peak_bytes": budget}
@@ -223,6 +231,18 @@ def test_a_curve_has_all_strategies_and_what_the_planner_predicts(curve: tuple[s
     assert {one.placement for one in result.figures} == {*DEFAULT_STRATEGIES}
     assert len(result.frontier) >= 5
     assert "auto, 19 MiB" in printed and "TBA's rule sends the first" in printed
+
+
+def test_the_middle_budgets_last_profile_predicts_all_budgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: dict[int, StageProfile] = {}
+    monkeypatch.setattr(command, "predicted_frontier", lambda own, _: used.update(own) or [])
+    assert rok(tmp_path, "--strategies", "off,recompute,auto", "--budgets", "3") == 0
+    middle = 26 * MIB
+    folder = tmp_path / "out" / "trainings" / f"round1-mb1-auto-{middle}@offload"
+    num_steps = len((folder / "metrics.jsonl").read_text().splitlines())
+    assert used[1].sizes == {"budget": middle, "steps": num_steps}
 
 
 def test_the_csv_has_a_line_for_each(curve: tuple[str, Path]) -> None:

@@ -6,17 +6,19 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from megatron.offload.placement import program
+from megatron.offload.placement import rows
 from megatron.offload.placement.silence import silent_output
 from megatron.offload.placement.solver import solve
 from tests.processes import finish, start_python
 from tests.stages import stage
 
 LIBRARY = ctypes.CDLL(None)
+FULLY_BUFFERED, UNBUFFERED = 0, 2  # <stdio.h>
 
 
 def chatter() -> None:
@@ -28,22 +30,34 @@ def chatter() -> None:
 def test_a_plan_is_made_without_a_word_of_the_solvers(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    milp, asked = program.milp, []
+    milp, asked = rows.milp, []
 
     def talking(*args: Any, **more: Any) -> Any:
         chatter()
         asked.append(1)
         return milp(*args, **more)
 
-    monkeypatch.setattr(program, "milp", talking)
+    monkeypatch.setattr(rows, "milp", talking)
     print("before", flush=True)
     solve(stage(4), budget_bytes=20)
     os.write(1, b"after\n")
     assert asked and capfd.readouterr().out == "before\nafter\n"
 
 
+@pytest.fixture
+def buffered_stdout() -> Iterator[None]:
+    """C keeps what is printed until it is flushed, whatever PYTHONUNBUFFERED says."""
+    stdout = ctypes.c_void_p.in_dll(LIBRARY, "stdout")
+    buffer = ctypes.create_string_buffer(4096)
+    assert LIBRARY.setvbuf(stdout, buffer, FULLY_BUFFERED, ctypes.c_size_t(4096)) == 0
+    yield
+    LIBRARY.fflush(None)
+    LIBRARY.setvbuf(stdout, None, UNBUFFERED, ctypes.c_size_t(0))
+
+
+@pytest.mark.usefixtures("buffered_stdout")
 def test_what_was_printed_before_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
-    LIBRARY.printf(b"before\n")  # it may be in C's buffer still
+    LIBRARY.printf(b"before\n")  # it is in C's buffer still
     with silent_output():
         chatter()
     LIBRARY.printf(b"after\n")

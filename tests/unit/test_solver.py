@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatron.offload.errors import ConfigurationError, InfeasibleBudgetError
 from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.policy import Placement
-from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.profile import GroupProfile, StageProfile
 from megatron.offload.placement.program import Program
 from megatron.offload.placement.solver import solve
 from megatron.offload.placement.timeline import Timeline
@@ -282,3 +283,48 @@ def test_the_same_profile_gives_the_same_plan_in_every_process(tmp_path: Path) -
 
 def test_a_stage_without_layers_has_an_empty_plan() -> None:
     assert solve(stage(layers=()), budget_bytes=10).groups == ()
+
+
+def uneven(seed: int) -> StageProfile:
+    """Eight layers, each of other sizes and with other choices, and two small tiers."""
+    chance = random.Random(seed)
+
+    def one(name: str) -> GroupProfile:
+        return group(
+            name,
+            chance.randint(50, 400),
+            kept_bytes=chance.randint(0, 20),
+            produced_s=chance.random(),
+            first_use_s=chance.random(),
+            recompute_s=chance.choice((None, 0.5)),
+            input_bytes=chance.randint(0, 30),
+        )
+
+    layers = tuple(
+        layer(
+            f"decoder.{n}",
+            input_bytes=chance.randint(1, 40),
+            recompute_s=chance.choice((None, 1.0)),
+            groups=(one("attention"), one("mlp")),
+        )
+        for n in range(8)
+    )
+    ssd = tier(write=100.0, read=100.0, capacity_bytes=chance.randint(100, 2000))
+    host = tier("host", 300.0, 300.0, capacity_bytes=chance.randint(100, 1000))
+    return stage(layers=layers, tiers=(ssd, host), inflight_bytes=500)
+
+
+@pytest.mark.parametrize("seed", [1, 14, 23])
+def test_the_smallest_budget_is_the_same_whatever_was_asked_for_and_is_met(seed: int) -> None:
+    profile = uneven(seed)
+
+    def smallest(budget_bytes: int) -> int:
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            solve(profile, budget_bytes=budget_bytes)
+        assert refused.value.plan.predicted.peak_bytes <= refused.value.smallest_bytes
+        return refused.value.smallest_bytes
+
+    least = smallest(1)
+    assert smallest(least // 2) == smallest(9 * least // 10) == least
+    met = solve(profile, budget_bytes=least)
+    assert met.predicted is not None and met.predicted.peak_bytes <= least

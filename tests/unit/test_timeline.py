@@ -80,12 +80,15 @@ def test_the_loss_hides_the_first_read_only_when_its_backward_comes_after_the_fo
 
 
 def test_before_the_loss_one_piece_has_to_do() -> None:
-    # Two layers written by 3 (a head of 10 s). At 12 layer 1 is read; 0 only when 1 is used.
-    profile = stage(2, after_s=(10.0,), backward_before_s=(5.0,))
-    assert predict(profile, SSD) == Prediction(21.0, 0.0, 0.0, 16, 16, 16)
+    # Two layers written by 3 (a head of 10 s), read in 4 s each: 1 from 12, 0 only when 1 is used,
+    # from 17 to 21. Backward of 1 has ended at 19.
+    tiers = (tier(read=2.0),)
+    profile = stage(2, tiers=tiers, after_s=(10.0,), backward_before_s=(5.0,))
+    assert predict(profile, SSD) == Prediction(23.0, 2.0, 0.0, 16, 16, 16)
     # The middle of a pipeline has no loss: it reads two at once, as the window allows. Both wait
     # for the last stage's passes, which take as long: forward 12-24, backward 24-33.
-    middle = stage(2, layout=Layout(2, 0, 1, 2), after_s=(10.0,), backward_before_s=(5.0,))
+    layout = Layout(2, 0, 1, 2)
+    middle = stage(2, tiers=tiers, layout=layout, after_s=(10.0,), backward_before_s=(5.0,))
     assert predict(middle, SSD) == Prediction(42.0, 0.0, 0.0, 16, 16, 16)
 
 
@@ -293,3 +296,12 @@ def test_a_plan_of_another_model_is_refused() -> None:
 def test_a_schedule_that_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="for ever"):
         Timeline(stage(layout=Layout(4, 0, 2, 1), micro_batches=3))
+
+
+def test_where_nothing_is_left_to_move_any_placement_is_keep() -> None:
+    empty = group("attention", 0, cheap_bytes=0, cheap_s=0.1)
+    profile = stage(layers=(layer(groups=(empty, group("mlp"))),))
+    lines = [("attention", Placement.SSD, 8), ("attention-cheap", Placement.RECOMPUTE, 4)]
+    for name, placement, size in lines:
+        line = PlannedGroup(0, "decoder.0", name, placement, size)
+        assert Timeline(profile).predict(Plan((line,))) == Timeline(profile).predict(Plan(()))

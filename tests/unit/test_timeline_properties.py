@@ -74,6 +74,17 @@ def test_memory_lies_between_what_one_layer_needs_and_everything(
 
 
 @settings(max_examples=150, deadline=None)
+@given(stages(), st.integers(2, 6))
+def test_the_part_of_a_long_step_that_is_simulated_has_the_peak_of_the_whole(
+    case: tuple[StageProfile, Ints], rounds: int
+) -> None:
+    profile, choices = case
+    profile = replace(profile, num_micro_batches=4 * rounds)
+    whole = Timeline(profile, all_micro_batches=True)
+    assert Timeline(profile).cost(choices).peak_bytes == whole.cost(choices).peak_bytes
+
+
+@settings(max_examples=150, deadline=None)
 @given(stages(), st.floats(1.0, 20.0))
 def test_a_drive_that_reads_and_writes_at_once_is_never_slower_by_more_than_a_piece(
     case: tuple[StageProfile, Ints], times: float

@@ -57,6 +57,7 @@ def test_figures_of_a_run_are_those_of_steps_that_count() -> None:
     run = Run(Variant("auto", "offload"), 0, [*before, *after])
     assert run.step_time_s(skip=1) == 2.0
     assert run.tokens_per_s(skip=1) == 5.0
+    assert Run(run.variant, 0, run.steps[:-1]).tokens_per_s(skip=1) == 10 / 1.5
     assert run.peak_bytes(skip=1) == 4
 
 

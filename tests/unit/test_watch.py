@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.plan import Prediction
-from megatron.offload.placement.profile import StageProfile
 from megatron.offload.planning.drift import Drift, MeasuredStep
 from megatron.offload.planning.watch import Reason, Watch
 
@@ -23,10 +21,7 @@ STEPS = {
 
 def drift() -> Drift:
     """Expects `USUAL`."""
-    profile = StageProfile(
-        Layout(1, 0, 1, 1), 1, (), (), (0.0,), (0.0,), (0.0,), (0.0,), sizes=SIZES
-    )
-    return Drift(Prediction(1.0, 0.0, 0.0, 100 * MIB), profile, 200 * MIB)
+    return Drift(Prediction(1.0, 0.0, 0.0, 100 * MIB), SIZES, (), 200 * MIB)
 
 
 @pytest.fixture

@@ -157,9 +157,13 @@ class Choices:
             found[:] = RECOMPUTE_LAYER
             return found
         for number, group in enumerate(layer.groups):
+            is_cheap = line.group == group.name + CHEAP_OF
+            has_bytes = group.cheap_bytes if is_cheap else group.movable_bytes
+            if line.group.removesuffix(CHEAP_OF) == group.name and not has_bytes:
+                return found  # with shorter sequences, say: then it is all the same
             on_top = int(chosen[self.spans[where][0] + number]) + CHEAP
             if (
-                line.group == group.name + CHEAP_OF
+                is_cheap
                 and line.placement is Placement.RECOMPUTE
                 and on_top in self.of_group(layer, number)
             ):

@@ -6,11 +6,13 @@ Each takes a profile and gives a plan without looking at a budget; `suffix_withi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.choices import Choices
-from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.passes import passes_of_step
+from megatron.offload.placement.plan import Plan, PlannedGroup
 from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.profile import StageProfile
 from megatron.offload.placement.script import FIRST_TIER, KEEP, RECOMPUTE_LAYER
@@ -33,6 +35,40 @@ def all_ssd(profile: StageProfile) -> Plan:
     """Everything that can move goes to SSDs."""
     choices = Choices(profile)
     return choices.plan(choices.all(FIRST_TIER + _ssd(profile)))
+
+
+def all_moved(profile: StageProfile) -> Plan:
+    """Everything that can move goes to the tiers side by side, so far as they have room.
+
+    As with `--activation-offload tiered`: each gets what it writes in the same time.
+    """
+    most = _most_in_flight(profile)
+    seconds = [0.0] * len(profile.tiers)  # of writing, so far
+    limits = [tier.capacity_bytes for tier in profile.tiers]
+    room = [math.inf if limit is None else limit for limit in limits]
+    lines = []
+    for layer in profile.layers:
+        for group in layer.groups:
+            size, placement = group.movable_bytes, Placement.KEEP
+            taken = size * most[layer.chunk]
+            takes_s = [size / tier.write_bytes_per_s for tier in profile.tiers]
+            fitting = [n for n, left in enumerate(room) if size and taken <= left]
+            if fitting:
+                n = min(fitting, key=lambda n: seconds[n] + takes_s[n])
+                placement = Placement(profile.tiers[n].name)
+                seconds[n] += takes_s[n]
+                room[n] -= taken
+            lines.append(PlannedGroup(layer.chunk, layer.name, group.name, placement, size))
+    return Plan(tuple(lines), stage=profile.layout.stage)
+
+
+def _most_in_flight(profile: StageProfile) -> list[int]:
+    """Of each chunk: forward passes that wait for their backward at a time."""
+    now, most = [0] * profile.layout.num_chunks, [0] * profile.layout.num_chunks
+    for one in passes_of_step(profile.layout, profile.num_micro_batches):
+        now[one.chunk] += -1 if one.is_backward else 1
+        most[one.chunk] = max(most[one.chunk], now[one.chunk])
+    return most
 
 
 def suffix_plan(profile: StageProfile) -> Plan:

@@ -6,16 +6,20 @@ The planner writes it once it has decided and reads it where one is given; peopl
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
 from megatron.offload.placement.policy import Placement
+from megatron.offload.placement.whole_file import write_whole
 
 FORMAT_VERSION = 1
 
@@ -49,22 +53,35 @@ def plans_from_json(text: str) -> dict[int, Plan]:
                 "plan again"
             )
         plans = [_plan(one) for one in values["stages"]]
+        _check_once("stage", [plan.stage for plan in plans])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigurationError):
             raise
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ConfigurationError(
-            f"this is no activation plan ({error!r}); give a file that "
+            f"this is no activation plan ({reason}); correct it, or give a file that "
             "--activation-offload-plan has written"
         ) from None
     return {plan.stage: plan for plan in plans}
 
 
 def save_plans(path: Path, plans: Iterable[Plan]) -> None:
-    """Writes the file; a reader finds all of it or none. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(plans_to_json(plans))
-    unfinished.replace(path)
+    """Writes the file, see `write_whole`. Raises OSError."""
+    write_whole(path, plans_to_json(plans))
+
+
+def update_plan(path: Path, plan: Plan) -> None:
+    """Puts the plan of one stage in the place of the one that is there.
+
+    Other stages may do the same at the same moment. Raises ConfigurationError, OSError.
+    """
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        save_plans(path, {**load_plans(path), plan.stage: plan}.values())
+    finally:
+        os.close(directory)
 
 
 def load_plans(path: Path) -> dict[int, Plan]:
@@ -78,14 +95,53 @@ def load_plans(path: Path) -> dict[int, Plan]:
 _GROUPS = "%groups%"  # stands for them until each has its line
 
 
+# What people may have edited, and what it has to be.
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("stage", "chunk", "movable_bytes"), int),
+    **dict.fromkeys(("layer", "group", "reason", "goal"), str),
+    **dict.fromkeys((field.name for field in dataclasses.fields(Prediction)), (int, float)),
+}
+
+
 def _plan(values: dict[str, Any]) -> Plan:
-    groups = tuple(
-        PlannedGroup(**{**one, "placement": Placement(one["placement"])})
-        for one in values["groups"]
-    )
+    _check_kinds(values)
+    groups = tuple(_group(one) for one in values["groups"])
+    _check_once("group", [f"{one.group} of {one.layer} in chunk {one.chunk}" for one in groups])
     predictions = {
-        name: Prediction(**values[name]) if values.get(name) is not None else None
+        name: _prediction(values[name]) if values.get(name) is not None else None
         for name in ("predicted", "fastest")
     }
     notes = tuple(values.get("notes", ()))
     return Plan(**{**values, "groups": groups, "notes": notes, **predictions})
+
+
+def _group(values: dict[str, Any]) -> PlannedGroup:
+    _check_kinds(values)
+    placements = [one.value for one in _PLACEMENTS]
+    if values["placement"] not in placements:
+        raise ValueError(
+            f"{values['group']} of {values['layer']} has placement {values['placement']!r}, "
+            f"expected {', '.join(placements)}"
+        )
+    return PlannedGroup(**{**values, "placement": Placement(values["placement"])})
+
+
+_PLACEMENTS = (Placement.KEEP, Placement.RECOMPUTE, Placement.HOST, Placement.SSD)
+
+
+def _prediction(values: dict[str, Any]) -> Prediction:
+    _check_kinds(values)
+    return Prediction(**values)
+
+
+def _check_kinds(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        kind = _KINDS.get(name, object)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not object):
+            raise TypeError(f"{name} is {value!r}")
+
+
+def _check_once(what: str, names: Sequence[Any]) -> None:
+    for name, times in collections.Counter(names).items():
+        if times > 1:
+            raise ValueError(f"{what} {name} is there {times} times")

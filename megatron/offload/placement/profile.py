@@ -201,7 +201,10 @@ class StageProfile:
     @classmethod
     def load(cls, path: Path) -> StageProfile:
         """The profile in a file. Raises ConfigurationError, OSError."""
-        return cls.from_json(path.read_text())
+        try:
+            return cls.from_json(path.read_text())
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"{path} is no profile of a stage: {error}") from None
 
 
 _BY_CHUNK = ("before_s", "after_s", "backward_before_s", "backward_after_s", "pass_fixed_bytes")

@@ -25,12 +25,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from megatron.offload.placement.choices import Choices
 from megatron.offload.placement.passes import passes_of_step
 from megatron.offload.placement.profile import LayerProfile, StageProfile
+from megatron.offload.placement.rows import Rows
 from megatron.offload.placement.script import (
     CHEAP,
     FIRST_TIER,
@@ -38,14 +37,9 @@ from megatron.offload.placement.script import (
     RECOMPUTE_GROUP,
     RECOMPUTE_LAYER,
 )
-from megatron.offload.placement.silence import silent_output
 from megatron.offload.placement.tables import Floats, Ints
 
 _MOST_BLOCKS = 16
-_MOST_NODES = 40
-_GAP = 0.003
-
-
 _ALL = -1
 
 
@@ -98,7 +92,7 @@ class Program:
         """
         if not self._blocks:
             return None
-        rows = _Rows()
+        rows = Rows()
         most = np.inf
         if budget_bytes is not None:
             most = max(budget_bytes - self._profile.transient_bytes, 0.0)
@@ -147,7 +141,7 @@ class Program:
                 begin, end = self._spans[layer]
                 chosen[begin:end] = RECOMPUTE_LAYER
 
-    def _add_passes(self, rows: _Rows, peak: int, counts: list[Ints]) -> list[tuple[int, float]]:
+    def _add_passes(self, rows: Rows, peak: int, counts: list[Ints]) -> list[tuple[int, float]]:
         """Constraints of all passes; the terms of what they make a step slower."""
         profile = self._profile
         tiers = profile.tiers
@@ -186,7 +180,7 @@ class Program:
 
     def _add_forward(
         self,
-        rows: _Rows,
+        rows: Rows,
         peak: int,
         counts: list[Ints],
         figures: list[list[_Option]],
@@ -230,7 +224,7 @@ class Program:
 
     def _add_backward(
         self,
-        rows: _Rows,
+        rows: Rows,
         peak: int,
         counts: list[Ints],
         figures: list[list[_Option]],
@@ -359,55 +353,6 @@ class Program:
             for n in window:
                 self._options[n] = common
         return windows
-
-
-class _Rows:
-    """Variables and constraints, as they come."""
-
-    def __init__(self) -> None:
-        self._upper: list[float] = []
-        self._units: list[float] = []
-        self._is_integer: list[bool] = []
-        self._at: list[tuple[int, int, float]] = []
-        self._bounds: list[tuple[float, float]] = []
-
-    def variable(
-        self, number: int, *, upper: float = np.inf, unit: float = 1.0, is_integer: bool = False
-    ) -> Ints:
-        """New ones, from zero to `upper`; in the matrix they count units."""
-        first = len(self._upper)
-        self._upper += [upper / unit] * number
-        self._units += [unit] * number
-        self._is_integer += [is_integer] * number
-        return np.arange(first, first + number)
-
-    def add(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
-        """A constraint, scaled to its largest factor."""
-        in_units = [(int(n), factor * self._units[int(n)]) for n, factor in terms]
-        scale = max((abs(factor) for _, factor in in_units), default=1.0) or 1.0
-        row = len(self._bounds)
-        self._at += [(row, n, factor / scale) for n, factor in in_units if factor]
-        self._bounds.append((lower / scale, upper / scale))
-
-    def solve(self, objective: list[tuple[int, float]]) -> Floats | None:
-        """The best values, in units; None if there are none, or none soon."""
-        costs = np.zeros(len(self._upper))
-        for n, factor in objective:
-            costs[n] += factor * self._units[n]
-        at, column, factors = (np.array(part) for part in zip(*self._at, strict=True))
-        shape = (len(self._bounds), len(self._upper))
-        matrix = coo_array((factors, (at, column)), shape=shape).tocsr()
-        lower, upper = (np.array(part) for part in zip(*self._bounds, strict=True))
-        with silent_output():
-            found = milp(
-                costs / (np.abs(costs).max() or 1.0),
-                integrality=np.array(self._is_integer, int),
-                bounds=Bounds(0.0, np.array(self._upper)),
-                constraints=LinearConstraint(matrix, lower, upper),
-                options={"node_limit": _MOST_NODES, "mip_rel_gap": _GAP},
-            )
-        values: Floats | None = found.x
-        return values
 
 
 def _places(choices: Choices, layer: LayerProfile) -> list[_Place]:

@@ -8,6 +8,7 @@ is counted in simulated events, never in seconds.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -79,7 +80,9 @@ class _Solution:
 
     def plan(self) -> Plan:
         """What was asked for. Raises InfeasibleBudgetError."""
-        chosen, cost = self._solve()
+        return self._in_words(*self._solve())
+
+    def _in_words(self, chosen: Ints, cost: Cost) -> Plan:
         budget = math.inf if self._budget_bytes is None else self._budget_bytes
         reasons = Reasons(self._timeline, chosen, budget).of_groups()
         fastest = self._whole.cost(self._choices.all(KEEP))
@@ -107,7 +110,7 @@ class _Solution:
                 limit_s -= cost.step_s - self._limit_s
             else:
                 if cost.peak_bytes <= budget:
-                    self._check_time(cost)
+                    self._check_time(chosen, cost)
                     return chosen, cost
                 if self._search.cost(chosen).peak_bytes > target:
                     break
@@ -115,12 +118,12 @@ class _Solution:
         if self._budget_bytes is None:
             everything = self._choices.all(KEEP)
             return everything, self._whole.cost(everything)
-        chosen = self._search.best(_smallest)
-        cost = self._whole.cost(chosen)
-        if cost.peak_bytes > budget:
-            raise self._infeasible()
-        self._check_time(cost)
-        return chosen, cost
+        for chosen in (self._search.best(_smallest), self._smallest_found):
+            cost = self._whole.cost(chosen)
+            if cost.peak_bytes <= budget:
+                self._check_time(chosen, cost)
+                return chosen, cost
+        raise self._infeasible()
 
     def _least_time(self, budget: float) -> Ints:
         if self._fastest.peak_bytes <= budget:
@@ -138,8 +141,8 @@ class _Solution:
             aim = min(aim * budget / max(peak, 1.0), 2 * budget)
         best = self._improve(starts, goal)
         if goal(self._search.cost(best))[0] > 0:
-            self._find_smallest(starts)
-            best = self._improve([self._search.best(goal)], goal)
+            self._search.left_events = max(self._search.left_events, 0.5 * _MOST_EVENTS)
+            best = self._improve([self._smallest_found, self._search.best(goal)], goal)
         return best
 
     def _least_memory(self, limit_s: float) -> Ints:
@@ -170,12 +173,16 @@ class _Solution:
 
         return goal
 
-    def _find_smallest(self, starts: list[Ints]) -> None:
-        """Looks for plans that need little memory, with new effort."""
-        self._search.left_events = max(self._search.left_events, 0.5 * _MOST_EVENTS)
+    @functools.cached_property
+    def _smallest_found(self) -> Ints:
+        """Needs little memory; found with an effort of its own, so whatever the budget is."""
+        search = Search(self._timeline, 2 * _MOST_EVENTS)
         found = self._program.solve(slowdown_s=math.inf)
-        self._improve(starts if found is None else [found, *starts], _smallest)
-        self._improve([self._search.best(_smallest)], _smallest)
+        starts = self._simple_starts()
+        best = self._improve(starts if found is None else [found, *starts], _smallest, search)
+        for _ in range(2):
+            best = self._improve([best], _smallest, search)
+        return best
 
     def _simple_starts(self) -> list[Ints]:
         tiers = range(FIRST_TIER, FIRST_TIER + len(self._profile.tiers))
@@ -183,9 +190,9 @@ class _Solution:
         cheap = (choice + CHEAP for choice in places)
         return [self._choices.all(choice) for choice in (*places, RECOMPUTE_LAYER, *cheap)]
 
-    def _improve(self, starts: list[Ints], goal: Goal) -> Ints:
+    def _improve(self, starts: list[Ints], goal: Goal, search: Search | None = None) -> Ints:
         """From all starting points, the most promising one first and with the most effort."""
-        search = self._search
+        search = search or self._search
         different = {start.tobytes(): start for start in starts}
         for start in sorted(different.values(), key=lambda one: goal(search.cost(one))):
             search.improve(start, goal, _SHARE * search.left_events)
@@ -194,7 +201,7 @@ class _Solution:
             search.improve(kicked, goal, _SHARE * search.left_events)
         return search.best(goal)
 
-    def _check_time(self, cost: Cost) -> None:
+    def _check_time(self, chosen: Ints, cost: Cost) -> None:
         if self._max_slowdown is None or cost.step_s <= self._limit_s:
             return
         slower = cost.step_s / self._fastest.step_s - 1
@@ -204,20 +211,17 @@ class _Solution:
             "raise the budget or allow more slowdown",
             self._budget_bytes or 0,
             cost.step_s,
+            self._in_words(chosen, cost),
         )
 
     def _infeasible(self) -> InfeasibleBudgetError:
-        """Says what would be possible."""
-        chosen = self._search.best(_smallest)
-        smallest = math.ceil(self._whole.cost(chosen).peak_bytes)
-        within = min(
-            (
-                self._whole.cost(one)
-                for cost, one in list(self._search.tried)
-                if cost.peak_bytes <= self._search.cost(chosen).peak_bytes
-            ),
-            key=lambda cost: (cost.peak_bytes > smallest, cost.step_s),
-        )
+        """Says what would be possible: a budget that `solve` meets when it is asked for."""
+        least_bytes = self._search.cost(self._smallest_found).peak_bytes
+        smallest = math.ceil(self._whole.cost(self._smallest_found).peak_bytes)
+        tried = [one for cost, one in self._search.tried if cost.peak_bytes <= least_bytes]
+        costs = [(self._whole.cost(one), one) for one in tried]
+        fitting = [(cost, one) for cost, one in costs if cost.peak_bytes <= smallest]
+        within, chosen = min(fitting, key=lambda found: found[0].step_s)
         slower = within.step_s / self._fastest.step_s - 1
         return InfeasibleBudgetError(
             f"no plan fits into {format_size(self._budget_bytes or 0)} of device memory; the "
@@ -226,6 +230,7 @@ class _Solution:
             "everything; raise the budget, or lower the micro-batch size",
             smallest,
             within.step_s,
+            self._in_words(chosen, within),
         )
 
     def _goal_in_words(self) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron.offload.config import MIB, format_size
 from megatron.offload.placement.plan import Prediction
-from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.profile import TierProfile
 
 _PATIENCE = 2  # steps in a row that must differ: one may have been disturbed
 _OTHER_TIME = 0.1  # of the predicted step, up or down, in the median of some steps
@@ -22,7 +22,7 @@ _STALLED = 0.1  # of the predicted step, beyond the predicted stall
 _LESS_BANDWIDTH, _MORE_BANDWIDTH = 0.5, 2.0  # of the tier's, as it was when the plan was made
 _OTHER_PEAK = 0.1  # of the predicted peak, up or down
 _LEAST_BYTES = 4 * MIB  # a smaller difference of peaks is the allocator's
-_OVER_BUDGET = 1.02  # a resident set is known to a page or so, and the allocator rounds
+OVER_BUDGET = 1.02  # a resident set is known to a page or so, and the allocator rounds
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Drift:
 
     Args:
         predicted: of the plan.
-        profile: that it was made from.
+        sizes: of the micro-batches that it was made for.
+        tiers: as this rank has measured them for it; the plan counts on the mean of a group, in
+            which drives may differ.
         budget_bytes: that it keeps to; None: no budget.
         usual: times the predicted step, what it takes where planning again changed nothing.
     """
@@ -49,12 +51,14 @@ class Drift:
     def __init__(
         self,
         predicted: Prediction,
-        profile: StageProfile,
+        sizes: Mapping[str, int],
+        tiers: Sequence[TierProfile],
         budget_bytes: int | None,
         usual: float = 1.0,
     ) -> None:
         self._predicted = predicted
-        self._profile = profile
+        self._sizes = dict(sizes)
+        self._tiers = tiers
         self._budget_bytes = budget_bytes
         self._usual = usual
         self._num_causes = self._num_effects = 0  # in a row
@@ -62,7 +66,7 @@ class Drift:
     def over_budget(self, step: MeasuredStep) -> str:
         """Why memory has to be saved at once; empty: it has not."""
         budget_bytes = self._budget_bytes
-        if budget_bytes is None or step.peak_bytes <= budget_bytes * _OVER_BUDGET:
+        if budget_bytes is None or step.peak_bytes <= budget_bytes * OVER_BUDGET:
             return ""
         return (
             f"activations took {format_size(step.peak_bytes)}, more than the budget of "
@@ -87,7 +91,7 @@ class Drift:
         return reason if self._num_effects >= _PATIENCE else ""
 
     def _cause(self, step: MeasuredStep) -> str:
-        if step.sizes and self._profile.sizes and dict(step.sizes) != self._profile.sizes:
+        if step.sizes and self._sizes and dict(step.sizes) != self._sizes:
             sizes = ", ".join(f"{name} {value}" for name, value in step.sizes.items())
             return f"micro-batches have other sizes: {sizes}"
         return self._other_bandwidth(step, 0.0, _LESS_BANDWIDTH)
@@ -112,12 +116,12 @@ class Drift:
 
     def _other_bandwidth(self, step: MeasuredStep, least: float, most: float) -> str:
         """Which tier is between so many times as fast as it was; empty: none."""
-        for tier in self._profile.tiers:
+        for tier in self._tiers:
             speed = step.write_bytes_per_s.get(tier.name)
             expected = tier.write_bytes_per_s
             if speed is not None and least * expected < speed < most * expected:
                 return (
-                    f"{tier.name} takes {format_size(speed)}/s, the plan counts on "
-                    f"{format_size(tier.write_bytes_per_s)}/s"
+                    f"{tier.name} takes {format_size(speed)}/s, it took "
+                    f"{format_size(expected)}/s when the plan was made"
                 )
         return ""

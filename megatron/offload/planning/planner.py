@@ -37,13 +37,14 @@ from megatron.offload.errors import (
     OffloadError,
 )
 from megatron.offload.placement.plan import Plan, Prediction
-from megatron.offload.placement.plan_file import load_plans, save_plans
+from megatron.offload.placement.plan_file import load_plans, save_plans, update_plan
 from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.placement.planned import PlannedPolicy
-from megatron.offload.placement.profile import StageProfile
+from megatron.offload.placement.profile import StageProfile, TierProfile
+from megatron.offload.placement.whole_file import check_place, write_whole
 from megatron.offload.planning.agreement import Agreement, agreed_profile, check_same
 from megatron.offload.planning.calibration import calibrated
-from megatron.offload.planning.drift import Drift, MeasuredStep
+from megatron.offload.planning.drift import OVER_BUDGET, Drift, MeasuredStep
 from megatron.offload.planning.fit import fitted, tokens_of
 from megatron.offload.planning.measurement import Measurement
 from megatron.offload.planning.solver_process import SolverProcess
@@ -91,7 +92,7 @@ class Planner:
         policy: follows the plans.
         agreement: with the ranks that share the stage's layers, and with all.
         stage: what is planned for.
-        directory: for the profile; None: it is written nowhere.
+        directory: for the profile, the last one made; None: it is written nowhere.
         solver: opened for each plan.
 
     Raises:
@@ -123,12 +124,14 @@ class Planner:
         self._stage = stage
         self._directory = directory
         self._solver = solver
+        self._own_tiers: tuple[TierProfile, ...] = ()  # this rank's, in the present profile
         self._by_tokens: dict[int, StageProfile] = {}  # measured, by size of micro-batches
         self._watch = Watch()
         self._reason: Reason | None = None  # for the next plan
         self._budget_bytes: int | None = None
         self._num_exceeded = 0  # plans that took more than it
         self._adapts = True
+        self._has_warned = False
         self._is_refined = False
         self._measured: list[MeasuredStep] = []  # in detail, for the next plan
         if config.plan_file is not None:
@@ -151,8 +154,11 @@ class Planner:
         if self.phase is Phase.WARMING_UP:
             self.phase = Phase.MEASURING
         elif self.phase is Phase.FOLLOWING:
+            self._return_what_is_over_budget()
             if self._adapts:
                 self._compare()
+            else:
+                self._warn_if_over_budget()
         elif self.measurement.num_detailed >= num_wanted:
             if self.phase is Phase.MEASURING:
                 self._make_first_plan()
@@ -183,8 +189,12 @@ class Planner:
         plan, message = None, None
         try:
             plan = self._plan_in(path) if path.is_file() else None
+            if plan is None and self._stage.speaks and self._stage.layout.stage == 0:
+                check_place(path)  # this rank writes it
         except ConfigurationError as error:
             message = str(error).removeprefix(PREFIX)
+        except OSError as error:
+            message = f"--activation-offload-plan has no place: {error}; give another path"
         told = self._agreement.of_all((plan is not None, message))
         _raise_first(message for _, message in told)
         if len({found for found, _ in told}) > 1:
@@ -214,6 +224,11 @@ class Planner:
         plan, message = None, None
         self._budget_bytes = self._asked_budget()
         whole_steps = self._whole_steps()
+        if self._stage.speaks and self._stage.layout.stage == 0:
+            logger.info(
+                "activation offload: planning, which takes seconds; the first time after an "
+                "installation up to half a minute, as the simulation is compiled"
+            )
         try:
             profile = self._measured_profile(None)
             with self._solver() as solver:
@@ -275,7 +290,7 @@ class Planner:
                 raise
             if self._budget_bytes is None or error.smallest_bytes > self._budget_bytes:
                 logger.warning("%s; going on with as little memory as possible", error)
-            plan = solver.solve(profile, budget_bytes=error.smallest_bytes, max_slowdown=None)
+            plan = error.plan
         return dataclasses.replace(plan, stage=profile.layout.stage)
 
     @property
@@ -295,7 +310,9 @@ class Planner:
         self._device.return_freed_memory()  # it fitted what was kept until now
         drift = None
         if self.profile is not None and plan.predicted is not None:
-            drift = Drift(plan.predicted, self.profile, self._budget_bytes, usual)
+            drift = Drift(
+                plan.predicted, self.profile.sizes, self._own_tiers, self._budget_bytes, usual
+            )
         self._watch.follow(drift)
 
     # -- Profiles -------------------------------------------------------------------------------
@@ -305,12 +322,14 @@ class Planner:
         profile = self.measurement.profile(
             self._stage.layout, recomputes=not self._stage.why_not_recomputed, previous=previous
         )
+        self._own_tiers = profile.tiers
         return agreed_profile(profile, self._agreement)
 
     def _profile_of_present_tiers(self) -> StageProfile:
         """A tier that has become slow holds memory longer: no plan for the fast one would help."""
         assert self.profile is not None
-        profile = dataclasses.replace(self.profile, tiers=self.measurement.tiers())
+        self._own_tiers = self.measurement.tiers()
+        profile = dataclasses.replace(self.profile, tiers=self._own_tiers)
         return agreed_profile(profile, self._agreement)
 
     def _remember(self, profile: StageProfile) -> None:
@@ -319,6 +338,16 @@ class Planner:
         self._by_tokens[tokens] = profile
         while len(self._by_tokens) > _REMEMBERED_SIZES:
             del self._by_tokens[next(iter(self._by_tokens))]
+
+    def _agreed_fitted(self) -> StageProfile | None:
+        """`_fitted`, the same on all ranks of the group; None: one of them has none, or another's
+        micro-batches have other sizes, as those of data-parallel ranks may."""
+        fitted_profile = self._fitted()
+        tokens = float(tokens_of(fitted_profile.sizes)) if fitted_profile is not None else 0.0
+        high, negative_low = self._agreement.largest([tokens, -tokens])
+        if fitted_profile is None or high != -negative_low:
+            return None
+        return agreed_profile(fitted_profile, self._agreement)
 
     def _fitted(self) -> StageProfile | None:
         """The profile of sizes that are new, where two others were measured."""
@@ -335,8 +364,7 @@ class Planner:
             return
         path = self._directory / f"activation-profile-stage{profile.layout.stage}.json"
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            path.write_text(profile.to_json())
+            write_whole(path, profile.to_json())
         except OSError as error:
             logger.warning("activation offload: the profile could not be written: %s", error)
 
@@ -359,7 +387,7 @@ class Planner:
             self._num_exceeded += 1
             self._plan_again(self._profile_of_present_tiers())
         elif self._reason is Reason.CAUSE:
-            fitted_profile = self._fitted()
+            fitted_profile = self._agreed_fitted()
             if fitted_profile is not None:
                 self._plan_again(fitted_profile)
             else:
@@ -367,6 +395,27 @@ class Planner:
         elif self._reason is Reason.EFFECT or is_to_be_refined:
             self._device.return_freed_memory()
             self.phase = Phase.REFINING
+
+    def _return_what_is_over_budget(self) -> None:
+        """A resident set also has what the allocator keeps for reuse, more of it step by step."""
+        budget_bytes, last = self._budget_bytes, self.measurement.last
+        if budget_bytes is not None and last is not None and last.peak_bytes > budget_bytes:
+            self._device.return_freed_memory()
+
+    def _warn_if_over_budget(self) -> None:
+        """Once: a plan from a file is followed as it is."""
+        budget_bytes, last = self._config.memory_budget_bytes, self.measurement.last
+        if budget_bytes is None or last is None or self._has_warned:
+            return
+        if last.peak_bytes > budget_bytes * OVER_BUDGET:
+            self._has_warned = True
+            logger.warning(
+                "activation offload: activations took %s, more than the budget of %s; the plan %s "
+                "is followed as it is: remove the file to have another one made",
+                format_size(last.peak_bytes),
+                format_size(budget_bytes),
+                self._config.plan_file,
+            )
 
     def _whole_steps(self) -> dict[str, Any]:
         """What to calibrate with, the same on all ranks of a group: of the steps measured for this
@@ -400,12 +449,16 @@ class Planner:
         plan = before if any_failed or after is None else after
         check_same(plan, self._agreement)
         self.profile = profile
+        self._save_profile(profile)
         changed, usual, step = plan.digest() != before.digest(), 1.0, self.measurement.last
         predicted = plan.predicted
         self._watch.planned(self._reason, changed=changed)
         if not changed and predicted is not None and predicted.step_s and step is not None:
             usual = (whole_steps["step_s"] or step.step_s) / predicted.step_s
         self._follow(plan, usual)
+        if self._stage.speaks and self._config.plan_file is not None:
+            with contextlib.suppress(ConfigurationError, OSError):  # said when the first was made
+                update_plan(self._config.plan_file, plan)
         if self._stage.speaks:
             text = plan_table(plan) if changed else "the plan stays as it is"
             logger.info("activation offload: planned again: %s", text)

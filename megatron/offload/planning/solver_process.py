@@ -18,9 +18,8 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from megatron.offload.errors import PREFIX, ConfigurationError, InfeasibleBudgetError, OffloadError
-from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
+from megatron.offload.placement.plan import Plan, Prediction
 from megatron.offload.placement.plan_file import plans_from_json, plans_to_json
-from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.profile import StageProfile
 
 
@@ -79,7 +78,10 @@ class SolverProcess:
             )
         answer: dict[str, Any] = json.loads(line)
         if "smallest_bytes" in answer:
-            raise InfeasibleBudgetError(answer["error"], answer["smallest_bytes"], answer["step_s"])
+            (plan,) = plans_from_json(answer["plan"]).values()
+            raise InfeasibleBudgetError(
+                answer["error"], answer["smallest_bytes"], answer["step_s"], plan
+            )
         if "error" in answer:
             raise ConfigurationError(answer["error"])
         return answer
@@ -108,32 +110,18 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {"error": str(error).removeprefix(PREFIX)}
         if isinstance(error, InfeasibleBudgetError):
             answer.update(smallest_bytes=error.smallest_bytes, step_s=error.step_s)
+            answer["plan"] = plans_to_json([error.plan])
         return answer
 
 
 def _predicted(profile: StageProfile, plan: str | None) -> Prediction:
+    from megatron.offload.placement.comparison_plans import all_moved
     from megatron.offload.placement.timeline import Timeline
 
-    followed = _all_offloaded(profile)
+    followed = all_moved(profile)
     if plan is not None:
         (followed,) = plans_from_json(plan).values()
     return Timeline(profile).predict(followed)
-
-
-def _all_offloaded(profile: StageProfile) -> Plan:
-    fastest = max(profile.tiers, key=lambda tier: tier.write_bytes_per_s)
-    groups = tuple(
-        PlannedGroup(
-            layer.chunk,
-            layer.name,
-            group.name,
-            Placement(fastest.name) if group.movable_bytes else Placement.KEEP,
-            group.movable_bytes,
-        )
-        for layer in profile.layers
-        for group in layer.groups
-    )
-    return Plan(groups)
 
 
 def _main() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megatron.offload.config import DEFAULT_INFLIGHT_BYTES
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.profile import GroupProfile, LayerProfile, StageProfile
@@ -41,7 +42,7 @@ class Projection:
         stage: which pipeline stage; the first holds the most micro-batches.
         distributed_optimizer: its states are divided among data-parallel ranks.
         min_bytes: smaller storages stay in device memory.
-        inflight_bytes: see `StageProfile`.
+        inflight_bytes: see `StageProfile`; None: as a run has it that is not told.
     """
 
     model: Transformer
@@ -50,7 +51,7 @@ class Projection:
     stage: int = 0
     distributed_optimizer: bool = False
     min_bytes: int = MIB
-    inflight_bytes: int = 512 * MIB
+    inflight_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.stage < self.parallel.pipeline:
@@ -134,7 +135,7 @@ def project(of: Projection) -> StageProfile:
             for is_first, is_last in zip(first, last, strict=True)
         ),
         transient_bytes=_transient_bytes(of, any(last)),
-        inflight_bytes=of.inflight_bytes,
+        inflight_bytes=of.inflight_bytes or max(DEFAULT_INFLIGHT_BYTES, layer.movable_bytes),
         sizes={
             "micro_batch_size": parallel.micro_batch_size,
             "seq_length": model.seq_length,

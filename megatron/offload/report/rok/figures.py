@@ -95,10 +95,12 @@ def _figure(strategy: Strategy, own: Sequence[Run], base: Sequence[Run], skip: i
         return median(run.offload_median(name, skip) for run in own)
 
     predicted = of_offload("predicted_step_s") if strategy.placement == "auto" else 0.0
+    step_s = median(run.step_time_s(skip) for run in own)
+    tokens = median(run.tokens_per_s(skip) * run.step_time_s(skip) for run in own)
     return Figure(
         **dataclasses.asdict(strategy),
-        step_s=median(run.step_time_s(skip) for run in own),
-        tokens_per_s=median(run.tokens_per_s(skip) for run in own),
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
         keep_ratio=paired_ratio(own, base, skip),
         peak_bytes=round(median(run.peak_bytes(skip) for run in own)),
         predicted_step_s=predicted or None,

@@ -69,7 +69,8 @@ class Measurement:
     ) -> None:
         self.runs: list[Run] = []
         self.failures: dict[Strategy, str] = {}  # why one could not be measured
-        self.profiles: dict[int, StageProfile] = {}  # by micro-batch size
+        # By micro-batch size: that of the first plan, after a round that of the last.
+        self.profiles: dict[int, StageProfile] = {}
         self.rule: dict[int, int] = {}  # layers that SSDTrain's rule moves, likewise
         self._args = args
         self._trainer = trainer
@@ -112,6 +113,7 @@ class Measurement:
                         for strategy in order_of_round(own, round_ * stride):
                             self._train(strategy, round_)
                     self._take_turns(round_)
+                    self._load_last_profile(size, round_)
                 finally:
                     while self._waiting:
                         self._waiting.popitem()[1].end()
@@ -184,10 +186,14 @@ class Measurement:
         folder: Path = self._args.output
         return folder / "plans" / f"{strategy.name}.json"
 
+    def _folder(self, strategy: Strategy, round_: int) -> Path:
+        folder: Path = self._args.output
+        return folder / "trainings" / f"round{round_ + 1}-{strategy.name}"
+
     def _train(self, strategy: Strategy, round_: int) -> None:
         """To its end; or, where trainings take turns, until it has settled."""
         args = self._args
-        folder = args.output / "trainings" / f"round{round_ + 1}-{strategy.name}"
+        folder = self._folder(strategy, round_)
         enough = args.steps
         if args.turns:
             enough = _BEFORE_TURNS_OF_AUTO if strategy.placement == "auto" else _BEFORE_TURNS
@@ -219,6 +225,17 @@ class Measurement:
         profile = folder / PROFILE_NAME
         if profile.exists():
             self.profiles.setdefault(strategy.micro_batch_size, StageProfile.load(profile))
+
+    def _load_last_profile(self, size: int, round_: int) -> None:
+        """Of the budget in the middle: a run at either end has seen little of the other."""
+        files = [
+            self._folder(one, round_) / PROFILE_NAME
+            for one in self._strategies[size]
+            if one.placement == "auto"
+        ]
+        found = [file for file in files if file.exists()]
+        if found:
+            self.profiles[size] = StageProfile.load(found[len(found) // 2])
 
     def _check_room(self) -> None:
         """Raises TrialError where another training beside those that wait would not fit."""

@@ -93,8 +93,11 @@ def _draw_strategy(axes: Any, figures: Sequence[Figure], sizes: Sequence[int]) -
         words = _words(one, len(sizes) > 1)
         if words:
             place = (one.peak_bytes / MIB, one.tokens_per_s)
-            beside = (-4, 8) if one.is_rule else (6, -12)
-            axes.annotate(words, place, textcoords="offset points", xytext=beside, fontsize=7)
+            if one.is_rule:  # there are others close to it
+                look = {"xytext": (24, -40), "arrowprops": {"arrowstyle": "-", "linewidth": 0.6}}
+            else:
+                look = {"xytext": (6, -12)}
+            axes.annotate(words, place, textcoords="offset points", fontsize=7, **look)
     for size in sizes:
         own = sorted(
             (one.peak_bytes / MIB, one.tokens_per_s)

@@ -211,9 +211,8 @@ def _add_goal(group: Any) -> None:
     group.add_argument(
         "--activation-offload-inflight",
         type=_checked(parse_size),
-        default=512 * MIB,
         metavar="SIZE",
-        help="most bytes on their way at a time. Default: 512MiB",
+        help="most bytes on their way at a time. Default: 512MiB, or the largest layer",
     )
 
 
@@ -231,6 +230,12 @@ def request_of(args: argparse.Namespace) -> Request:
         raise ConfigurationError(f"--ssds {args.ssds} is below zero; give a number of drives")
     rated = args.activation_offload_drive_tbw
     if args.profile is not None:
+        given = [_flag_of(name) for name in _NEEDED if getattr(args, name) is not None]
+        if given:
+            raise ConfigurationError(
+                f"--profile has the model and its sizes; drop {', '.join(given)}, or give "
+                "--hardware instead to plan for another model"
+            )
         if rated is None and args.ssd is not None:
             rated = Drive.load(args.ssd).rated_bytes
         drives_bytes = None if rated is None else rated * args.ssds
@@ -249,7 +254,7 @@ def request_of(args: argparse.Namespace) -> Request:
 
 def projections_of(args: argparse.Namespace) -> tuple[Projection, ...]:
     """Of each pipeline stage. Raises ConfigurationError."""
-    missing = [f"--{name.replace('_', '-')}" for name in _NEEDED if getattr(args, name) is None]
+    missing = [_flag_of(name) for name in _NEEDED if getattr(args, name) is None]
     if missing:
         raise ConfigurationError(
             f"--hardware needs a model as well; give {', '.join(missing)}, or --profile FILE"
@@ -327,6 +332,10 @@ def _parallelism(args: argparse.Namespace) -> Parallelism:
         data=num_gpus // copy,
         sequence_parallel=args.sequence_parallel,
     )
+
+
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _count(text: str) -> int:

@@ -110,18 +110,23 @@ def _references(profile: StageProfile) -> list[tuple[str, int]]:
 
 def frontier(profile: StageProfile, most_bytes: int) -> list[tuple[int, Prediction]]:
     """Budgets and predictions, from `most_bytes` down to the least that any plan needs."""
+    least = _solved(profile, 1)
+    least_bytes = max(least.peak_bytes, 1)
+    budgets = [
+        most_bytes - (most_bytes - least_bytes) * number // (_NUM_BUDGETS - 1)
+        for number in range(_NUM_BUDGETS)
+    ]
+    return [(budget, _solved(profile, budget)) for budget in budgets]
+
+
+def _solved(profile: StageProfile, budget_bytes: int) -> Prediction:
+    """Of the plan for a budget, or, where there is none, of the smallest that there is."""
     try:
-        solve(profile, budget_bytes=1)
-        least_bytes = 1
+        plan = solve(profile, budget_bytes=budget_bytes)
     except InfeasibleBudgetError as error:
-        least_bytes = error.smallest_bytes
-    points = []
-    for number in range(_NUM_BUDGETS):
-        budget = most_bytes - (most_bytes - least_bytes) * number // (_NUM_BUDGETS - 1)
-        found = solve(profile, budget_bytes=budget).predicted
-        assert found is not None
-        points.append((budget, found))
-    return points
+        plan = error.plan
+    assert plan.predicted is not None
+    return plan.predicted
 
 
 def all_stages(request: Request) -> list[Plan]:

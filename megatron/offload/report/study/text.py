@@ -27,7 +27,7 @@ def as_text(study: Study) -> str:
             "\n".join(_heading(study)),
             plan_table(dataclasses.replace(study.plan, predicted=None, fastest=None)),
             _comparison(study),
-            "\n".join(_drives(study)),
+            "\n".join([*_drives(study), *_verdict(study)]),
         )
     )
 
@@ -105,6 +105,23 @@ def _row(name: str, one: Prediction | None, keep: Prediction) -> Sequence[str]:
         format_size(one.peak_bytes),
         format_size(one.written_bytes),
     )
+
+
+def _verdict(study: Study) -> list[str]:
+    """Whether the plan fits into the GPU, if it does not."""
+    of, peak_bytes = study.projection, study.predicted.peak_bytes
+    if of is None or peak_bytes <= of.activation_room_bytes:
+        return []
+    if of.activation_room_bytes <= 0:
+        return [
+            "THIS DOES NOT FIT: weights, gradients and optimizer alone take more memory than the "
+            "GPU has; divide the model among more GPUs"
+        ]
+    room = format_size(of.activation_room_bytes)
+    return [
+        f"THIS DOES NOT FIT: the plan takes {format_size(peak_bytes)} and {room} are left; give "
+        "--activation-memory-budget, a smaller micro-batch, or divide the model among more GPUs"
+    ]
 
 
 def _drives(study: Study) -> list[str]:

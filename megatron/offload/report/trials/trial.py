@@ -83,8 +83,9 @@ class Run:
         return {self._turn(step): step["step_time_s"] for step in self.settled_steps(skip)}
 
     def tokens_per_s(self, skip: int) -> float:
-        """Likewise of the tokens a second."""
-        return median(step["tokens_per_s"] for step in self.settled_steps(skip))
+        """Tokens of a step by its median time."""
+        tokens = (s["tokens_per_s"] * s["step_time_s"] for s in self.settled_steps(skip))
+        return median(tokens) / self.step_time_s(skip)
 
     def peak_bytes(self, skip: int) -> int:
         """Largest activation peak of the first stage, in the steps that count."""
