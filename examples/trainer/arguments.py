@@ -2,7 +2,7 @@
 """The command line: flags named as Megatron-LM names them, and every check that needs no model.
 
 `parse_arguments` is called once, before megatron-core or torch.distributed do anything. It owns how
-a bad flag is reported: one sentence on rank 0, exit code 2. It never reads data or builds anything.
+a bad flag is reported: one sentence, exit code 2. It never reads data or builds anything.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
+
+from megatron.offload.placement.whole_file import check_place
 
 SUPPORTED_MEGATRON_CORE = frozenset({"0.16.1"})
 # The other ranks wait this long before they leave: a launcher that sees one rank fail kills the
@@ -32,12 +34,16 @@ def _program() -> str:
 
 
 def fail(message: str) -> NoReturn:
-    """Prints one sentence on rank 0 and leaves with exit code 2."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        sentence = " ".join(message.split())
-        print(f"{_program()}: error: {sentence}", file=sys.stderr, flush=True)
-    else:
+    """Prints one sentence and leaves with exit code 2.
+
+    Other ranks than 0 first give it time to say the same: then a launcher has ended them.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    where = "" if rank == 0 else f" on rank {rank}"
+    if rank > 0:
         time.sleep(_EXIT_DELAY_S)
+    sentence = " ".join(message.split())
+    print(f"{_program()}: error{where}: {sentence}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -405,6 +411,24 @@ def _set_defaults(args: argparse.Namespace) -> None:
         args.metrics_file = args.save / "metrics.jsonl"
     if args.cpu_threads is None:
         args.cpu_threads = max(1, len(os.sched_getaffinity(0)) // args.local_world_size)
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Raises UserError if what this rank writes has no place: found at once, not after steps."""
+    places = {"--save": _file_in(args.save), "--data-cache-path": _file_in(args.data_cache_path)}
+    if args.rank == 0:
+        places["--tensorboard-dir"] = _file_in(args.tensorboard_dir)
+        places["--metrics-file"] = args.metrics_file
+    for flag, path in places.items():
+        try:
+            if path is not None:
+                check_place(path)
+        except OSError as error:
+            raise UserError(f"{flag} has no place: {error}; give another path") from None
+
+
+def _file_in(directory: str | Path | None) -> Path | None:
+    return None if directory is None else Path(directory) / "file"
 
 
 def parse_arguments(

@@ -98,6 +98,13 @@ def largest(value: int, device: torch.device) -> int:
     return int(tensor.item())
 
 
+def of_all(value: str | None) -> list[str | None]:
+    """The values of all ranks, by rank."""
+    values: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def shutdown() -> None:
     """Ends the parallel groups and the process group together on all ranks."""
     dist.barrier()

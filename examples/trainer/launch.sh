@@ -103,7 +103,8 @@ launch() {
         flags+=(--data-path "$CORPUS/corpus_text_$LEVEL" --tokenizer-model "$CORPUS/tokenizer.json")
     fi
     if ! has_flag --metrics-file "$@" && ! has_flag --save "$@"; then
-        flags+=(--metrics-file "$ROOT/runs/$MODEL-$(date +%Y%m%d-%H%M%S)/metrics.jsonl")
+        # With the process, as two runs may begin in one second.
+        flags+=(--metrics-file "$ROOT/runs/$MODEL-$(date +%Y%m%d-%H%M%S)-$$/metrics.jsonl")
     fi
     mkdir -p "$ROOT/runs/offload"
     use_cpu_allocator "$@"

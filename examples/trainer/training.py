@@ -28,7 +28,7 @@ from megatron.offload.report.memory import PeakMemory
 from megatron.offload.storage.device import open_device
 
 from . import checkpointing, distributed, experts, model, optimizer
-from .arguments import UserError, fail, parse_arguments
+from .arguments import UserError, check_outputs, fail, parse_arguments
 from .checkpointing import Progress, TrainingState
 from .corpus import check_corpus
 from .data import Batch, batches, build_datasets
@@ -43,6 +43,7 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
 
     What the user can put right ends the process with one sentence and exit code 2.
     """
+    args = refusal = None
     try:
         args = parse_arguments(
             f"Pretrain {task.name} on megatron-core.",
@@ -62,14 +63,20 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
         )
         check_corpus(args, task)
         checkpointing.check_load(args)
+        check_outputs(args)
         tokenizer = task.build_tokenizer(args)
     except (UserError, OffloadError, ValueError) as error:
-        fail(str(error))
+        if args is None or args.validate_only or args.world_size == 1:
+            fail(str(error))
+        refusal = str(error)  # perhaps this machine's alone
     if args.validate_only:
         return
     distributed.initialize_logging(args)
     cpu_runtime.activate()
     device = distributed.initialize_distributed(args)
+    for message in distributed.of_all(refusal):
+        if message is not None:
+            fail(message)
     run = _Run(args, task, tokenizer, device)
     try:
         run.start(settings, offload_config, reserves[args.local_rank])
@@ -79,6 +86,8 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
         run.train()
     except ConfigurationError as error:  # found by measuring: no plan keeps to the budget
         fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
     distributed.shutdown()
 
 
@@ -162,9 +171,22 @@ class _Run:
     # -------------------------------------------------------------- the loop
 
     def train(self) -> None:
-        """Trains to --train-iters, or to a multiple of --exit-interval."""
+        """Trains to --train-iters, or to a multiple of --exit-interval.
+
+        Raises:
+            KeyboardInterrupt: Somebody has ended it; the summary has the steps until then.
+        """
         args, progress = self.args, self.progress
         reporter = Reporter(args, progress.iteration) if args.rank == 0 else None
+        try:
+            self._train(reporter)
+        except KeyboardInterrupt:
+            if reporter is not None:
+                reporter.close()
+            raise
+
+    def _train(self, reporter: Reporter | None) -> None:
+        args, progress = self.args, self.progress
         streams = self._streams(self.train_data, progress.consumed_samples)
         for chunk in self.chunks:
             chunk.train()

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +74,7 @@ class Run:
         world_size: Number of ranks.
         timeout_s: All ranks are killed after this time.
         environment: Added to the environment of every rank.
+        of_rank: What is added to that of each.
         fresh: Start a new interpreter per rank even where forking would do.
     """
 
@@ -83,6 +85,7 @@ class Run:
         world_size: int = 1,
         timeout_s: float = 60.0,
         environment: dict[str, str] | None = None,
+        of_rank: Callable[[int], dict[str, str]] = lambda rank: {},
         fresh: bool = False,
     ) -> None:
         flags = [flag for line in lines for flag in shlex.split(line)]
@@ -101,7 +104,12 @@ class Run:
             **(environment or {}),
         }
         self.processes = [
-            self._start(flags, rank, {"RANK": str(rank), "LOCAL_RANK": str(rank), **ranks}, fresh)
+            self._start(
+                flags,
+                rank,
+                {"RANK": str(rank), "LOCAL_RANK": str(rank), **ranks, **of_rank(rank)},
+                fresh,
+            )
             for rank in range(world_size)
         ]
 

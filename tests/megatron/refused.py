@@ -89,7 +89,7 @@ OFFLOAD = (
     ),
     Row(
         "--activation-offload auto --activation-memory-budget 0",
-        "--activation-memory-budget 0 leaves no memory to compute in",
+        "--activation-memory-budget is less than a byte, which leaves no memory to compute",
     ),
     Row(
         "--activation-offload auto --activation-recompute-layers 1",
@@ -165,6 +165,7 @@ TRAINER = (
     Row("--overlap-param-gather", "needs --use-distributed-optimizer"),
     Row("--data-path corpus", "give either --data-path PREFIX or --mock-data"),
     Row("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
+    Row("--metrics-file {tmp}", "--metrics-file has no place"),
     Row(
         "--dataloader-type dali",
         "needs NVIDIA DALI, which is not installed",

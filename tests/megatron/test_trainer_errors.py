@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import TINY, run_trainer
+from launch import TINY, Run, run_trainer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from trainer.gpt import GPT
 from trainer.training import pretrain
@@ -138,3 +138,46 @@ def test_unsupported_megatron_core_is_refused_before_it_is_imported(tmp_path: Pa
         "pretrain_gpt.py: error: megatron-core 0.99.0 is not supported; expected 0.16.1; "
         "install megatron-core==0.16.1\n"
     )
+
+
+def test_what_one_rank_refuses_the_first_one_says(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()  # and rank 1's is missing
+    with Run(
+        TINY,
+        "--tensor-model-parallel-size 2 --activation-offload ssd",
+        "--activation-offload-dir ~",
+        world_size=2,
+        of_rank=lambda rank: {"HOME": str(tmp_path / str(rank))},
+    ) as run:
+        outcome = run.wait()
+    assert outcome.exit_codes == [2, 2]
+    assert str(tmp_path / "1") in outcome.errors and "does not exist" in outcome.errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--save {file}", "--save has no place: {file} is a file"),
+        ("--save {file}/deep/er", "{file} is a file"),
+        ("--metrics-file {folder}", "--metrics-file has no place: {folder} is a directory"),
+        ("--metrics-file {file}/metrics.jsonl", "{file} is a file"),
+        ("--data-cache-path {file}", "--data-cache-path has no place: {file} is a file"),
+        ("--tensorboard-dir {file}", "--tensorboard-dir has no place"),
+        (
+            "--activation-offload auto --activation-offload-dir {folder} "
+            "--activation-offload-plan {folder}",
+            "{folder} is a directory",
+        ),
+        (
+            "--activation-offload auto --activation-offload-dir {folder} "
+            "--activation-offload-plan {file}/plan.json",
+            "{file} is a file",
+        ),
+    ],
+)
+def test_what_a_run_writes_must_have_a_place(flags: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    places = {"file": tmp_path / "file", "folder": tmp_path}
+    outcome = run_trainer(TINY, flags.format(**places))
+    assert outcome.exit_codes == [2]
+    assert words.format(**places) in outcome.errors and "Traceback" not in outcome.output

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -78,3 +79,18 @@ def test_it_may_wait_for_a_line_before_each_step(tmp_path: Path, one_process: Ou
     )
     losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
     assert losses == one_process.values("loss")[:2], done.stderr
+
+
+def test_whoever_interrupts_a_run_sees_what_it_did() -> None:
+    # A shell's background jobs ignore it, and so would what they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Run(TINY, "--train-iters 100000", fresh=True) as run:
+        signal.signal(signal.SIGINT, before)
+        while len(run.metrics()) < 3:
+            assert run.processes[0].poll() is None
+            time.sleep(0.05)
+        run.processes[0].send_signal(signal.SIGINT)
+        outcome = run.wait()
+    assert outcome.exit_codes == [130]
+    assert "Traceback" not in outcome.output
+    assert f"1 to {len(outcome.metrics)}" in outcome.output and "median step time" in outcome.output
