@@ -115,7 +115,7 @@ planner(
 planner(
     "a rank without a plan does not say so",
     """
-        _raise_first(one for _, one in told)
+        raise_first(one for _, one in told)
 """,
     "",
     PLANNER + "test_a_budget_that_cannot_be_met_ends_the_run",
@@ -769,4 +769,99 @@ agreement(
     high, negative_low = agreement.largest([digest, 0.0])[0], -digest
 """,
     AGREEMENT + "test_different_plans_are_an_error_on_both",
+)
+
+FILE = "unit/test_shared_plan_file.py::"
+
+shared_plan_file = table_of("planning/shared_plan_file.py", MUTATIONS)
+
+shared_plan_file(
+    "a rank keeps to itself that it cannot follow the plan",
+    """
+        raise_first(message for _, message in told)
+""",
+    """
+        raise_first([message])
+""",
+    FILE + "test_what_another_rank_cannot_follow_this_one_does_not_either",
+)
+shared_plan_file(
+    "ranks without the file measure while others follow it",
+    """
+        if len({found for found, _ in told}) > 1:
+""",
+    """
+        if False:
+""",
+    FILE + "test_a_file_that_some_ranks_see_is_refused_by_all[True]",
+)
+shared_plan_file(
+    "ranks may follow different files",
+    """
+            check_same(plan, self._agreement)
+""",
+    """
+            pass
+""",
+    FILE + "test_a_file_that_is_another_one_on_another_machine_is_refused",
+)
+shared_plan_file(
+    "a place that no file can have is found out after the first plan",
+    """
+                check_place(self.path)
+""",
+    """
+                pass
+""",
+    FILE + "test_a_place_that_does_not_exist_is_refused_by_who_writes_there[the writer]",
+)
+shared_plan_file(
+    "every rank must be able to write where one does",
+    """
+        return self._stage.speaks and self._stage.layout.stage == 0
+""",
+    """
+        return True
+""",
+    FILE + "test_a_place_that_does_not_exist_is_refused_by_who_writes_there[another stage]",
+)
+shared_plan_file(
+    "all ranks of a stage write its plan",
+    """
+        if self._stage.speaks:
+""",
+    """
+        if True:
+""",
+    FILE + "test_one_rank_of_a_stage_updates_its_plan[False]",
+)
+shared_plan_file(
+    "a full disk stops the training when a plan is made",
+    """
+        except OSError as error:
+            logger.warning("activation offload: the plan could not be written: %s", error)
+""",
+    """
+        finally:
+            pass
+""",
+    FILE + "test_a_plan_that_cannot_be_written_stops_no_training",
+)
+shared_plan_file(
+    "a full disk stops the training when a plan takes the place of another",
+    """
+            with contextlib.suppress(ConfigurationError, OSError):  # said when the first was made
+""",
+    """
+            if True:
+""",
+    FILE + "test_a_plan_that_cannot_be_written_stops_no_training",
+)
+shared_plan_file(
+    "a stage follows a plan that it cannot",
+    """
+        self._stage.check(plans[stage], tiers, self.path)
+""",
+    "",
+    FILE + "test_a_plan_for_a_tier_that_is_not_there_is_refused",
 )

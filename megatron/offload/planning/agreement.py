@@ -8,10 +8,10 @@ ranks must ask the same things in the same order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from megatron.offload.errors import OffloadError
+from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.profile import StageProfile
 
@@ -76,6 +76,13 @@ def check_same(plan: Plan, agreement: Agreement) -> None:
             "and recomputing different layers would stop them for ever; train with "
             "--activation-offload-plan FILE or another --activation-offload mode, and report this"
         )
+
+
+def raise_first(messages: Iterable[str | None]) -> None:
+    """Raises ConfigurationError, the same on all ranks, if there was one on any."""
+    for message in messages:
+        if message is not None:
+            raise ConfigurationError(message)
 
 
 def _walk(value: Any, seconds: list[float], sizes: list[int]) -> None:

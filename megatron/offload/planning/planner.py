@@ -24,7 +24,7 @@ import enum
 import functools
 import logging
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,25 @@ from megatron.offload.config import OffloadConfig, format_size
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import (
     PREFIX,
-    ConfigurationError,
     InfeasibleBudgetError,
     OffloadError,
 )
 from megatron.offload.placement.plan import Plan, Prediction
-from megatron.offload.placement.plan_file import load_plans, save_plans, update_plan
 from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.placement.planned import PlannedPolicy
 from megatron.offload.placement.profile import StageProfile, TierProfile
-from megatron.offload.placement.whole_file import check_place, write_whole
-from megatron.offload.planning.agreement import Agreement, agreed_profile, check_same
+from megatron.offload.placement.whole_file import write_whole
+from megatron.offload.planning.agreement import (
+    Agreement,
+    agreed_profile,
+    check_same,
+    raise_first,
+)
 from megatron.offload.planning.calibration import calibrated
 from megatron.offload.planning.drift import OVER_BUDGET, Drift, MeasuredStep
 from megatron.offload.planning.fit import fitted, tokens_of
 from megatron.offload.planning.measurement import Measurement
+from megatron.offload.planning.shared_plan_file import SharedPlanFile
 from megatron.offload.planning.solver_process import SolverProcess
 from megatron.offload.planning.stage import Stage
 from megatron.offload.planning.watch import Reason, Watch
@@ -134,8 +138,10 @@ class Planner:
         self._has_warned = False
         self._is_refined = False
         self._measured: list[MeasuredStep] = []  # in detail, for the next plan
+        self._file: SharedPlanFile | None = None
         if config.plan_file is not None:
-            self._follow_file(config.plan_file)
+            self._file = SharedPlanFile(config.plan_file, stage, agreement)
+            self._follow_file(self._file)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -184,40 +190,15 @@ class Planner:
 
     # -- The first plan -------------------------------------------------------------------------
 
-    def _follow_file(self, path: Path) -> None:
-        """Follows the plan in a file, if there is one. All ranks do, or none."""
-        plan, message = None, None
-        try:
-            plan = self._plan_in(path) if path.is_file() else None
-            if plan is None and self._stage.speaks and self._stage.layout.stage == 0:
-                check_place(path)  # this rank writes it
-        except ConfigurationError as error:
-            message = str(error).removeprefix(PREFIX)
-        except OSError as error:
-            message = f"--activation-offload-plan has no place: {error}; give another path"
-        told = self._agreement.of_all((plan is not None, message))
-        _raise_first(message for _, message in told)
-        if len({found for found, _ in told}) > 1:
-            raise ConfigurationError(
-                f"the plan {path} is there for some ranks only; put it where all machines see it"
-            )
+    def _follow_file(self, file: SharedPlanFile) -> None:
+        """Follows the plan that it has for this stage, if it is there."""
+        plan = file.load(self._engine.tiers)
         if plan is None:
             return
-        check_same(plan, self._agreement)
         self._follow(plan)
         self._adapts = False
         if self._stage.speaks:
-            logger.info("activation offload: %s\n(from %s)", plan_table(plan), path)
-
-    def _plan_in(self, path: Path) -> Plan:
-        stage, plans = self._stage.layout.stage, load_plans(path)
-        if stage not in plans:
-            raise ConfigurationError(
-                f"the plan {path} has stages {', '.join(map(str, sorted(plans)))}, and none "
-                f"numbered {stage}; plan again for this layout"
-            )
-        self._stage.check(plans[stage], self._engine.tiers, path)
-        return plans[stage]
+            logger.info("activation offload: %s\n(from %s)", plan_table(plan), file.path)
 
     def _make_first_plan(self) -> None:
         """Plans, with all ranks of the run: where one finds no plan, none goes on."""
@@ -239,7 +220,7 @@ class Planner:
         except OffloadError as error:
             message = str(error).removeprefix(PREFIX)
         told = self._agreement.of_all((plan if self._stage.speaks else None, message))
-        _raise_first(one for _, one in told)
+        raise_first(one for _, one in told)
         assert plan is not None and self.profile is not None
         check_same(plan, self._agreement)
         self._remember(self.profile)
@@ -252,14 +233,8 @@ class Planner:
     def _show_and_save(self, plans: list[Plan]) -> None:
         for plan in plans:
             logger.info("activation offload: %s", plan_table(plan))
-        path = self._config.plan_file
-        if path is None:
-            return
-        try:
-            save_plans(path, plans)
-            logger.info("activation offload: the plan is in %s", path)
-        except OSError as error:
-            logger.warning("activation offload: the plan could not be written: %s", error)
+        if self._file is not None:
+            self._file.save(plans)
 
     def _asked_budget(self) -> int | None:
         """The budget that the ranks of the group share; None: there is none to keep to."""
@@ -456,9 +431,8 @@ class Planner:
         if not changed and predicted is not None and predicted.step_s and step is not None:
             usual = (whole_steps["step_s"] or step.step_s) / predicted.step_s
         self._follow(plan, usual)
-        if self._stage.speaks and self._config.plan_file is not None:
-            with contextlib.suppress(ConfigurationError, OSError):  # said when the first was made
-                update_plan(self._config.plan_file, plan)
+        if self._file is not None:
+            self._file.update(plan)
         if self._stage.speaks:
             text = plan_table(plan) if changed else "the plan stays as it is"
             logger.info("activation offload: planned again: %s", text)
@@ -477,10 +451,3 @@ class Planner:
         if self._stage.speaks:
             stage = self._stage.layout.stage
             logger.info("activation offload: stage %d is to be planned again: %s", stage, reason)
-
-
-def _raise_first(messages: Iterable[str | None]) -> None:
-    """Raises ConfigurationError, the same on all ranks, if there was one on any."""
-    for message in messages:
-        if message is not None:
-            raise ConfigurationError(message)
