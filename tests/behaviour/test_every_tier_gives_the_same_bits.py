@@ -42,13 +42,19 @@ def test_loss_and_gradients_are_equal(make_engine, settings):
         assert step.kept_bytes == 0 and step.tier_used_bytes == 0
 
 
-def test_several_directories_share_the_bytes(make_engine, tmp_path):
+def test_several_directories_share_the_bytes(make_engine, write_gate, tmp_path):
     directories = tuple(tmp_path / name for name in "abc")
     for directory in directories:
         directory.mkdir()
     model, x = Model(), torch.randn(3, 17, 32)
     plain = run_step(model, x)
     engine = make_engine(directories=directories)
+
+    def let_writes_run(*_):
+        engine._starter.drain()  # all are queued, each where the least was
+        write_gate.open.set()
+
+    model.register_forward_hook(let_writes_run)
     assert_same(run_step(model, x, engine), plain)
     written = engine.drive_written_bytes
     assert sum(written.values()) == engine.statistics.written_bytes

@@ -143,6 +143,7 @@ def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
         elif end == "dropped":
             packed.pop()
         hold.set()
+        engine._starter.drain()  # both have begun before one has failed
         write_gate.open.set()
         settle(engine)
         in_the_end = State.ON_TIER if end in ("done", "used", "dropped") else State.IN_MEMORY

@@ -16,6 +16,7 @@ from megatron.offload.storage.drive import Health
 from megatron.offload.storage.file import UnlinkedFile
 from tests.conftest import Gate
 from tests.models import Model, assert_same, run_step, settle, ssd
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,10 +43,8 @@ def interrupt(*_: object) -> None:
 def assert_usable(engine: OffloadEngine, model: Model, x: torch.Tensor) -> None:
     """Nothing is taken any more, and the next step is as if nothing had happened."""
     settle(engine)
-    deadline = time.monotonic() + 10
-    while ssd(engine).used_bytes:  # a thread may still be about to let go of what it worked on
-        assert time.monotonic() < deadline, "space leaked"
-        time.sleep(0.001)
+    # A thread may still be about to let go of what it worked on.
+    wait_until(lambda: ssd(engine).used_bytes == 0, "space leaked")
     assert_same(run_step(model, x, engine), run_step(model, x))
     assert engine.statistics.written_bytes > 0 and engine.statistics.kept_bytes == 0
     assert ssd(engine).used_bytes == 0 and not ssd(engine).degraded
@@ -84,11 +83,17 @@ def test_an_exception_in_backward_while_writes_are_queued(
 ) -> None:
     model, x = Model(), torch.randn(3, 65, 32)
     engine = make_engine(io="buffered", threads=threads)
-    hook = model.blocks[1].register_forward_hook(lambda *a: a[-1].register_hook(interrupt) and None)
+
+    def interrupt_once_a_write_runs(*_: object) -> None:
+        write_gate.wait_for_arrival()
+        raise Interrupted
+
+    hook = model.blocks[1].register_forward_hook(
+        lambda *a: a[-1].register_hook(interrupt_once_a_write_runs) and None
+    )
     with pytest.raises(Interrupted):
         step_at_once(model, x, engine)
     hook.remove()
-    write_gate.wait_for_arrival()
     write_gate.open.set()
     assert_usable(engine, model, x)
 
