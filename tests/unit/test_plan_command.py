@@ -23,6 +23,7 @@ from megatron.offload.placement.projection.model import Parallelism, Transformer
 from megatron.offload.placement.projection.projection import Projection, project
 from megatron.offload.placement.solver import solve
 from megatron.offload.placement.timeline import Timeline
+from megatron.offload.report.study import command
 
 MODEL = (
     "plan --hardware h100 --bf16 --num-layers 8 --hidden-size 2048 --num-attention-heads 16 "
@@ -43,7 +44,7 @@ def _not_recomputed(layer: LayerProfile, backward_s: float) -> LayerProfile:
 def answer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What is printed, and the folder with what is written."""
     folder = tmp_path_factory.mktemp("plan")
-    flags = f"--output {folder}/plan.json --json {folder}/all.json --rok {folder}/rok.svg"
+    flags = f"--output {folder}/plan.json --json {folder}/all.json --rok {folder}/new/rok.svg"
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_MEGATRON, *f"{TIGHT} {flags}".split()],
         capture_output=True,
@@ -127,7 +128,7 @@ def test_the_curve_goes_down_in_memory_and_speed(answer: tuple[str, Path]) -> No
     assert budgets == sorted(budgets, reverse=True)
     assert curve[-1]["peak_bytes"] < 0.6 * curve[0]["peak_bytes"]
     assert curve[-1]["step_s"] > curve[0]["step_s"]
-    assert (answer[1] / "rok.svg").read_text().lstrip().startswith("<?xml")
+    assert (answer[1] / "new" / "rok.svg").read_text().lstrip().startswith("<?xml")
 
 
 def test_a_measured_profile_is_planned_like_a_projected_one(
@@ -253,6 +254,19 @@ def test_a_plan_that_does_not_fit_says_so(
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert ("THIS DOES NOT FIT" in last) is (words is not None)
     assert words is None or words in last
+
+
+@pytest.mark.parametrize("flag", ["--output {}/a.json", "--json {}/a.json", "--rok {}/a.svg"])
+def test_a_place_that_no_file_can_have_is_refused_before_any_work(
+    flag: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(command, "study_of")
+    (tmp_path / "taken").touch()
+    assert cli.main(f"{MODEL} {flag.format(tmp_path / 'taken')}".split()) == 2
+    assert f"{tmp_path / 'taken'} is a file" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,7 @@ def draw(study: Study, path: Path) -> None:
         place = (one.peak_bytes / GIB, keep_s / one.step_s)
         axes.plot(*place, _MARKERS.get(name, "x"), markersize=9, label=name)
     _label(axes, study)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
