@@ -83,3 +83,23 @@ def test_freed_while_it_is_written_it_is_as_it_was_filled_again(
             fill_again()
         assert torch.equal(engine._hooks.unpack(packed), torch.full((1 << 20,), 7.0))
         assert not ssd(engine).degraded, "that is no fault of the drive"
+
+
+def test_freed_while_it_is_written_and_filled_again_elsewhere(make_engine, write_gate):
+    engine = make_engine(io="buffered", threads=1)
+    num_bytes = 64 << 20  # more than the allocator keeps for reuse: what is freed is unmapped
+    with engine.step():
+        tensor = torch.full((num_bytes // 4,), 7.0)
+        packed = engine._hooks.pack(tensor)
+        write_gate.wait_for_arrival()
+        before = tensor.data_ptr()
+        tensor.untyped_storage().resize_(0)
+        in_its_place = torch.empty(num_bytes // 4)
+        tensor.untyped_storage().resize_(num_bytes)
+        tensor.detach().data.fill_(7.0)
+        assert tensor.data_ptr() != before
+        del in_its_place  # now nothing is where the write reads from
+        write_gate.open.set()
+        settle(engine)
+        assert torch.equal(engine._hooks.unpack(packed), tensor)
+        assert not ssd(engine).degraded, "that is no fault of the drive"

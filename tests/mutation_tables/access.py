@@ -211,11 +211,11 @@ access(
     "a view in place does not keep its memory",
     """
         self._storage = storage
-        self._body_address = storage.data_ptr() + len(cut.head)
+        self._address = storage.data_ptr()
 """,
     """
         self._storage = torch.UntypedStorage(storage.nbytes(), device="meta")
-        self._body_address = storage.data_ptr() + len(cut.head)
+        self._address = storage.data_ptr()
 """,
     "unit/test_ssd.py::test_a_running_write_keeps_its_source_when_nobody_else_does",
 )
@@ -243,18 +243,23 @@ access(
     """
     def check(self) -> None:
         check_size(self._storage, self.cut.num_bytes)
-
-
-class Staged:
+        if self._storage.data_ptr() != self._address:
 """,
     """
     def check(self) -> None:
-        pass
-
-
-class Staged:
+        if False:
 """,
     "behaviour/test_resized_storages.py::test_freed_before_its_write_began_it_is_not_written",
+)
+access(
+    "a drive is to blame for a storage that has moved",
+    """
+        if self._storage.data_ptr() != self._address:
+""",
+    """
+        if False:
+""",
+    "behaviour/test_resized_storages.py::test_freed_while_it_is_written_and_filled_again_elsewhere",
 )
 
 # -- storage/staging.py ----------------------------------------------------------------------------

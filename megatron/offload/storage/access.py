@@ -98,7 +98,8 @@ class InPlace:
 class _InPlaceView:
     def __init__(self, storage: torch.UntypedStorage, cut: Cut) -> None:
         self._storage = storage
-        self._body_address = storage.data_ptr() + len(cut.head)
+        self._address = storage.data_ptr()
+        self._body_address = self._address + len(cut.head)
         self.cut = cut
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
@@ -110,6 +111,8 @@ class _InPlaceView:
 
     def check(self) -> None:
         check_size(self._storage, self.cut.num_bytes)
+        if self._storage.data_ptr() != self._address:
+            raise RuntimeError("the storage was freed and filled again before it was written")
 
 
 class Staged:
