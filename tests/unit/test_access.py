@@ -38,8 +38,13 @@ class GatedDevice(SimulatedDevice):
         assert self.gate.wait(timeout=10)
 
 
+def fill_with_anything(storage: torch.UntypedStorage) -> None:
+    torch.tensor([], dtype=torch.uint8).set_(storage).random_(0, 256)
+
+
 def storage_of(num_bytes: int, device: SimulatedDevice | None = None) -> torch.UntypedStorage:
-    storage = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).untyped_storage()
+    storage = torch.UntypedStorage(num_bytes)
+    fill_with_anything(storage)
     if device is not None:
         device.queued(storage)
     return storage
@@ -82,7 +87,8 @@ def in_thread(call: Any) -> threading.Thread:
 @pytest.mark.parametrize("num_bytes", [1, 511, 512, 5000, 3 * PAGE + 7])
 @pytest.mark.parametrize("alignment", [Alignment(512, 512), Alignment(PAGE, PAGE)], ids=str)
 def test_edges_and_body_come_back_each_in_its_place(num_bytes: int, alignment: Alignment) -> None:
-    access, source = InPlace(alignment), storage_of(num_bytes)
+    access, source = InPlace(alignment), aligned_storage(num_bytes, 192, alignment)  # has a head
+    fill_with_anything(source)
     view = access.for_writing(source)
     body = written(view)
     assert is_aligned(view, alignment)
