@@ -243,8 +243,12 @@ def test_a_failed_drive_takes_no_more_and_serves_reads(
     for value, block in zip((1, 2), blocks, strict=True):
         assert reads_as(tier, block, value)
     del blocks, block
-    gc.collect()  # the error that was caught here refers to this frame, and this frame to it
-    wait_until(lambda: tier.used_bytes == 0, "a read that ended keeps its space")
+
+    def is_empty() -> bool:
+        gc.collect()  # the error that was caught here refers to this frame, and this frame to it
+        return tier.used_bytes == 0
+
+    wait_until(is_empty, "a read that ended keeps its space")
 
 
 def test_a_failed_read_keeps_nothing_alive(make_tier: Tiers) -> None:
