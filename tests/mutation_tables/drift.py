@@ -11,6 +11,7 @@ from tests.mutation_tables import Mutation, table_of
 MUTATIONS: list[Mutation] = []
 
 PLANNER = "unit/test_planner.py::"
+WATCH = "unit/test_watch.py::"
 MEASUREMENT = "unit/test_measurement.py::"
 
 drift = table_of("planning/drift.py", MUTATIONS)
@@ -58,12 +59,42 @@ drift(
 drift(
     "other sizes are not noticed",
     """
-        if step.sizes and self._sizes and dict(step.sizes) != self._sizes:
+        if not self.is_comparable(step) and not is_smaller:
 """,
     """
         if False:
 """,
     PLANNER + "test_drift_says_what_is_no_longer_so",
+)
+drift(
+    "smaller sizes are a change at once",
+    """
+        if not self.is_comparable(step) and not is_smaller:
+""",
+    """
+        if not self.is_comparable(step):
+""",
+    WATCH + "test_steps_of_other_sizes_show_nothing_of_what_the_plan_led_to",
+)
+drift(
+    "smaller sizes are planned for when the first has come",
+    """
+        return _other_sizes(step) if self._num_smaller >= _PATIENCE_WITH_SMALLER else ""
+""",
+    """
+        return _other_sizes(step) if self._num_smaller else ""
+""",
+    WATCH + "test_only_what_stays_smaller_is_planned_for",
+)
+drift(
+    "smaller sizes need not be in a row",
+    """
+        self._num_smaller = self._num_smaller + 1 if is_smaller and step.sizes else 0
+""",
+    """
+        self._num_smaller += 1 if is_smaller and step.sizes else 0
+""",
+    WATCH + "test_only_what_stays_smaller_is_planned_for",
 )
 drift(
     "a slower tier is not noticed",

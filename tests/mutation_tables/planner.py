@@ -219,21 +219,42 @@ planner(
 planner(
     "a plan that is to save memory counts on what the tiers were",
     """
-            self._plan_again(self._profile_of_present_tiers())
+            self._plan_again(self._as_now(self._agreed_fitted() or self.profile))
 """,
     """
             self._plan_again(self.profile)
 """,
     PLANNER + "test_a_plan_that_is_to_save_memory_counts_on_the_tiers_as_they_are",
 )
+OVER = PLANNER + "test_steps_over_the_budget_are_planned_for_at_once_with_their_own_sizes"
+planner(
+    "a plan that is to save memory is for the last sizes, whatever the present ones are",
+    """
+        profile = dataclasses.replace(profile, tiers=self._own_tiers, sizes=sizes)
+""",
+    """
+        profile = dataclasses.replace(profile, tiers=self._own_tiers)
+""",
+    OVER + "[False]",
+)
+planner(
+    "a plan that is to save memory is from the figures of other sizes",
+    """
+            self._plan_again(self._as_now(self._agreed_fitted() or self.profile))
+""",
+    """
+            self._plan_again(self._as_now(self.profile))
+""",
+    OVER + "[True]",
+)
 planner(
     "each rank counts on its own tiers when memory is short",
     """
-        profile = dataclasses.replace(self.profile, tiers=self._own_tiers)
+        profile = dataclasses.replace(profile, tiers=self._own_tiers, sizes=sizes)
         return agreed_profile(profile, self._agreement)
 """,
     """
-        return dataclasses.replace(self.profile, tiers=self._own_tiers)
+        return dataclasses.replace(profile, tiers=self._own_tiers, sizes=sizes)
 """,
     AGREES + "test_a_rank_over_its_budget_makes_all_plan_at_once",
 )
@@ -475,7 +496,7 @@ planner(
     """
         reasons = [reason for reason in Reason if found[reason]]
 """,
-    AGREES + "test_a_rank_that_notices_a_change_makes_all_measure[effect]",
+    AGREES + "test_a_rank_that_notices_a_change_makes_all_measure[Reason.EFFECT]",
 )
 planner(
     "the least urgent reason counts",
@@ -565,13 +586,31 @@ watch(
     "steps that settle count",
     """
         if self.num_followed > _SETTLING_STEPS:
-            self.recent.append(step)
 """,
     """
         self.recent.append(step)
         if self.num_followed > _SETTLING_STEPS:
 """,
     WATCH + "test_what_steps_take_is_remembered_once_they_settled",
+)
+watch(
+    "steps of other sizes are compared with the plan",
+    """
+            if not self._drift.is_comparable(step):
+                return
+""",
+    "",
+    WATCH + "test_steps_of_other_sizes_show_nothing_of_what_the_plan_led_to",
+)
+watch(
+    "where sizes vary each smaller one is planned for as soon as the first",
+    """
+            self._patient_steps = {**dict.fromkeys(Reason, 0), Reason.SMALLER: with_smaller}
+""",
+    """
+            self._patient_steps = dict.fromkeys(Reason, 0)
+""",
+    WATCH + "test_where_sizes_vary_smaller_ones_are_planned_for_more_and_more_rarely",
 )
 watch(
     "what was noticed between is forgotten",
@@ -655,7 +694,7 @@ watch(
 watch(
     "a plan that helped is not trusted",
     """
-            self._patient_steps = dict.fromkeys(Reason, 0)
+            self._patient_steps = {**dict.fromkeys(Reason, 0), Reason.SMALLER: with_smaller}
         elif reason is not None:
 """,
     """
@@ -667,7 +706,7 @@ watch(
 watch(
     "plans take turns as long as what they do is not expected",
     """
-        if changed and reason is not Reason.EFFECT:
+        if changed and reason in (None, Reason.OVER, Reason.CAUSE):
 """,
     """
         if changed:

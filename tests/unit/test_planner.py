@@ -7,6 +7,7 @@ import collections
 import functools
 import itertools
 import logging
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -325,14 +326,50 @@ def test_other_sizes_are_measured_and_a_third_one_is_fitted(start: Callable[...,
     assert run.planner.num_plans == 2
     sizes = [profile.sizes["sequence_length"] for profile, _, _ in run.solver.asked]
     assert sizes == [32, 64]
-    run.steps(2)
-    run.tokens = 48
-    run.steps(2)
+    run.steps(4 + REFINING_STEPS)
     assert run.planner.num_plans == 3
+    run.tokens = 48
+    run.steps(2 + 32)  # the plan is for larger ones, which may come again
+    assert run.planner.num_plans == 4
     fitted = run.solver.asked[-1][0]
     assert fitted.source == "fitted to two sizes" and fitted.sizes["sequence_length"] == 48
     movable = [profile.layers[0].movable_bytes for profile, _, _ in run.solver.asked]
-    assert movable[2] == (movable[0] + movable[1]) // 2
+    assert movable[3] == (movable[0] + movable[1]) // 2
+
+
+def test_where_sizes_vary_the_plan_becomes_that_of_the_larger_ones(
+    start: Callable[..., Run],
+) -> None:
+    run = start()
+    run.solver.placement = Placement.KEEP
+    run.steps(3 + 4 + REFINING_STEPS)
+    order = random.Random(1)
+    num_plans = []
+    for _ in range(10):
+        for _ in range(40):
+            run.tokens = order.choice((16, 24, 32, 40, 48, 56, 64))
+            run.step()
+        num_plans.append(run.planner.num_plans)
+    assert num_plans[0] <= 2 + 5 and num_plans[-1] - num_plans[1] <= 3
+    assert run.solver.asked[-1][0].sizes["sequence_length"] >= 56
+
+
+@pytest.mark.parametrize("knows_two", [False, True])
+def test_steps_over_the_budget_are_planned_for_at_once_with_their_own_sizes(
+    knows_two: bool, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(memory_budget_bytes=1000 * MIB)
+    run.solver.placement = Placement.KEEP
+    run.steps(3 + 4 + REFINING_STEPS)
+    run.tokens = 64 if knows_two else 32
+    run.steps(2 + 2 + 1)
+    run.tokens = 96
+    num_asked = len(run.solver.asked)
+    monkeypatch.setattr(PeakMemory, "end_step", lambda _: 1100 * MIB)
+    run.step()
+    (profile, _, _) = run.solver.asked[num_asked]
+    assert profile.sizes["sequence_length"] == 96
+    assert (profile.source == "fitted to two sizes") is knows_two
 
 
 def test_more_memory_than_the_budget_is_planned_for_at_once(start: Callable[..., Run]) -> None:

@@ -14,6 +14,7 @@ from megatron.offload import OffloadConfig, OffloadError, Placement
 from megatron.offload.placement.plan import Prediction
 from megatron.offload.planning.agreement import Alone
 from megatron.offload.planning.planner import Phase
+from megatron.offload.planning.watch import Reason
 from megatron.offload.report.memory import PeakMemory
 from megatron.offload.storage.device import CpuDevice
 from tests import planned
@@ -43,7 +44,7 @@ def _what(values: Sequence[float]) -> str:
     """What ranks compare, seen by the values."""
     if len(values) == 1:
         return "one"
-    if len(values) == 3 and set(values) <= {0.0, 1.0}:
+    if len(values) == len(Reason) and set(values) <= {0.0, 1.0}:
         return "findings"
     if len(values) > 2:
         return "sizes"
@@ -121,15 +122,13 @@ def test_a_rank_over_its_budget_makes_all_plan_at_once(run: Run) -> None:
     assert run.solver.asked[-1][0].tiers[0].write_bytes_per_s == 7.0
 
 
-@pytest.mark.parametrize("kind", ["cause", "effect"])
-def test_a_rank_that_notices_a_change_makes_all_measure(kind: str, run: Run) -> None:
+@pytest.mark.parametrize("reason", [Reason.CAUSE, Reason.SMALLER, Reason.EFFECT], ids=str)
+def test_a_rank_that_notices_a_change_makes_all_measure(reason: Reason, run: Run) -> None:
     run.steps(3)
-    told = {"cause": [0.0, 1.0, 0.0], "effect": [0.0, 0.0, 1.0]}[kind]
-    run.planner._agreement = Group(findings=lambda _: told)
+    run.planner._agreement = Group(findings=lambda _: [float(one is reason) for one in Reason])
     run.step()
-    phase, num_steps = {"cause": (Phase.UPDATING, 1), "effect": (Phase.REFINING, REFINING_STEPS)}[
-        kind
-    ]
+    is_effect = reason is Reason.EFFECT
+    phase, num_steps = (Phase.REFINING, REFINING_STEPS) if is_effect else (Phase.UPDATING, 1)
     assert run.planner.num_plans == 1 and run.planner.phase is phase
     run.solver.placement = Placement.SSD
     run.steps(num_steps)
@@ -138,7 +137,7 @@ def test_a_rank_that_notices_a_change_makes_all_measure(kind: str, run: Run) -> 
 
 def test_the_most_urgent_reason_counts(run: Run) -> None:
     run.steps(3)
-    run.planner._agreement = Group(findings=lambda _: [1.0, 1.0, 1.0])
+    run.planner._agreement = Group(findings=lambda own: [1.0] * len(own))
     run.step()
     assert run.planner.num_plans == 2 and run.planner.phase is Phase.FOLLOWING
 
@@ -194,7 +193,7 @@ def test_a_profile_is_fitted_where_all_ranks_have_micro_batches_of_one_size(
     run.steps(5)
     run.tokens = 64
     run.steps(5)
-    run.tokens = 48
+    run.tokens = 96
     others = {} if same_sizes else {"digests": lambda own: [own[0] + 1, own[1]]}
     run.planner._agreement = Group(**others, means=lambda own: [7.0] * len(own))
     asked = len(run.solver.asked)

@@ -10,11 +10,12 @@ from megatron.offload.planning.drift import Drift, MeasuredStep
 from megatron.offload.planning.watch import Reason, Watch
 
 MIB = 1 << 20
-SIZES = {"sequence_length": 8}
+SIZES = {"sequence_length": 8, "micro_batch_size": 2}
 USUAL = MeasuredStep(1.0, 0.0, 100 * MIB, SIZES)
 STEPS = {
     Reason.OVER: MeasuredStep(1.0, 0.0, 300 * MIB, SIZES),
-    Reason.CAUSE: MeasuredStep(1.0, 0.0, 100 * MIB, {"sequence_length": 9}),
+    Reason.CAUSE: MeasuredStep(1.0, 0.0, 100 * MIB, {**SIZES, "sequence_length": 9}),
+    Reason.SMALLER: MeasuredStep(1.0, 0.0, 100 * MIB, {**SIZES, "sequence_length": 7}),
     Reason.EFFECT: MeasuredStep(1.0, 0.5, 100 * MIB, SIZES),
 }
 
@@ -112,6 +113,26 @@ def test_patience_has_an_end(reason: Reason, most: int, watch: Watch) -> None:
 def test_a_change_is_always_a_reason(watch: Watch) -> None:
     plan_again(watch, Reason.CAUSE, changed=False)
     assert steps_until(watch, Reason.CAUSE) == 4
+
+
+def test_only_what_stays_smaller_is_planned_for(watch: Watch) -> None:
+    assert steps_until(watch, Reason.SMALLER, most=2 + 31) is None
+    watch.see(USUAL, with_effects=True)
+    assert steps_until(watch, Reason.SMALLER) == 32
+
+
+def test_where_sizes_vary_smaller_ones_are_planned_for_more_and_more_rarely(watch: Watch) -> None:
+    for patience in (0, 4, 8, 16, 32, 64, 128):
+        assert steps_until(watch, Reason.SMALLER) == max(2 + 32, patience + 1)
+        plan_again(watch, Reason.SMALLER, changed=True)
+        plan_again(watch, Reason.CAUSE, changed=True)  # as larger ones come again
+
+
+def test_steps_of_other_sizes_show_nothing_of_what_the_plan_led_to(watch: Watch) -> None:
+    slow = MeasuredStep(9.0, 9.0, 150 * MIB, STEPS[Reason.SMALLER].sizes)
+    for _ in range(20):
+        watch.see(slow, with_effects=True)
+    assert not any(watch.take().values()) and not watch.recent
 
 
 def test_patience_with_one_reason_is_none_with_another(watch: Watch) -> None:

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from megatron.offload.config import MIB, format_size
 from megatron.offload.placement.plan import Prediction
 from megatron.offload.placement.profile import TierProfile
+from megatron.offload.planning.fit import tokens_of
 
 _PATIENCE = 2  # steps in a row that must differ: one may have been disturbed
+_PATIENCE_WITH_SMALLER = 32  # where sizes vary from step to step, a plan is for the larger ones
 _OTHER_TIME = 0.1  # of the predicted step, up or down, in the median of some steps
 JUDGED_STEPS = 8  # for it: fewer may be those of a slow moment
 _STALLED = 0.1  # of the predicted step, beyond the predicted stall
@@ -61,7 +63,7 @@ class Drift:
         self._tiers = tiers
         self._budget_bytes = budget_bytes
         self._usual = usual
-        self._num_causes = self._num_effects = 0  # in a row
+        self._num_causes = self._num_effects = self._num_smaller = 0  # in a row
 
     def over_budget(self, step: MeasuredStep) -> str:
         """Why memory has to be saved at once; empty: it has not."""
@@ -79,11 +81,21 @@ class Drift:
         self._num_causes = self._num_causes + 1 if reason else 0
         return reason if self._num_causes >= _PATIENCE else ""
 
+    def smaller(self, step: MeasuredStep) -> str:
+        """What it was made for and has not been seen for many steps now; empty: all was."""
+        is_smaller = tokens_of(step.sizes) < tokens_of(self._sizes)
+        self._num_smaller = self._num_smaller + 1 if is_smaller and step.sizes else 0
+        return _other_sizes(step) if self._num_smaller >= _PATIENCE_WITH_SMALLER else ""
+
+    def is_comparable(self, step: MeasuredStep) -> bool:
+        """Whether the step shows what the plan led to: its micro-batches have the plan's sizes."""
+        return not step.sizes or not self._sizes or dict(step.sizes) == self._sizes
+
     def effect(self, step: MeasuredStep, recent_s: Sequence[float]) -> str:
         """What it led to and was not expected, for some steps now; empty: all was.
 
         Args:
-            step: the last one.
+            step: the last one that is comparable.
             recent_s: what it and those before it took, `JUDGED_STEPS` of them or fewer.
         """
         reason = self._effect(step, recent_s)
@@ -91,9 +103,9 @@ class Drift:
         return reason if self._num_effects >= _PATIENCE else ""
 
     def _cause(self, step: MeasuredStep) -> str:
-        if step.sizes and self._sizes and dict(step.sizes) != self._sizes:
-            sizes = ", ".join(f"{name} {value}" for name, value in step.sizes.items())
-            return f"micro-batches have other sizes: {sizes}"
+        is_smaller = tokens_of(step.sizes) < tokens_of(self._sizes)
+        if not self.is_comparable(step) and not is_smaller:
+            return _other_sizes(step)
         return self._other_bandwidth(step, 0.0, _LESS_BANDWIDTH)
 
     def _effect(self, step: MeasuredStep, recent_s: Sequence[float]) -> str:
@@ -125,3 +137,8 @@ class Drift:
                     f"{format_size(expected)}/s when the plan was made"
                 )
         return ""
+
+
+def _other_sizes(step: MeasuredStep) -> str:
+    sizes = ", ".join(f"{name} {value}" for name, value in step.sizes.items())
+    return f"micro-batches have other sizes: {sizes}"

@@ -9,6 +9,7 @@ little for attention beyond what was measured, so it is good between the two and
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.offload.placement.profile import StageProfile
@@ -25,7 +26,7 @@ _FITTED = (
 )
 
 
-def tokens_of(sizes: dict[str, int]) -> int:
+def tokens_of(sizes: Mapping[str, int]) -> int:
     """Sequence length x micro-batch size; 0: not known."""
     return sizes.get("sequence_length", 0) * sizes.get("micro_batch_size", 0)
 

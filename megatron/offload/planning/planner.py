@@ -300,11 +300,14 @@ class Planner:
         self._own_tiers = profile.tiers
         return agreed_profile(profile, self._agreement)
 
-    def _profile_of_present_tiers(self) -> StageProfile:
-        """A tier that has become slow holds memory longer: no plan for the fast one would help."""
-        assert self.profile is not None
-        self._own_tiers = self.measurement.tiers()
-        profile = dataclasses.replace(self.profile, tiers=self._own_tiers)
+    def _as_now(self, profile: StageProfile | None) -> StageProfile:
+        """The profile, with the tiers and for the sizes of the last step.
+
+        A tier that has become slow holds memory longer: no plan for the fast one would help.
+        """
+        assert profile is not None and self.measurement.last is not None
+        self._own_tiers, sizes = self.measurement.tiers(), dict(self.measurement.last.sizes)
+        profile = dataclasses.replace(profile, tiers=self._own_tiers, sizes=sizes)
         return agreed_profile(profile, self._agreement)
 
     def _remember(self, profile: StageProfile) -> None:
@@ -360,8 +363,8 @@ class Planner:
             self._say(found[self._reason] or self._reason.value)
         if self._reason is Reason.OVER:
             self._num_exceeded += 1
-            self._plan_again(self._profile_of_present_tiers())
-        elif self._reason is Reason.CAUSE:
+            self._plan_again(self._as_now(self._agreed_fitted() or self.profile))
+        elif self._reason in (Reason.CAUSE, Reason.SMALLER):
             fitted_profile = self._agreed_fitted()
             if fitted_profile is not None:
                 self._plan_again(fitted_profile)

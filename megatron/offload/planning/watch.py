@@ -21,10 +21,17 @@ class Reason(enum.Enum):
 
     OVER = "another rank is over its budget"
     CAUSE = "another rank has noticed a change"
+    SMALLER = "another rank's micro-batches have become smaller"
     EFFECT = "another rank's steps go otherwise than planned"
 
 
-_MOST_PATIENT_STEPS = {Reason.OVER: 64, Reason.CAUSE: 0, Reason.EFFECT: 1024}  # plans take seconds
+# Plans take seconds.
+_MOST_PATIENT_STEPS = {
+    Reason.OVER: 64,
+    Reason.CAUSE: 0,
+    Reason.SMALLER: 1024,
+    Reason.EFFECT: 1024,
+}
 
 
 class Watch:
@@ -32,7 +39,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.num_followed = 0  # steps under the present plan
-        # The last of them, once it had settled.
+        # The last of them with micro-batches as it expects, once it had settled.
         self.recent: collections.deque[MeasuredStep] = collections.deque(maxlen=JUDGED_STEPS)
         self._drift: Drift | None = None
         self._found = dict.fromkeys(Reason, "")
@@ -56,8 +63,11 @@ class Watch:
             return
         self._note(Reason.OVER, self._drift.over_budget(step))
         if self.num_followed > _SETTLING_STEPS:
-            self.recent.append(step)
             self._note(Reason.CAUSE, self._drift.cause(step))
+            self._note(Reason.SMALLER, self._drift.smaller(step))
+            if not self._drift.is_comparable(step):
+                return
+            self.recent.append(step)
             if with_effects:
                 recent_s = [one.step_s for one in self.recent]
                 self._note(Reason.EFFECT, self._drift.effect(step, recent_s))
@@ -78,8 +88,9 @@ class Watch:
             reason: that it was for; None: none of these.
             changed: whether another plan came of it.
         """
-        if changed and reason is not Reason.EFFECT:
-            self._patient_steps = dict.fromkeys(Reason, 0)
+        if changed and reason in (None, Reason.OVER, Reason.CAUSE):
+            with_smaller = self._patient_steps[Reason.SMALLER]  # sizes may vary for ever
+            self._patient_steps = {**dict.fromkeys(Reason, 0), Reason.SMALLER: with_smaller}
         elif reason is not None:
             longer = max(2 * self._patient_steps[reason], _FIRST_PATIENCE_STEPS)
             self._patient_steps[reason] = min(longer, _MOST_PATIENT_STEPS[reason])
