@@ -125,8 +125,8 @@ def test_a_disk_that_becomes_slow_in_mid_run_is_planned_for_within_five_steps(
 ) -> None:
     monkeypatch.setitem(launch.SCRIPTS, "slow disk", ROOT / "tools" / "slow_disk.py")
     slow_after, num_steps = 12, 17  # the second plan, with which it has settled, is of step 11
-    # Steps that are long enough for the rate of their writes to be judged.
-    flags = f"--train-iters {num_steps} --global-batch-size 8"
+    # Steps that are long enough for the rate of their writes to be judged, also on a fast machine.
+    flags = f"--train-iters {num_steps} --global-batch-size 16"
     slowed = train(
         flags,
         auto(tmp_path, "--activation-offload-max-slowdown 1"),
