@@ -289,3 +289,53 @@ measurement(
 """,
     MEASUREMENT + "test_what_was_too_short_to_tell_counts_as_before",
 )
+measurement(
+    "a step is as large as the largest before it",
+    """
+        self.profiler.sizes.clear()
+""",
+    "",
+    MEASUREMENT + "test_the_largest_micro_batch_of_a_step_is_its_size",
+)
+measurement(
+    "a profile is of the size of the last step",
+    """
+            self._detailed_sizes = max(both, key=tokens_of)
+""",
+    """
+            self._detailed_sizes = both[-1]
+""",
+    MEASUREMENT + "test_the_largest_micro_batch_of_a_step_is_its_size",
+)
+measurement(
+    "a profile is of the size of an earlier one",
+    """
+        self._detailed_sizes = {}
+""",
+    "",
+    MEASUREMENT + "test_the_largest_micro_batch_of_a_step_is_its_size",
+)
+
+PROFILER = "unit/test_profiler.py::"
+
+table_of("planning/profiler.py", MUTATIONS)(
+    "the last micro-batch says how large a step is",
+    """
+            if sequence_length * micro_batch_size > tokens_of(self.sizes):
+""",
+    """
+            if True:
+""",
+    PROFILER + "test_of_micro_batches_with_several_sizes_the_largest_counts",
+)
+
+table_of("planning/fit.py", MUTATIONS)(
+    "a line through two sizes may go down",
+    """
+    if (_saved_bytes(other) - _saved_bytes(one)) * (high - low) <= 0:
+""",
+    """
+    if False:
+""",
+    PROFILER + "test_two_sizes_give_the_profile_of_a_third",
+)

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from megatron.offload import OffloadConfig, OffloadEngine, Placement
+from megatron.offload import OffloadConfig, OffloadEngine, Placement, Scope
 from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.profile import StageProfile, TierProfile
+from megatron.offload.placement.profile import StageProfile
 from megatron.offload.planning.marks import Moment, PassMarks
 from megatron.offload.planning.measurement import Measurement
 from megatron.offload.storage.device import CpuDevice
@@ -87,13 +88,12 @@ def test_a_limit_counts_where_transfers_are_faster(measurement: Measurement, tie
     assert speeds_of_step(measurement) == {"ssd": SLOW}
 
 
-def profile_of(measurement: Measurement, previous: StageProfile | None) -> TierProfile:
-    """The tier in a profile of one step without layers."""
+def profile_of(measurement: Measurement, previous: StageProfile | None = None) -> StageProfile:
+    """Of one step without layers."""
     moments = [Moment(float(second), 0.0) for second in range(4)]
     measurement.profiler.steps.append([PassMarks(0, *moments)])
     measurement._detailed_s.append(4.0)
-    found = measurement.profile(Layout(1, 0, 1, 1), recomputes=True, previous=previous)
-    return found.tiers[0]
+    return measurement.profile(Layout(1, 0, 1, 1), recomputes=True, previous=previous)
 
 
 def test_after_a_change_a_profile_counts_on_the_last_step_alone(
@@ -101,14 +101,28 @@ def test_after_a_change_a_profile_counts_on_the_last_step_alone(
 ) -> None:
     tier.statistics.writes.move(SLOW, 0.5)
     speeds_of_step(measurement)
-    first = profile_of(measurement, None)
+    (first,) = profile_of(measurement).tiers
     assert (first.write_bytes_per_s, first.read_bytes_per_s) == (FAST, FAST)
     tier.statistics.writes.move(SLOW, 0.5)
     tier.statistics.reads.move(2 * SLOW, 0.5)
     speeds_of_step(measurement)
-    again = profile_of(measurement, stage())
+    (again,) = profile_of(measurement, stage()).tiers
     assert again.write_bytes_per_s == pytest.approx(SLOW)
     assert again.read_bytes_per_s == pytest.approx(2 * SLOW)
+
+
+def test_the_largest_micro_batch_of_a_step_is_its_size(measurement: Measurement) -> None:
+    sizes = []
+    for lengths in ((8, 32, 16), (8,), (64,), (16,)):
+        with measurement.step(detailed=lengths[-1] < 64):
+            for length in lengths:
+                x = torch.zeros(length, 2, 4)
+                measurement.profiler.begin_layer(Scope(), [x], recomputes=False)
+        assert measurement.last is not None
+        sizes.append(measurement.last.sizes["sequence_length"])
+    assert sizes == [32, 8, 64, 16]
+    assert profile_of(measurement).sizes["sequence_length"] == 32, "of those that it is made from"
+    assert profile_of(measurement).sizes == {}
 
 
 def test_what_follows_a_pause_is_no_part_of_a_step(

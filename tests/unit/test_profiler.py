@@ -315,6 +315,15 @@ def test_outside_of_measured_steps_only_sizes_are_noted() -> None:
     assert run.profiler.sizes == {"sequence_length": 8, "micro_batch_size": 2}
 
 
+def test_of_micro_batches_with_several_sizes_the_largest_counts() -> None:
+    run = Run()
+    for tokens in (8, 16, 12):
+        run.step(tokens=tokens)
+    profile = run.profile()
+    assert profile.sizes == {"sequence_length": 16, "micro_batch_size": 2}
+    assert profile.layers[0].groups[0].movable_bytes == 16_000
+
+
 def test_two_sizes_give_the_profile_of_a_third() -> None:
     profiles = {}
     for tokens in (8, 16, 12):
@@ -328,6 +337,8 @@ def test_two_sizes_give_the_profile_of_a_third() -> None:
     assert fitted(profiles[8], profiles[8], sizes) is None
     other = dataclasses.replace(profiles[16], layers=profiles[16].layers[:1])
     assert fitted(profiles[8], other, sizes) is None
+    mixed_up = dataclasses.replace(profiles[16], layers=profiles[8].layers)
+    assert fitted(profiles[8], mixed_up, sizes) is None
 
 
 def test_a_profile_keeps_all_bits_in_its_file() -> None:

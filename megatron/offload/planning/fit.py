@@ -40,14 +40,21 @@ def fitted(one: StageProfile, other: StageProfile, sizes: dict[str, int]) -> Sta
         sizes: see `StageProfile`.
 
     Returns:
-        None if the two are of one size, or not of the same layers and groups.
+        None if the two are of one size, or not of the same layers and groups, or if the larger one
+        does not save more: then they are no line to follow.
     """
     low, high = tokens_of(one.sizes), tokens_of(other.sizes)
     if low == high or not low or not high or _names(one) != _names(other):
         return None
+    if (_saved_bytes(other) - _saved_bytes(one)) * (high - low) <= 0:
+        return None
     part = (tokens_of(sizes) - low) / (high - low)
     figures = {name: _between(getattr(one, name), getattr(other, name), part) for name in _FITTED}
     return dataclasses.replace(other, **figures, sizes=dict(sizes), source="fitted to two sizes")
+
+
+def _saved_bytes(profile: StageProfile) -> int:
+    return sum(layer.movable_bytes for layer in profile.layers)
 
 
 def _names(profile: StageProfile) -> list[Any]:

@@ -21,6 +21,7 @@ from megatron.offload.placement.policy import Placement
 from megatron.offload.placement.profile import StageProfile, TierProfile
 from megatron.offload.planning.drift import MeasuredStep
 from megatron.offload.planning.figures import Rates, passes_s, profile_of, tier_profiles
+from megatron.offload.planning.fit import tokens_of
 from megatron.offload.planning.profiler import Profiler
 from megatron.offload.report.memory import PeakMemory
 from megatron.offload.storage.device import Device
@@ -52,6 +53,7 @@ class Measurement:
         self._ended_s: float | None = None
         self._gaps_s: list[float] = []  # from the end of one step's passes to the next step
         self._detailed_s: list[float] = []  # passes of the steps that the profiler noted
+        self._detailed_sizes: dict[str, int] = {}  # of the largest micro-batch in them
 
     @property
     def num_detailed(self) -> int:
@@ -63,6 +65,7 @@ class Measurement:
         """Around the passes of a training step."""
         self.pause()
         began_s = time.perf_counter()
+        self.profiler.sizes.clear()
         if detailed:
             self.profiler.begin_step()
             self._engine.observer = self.profiler
@@ -78,6 +81,8 @@ class Measurement:
         passes_s = time.perf_counter() - began_s
         if detailed:
             self._detailed_s.append(passes_s)
+            both = self._detailed_sizes, dict(self.profiler.sizes)
+            self._detailed_sizes = max(both, key=tokens_of)
         self.last = self._measured(passes_s, self._peak.end_step())
         self.resume()
 
@@ -123,12 +128,13 @@ class Measurement:
             step_fixed_s=fixed_s,
             recomputes=recomputes,
             previous=previous,
-            sizes=self.profiler.sizes,
+            sizes=self._detailed_sizes,
             inflight_bytes=self._engine.inflight_bytes,
             source=f"measured in {len(steps)} step{'' if len(steps) == 1 else 's'}",
         )
         self.profiler.clear()
         self._detailed_s.clear()
+        self._detailed_sizes = {}
         if self._device.is_host:
             profile = dataclasses.replace(profile, allocator_slack=_SLACK_OF_HOST)
         return profile

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megatron.offload.placement.policy import WHOLE_LAYER
+from megatron.offload.planning.fit import tokens_of
 from megatron.offload.planning.marks import LayerMarks, Moment, PassMarks, Span
 from megatron.offload.saved.graph import node_of
 from megatron.offload.saved.scope import Scope
@@ -38,7 +39,7 @@ class Profiler:
 
     def __init__(self, device: Device, min_bytes: int, waited_s: Callable[[], float]) -> None:
         self.steps: list[list[PassMarks]] = []  # measured so far, complete passes only
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}  # of the largest micro-batch since they were cleared
         self._device = device
         self._min_bytes = min_bytes
         self._waited_s = waited_s
@@ -107,7 +108,10 @@ class Profiler:
     ) -> LayerMarks | None:
         """A layer's forward begins; None: this pass is not measured, its sizes are noted."""
         if inputs and inputs[0].dim() >= 2:
-            self.sizes["sequence_length"], self.sizes["micro_batch_size"] = inputs[0].shape[:2]
+            sequence_length, micro_batch_size = inputs[0].shape[:2]
+            if sequence_length * micro_batch_size > tokens_of(self.sizes):
+                self.sizes["sequence_length"] = sequence_length
+                self.sizes["micro_batch_size"] = micro_batch_size
         if self._forward is None:
             return None
         wanting = [tensor for tensor in inputs if tensor.requires_grad]
