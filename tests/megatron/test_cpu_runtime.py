@@ -62,6 +62,21 @@ def test_activate_twice_is_activate_once(caplog: pytest.LogCaptureFixture) -> No
     assert not cpu_runtime.is_active()
 
 
+@pytest.mark.parametrize("name", ["exp", "log", "tanh"])
+def test_vector_functions_are_first_called_by_one_thread(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, sizes = getattr(torch, name), []
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(x.numel())
+        return function(x)
+
+    monkeypatch.setattr(torch, name, noted)
+    cpu_runtime.activate()
+    assert sizes == [1]
+
+
 def test_nothing_is_touched_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
     before = symbols()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
