@@ -34,6 +34,7 @@ from megatron.offload.integration.megatron.estimate import (
 )
 from megatron.offload.integration.megatron.install import MegatronOffload, check, install
 from megatron.offload.integration.megatron.seam import Seam
+from megatron.offload.planning.agreement import raise_first
 from megatron.offload.report.memory import PeakMemory
 from megatron.offload.storage.device import open_device
 
@@ -353,9 +354,7 @@ def _on_all_ranks(action: Callable[[], Any]) -> Any:
         error = str(raised)
     errors: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(errors, error)
-    for message in errors:
-        if message is not None:
-            raise ConfigurationError(message)
+    raise_first(errors)
     return result
 
 
