@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine
-from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.tiers.file import UnlinkedFile
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 
 from megatron.offload import OffloadEngine, Scope
 from megatron.offload.placement.policy import Placement
-from megatron.offload.storage.ssd import SsdTier
+from megatron.offload.tiers.ssd import SsdTier
 
 
 class Double(torch.autograd.Function):
@@ -71,7 +71,7 @@ def ssd(engine: OffloadEngine) -> SsdTier:
 
 def settle(engine: OffloadEngine, timeout_s: float = 10.0) -> None:
     """Waits until no write is queued or running, so that a test sees bytes on the tier."""
-    engine._starter.drain()
+    engine._dispatcher.drain()
     deadline = time.monotonic() + timeout_s
     while engine._inflight.taken_bytes:
         assert time.monotonic() < deadline, "writes did not end"
@@ -93,11 +93,11 @@ def run_step(
     else:
         engine.exclude(model.parameters())
         with engine.step():
-            with engine.forward(Scope()) as tape:
+            with engine.forward(Scope()) as save_order:
                 loss = model(x, engine).square().mean()
             settle(engine)
             between()
-            with engine.backward(tape):
+            with engine.backward(save_order):
                 loss.backward()
     return loss.detach(), [p.grad.clone() for p in model.parameters()]
 

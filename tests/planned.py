@@ -10,16 +10,16 @@ from types import TracebackType
 import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine, Placement, Scope
+from megatron.offload.device.device import CpuDevice
 from megatron.offload.errors import InfeasibleBudgetError, OffloadError
-from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
-from megatron.offload.placement.planned import PlannedPolicy
-from megatron.offload.placement.profile import StageProfile
-from megatron.offload.planning.agreement import Alone
-from megatron.offload.planning.drift import MeasuredStep
-from megatron.offload.planning.planner import Planner
-from megatron.offload.planning.stage import Stage
-from megatron.offload.storage.device import CpuDevice
+from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.placement.plan_policy import PlannedPolicy
+from megatron.offload.planner.online.consensus import SingleRank
+from megatron.offload.planner.online.drift import MeasuredStep
+from megatron.offload.planner.online.planner import Planner
+from megatron.offload.planner.online.stage import Stage
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import StageProfile
 from tests.models import settle
 
 LAYERS = ("decoder.1", "decoder.2")
@@ -54,7 +54,7 @@ class Solver:
 
     def predict(self, profile: StageProfile, plan: Plan | None) -> Prediction:
         """A plan that it would not make today takes twice as long."""
-        is_its_own = plan is None or all(one.placement is self.placement for one in plan.groups)
+        is_its_own = plan is None or all(one.placement is self.placement for one in plan.parts)
         step_s = self.simulated_s if is_its_own else 2 * self.simulated_s
         return Prediction(step_s, 0.0, 0.0, profile.transient_bytes + self.simulated_bytes)
 
@@ -64,12 +64,12 @@ class Solver:
         self.asked.append((profile, budget_bytes, max_slowdown))
         if self.error is not None:
             raise self.error
-        groups = [
-            PlannedGroup(layer.chunk, layer.name, group.name, self.placement, group.movable_bytes)
+        parts = [
+            PlannedPart(layer.chunk, layer.name, part.name, self.placement, part.movable_bytes)
             for layer in profile.layers
-            for group in layer.groups
+            for part in layer.parts
         ]
-        plan = Plan(tuple(groups), predicted=self.predicted)
+        plan = Plan(tuple(parts), predicted=self.predicted)
         if budget_bytes is not None and budget_bytes < self.smallest_bytes:
             raise InfeasibleBudgetError("no plan is so small", self.smallest_bytes, 1.0, plan)
         return plan
@@ -84,14 +84,14 @@ class Run:
         self.solver = solver or Solver()
         policy = PlannedPolicy(config.min_bytes, Placement(config.safe_mode))
         self.engine = OffloadEngine(config, policy=policy)
-        stage = Stage(Layout(1, 0, 1, 1), [(0, name) for name in LAYERS])
+        stage = Stage(PipelinePosition(1, 0, 1, 1), [(0, name) for name in LAYERS])
         try:
             self.planner = Planner(
                 config,
                 self.engine,
                 CpuDevice(),
                 policy,
-                Alone(),
+                SingleRank(),
                 stage,
                 directory=directory,
                 solver=self.solver,  # type: ignore[arg-type]
@@ -104,19 +104,19 @@ class Run:
         self.engine.exclude(self.model.parameters())
         self.tokens = 32
         self.step_s: float | None = 1.0  # what steps seem to take; None: what they take
-        measured = self.planner.measurement._measured
-        self.planner.measurement._measured = lambda *figures: self._seen(measured(*figures))  # type: ignore[method-assign]
+        measured = self.planner.meter._measured
+        self.planner.meter._measured = lambda *metrics: self._seen(measured(*metrics))  # type: ignore[method-assign]
         self.writes_end = False  # before backward, as with a model whose layers take long
 
     def _seen(self, step: MeasuredStep) -> MeasuredStep:
         return step if self.step_s is None else dataclasses.replace(step, step_s=self.step_s)
 
     def step(self, *, fails: bool = False) -> None:
-        profiler = self.planner.measurement.profiler
+        profiler = self.planner.meter.profiler
         with self.planner.step(), self.engine.step():
             for micro_batch in range(2):
                 scope = Scope(0, micro_batch)
-                with profiler.forward(0, micro_batch), self.engine.forward(scope) as tape:
+                with profiler.forward(0, micro_batch), self.engine.forward(scope) as save_order:
                     x = torch.ones(self.tokens, 2, 64, requires_grad=True) * 1
                     for name, layer in zip(LAYERS, self.model, strict=True):
                         own = dataclasses.replace(scope, layer=name)
@@ -129,7 +129,7 @@ class Run:
                     settle(self.engine)
                 if fails:
                     raise ArithmeticError("the loss is infinite")
-                with profiler.backward(0, micro_batch), self.engine.backward(tape):
+                with profiler.backward(0, micro_batch), self.engine.backward(save_order):
                     x.sum().backward()
 
     def steps(self, number: int) -> None:

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.offload.storage.device import WHOLE, CpuDevice
-from megatron.offload.storage.staging import StagingPool
+from megatron.offload.device.device import WHOLE, CpuDevice
+from megatron.offload.tiers.staging import StagingPool
 
 POISON = 0xDB
 

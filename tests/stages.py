@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.profile import (
-    GroupProfile,
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import (
     LayerProfile,
+    PartProfile,
     StageProfile,
     TierProfile,
 )
 
-ONE_STAGE = Layout(1, 0, 1, 1)
+ONE_STAGE = PipelinePosition(1, 0, 1, 1)
 
 
 def tier(name: str = "ssd", write: float = 8.0, read: float = 8.0, **more: Any) -> TierProfile:
@@ -21,10 +21,10 @@ def tier(name: str = "ssd", write: float = 8.0, read: float = 8.0, **more: Any) 
     return TierProfile(name, write, read, **more)
 
 
-def group(name: str = "layer", size: int = 8, **more: Any) -> GroupProfile:
+def part(name: str = "layer", size: int = 8, **more: Any) -> PartProfile:
     """A storage that is there when the layer ends and needed when its backward begins."""
-    values = {"kept_bytes": 0, "num_storages": 1, "produced_s": 1.0, "first_use_s": 0.0}
-    return GroupProfile(name, size, **{**values, **more})
+    values = {"resident_bytes": 0, "num_storages": 1, "produced_s": 1.0, "first_use_s": 0.0}
+    return PartProfile(name, size, **{**values, **more})
 
 
 def layer(name: str = "decoder.0", chunk: int = 0, **more: Any) -> LayerProfile:
@@ -34,7 +34,7 @@ def layer(name: str = "decoder.0", chunk: int = 0, **more: Any) -> LayerProfile:
         "backward_s": 2.0,
         "recompute_s": 1.0,
         "input_bytes": 2,
-        "groups": (group(),),
+        "parts": (part(),),
     }
     return LayerProfile(chunk, name, **{**values, **more})
 
@@ -42,14 +42,14 @@ def layer(name: str = "decoder.0", chunk: int = 0, **more: Any) -> LayerProfile:
 def stage(
     num_layers: int = 1,
     *,
-    layout: Layout = ONE_STAGE,
+    position: PipelinePosition = ONE_STAGE,
     micro_batches: int = 1,
     tiers: tuple[TierProfile, ...] = (tier(),),
     layers: tuple[LayerProfile, ...] | None = None,
     **more: Any,
 ) -> StageProfile:
     """`num_layers` of `layer` in each chunk."""
-    chunks = layout.num_chunks
+    chunks = position.num_chunks
     if layers is None:
         layers = tuple(
             layer(f"decoder.{chunk * num_layers + number}", chunk)
@@ -65,4 +65,4 @@ def stage(
         "pass_fixed_bytes": (0,) * chunks,
         "inflight_bytes": 1000,
     }
-    return StageProfile(layout, micro_batches, layers, tiers, **{**values, **more})
+    return StageProfile(position, micro_batches, layers, tiers, **{**values, **more})

@@ -29,8 +29,8 @@ from pathlib import Path
 from tqdm import trange
 
 from megatron.offload.config import MIB, format_size
-from megatron.offload.storage.drive import FILE_BLOCK_BYTES, GROWTH_BYTES
-from megatron.offload.storage.extents import ExtentAllocator
+from megatron.offload.tiers.drive import FILE_BLOCK_BYTES, GROWTH_BYTES
+from megatron.offload.tiers.extents import ExtentAllocator
 
 MIN_BYTES, MAX_BYTES = MIB, 64 * MIB
 

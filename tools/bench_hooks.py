@@ -45,13 +45,13 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from megatron.offload import OffloadConfig, OffloadEngine, Scope
+from megatron.offload.capture.hooks import SavedTensorHooks
+from megatron.offload.commands.training_runs.machine import machine_facts
+from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS
 from megatron.offload.config import format_size
-from megatron.offload.report.statistics import StepStatistics
-from megatron.offload.report.traffic import Traffic
-from megatron.offload.report.trials.machine import machine_facts
-from megatron.offload.report.trials.trainer import PLACEMENT_FLAGS
-from megatron.offload.saved.hooks import SavedTensorHooks
 from megatron.offload.saved.record import SavedView, State
+from megatron.offload.stats.statistics import StepStatistics
+from megatron.offload.stats.traffic import Traffic
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -136,14 +136,14 @@ def pack_unpack_us(args: argparse.Namespace) -> list[float]:
     for step in range(args.loops + 1):
         outgoing: list[Any] = []
         with engine.step():
-            with engine.forward(Scope()) as tape, engine._collecting(outgoing):
+            with engine.forward(Scope()) as save_order, engine._collecting(outgoing):
                 tensors = [torch.zeros(1024) for _ in range(LOOP_LENGTH)]
                 packed = [seconds(hooks.pack_found, tensor) for tensor in tensors]
                 share, _ = seconds(engine._hand_over, outgoing)
                 del tensors
             move_and_read(engine, [view for _, view in packed])
-            with engine.backward(tape):
-                engine._starter.drain()
+            with engine.backward(save_order):
+                engine._dispatcher.drain()
                 while packed:
                     spent, view = packed.pop()
                     unpacking, tensor = seconds(hooks.unpack, view)
@@ -220,11 +220,11 @@ def growth(args: argparse.Namespace) -> dict[str, float]:
     for step in tqdm(range(WARM_STEPS + args.steps + 1), unit="step", disable=None):
         engine.exclude(model.parameters())
         with engine.step():
-            with engine.forward(Scope()) as tape, engine.saved_tensors_hooks():
+            with engine.forward(Scope()) as save_order, engine.saved_tensors_hooks():
                 loss = model(x).relu().square().mean()
-            with engine.backward(tape):
+            with engine.backward(save_order):
                 loss.backward()
-        del loss, tape
+        del loss, save_order
         model.zero_grad()
         if step >= WARM_STEPS and (step - WARM_STEPS) % max(args.steps // 4, 1) == 0:
             gc.collect()

@@ -33,9 +33,9 @@ from bench_hooks import ROOT, Stopwatch, train
 from compare_placements import machine_facts
 from tabulate import tabulate
 
-from megatron.offload.placement.planned import PlannedPolicy
-from megatron.offload.planning.planner import Phase, Planner
-from megatron.offload.planning.profiler import Profiler
+from megatron.offload.placement.plan_policy import PlannedPolicy
+from megatron.offload.planner.online.planner import Phase, Planner
+from megatron.offload.planner.profile.profiler import Profiler
 
 MOST_FOLLOWING = 0.01
 WARM_STEPS = 2  # under a plan

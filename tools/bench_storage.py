@@ -53,24 +53,24 @@ from storage_figures import (
     MAX_CPU_RATIO,
     MIN_BANDWIDTH_RATIO,
     OPERATIONS,
-    Figure,
+    MeasuredPoint,
     Round,
     headline,
     shortfalls,
 )
 from tqdm import tqdm
 
+from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.config import GIB, MIB, format_size, parse_size
+from megatron.offload.device.allocator import allocator_environment, allocator_name
+from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.device.mounts import block_devices, mount_of, parse_mountinfo
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.report.trials.machine import machine_facts
-from megatron.offload.storage.allocator import allocator_environment, allocator_name
-from megatron.offload.storage.host import HostTier
-from megatron.offload.storage.memory_limit import memory_limit
-from megatron.offload.storage.mounts import block_devices, mount_of, parse_mountinfo
-from megatron.offload.storage.ssd import SsdTier
-from megatron.offload.storage.tier import Tier
-from megatron.offload.storage.tiered import TieredTier
-from megatron.offload.storage.transfer import Transfer
+from megatron.offload.tiers.host import HostTier
+from megatron.offload.tiers.ssd import SsdTier
+from megatron.offload.tiers.tier import Tier
+from megatron.offload.tiers.tiered import TieredTier
+from megatron.offload.tiers.transfer import Transfer
 
 NUM_WAITING = 2  # transfers in the queue beyond those under way
 WARM_UP_S = 0.05
@@ -166,7 +166,7 @@ def open_load(
 
 def measure(
     kind: str, fio: Fio | None, args: argparse.Namespace, bar: tqdm[NoReturn]
-) -> list[Figure]:
+) -> list[MeasuredPoint]:
     """All figures of one kind of tier."""
     figures = []
     for block_bytes, depth in itertools.product(args.blocks, args.depths):
@@ -178,7 +178,7 @@ def measure(
             name, theirs = "fio", functools.partial(fio.run, block_bytes, depth)
         with open_load(kind, args, block_bytes, depth) as load:
             for operation in OPERATIONS:
-                figure = Figure(kind, name, block_bytes, depth, operation)
+                figure = MeasuredPoint(kind, name, block_bytes, depth, operation)
                 for round_ in range(args.pairs):
                     figure.rounds.append(_round(load.run, theirs, operation, args.seconds, round_))
                     bar.update()
@@ -343,7 +343,7 @@ def bench(args: argparse.Namespace, command: list[str]) -> int:
             print(f"fio: not io_uring, which was refused ({fio.refused})")
         amount = f"{args.seconds:g} s" if args.seconds else format_size(args.size)
         print(f"figures: median of {args.pairs} rounds of {amount}")
-        figures: list[Figure] = []
+        figures: list[MeasuredPoint] = []
         total = len(args.kinds) * len(args.blocks) * len(args.depths) * 3 * args.pairs
         with tqdm(total=total, unit="round", dynamic_ncols=True, disable=None) as bar:
             for kind in args.kinds:

@@ -6,7 +6,7 @@
     check_solver.py --instances 50 --seed 7 --json a.json
 
 An instance has up to seven layers, each kept, recomputed, or moved to host memory or an SSD; some
-have fewer layers of two groups, of which one may be recomputed alone, or its cheap operations.
+have fewer layers of two parts, of which one may be recomputed alone, or its selective operations.
 Costs, bandwidths, sizes, schedules and goals (a memory budget or a slowdown) are random. Every plan
 there is gets simulated, so the best is known; the solver's is simulated likewise. The gap is how
 much more time (or, with a slowdown as goal, memory) its plan takes. Where no plan fits, the solver
@@ -39,15 +39,15 @@ from tqdm import tqdm
 
 from megatron.offload.config import MIB
 from megatron.offload.errors import InfeasibleBudgetError
-from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.profile import (
-    GroupProfile,
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import (
     LayerProfile,
+    PartProfile,
     StageProfile,
     TierProfile,
 )
-from megatron.offload.placement.solver import solve
-from megatron.offload.placement.timeline import Timeline
+from megatron.offload.planner.simulator.timeline import Timeline
+from megatron.offload.planner.solver.solve import solve
 
 WITHIN, SHARE_WITHIN, WORST, MOST_S = 0.01, 0.99, 0.03, 1.0
 
@@ -73,24 +73,35 @@ class Result(NamedTuple):
 
 def random_instance(chance: random.Random) -> Instance:
     """A stage that all plans of can be simulated in a second or two."""
-    layouts = [(Layout(1, 0, 1, 1), 1, 3), (Layout(2, 0, 1, 2), 2, 4), (Layout(4, 0, 1, 4), 4, 6)]
-    layout, fewest, most = chance.choice([*layouts, (Layout(2, 0, 2, 2), 2, 4)])
-    layout = layout._replace(stage=chance.randrange(layout.num_stages))
+    layouts = [
+        (PipelinePosition(1, 0, 1, 1), 1, 3),
+        (PipelinePosition(2, 0, 1, 2), 2, 4),
+        (PipelinePosition(4, 0, 1, 4), 4, 6),
+    ]
+    position, fewest, most = chance.choice([*layouts, (PipelinePosition(2, 0, 2, 2), 2, 4)])
+    position = position._replace(stage=chance.randrange(position.num_stages))
     micro_batches = chance.randint(fewest, most)
-    chunks = layout.num_chunks
+    chunks = position.num_chunks
     if chunks > 1:
-        micro_batches -= micro_batches % layout.group_size
-    num_groups = chance.choice([1, 1, 2])
-    num_layers = chance.randint(3, 7) if num_groups == 1 else chance.randint(2, 3)
-    cheap = chance.choice([(), ("mlp",), ("attention", "mlp")]) if num_groups > 1 else ()
-    if len(cheap) > 1:
+        micro_batches -= micro_batches % position.group_size
+    num_parts = chance.choice([1, 1, 2])
+    num_layers = chance.randint(3, 7) if num_parts == 1 else chance.randint(2, 3)
+    selective = chance.choice([(), ("mlp",), ("attention", "mlp")]) if num_parts > 1 else ()
+    if len(selective) > 1:
         num_layers = 2
     spread = chance.choice([0.0, 0.2, 0.6])  # how much layers differ
     forward_s = 0.01
     size = chance.randint(16, 256) * MIB
     layers = tuple(
         _random_layer(
-            chance, n, n * chunks // num_layers, num_groups, forward_s, size, spread, cheap=cheap
+            chance,
+            n,
+            n * chunks // num_layers,
+            num_parts,
+            forward_s,
+            size,
+            spread,
+            selective=selective,
         )
         for n in range(num_layers)
     )
@@ -98,7 +109,7 @@ def random_instance(chance: random.Random) -> Instance:
         (chance.choice([0.0, 0.5, 2.0]) * forward_s,) * chunks for _ in range(4)
     )
     profile = StageProfile(
-        layout,
+        position,
         micro_batches,
         layers,
         _random_tiers(chance, size / forward_s, size),
@@ -122,38 +133,40 @@ def _random_layer(
     chance: random.Random,
     number: int,
     chunk: int,
-    num_groups: int,
+    num_parts: int,
     forward_s: float,
     size: int,
     spread: float,
     may_lack: float = 0.1,
-    cheap: tuple[str, ...] = (),
+    selective: tuple[str, ...] = (),
 ) -> LayerProfile:
-    """`may_lack`: how likely recomputation is impossible; `cheap`: groups with cheap operations."""
+    """`may_lack`: how likely recomputation is impossible; `selective`: parts that have it."""
 
     def about(value: float) -> float:
         return value * math.exp(chance.gauss(0.0, spread))
 
     own_s = about(forward_s)
     backward_s = own_s * chance.uniform(1.5, 2.5)
-    groups = []
-    for n, name in enumerate(["attention", "mlp"] if num_groups == 2 else ["layer"]):
-        movable_bytes = int(about(size / num_groups))
-        groups.append(
-            GroupProfile(
+    parts = []
+    for n, name in enumerate(["attention", "mlp"] if num_parts == 2 else ["layer"]):
+        movable_bytes = int(about(size / num_parts))
+        parts.append(
+            PartProfile(
                 name=name,
                 movable_bytes=movable_bytes,
-                kept_bytes=chance.choice([0, size // 32]),
+                resident_bytes=chance.choice([0, size // 32]),
                 num_storages=chance.randint(1, 3),
-                produced_s=own_s * (n + 1) / num_groups,
-                first_use_s=backward_s * (num_groups - 1 - n) / num_groups,
+                produced_s=own_s * (n + 1) / num_parts,
+                first_use_s=backward_s * (num_parts - 1 - n) / num_parts,
                 recompute_s=own_s * 0.3
-                if num_groups > 1 and chance.random() > 5 * may_lack
+                if num_parts > 1 and chance.random() > 5 * may_lack
                 else None,
-                input_bytes=min(movable_bytes, size // 16) if num_groups > 1 else 0,
-                cheap_bytes=int(movable_bytes * chance.uniform(0.1, 0.5)) if name in cheap else 0,
-                cheap_s=own_s * chance.uniform(0.01, 0.1) if name in cheap else None,
-                cheap_extra_bytes=size // 8 if name in cheap else 0,
+                input_bytes=min(movable_bytes, size // 16) if num_parts > 1 else 0,
+                selective_bytes=int(movable_bytes * chance.uniform(0.1, 0.5))
+                if name in selective
+                else 0,
+                selective_s=own_s * chance.uniform(0.01, 0.1) if name in selective else None,
+                selective_extra_bytes=size // 8 if name in selective else 0,
             )
         )
     return LayerProfile(
@@ -163,7 +176,7 @@ def _random_layer(
         backward_s=backward_s,
         recompute_s=None if chance.random() < may_lack else own_s * chance.uniform(0.8, 1.1),
         input_bytes=size // chance.choice([4, 16]),
-        groups=tuple(groups),
+        parts=tuple(parts),
     )
 
 
@@ -189,9 +202,9 @@ def check(instance: Instance) -> Result:
         timeline.cost(np.array(list(itertools.chain(*plan)), np.int64))
         for plan in itertools.product(*options)
     ]
-    layout = profile.layout
-    schedule = "none" if layout.num_stages == 1 else "1F1B"
-    schedule = "interleaved" if layout.num_chunks > 1 else schedule
+    position = profile.position
+    schedule = "none" if position.num_stages == 1 else "1F1B"
+    schedule = "interleaved" if position.num_chunks > 1 else schedule
     if budget_bytes is not None:
         goal = "budget"
         times = [cost.step_s for cost in costs if cost.peak_bytes <= budget_bytes]
@@ -221,10 +234,15 @@ def large_stages() -> Iterator[tuple[StageProfile, float | None]]:
     None: 2 % slower is allowed instead.
     """
     both = ("attention", "mlp")
-    for num_groups, ssd_gbps, cheap in ((1, 4.0, ()), (2, 2.0, ()), (2, 2.0, both), (2, 8.0, both)):
-        chance = random.Random(num_groups)
+    for num_parts, ssd_gbps, selective in (
+        (1, 4.0, ()),
+        (2, 2.0, ()),
+        (2, 2.0, both),
+        (2, 8.0, both),
+    ):
+        chance = random.Random(num_parts)
         layers = tuple(
-            _random_layer(chance, n, 0, num_groups, 0.01, 128 * MIB, 0.05, 0.0, cheap)
+            _random_layer(chance, n, 0, num_parts, 0.01, 128 * MIB, 0.05, 0.0, selective)
             for n in range(96)
         )
         tiers = (
@@ -232,7 +250,9 @@ def large_stages() -> Iterator[tuple[StageProfile, float | None]]:
             TierProfile("ssd", ssd_gbps * 1e9, ssd_gbps * 1e9, 1.2e9 * ssd_gbps, 1e-4),
         )
         none = (0.0,)
-        profile = StageProfile(Layout(16, 0, 1, 16), 64, layers, tiers, none, none, none, none)
+        profile = StageProfile(
+            PipelinePosition(16, 0, 1, 16), 64, layers, tiers, none, none, none, none
+        )
         for part in (0.1, 0.5, None):
             yield profile, part
 
@@ -259,7 +279,9 @@ def events_per_second() -> tuple[float, float]:
     layers = tuple(_random_layer(chance, n, 0, 1, 0.01, 128 * MIB, 0.1) for n in range(100))
     none = (0.0,)
     tiers = _random_tiers(chance, 1e10, 128 * MIB)
-    timeline = Timeline(StageProfile(Layout(1, 0, 1, 1), 1, layers, tiers, none, none, none, none))
+    timeline = Timeline(
+        StageProfile(PipelinePosition(1, 0, 1, 1), 1, layers, tiers, none, none, none, none)
+    )
     options = [timeline.choices.all(choice) for choice in range(2, 3 + len(tiers))]
     mixed = [np.where(np.arange(100) % 3 == n, options[n % len(options)], 0) for n in range(3)]
     number, events, began = 0, 0.0, time.process_time()

@@ -31,15 +31,15 @@ import torch
 from comparison import format_table, parse_placements, summarize
 from tqdm import tqdm
 
-from megatron.offload.report.trials.machine import in_a_line, machine_facts
-from megatron.offload.report.trials.trainer import (
+from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
+from megatron.offload.commands.training_runs.run import Run, RunError, Variant, order_of_round
+from megatron.offload.commands.training_runs.trainer import (
     PLACEMENT_FLAGS,
     Trainer,
     add_training_arguments,
     training_flags,
 )
-from megatron.offload.report.trials.trial import Run, TrialError, Variant, order_of_round
-from megatron.offload.storage.allocator import allocator_environment
+from megatron.offload.device.allocator import allocator_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,7 +62,7 @@ def run_trainer(
         on_steps=lambda number: bar.update(before + number - bar.n),
     )
     if len(steps) != args.train_iters:
-        raise TrialError(f"{name} reported {len(steps)} of {args.train_iters} steps")
+        raise RunError(f"{name} reported {len(steps)} of {args.train_iters} steps")
     return Run(variant, round_, steps)
 
 
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     check_arguments(parser, args)
     try:
         return compare(args, [parser.prog, *(sys.argv[1:] if argv is None else argv)])
-    except TrialError as error:
+    except RunError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         return 130

@@ -37,9 +37,9 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from megatron.offload.commands.training_runs.run import RunError, settled_steps
+from megatron.offload.commands.training_runs.trainer import TRAINER, Trainer
 from megatron.offload.config import format_size
-from megatron.offload.report.trials.trainer import TRAINER, Trainer
-from megatron.offload.report.trials.trial import TrialError, settled_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
@@ -138,7 +138,7 @@ def result_of(configuration: Configuration, steps: Sequence[dict[str, Any]]) -> 
         if (one := _followed(steps, plan)) is not None and one.num_steps >= _LEAST_STEPS
     ]
     if not judged:
-        raise TrialError(
+        raise RunError(
             f"{configuration}: of {len(steps)} steps no plan was followed for more than "
             f"{_SETTLING_STEPS + _LEAST_STEPS} steps; give more --steps"
         )
@@ -239,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         try:
             results.append(run(one, args, work / str(number)))
-        except TrialError as error:
+        except RunError as error:
             print(f"compare_prediction: error: {error}", file=sys.stderr, flush=True)
             num_failed += 1
             continue

@@ -33,9 +33,9 @@ from typing import Any
 from compare_placements import machine_facts
 from tabulate import tabulate
 
+from megatron.offload.commands.training_runs.run import COMPARED_FIELDS
 from megatron.offload.config import format_size
-from megatron.offload.report.trials.trial import COMPARED_FIELDS
-from megatron.offload.storage.allocator import allocator_environment
+from megatron.offload.device.allocator import allocator_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = ("off", "slow", "slowed")

@@ -12,15 +12,15 @@ from statistics import median
 
 from tabulate import tabulate
 
-from megatron.offload.report.trials.trainer import PLACEMENT_FLAGS, allocators_of
-from megatron.offload.report.trials.trial import (
+from megatron.offload.commands.training_runs.run import (
     Difference,
     Run,
-    TrialError,
+    RunError,
     Variant,
     first_difference,
     paired_ratio,
 )
+from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS, allocators_of
 
 MIB = 1 << 20
 
@@ -50,14 +50,14 @@ def parse_placements(text: str, both_allocators: bool) -> list[Variant]:
     for name in filter(None, (part.strip() for part in text.split(","))):
         placement, _, allocator = name.partition("@")
         if placement not in PLACEMENT_FLAGS or allocator not in ("", "default", "offload"):
-            raise TrialError(
+            raise RunError(
                 f"unknown placement {name!r}; choose from {', '.join(PLACEMENT_FLAGS)}, "
                 "optionally with @default or @offload"
             )
         allocators = [allocator] if allocator else allocators_of(placement, both=both_allocators)
         variants += [Variant(placement, each) for each in allocators]
     if not variants:
-        raise TrialError("--placements names no placement")
+        raise RunError("--placements names no placement")
     return list(dict.fromkeys(variants))
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from megatron.offload.config import KIB, MIB, format_size
-from megatron.offload.storage.allocator import allocator_environment
+from megatron.offload.device.allocator import allocator_environment
 
 ENGINES = ("io_uring", "libaio")
 MODES = {"write": "write", "read": "read", "mixed": "rw"}

@@ -52,7 +52,7 @@ from gpu_sections.progress import Progress  # noqa: E402
 from gpu_sections.result import Section, load, save  # noqa: E402
 from gpu_sections.settings import SECTIONS, Settings, Size  # noqa: E402
 
-from megatron.offload.storage.allocator import allocator_environment  # noqa: E402
+from megatron.offload.device.allocator import allocator_environment  # noqa: E402
 
 NO_GPU = "needs a CUDA GPU; on a CPU use tools/compare_placements.py"
 SIZES = "4096x16x2048x4,8192x6x2048x4,12288x3x1024x8"

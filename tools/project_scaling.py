@@ -20,15 +20,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.placement.projection.hardware import Drive, Gpu, Hardware, names
-from megatron.offload.placement.projection.model import Parallelism, Transformer
-from megatron.offload.placement.projection.projection import (
+from megatron.offload.planner.projection.hardware import DriveSpec, GpuSpec, Hardware, names
+from megatron.offload.planner.projection.model import Parallelism, Transformer
+from megatron.offload.planner.projection.projection import (
     Projection,
     keep_step_s,
     project,
     saved_bytes,
 )
-from megatron.offload.report.endurance import YEAR_S, format_span
+from megatron.offload.stats.endurance import YEAR_S, format_span
 
 # Published: seconds of a step with sequence parallelism and selective recomputation on A100 80 GB.
 WEAK = (
@@ -91,7 +91,7 @@ def row(name: str, of: Projection, published_step_s: float | None = None) -> dic
     return figures
 
 
-def single_layer(gpu: Gpu, hidden: int, drive: Drive) -> dict[str, Any]:
+def single_layer(gpu: GpuSpec, hidden: int, drive: DriveSpec) -> dict[str, Any]:
     """Bandwidth that hides one layer's writes behind it, and how near to peak it runs."""
     model = transformer((1, hidden, hidden // 128))
     layer = project(Projection(model, Parallelism(), Hardware(gpu, drive))).layers[0]
@@ -107,7 +107,7 @@ def single_layer(gpu: Gpu, hidden: int, drive: Drive) -> dict[str, Any]:
 
 def tables(drive: str, num_drives: float) -> dict[str, list[dict[str, Any]]]:
     """All three."""
-    hardware = Hardware(Gpu.load("a100"), Drive.load(drive), num_drives)
+    hardware = Hardware(GpuSpec.load("a100"), DriveSpec.load(drive), num_drives)
     return {
         "weak": [
             row(name, Projection(as_published(shape), parallel, hardware), published)
@@ -118,7 +118,7 @@ def tables(drive: str, num_drives: float) -> dict[str, list[dict[str, Any]]]:
             for name, shape, parallel in STRONG
         ],
         "single_layer": [
-            single_layer(Gpu.load(gpu), hidden, hardware.drive) for gpu, hidden in SINGLE_LAYER
+            single_layer(GpuSpec.load(gpu), hidden, hardware.drive) for gpu, hidden in SINGLE_LAYER
         ],
     }
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron.offload.config import parse_rate
 from megatron.offload.placement.policy import Placement
-from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.tiers.file import UnlinkedFile
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT / "examples") not in sys.path:
@@ -75,7 +75,7 @@ def _paced(move: Callable[..., None], lane: Lane) -> Callable[..., None]:
 
 def after_step(number: int, action: Callable[[Any], None]) -> None:
     """Runs it between the passes of this step and those of the next, with the engine."""
-    from megatron.offload.integration.megatron.install import MegatronOffload
+    from megatron.offload.integration.megatron.connect import MegatronOffload
 
     step, num_steps = MegatronOffload.step, 0
 

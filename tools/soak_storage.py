@@ -38,17 +38,17 @@ from bench_storage import Parser, restart_with_allocator, size_type
 from compare_placements import ROOT
 from tqdm import tqdm
 
+from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.config import MIB, format_size, parse_rate
+from megatron.offload.device.allocator import allocator_name, return_freed_memory
+from megatron.offload.device.device import CpuDevice
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.report.trials.machine import machine_facts
-from megatron.offload.storage.allocator import allocator_name, return_freed_memory
-from megatron.offload.storage.budget import ByteBudget
-from megatron.offload.storage.device import CpuDevice
-from megatron.offload.storage.host import HostTier
-from megatron.offload.storage.ssd import SsdTier
-from megatron.offload.storage.tier import Block, Tier
-from megatron.offload.storage.tiered import TieredTier
-from megatron.offload.storage.transfer import Transfer
+from megatron.offload.tiers.budget import ByteBudget
+from megatron.offload.tiers.host import HostTier
+from megatron.offload.tiers.ssd import SsdTier
+from megatron.offload.tiers.tier import Block, Tier
+from megatron.offload.tiers.tiered import TieredTier
+from megatron.offload.tiers.transfer import Transfer
 
 NUM_WARM_UP = 16  # storages
 PATTERN_BYTES = 64 * MIB  # random; a storage's content is a piece of it

@@ -35,7 +35,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Figure:
+class MeasuredPoint:
     """All rounds of one operation with one block size and depth."""
 
     tier: str
@@ -66,7 +66,7 @@ class Figure:
         return asdict(self) | values
 
 
-def headline(figures: Sequence[Figure], tier: str, depth: int) -> dict[str, float | None]:
+def headline(figures: Sequence[MeasuredPoint], tier: str, depth: int) -> dict[str, float | None]:
     """A tier's ratios at 4 MiB blocks and one depth; see `HOW_COMPUTED`."""
     chosen = {
         figure.operation: figure

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.offload.placement.whole_file import check_place
+from megatron.offload.placement.atomic_file import check_place
 
 SUPPORTED_MEGATRON_CORE = frozenset({"0.16.1"})
 # The other ranks wait this long before they leave: a launcher that sees one rank fail kills the

@@ -65,7 +65,7 @@ build_quickstart_corpus() {
 # On a CPU, memory that offload frees leaves the process only with an allocator that returns it, and
 # that has to be there before Python starts. What the caller has set stays as it is.
 use_cpu_allocator() {
-    local settings="$ROOT/megatron/offload/storage/allocator.py" line
+    local settings="$ROOT/megatron/offload/device/allocator.py" line
     if [[ -e /dev/nvidiactl || "$(flag_value --activation-offload ssd "$@")" == off ]]; then
         return
     fi

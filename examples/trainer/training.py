@@ -20,12 +20,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.offload.config import OffloadConfig
+from megatron.offload.device.device import open_device
 from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.integration.megatron import arguments as offload_arguments
 from megatron.offload.integration.megatron import check, cpu_runtime, install
 from megatron.offload.integration.megatron.estimate import stage_of
-from megatron.offload.report.memory import PeakMemory
-from megatron.offload.storage.device import open_device
+from megatron.offload.stats.memory import PeakMemory
 
 from . import checkpointing, distributed, experts, model, optimizer
 from .arguments import UserError, check_outputs, fail, parse_arguments

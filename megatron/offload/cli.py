@@ -16,14 +16,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.offload.commands.doctor.examine import examine
+from megatron.offload.commands.plan import arguments as planning
+from megatron.offload.commands.report import compare_runs
+from megatron.offload.commands.rok import arguments as curve
+from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.megatron.install import SUPPORTED_VERSIONS
-from megatron.offload.report.doctor.examine import examine
-from megatron.offload.report.rok import arguments as curve
-from megatron.offload.report.runs import compare_runs
-from megatron.offload.report.study import arguments as planning
-from megatron.offload.report.trials.trial import TrialError
+from megatron.offload.integration.megatron.connect import SUPPORTED_VERSIONS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,13 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "doctor":
             return _doctor(args)
         if args.command == "plan":
-            from megatron.offload.report.study.command import run  # brings scipy
+            from megatron.offload.commands.plan.command import run  # brings scipy
 
             return run(args)
         if args.command == "rok":
             return _rok(args, sys.argv[1:] if argv is None else argv)
         print(compare_runs(args.metrics))
-    except (ConfigurationError, TrialError) as error:
+    except (ConfigurationError, RunError) as error:
         print(f"megatron-offload: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -110,7 +110,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _rok(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """See `report.rok.command.run`."""
     curve.check_arguments(args)  # before what may not be installed is imported
-    from megatron.offload.report.rok.command import run
+    from megatron.offload.commands.rok.command import run
 
     try:
         return run(args, ["megatron-offload", *argv])

@@ -20,31 +20,31 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.offload.capture.context import SavingContext
+from megatron.offload.capture.hooks import PLAIN_TORCH, SavedTensorHooks, needed_together
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES, OffloadConfig
+from megatron.offload.device.allocator import MIMALLOC, allocator_name
+from megatron.offload.device.device import Device, open_device
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.observer import Observer
 from megatron.offload.placement.policy import FixedPolicy, Placement, Policy
-from megatron.offload.report.statistics import StepStatistics
-from megatron.offload.report.traffic import Traffic
-from megatron.offload.restore.prefetch import Prefetcher, Tape
-from megatron.offload.restore.reader import Reader
-from megatron.offload.saved.cache import LongLived, TensorCache
-from megatron.offload.saved.context import SavingContext
-from megatron.offload.saved.graph import (
+from megatron.offload.saved.autograd_graph import (
     is_kept_by_accumulator,
     node_of,
     saved_tensors_between,
 )
-from megatron.offload.saved.hooks import PLAIN_TORCH, SavedTensorHooks, needed_together
+from megatron.offload.saved.cache import LongLived, TensorCache
+from megatron.offload.saved.observer import Observer
 from megatron.offload.saved.record import SavedReference, SavedStorage, SavedView, State
 from megatron.offload.saved.scope import Scope
-from megatron.offload.storage.allocator import MIMALLOC, allocator_name
-from megatron.offload.storage.budget import ByteBudget
-from megatron.offload.storage.device import Device, open_device
-from megatron.offload.storage.open import open_tiers
-from megatron.offload.storage.ssd import SsdTier
-from megatron.offload.storage.starter import Starter
-from megatron.offload.storage.tier import Tier
+from megatron.offload.stats.statistics import StepStatistics
+from megatron.offload.stats.traffic import Traffic
+from megatron.offload.tiers.budget import ByteBudget
+from megatron.offload.tiers.open import open_tiers
+from megatron.offload.tiers.ssd import SsdTier
+from megatron.offload.tiers.tier import Tier
+from megatron.offload.transfer.dispatcher import Dispatcher
+from megatron.offload.transfer.prefetcher import Prefetcher, SaveOrder
+from megatron.offload.transfer.reader import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class _Captured(threading.local):
 class OffloadEngine:
     """Activation offload of one process.
 
-    Whoever computes saves and uses; the starter's thread starts the transfers, the tiers' threads
+    Whoever computes saves and uses; the dispatcher's thread starts the transfers, the tiers' threads
     carry them out.
 
     Args:
@@ -103,7 +103,7 @@ class OffloadEngine:
         self.rank = rank
         self.statistics = StepStatistics()  # of the step under way, or the last one
         self.observer: Observer | None = None  # hears what layers save
-        # Of nodes that save copies of their own, see Note [Leaves] in `saved/graph.py`.
+        # Of nodes that save copies of their own, see Note [Leaves] in `saved/autograd_graph.py`.
         self.copying_nodes: set[type] = set()
         self._policy = policy or FixedPolicy(
             config.min_bytes,
@@ -123,13 +123,13 @@ class OffloadEngine:
         self._traffic = Traffic(self.tiers)
         self._cache = TensorCache(device.device)
         self._hooks = SavedTensorHooks(self._cache, mover=self)
-        self._starter = Starter("activation-offload transfers")
-        self._reader = Reader(device, self._starter, self._stalled, rank)
+        self._dispatcher = Dispatcher("activation-offload transfers")
+        self._reader = Reader(device, self._dispatcher, self._stalled, rank)
         self._prefetcher = Prefetcher(self._reader.begin, limit_bytes=self._inflight.limit_bytes)
         self._captured = _Captured()  # of the layer or operation under way
         self._refused_bytes = self._num_refused = 0  # by the tiers, in this step
         self._scope = Scope()
-        self._tape: Tape | None = None  # of the forward pass under way
+        self._save_order: SaveOrder | None = None  # of the forward pass under way
         logger.info("activation offload: to %s", self.where)
         if device.is_host and allocator_name() != MIMALLOC:
             logger.info(
@@ -152,22 +152,25 @@ class OffloadEngine:
         try:
             yield
         finally:
-            self._starter.submit(self._prefetcher.stop)
-            self._starter.drain()
+            self._dispatcher.submit(self._prefetcher.stop)
+            self._dispatcher.drain()
             self.statistics.long_lived_bytes = self._cache.end_step()
-            self.statistics.left_alone, self._cache.num_left_alone = self._cache.num_left_alone, 0
+            self.statistics.unsupported, self._cache.num_unsupported = (
+                self._cache.num_unsupported,
+                0,
+            )
             self._take_off_refused()
             self._traffic.end_step(self.statistics)
 
     @contextlib.contextmanager
-    def forward(self, scope: Scope) -> Iterator[Tape]:
-        """Around one forward pass. Its tape is what `backward` of the same pass asks for."""
-        outer = self._scope, self._tape
-        self._scope, self._tape = scope, Tape()
+    def forward(self, scope: Scope) -> Iterator[SaveOrder]:
+        """Around one forward pass. Its save order is what `backward` of the same pass asks for."""
+        outer = self._scope, self._save_order
+        self._scope, self._save_order = scope, SaveOrder()
         try:
-            yield self._tape
+            yield self._save_order
         finally:
-            self._scope, self._tape = outer
+            self._scope, self._save_order = outer
 
     def capture(
         self,
@@ -194,7 +197,7 @@ class OffloadEngine:
         found = []
         for node, saved, tensor in saved_tensors_between(outputs, inputs):
             if tensor is None:
-                self.statistics.foreign_hooks += saved.unpack_hook != self._hooks.unpack
+                self.statistics.already_hooked += saved.unpack_hook != self._hooks.unpack
                 continue
             storage = self._cache.movable_if_saved(tensor)
             if storage is None or storage._cdata in held:
@@ -228,7 +231,7 @@ class OffloadEngine:
         except RuntimeError as error:
             if _HAS_HOOKS not in str(error):
                 raise
-            self.statistics.foreign_hooks += 1
+            self.statistics.already_hooked += 1
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """The hooks as a context, for models without layers that can be captured one by one."""
@@ -236,42 +239,44 @@ class OffloadEngine:
 
     @contextlib.contextmanager
     def _collecting(self, captured: list[Outgoing]) -> Iterator[None]:
-        """What is saved goes to this list instead of to the starter."""
+        """What is saved goes to this list instead of to the dispatcher."""
         outer, self._captured.outgoing = self._captured.outgoing, captured
         try:
             yield
         finally:
             self._captured.outgoing = outer
 
-    def prefetch(self, tape: Tape, *, opens_at_once: bool = False) -> None:
-        """The next backward pass is that of `tape`: brings back what it needs first.
+    def prefetch(self, save_order: SaveOrder, *, opens_at_once: bool = False) -> None:
+        """The next backward pass is that of `save_order`: brings back what it needs first.
 
         Args:
-            tape: from `forward`.
-            opens_at_once: backward goes straight to the layers that filled the tape. Else it passes
+            save order: from `forward`.
+            opens_at_once: backward goes straight to the layers that filled the save order. Else it passes
                 through the loss, where memory is scarcest, and one storage has to do until then.
         """
-        self._allow_in_flight(2 * tape.largest_bytes)  # one is read while one waits for its use
-        start = functools.partial(self._prefetcher.start, tape, opens_at_once)
-        self._starter.submit(start, self._prefetcher.advance)
+        self._allow_in_flight(
+            2 * save_order.largest_bytes
+        )  # one is read while one waits for its use
+        start = functools.partial(self._prefetcher.start, save_order, opens_at_once)
+        self._dispatcher.submit(start, self._prefetcher.advance)
 
     @contextlib.contextmanager
-    def backward(self, tape: Tape) -> Iterator[None]:
-        """Around the backward pass of the forward pass that filled `tape`."""
-        self.prefetch(tape)
+    def backward(self, save_order: SaveOrder) -> Iterator[None]:
+        """Around the backward pass of the forward pass that filled `save_order`."""
+        self.prefetch(save_order)
         try:
             yield
         finally:
-            self._starter.submit(self._prefetcher.stop)
+            self._dispatcher.submit(self._prefetcher.stop)
 
     def close(self) -> None:
         """Waits for transfers, ends the threads and gives memory and disk space back."""
-        self._starter.close()
+        self._dispatcher.close()
         for tier in self.tiers.values():
             tier.close()
 
     def place_layer(self, scope: Scope) -> Placement:
-        """What becomes of a layer, or a group of it; `RECOMPUTE` is the caller's to carry out."""
+        """What becomes of a layer, or a part of it; `RECOMPUTE` is the caller's to carry out."""
         return self._policy.place_layer(scope)
 
     @property
@@ -287,9 +292,9 @@ class OffloadEngine:
         return self._scope
 
     @property
-    def tape(self) -> Tape | None:
-        """The tape of the forward pass under way; None outside of one."""
-        return self._tape
+    def save_order(self) -> SaveOrder | None:
+        """The save order of the forward pass under way; None outside of one."""
+        return self._save_order
 
     @property
     def where(self) -> str:
@@ -301,9 +306,9 @@ class OffloadEngine:
         return self._tiers.get(self._policy.place(self._scope, num_bytes))
 
     def saved(self, record: SavedStorage, tier: Tier | None) -> None:
-        """Has a new record written; notes every save on the tape."""
-        if self._tape is not None:
-            self._tape.append(record)
+        """Has a new record written; notes every save on the save order."""
+        if self._save_order is not None:
+            self._save_order.append(record)
         if tier is None:
             self.statistics.deduplicated_bytes += record.num_bytes
             return
@@ -333,12 +338,12 @@ class OffloadEngine:
         """Has the memory let go after the last use, and what comes next read ahead."""
         view.saved.view_used(view)
         if self._prefetcher.used(view.saved):
-            self._starter.submit(self._prefetcher.advance)
+            self._dispatcher.submit(self._prefetcher.advance)
 
     # -- How bytes leave ------------------------------------------------------------------------
 
     def _hand_over(self, outgoing: list[Outgoing]) -> None:
-        """Gives what was saved to the starter. Waits while too many bytes are on their way."""
+        """Gives what was saved to the dispatcher. Waits while too many bytes are on their way."""
         batch: list[Outgoing] = []
         try:
             for one in outgoing:
@@ -368,9 +373,9 @@ class OffloadEngine:
 
     def _submit_writes(self, batch: list[Outgoing]) -> None:
         if batch:
-            self._starter.submit(*(functools.partial(self._begin_write, one) for one in batch))
+            self._dispatcher.submit(*(functools.partial(self._begin_write, one) for one in batch))
 
-    # Runs in the starter's thread.
+    # Runs in the dispatcher's thread.
     def _begin_write(self, outgoing: Outgoing) -> None:
         record = outgoing.record()
         memory = record.memory_to_write() if record is not None else None
@@ -394,7 +399,7 @@ class OffloadEngine:
 
     def _take_off_refused(self) -> None:
         """What no tier took was not offloaded after all."""
-        self.statistics.kept_bytes = self._refused_bytes
+        self.statistics.rejected_bytes = self._refused_bytes
         self.statistics.offloaded_bytes -= self._refused_bytes
         self.statistics.offloaded_storages -= self._num_refused
 
@@ -418,7 +423,7 @@ class OffloadEngine:
         if waited_s > _NOTICEABLE_S:
             reads = record.block.tier.statistics.reads
             rate = reads.bytes_per_s or 0.0
-            self._starter.submit(functools.partial(self._prefetcher.waited, waited_s, rate))
+            self._dispatcher.submit(functools.partial(self._prefetcher.waited, waited_s, rate))
 
     # -- For reports and planners --------------------------------------------------------------
 

@@ -473,11 +473,11 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def _backward_pass(watch: Watch, tape: Any) -> Iterator[None]:
+def _backward_pass(watch: Watch, save_order: Any) -> Iterator[None]:
     if watch.engine is None:
         yield
     else:
-        with watch.engine.backward(tape):
+        with watch.engine.backward(save_order):
             yield
 
 
@@ -486,8 +486,8 @@ def _forward_pass(watch: Watch, scope: Scope) -> Iterator[Any]:
     if watch.engine is None:
         yield None
     else:
-        with watch.engine.forward(scope) as tape:
-            yield tape
+        with watch.engine.forward(scope) as save_order:
+            yield save_order
 
 
 def run(program: Program, watch: Watch) -> Outcome:
@@ -502,7 +502,7 @@ def run(program: Program, watch: Watch) -> Outcome:
     kept: list[Tensor] = []
     for number, graph in enumerate(program.graphs):
         scope = Scope(micro_batch=number)
-        with _forward_pass(watch, scope) as tape:
+        with _forward_pass(watch, scope) as save_order:
             forward = _Pass(leaves, watch, graph, scope)
             loss = forward.run()
         outcome.values += [t.detach().clone() for t in forward.tensors]
@@ -510,13 +510,13 @@ def run(program: Program, watch: Watch) -> Outcome:
         outcome.marks += forward.marks
         if graph.keeps:
             kept += forward.tensors[:: graph.keeps]
-        passes.append((graph, loss, tape))
+        passes.append((graph, loss, save_order))
         del forward, loss
     if program.settles:
         watch.settle()
     order = sorted(range(len(passes)), key=lambda i: (program.order[i % len(program.order)], i))
     for index in order:
-        graph, loss, tape = passes[index]
+        graph, loss, save_order = passes[index]
         # Each thread numbers the nodes that it makes; the numbers order the sums of gradients. In
         # a graph made by two threads that order would depend on what else they made before.
         on_thread = graph.on_thread and graph.backward != "twice_differentiated"
@@ -530,7 +530,7 @@ def run(program: Program, watch: Watch) -> Outcome:
             def backward_now(last: bool = time == graph.times - 1) -> list[Any]:
                 return backward(last=last)
 
-            with _backward_pass(watch, tape):
+            with _backward_pass(watch, save_order):
                 try:
                     found = on_own_thread(backward_now) if on_thread else backward_now()
                 except RuntimeError as error:
@@ -538,5 +538,5 @@ def run(program: Program, watch: Watch) -> Outcome:
             outcome.gradients.append(found)
             if program.settles:
                 watch.settle()
-        del loss, tape
+        del loss, save_order
     return outcome

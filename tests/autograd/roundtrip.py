@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 
 from megatron.offload import ChangedInPlaceError, OffloadConfig, OffloadEngine, Scope
 from megatron.offload.engine import Outgoing
-from megatron.offload.report.statistics import StepStatistics
 from megatron.offload.saved.record import State
+from megatron.offload.stats.statistics import StepStatistics
 from tests.models import settle
 
 CONTEXT, CAPTURE = "context", "capture"
@@ -50,7 +50,7 @@ class PromptEngine(OffloadEngine):
     def _hand_over(self, outgoing: list[Outgoing]) -> None:
         super()._hand_over(outgoing)
         records = [one.record() for one in outgoing]
-        self._starter.drain()
+        self._dispatcher.drain()
         while self.is_prompt and any(r and r.state is State.WRITING for r in records):
             time.sleep(0)
 

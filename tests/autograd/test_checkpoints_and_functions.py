@@ -115,7 +115,7 @@ def test_a_layer_captured_twice_is_read_once(engine):
         settle(engine)
         y.sum().backward()
     assert engine.statistics.read_bytes == engine.statistics.written_bytes > 0
-    assert engine.statistics.foreign_hooks == 0, "they are ours"
+    assert engine.statistics.already_hooked == 0, "they are ours"
 
 
 # -- Functions written in Python ----------------------------------------------------------------

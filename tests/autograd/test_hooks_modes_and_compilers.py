@@ -191,7 +191,7 @@ def test_a_compiled_region_for_any_size(engine, way):
     torch._dynamo.reset()
     step = run_both(scenario, engine, way)
     torch._dynamo.reset()
-    assert step.left_alone == 0, "the compiler's hints on a tensor can be missed"
+    assert step.unsupported == 0, "the compiler's hints on a tensor can be missed"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -240,7 +240,7 @@ def test_a_mode_that_makes_tensors_up_leaves_nothing_behind(engine):
     assert torch.equal(w.grad, x)
 
 
-def test_a_part_that_another_backward_pass_has_freed_is_left_alone(engine):
+def test_a_part_that_another_backward_pass_has_freed_is_unsupported(engine):
     x, w, b = (torch.ones(8, requires_grad=True) for _ in range(3))
     with engine.step():
         used = Double.apply(x * w).sum()

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.utils import _pytree as pytree
 
-from megatron.offload.report.statistics import StepStatistics
+from megatron.offload.stats.statistics import StepStatistics
 from tests.autograd.roundtrip import (
     CAPTURE,
     CONTEXT,
@@ -252,14 +252,14 @@ def test_every_view_comes_back(prompt_engine, way, kind):
 
 @ways()
 @pytest.mark.parametrize("kind", LEFT_ALONE)
-def test_what_is_more_than_its_bytes_is_left_alone(prompt_engine, one_process, way, kind):
+def test_what_is_more_than_its_bytes_is_unsupported(prompt_engine, one_process, way, kind):
     step = compare(prompt_engine, way, *LEFT_ALONE[kind])
     assert step.offloaded_storages == 0
-    assert step.left_alone == (kind not in ("empty", "parameter", "meta"))
+    assert step.unsupported == (kind not in ("empty", "parameter", "meta"))
 
 
 @ways()
-def test_nested_strided_tensors_are_left_alone(prompt_engine, way):
+def test_nested_strided_tensors_are_unsupported(prompt_engine, way):
     def scenario(watch: Watch) -> Any:
         parts = [numbers(2, 3).nan_to_num(), numbers(4, 3).nan_to_num()]
         x = torch.nested.nested_tensor(parts, requires_grad=True)
@@ -268,7 +268,7 @@ def test_nested_strided_tensors_are_left_alone(prompt_engine, way):
         return list(x.grad.unbind())
 
     step = run_both(scenario, prompt_engine, way, moves=False)
-    assert step.offloaded_storages == 0 and step.left_alone >= 2
+    assert step.offloaded_storages == 0 and step.unsupported >= 2
 
 
 def test_capture_hands_back_the_very_parameter(prompt_engine):
@@ -285,7 +285,7 @@ def test_attributes_of_a_captured_tensor_come_back(prompt_engine):
         return tensor
 
     assert seen_by_capture(prompt_engine, make).note == "of the model"
-    assert prompt_engine.statistics.left_alone == 1
+    assert prompt_engine.statistics.unsupported == 1
 
 
 def seen_by_capture(engine: PromptEngine, make: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-from megatron.offload.report.statistics import StepStatistics
+from megatron.offload.stats.statistics import StepStatistics
 from tests.autograd.roundtrip import (
     WAYS,
     Coverage,

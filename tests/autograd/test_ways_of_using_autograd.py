@@ -363,7 +363,7 @@ def test_a_generator_that_is_left_early(engine):
                 y = layer(torch.cat([y, y]))
                 yield y
 
-    with engine.step(), engine.forward(Scope()) as tape:
+    with engine.step(), engine.forward(Scope()) as save_order:
         steps = layers(x)
         next(steps)
         y = next(steps).clone()
@@ -373,7 +373,7 @@ def test_a_generator_that_is_left_early(engine):
         y = layer(torch.cat([y, y]))  # outside of the hooks
         assert engine.statistics.offloaded_storages == moved_storages
         settle(engine)
-        with engine.backward(tape):
+        with engine.backward(save_order):
             (ours,) = torch.autograd.grad(y.sum(), x)
     z = x
     for _ in range(3):

@@ -21,8 +21,8 @@ import torch
 
 from megatron.offload import OffloadEngine
 from megatron.offload.config import MIB
-from megatron.offload.storage.bandwidth import BandwidthMeter
-from megatron.offload.storage.drive import Health
+from megatron.offload.tiers.bandwidth import BandwidthMeter
+from megatron.offload.tiers.drive import Health
 from tests.models import Model, assert_same, run_step, ssd
 from tests.mounts import MountedDisk, mounted_ext4, small_tmpfs
 from tests.processes import finish, start_python
@@ -119,7 +119,7 @@ def assert_full(engine: OffloadEngine, caplog: pytest.LogCaptureFixture) -> None
     assert len(warnings) == 1
     assert f"{drive.directory} is full" in warnings[0] and "nothing is lost" in warnings[0]
     assert engine.statistics.written_bytes > 0, "what fits is still offloaded"
-    assert engine.statistics.kept_bytes > 0
+    assert engine.statistics.rejected_bytes > 0
     assert engine.statistics.tier_used_bytes == 0
 
 
@@ -142,7 +142,7 @@ def test_other_files_may_fill_the_disk_between_steps(
     plain, plain_part = run_step(model, x), run_step(model, x[:2])
     engine = make_engine(directories=(small_disk.path,), io=small_disk.io)
     assert_same(run_step(model, x[:2], engine), plain_part)
-    assert engine.statistics.kept_bytes == 0 and not ssd(engine).degraded
+    assert engine.statistics.rejected_bytes == 0 and not ssd(engine).degraded
     part_bytes = engine.statistics.written_bytes
     small_disk.fill()
     for _ in range(2):
@@ -212,7 +212,7 @@ def test_when_one_of_two_disks_is_full_the_other_goes_on(
     assert (first.health, second.health) == (Health.FULL, Health.GOOD)
     assert sum("is full" in message for message in caplog.messages) == 1
     assert first.statistics.writes.total_bytes > 0, "what fits is still written there"
-    assert engine.statistics.kept_bytes == 0, "the other one takes the rest"
+    assert engine.statistics.rejected_bytes == 0, "the other one takes the rest"
     assert engine.statistics.tier_used_bytes == 0
 
 
@@ -243,7 +243,7 @@ FILE_SIZE_LIMIT = """
         told.append({
             "health": ssd(engine).drives[0].health.value,
             "written": engine.statistics.written_bytes,
-            "kept": engine.statistics.kept_bytes,
+            "kept": engine.statistics.rejected_bytes,
             "messages": messages.copy(),
         })
         messages.clear()

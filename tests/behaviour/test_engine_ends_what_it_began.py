@@ -15,15 +15,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine, Scope, StorageError
 from megatron.offload.saved.record import SavedView, State
-from megatron.offload.storage import file as file_module
+from megatron.offload.tiers import file as file_module
 from tests.models import Double, settle, ssd
 
 
 def save_on(engine, count):
-    with engine.forward(Scope()) as tape:
+    with engine.forward(Scope()) as save_order:
         packed = [engine._hooks.pack(torch.full((1024,), float(value))) for value in range(count)]
         settle(engine)
-    return tape, packed
+    return save_order, packed
 
 
 def test_what_is_still_queued_when_the_engine_is_closed_stays_in_memory(offload_config, write_gate):
@@ -80,33 +80,35 @@ def test_any_error_of_a_read_names_the_place(engine, monkeypatch):
 @pytest.mark.parametrize("end", ["backward", "error", "step"])
 def test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead(engine, end):
     with engine.step():
-        tape, packed = save_on(engine, 4)
+        save_order, packed = save_on(engine, 4)
         if end == "backward":
-            with engine.backward(tape):
+            with engine.backward(save_order):
                 pass
         elif end == "error":
-            with pytest.raises(ArithmeticError), engine.backward(tape):
+            with pytest.raises(ArithmeticError), engine.backward(save_order):
                 raise ArithmeticError
         else:
-            engine._prefetcher.start(tape)  # as a schedule does that an error ends in mid-pass
-        engine._starter.drain()  # the first may have been read ahead before the end
+            engine._prefetcher.start(
+                save_order
+            )  # as a schedule does that an error ends in mid-pass
+        engine._dispatcher.drain()  # the first may have been read ahead before the end
         if end != "step":
             engine._hooks.unpack(packed.pop())
-            engine._starter.drain()
+            engine._dispatcher.drain()
             assert all(view.saved.state is State.ON_TIER for view in packed)
     with engine.step():
         engine._hooks.unpack(packed.pop())
-        engine._starter.drain()
+        engine._dispatcher.drain()
         assert all(view.saved.state is State.ON_TIER for view in packed)
         del packed
 
 
 def test_the_read_ahead_leaves_writes_alone(engine, write_gate):
     with engine.step():
-        with engine.forward(Scope()) as tape:
+        with engine.forward(Scope()) as save_order:
             packed = engine._hooks.pack(torch.zeros(1024))
         write_gate.wait_for_arrival()
-        with engine.backward(tape):
+        with engine.backward(save_order):
             assert packed.saved.state is State.WRITING
 
 
@@ -130,16 +132,16 @@ def test_an_input_that_an_earlier_layer_made_moves(engine):
     assert engine.statistics.offloaded_storages == 1
 
 
-def test_a_pass_that_ended_takes_its_tape_and_its_scope_with_it(engine):
+def test_a_pass_that_ended_takes_its_save_order_and_its_scope_with_it(engine):
     x = torch.randn(1000, requires_grad=True)
     with engine.step():
         with engine.forward(Scope(micro_batch=1)) as outer:
             engine.capture(Scope(layer="3"), [x.exp()], [x])
             assert engine.scope == Scope(micro_batch=1)
             with engine.forward(Scope(micro_batch=2)) as inner:
-                assert engine.tape is inner
-            assert engine.tape is outer and engine.scope == Scope(micro_batch=1)
-        assert engine.tape is None and engine.scope == Scope()
+                assert engine.save_order is inner
+            assert engine.save_order is outer and engine.scope == Scope(micro_batch=1)
+        assert engine.save_order is None and engine.scope == Scope()
 
 
 def test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead(make_engine):
@@ -147,7 +149,7 @@ def test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead(make_eng
     queue = ssd(engine).drives[0]._threads
     gate, order = threading.Event(), []
     with engine.step():
-        tape, packed = save_on(engine, 6)
+        save_order, packed = save_on(engine, 6)
         begin_read = ssd(engine).begin_read
 
         def noted(block, deadline=0.0):
@@ -157,11 +159,11 @@ def test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead(make_eng
 
         ssd(engine).begin_read = noted
         queue.submit_read(gate.wait, float("-inf"))
-        with engine.backward(tape):
-            engine._starter.drain()
+        with engine.backward(save_order):
+            engine._dispatcher.drain()
             engine._prefetcher._has_used_one = True
-            engine._starter.submit(engine._prefetcher.advance)
-            engine._starter.drain()  # two are ahead
+            engine._dispatcher.submit(engine._prefetcher.advance)
+            engine._dispatcher.drain()  # two are ahead
             waiting = threading.Thread(target=engine._hooks.unpack, args=(packed[0],), daemon=True)
             waiting.start()
             deadline = time.monotonic() + 10
@@ -185,11 +187,11 @@ def test_what_outlived_a_step_and_then_died_is_forgotten(engine):
         table = torch.randn(1000)
         x = torch.randn(1000, requires_grad=True)
         with engine.step():
-            with engine.forward(Scope()) as tape:
+            with engine.forward(Scope()) as save_order:
                 y = x.neg() * table
                 engine.capture(Scope(), [y], [x])
                 settle(engine)
-            with engine.backward(tape):
+            with engine.backward(save_order):
                 y.sum().backward()
             del y
         assert engine.statistics.long_lived_bytes == 4000

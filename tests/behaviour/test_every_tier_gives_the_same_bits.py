@@ -39,7 +39,7 @@ def test_loss_and_gradients_are_equal(make_engine, settings):
             assert step.written_bytes > 0
         assert step.host_read_bytes == step.host_written_bytes
         assert step.read_bytes == step.written_bytes
-        assert step.kept_bytes == 0 and step.tier_used_bytes == 0
+        assert step.rejected_bytes == 0 and step.tier_used_bytes == 0
 
 
 def test_several_directories_share_the_bytes(make_engine, write_gate, tmp_path):
@@ -51,7 +51,7 @@ def test_several_directories_share_the_bytes(make_engine, write_gate, tmp_path):
     engine = make_engine(directories=directories)
 
     def let_writes_run(*_):
-        engine._starter.drain()  # all are queued, each where the least was
+        engine._dispatcher.drain()  # all are queued, each where the least was
         write_gate.open.set()
 
     model.register_forward_hook(let_writes_run)
@@ -80,7 +80,7 @@ def test_a_host_budget_of_zero_keeps_everything_where_it_is(make_engine):
     plain = run_step(model, x)
     engine = make_engine(mode="host", host_budget=0)
     assert_same(run_step(model, x, engine), plain)
-    assert engine.statistics.host_written_bytes == 0 and engine.statistics.kept_bytes > 0
+    assert engine.statistics.host_written_bytes == 0 and engine.statistics.rejected_bytes > 0
 
 
 def test_gpudirect_without_a_gpu_is_refused_in_one_sentence(make_engine):

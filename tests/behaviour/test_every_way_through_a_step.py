@@ -53,13 +53,13 @@ def test_an_exception_in_mid_step(engine, check, where):
             raise ArithmeticError("in backward")
 
     with pytest.raises(ArithmeticError), engine.step():
-        with engine.forward(Scope()) as tape:
+        with engine.forward(Scope()) as save_order:
             y = Explodes.apply(model(x, engine))
             y = model(y, engine)
             if where == "forward":
                 raise ArithmeticError("in forward")
         settle(engine)
-        with engine.backward(tape):
+        with engine.backward(save_order):
             y.sum().backward()
     del y
 
@@ -70,14 +70,14 @@ def test_backward_twice_through_one_graph(engine, check):
     engine.exclude(model.parameters())
     model.eval()
     (expected,) = torch.autograd.grad(model(x).square().sum(), x)
-    with engine.step(), engine.forward(Scope()) as tape:
+    with engine.step(), engine.forward(Scope()) as save_order:
         loss = model(x, engine).square().sum()
         settle(engine)
         for last in (False, False, True):
-            with engine.backward(tape):
+            with engine.backward(save_order):
                 (gradient,) = torch.autograd.grad(loss, x, retain_graph=not last)
             assert torch.equal(gradient, expected)
-            engine._starter.drain()  # else the next pass may find what this one has used
+            engine._dispatcher.drain()  # else the next pass may find what this one has used
     assert engine.statistics.read_bytes >= 3 * engine.statistics.written_bytes
     model.train()
     del loss
@@ -109,12 +109,12 @@ def test_micro_batches_whose_backwards_come_in_any_order(engine, check):
         passes = []
         with engine.step():
             for index, x in enumerate(inputs):
-                with engine.forward(Scope(micro_batch=index)) as tape:
-                    passes.append((model(x, engine).square().sum(), tape))
+                with engine.forward(Scope(micro_batch=index)) as save_order:
+                    passes.append((model(x, engine).square().sum(), save_order))
             settle(engine)
             for index in order:
-                loss, tape = passes[index]
-                with engine.backward(tape):
+                loss, save_order = passes[index]
+                with engine.backward(save_order):
                     (gradient,) = torch.autograd.grad(loss, inputs[index])
                 assert torch.equal(gradient, expected[index])
         del passes, loss

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.offload import StorageError
-from megatron.offload.storage import file as file_module
+from megatron.offload.tiers import file as file_module
 from tests.models import Model, assert_same, run_step, settle, ssd
 
 
@@ -29,7 +29,7 @@ def test_failed_writes_keep_the_bytes_and_warn_once(make_engine, monkeypatch, ca
             assert_same(run_step(model, x, engine), plain)
     assert ssd(engine).degraded
     assert sum("nothing is lost" in message for message in caplog.messages) == 1
-    assert engine.statistics.kept_bytes > 0 and engine.statistics.written_bytes == 0
+    assert engine.statistics.rejected_bytes > 0 and engine.statistics.written_bytes == 0
 
 
 def test_short_reads_and_writes_are_continued(engine, monkeypatch):

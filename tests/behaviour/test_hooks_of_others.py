@@ -10,19 +10,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron.offload import Scope
-from megatron.offload.saved import graph
+from megatron.offload.saved import autograd_graph
 from tests.models import settle
 
 
 @pytest.mark.parametrize("torch_tells", [True, False])
-def test_a_saved_tensor_that_has_hooks_already_is_counted_and_left_alone(
+def test_a_saved_tensor_that_has_hooks_already_is_counted_and_unsupported(
     engine, monkeypatch, torch_tells
 ):
     if not torch_tells:  # as in old versions
-        monkeypatch.setattr(graph, "_has_hooks", lambda saved: False)
+        monkeypatch.setattr(autograd_graph, "_has_hooks", lambda saved: False)
     x = torch.randn(1000, requires_grad=True)
     unpacked = []
-    with engine.step(), engine.forward(Scope()) as tape:
+    with engine.step(), engine.forward(Scope()) as save_order:
         y = x.exp()
         expected = y.detach().clone()
         y.grad_fn._raw_saved_result.register_hooks(
@@ -31,9 +31,9 @@ def test_a_saved_tensor_that_has_hooks_already_is_counted_and_left_alone(
         engine.capture(Scope(), [y], [x])
         settle(engine)
         assert not (unpacked and torch_tells)
-        assert engine.statistics.foreign_hooks == 1
+        assert engine.statistics.already_hooked == 1
         assert engine.statistics.offloaded_storages == 0
-        with engine.backward(tape):
+        with engine.backward(save_order):
             y.sum().backward()
     assert unpacked and torch.equal(x.grad, expected)
 
@@ -48,7 +48,7 @@ def test_an_error_in_our_own_hook_is_not_taken_for_that(engine, monkeypatch):
         y = x.exp()
         with pytest.raises(RuntimeError, match="illegal memory access"):
             engine.capture(Scope(), [y], [x])
-    assert engine.statistics.foreign_hooks == 0
+    assert engine.statistics.already_hooked == 0
 
 
 def test_our_own_hooks_of_an_earlier_capture_are_not_counted_and_nothing_is_read(engine):
@@ -58,7 +58,7 @@ def test_our_own_hooks_of_an_earlier_capture_are_not_counted_and_nothing_is_read
         engine.capture(Scope(), [y], [x])
         settle(engine)
         engine.capture(Scope(), [y], [x])
-        assert engine.statistics.foreign_hooks == 0
+        assert engine.statistics.already_hooked == 0
         y.sum().backward()
     assert engine.statistics.read_bytes == engine.statistics.written_bytes == x.nbytes
 

@@ -13,7 +13,7 @@ from tests.models import settle
 @pytest.mark.parametrize("on_tier", [True, False])
 def test_change_after_capture_raises_and_names_the_layer(engine, write_gate, on_tier):
     x = torch.randn(1000, requires_grad=True)
-    with engine.step(), engine.forward(Scope()) as tape:
+    with engine.step(), engine.forward(Scope()) as save_order:
         y = x.exp()
         engine.capture(Scope(micro_batch=2, layer="decoder.7"), [y], [x])
         if on_tier:
@@ -22,7 +22,7 @@ def test_change_after_capture_raises_and_names_the_layer(engine, write_gate, on_
         z = y.view(10, 100)
         loss = (z * 1).sum()
         z[0].add_(1)  # through a view: the version counter is shared
-        with engine.backward(tape), pytest.raises(ChangedInPlaceError) as raised:
+        with engine.backward(save_order), pytest.raises(ChangedInPlaceError) as raised:
             loss.backward()
     message = str(raised.value)
     assert "micro-batch 2 layer decoder.7" in message
@@ -41,14 +41,14 @@ def test_change_before_capture_is_left_to_autograd(engine):
 
 def test_change_of_another_tensor_at_the_same_version_is_no_error(engine):
     x = torch.randn(1000, requires_grad=True)
-    with engine.step(), engine.forward(Scope()) as tape:
+    with engine.step(), engine.forward(Scope()) as save_order:
         y = x.exp()
         expected = y.detach().clone()
         engine.capture(Scope(), [y], [x])
         settle(engine)
         loss = y.sum()
         (x.detach().clone()).add_(1)
-        with engine.backward(tape):
+        with engine.backward(save_order):
             loss.backward()
     assert torch.equal(x.grad, expected)
 

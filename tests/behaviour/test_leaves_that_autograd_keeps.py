@@ -41,7 +41,7 @@ def train(
 ) -> torch.Tensor:
     """The gradient of x; whether what was saved is in memory, between the passes and after."""
     with engine.step():
-        with engine.forward(Scope()) as tape:
+        with engine.forward(Scope()) as save_order:
             hidden = x * 2
             saved = StorageWeakRef(hidden.untyped_storage())
             y = Copying.apply(hidden)
@@ -49,7 +49,7 @@ def train(
             engine.capture(Scope(0, 0, "decoder.1"), [y], [x])
             settle(engine)
             seen.append(not saved.expired())
-        with engine.backward(tape):
+        with engine.backward(save_order):
             for use in range(uses):
                 y.sum().backward(retain_graph=use + 1 < uses)
         del y
@@ -109,12 +109,12 @@ def test_a_copy_that_no_tier_takes_keeps_its_bytes(
         lambda scope, num_bytes: place(scope, num_bytes) if num_bytes > 5000 else Placement.KEEP,
     )
     with engine.step():
-        with engine.forward(Scope()) as tape:
+        with engine.forward(Scope()) as save_order:
             hidden = (whole * 2)[:1000]
             y = Copying.apply(hidden)
             engine.capture(Scope(0, 0, "decoder.1"), [y], [whole])
             settle(engine)
-        with engine.backward(tape):
+        with engine.backward(save_order):
             y.sum().backward()
     assert engine.statistics.offloaded_storages == 0
     assert whole.grad is not None and torch.equal(whole.grad, expected_part(whole))
@@ -130,10 +130,10 @@ def expected_part(whole: torch.Tensor) -> torch.Tensor:
 def test_what_a_tier_has_is_on_it_and_nowhere_else(engine: OffloadEngine) -> None:
     engine.copying_nodes.add(Copying._backward_cls)  # type: ignore[attr-defined]
     x = torch.randn(1000, requires_grad=True)
-    with engine.step(), engine.forward(Scope()) as tape:
+    with engine.step(), engine.forward(Scope()) as save_order:
         y = Copying.apply(x * 2)
         engine.capture(Scope(0, 0, "decoder.1"), [y], [x])
         settle(engine)
-        record = tape.last()
+        record = save_order.last()
         assert record is not None and record.state is State.ON_TIER
         assert record.take_back() is None

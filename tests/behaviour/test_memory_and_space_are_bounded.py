@@ -13,7 +13,7 @@ import torch
 
 from megatron.offload import Scope
 from megatron.offload.saved.record import SavedStorage, State
-from megatron.offload.storage import file as file_module
+from megatron.offload.tiers import file as file_module
 from tests.models import Model, assert_same, run_step, settle, ssd
 
 
@@ -98,9 +98,9 @@ def test_by_default_a_layer_is_in_flight_as_a_whole_and_the_next_one_waits_for_i
         write_gate.open.set()
         thread.join(timeout=10)
         settle(engine)
-        with engine.forward(Scope()) as tape:
+        with engine.forward(Scope()) as save_order:
             pass
-        engine.prefetch(tape)  # asks for less
+        engine.prefetch(save_order)  # asks for less
     assert engine.inflight_bytes == engine._prefetcher.limit_bytes == 5 * 4000
     assert engine.statistics.written_bytes == 2 * 5 * 4000
 
@@ -115,9 +115,9 @@ def test_a_bound_that_was_asked_for_holds_however_large_a_layer_is(make_engine, 
         write_gate.open.set()
         thread.join(timeout=10)
         settle(engine)
-        with engine.forward(Scope()) as tape:
+        with engine.forward(Scope()) as save_order:
             packed = engine._hooks.pack(torch.randn(10_000))
-        with engine.backward(tape):
+        with engine.backward(save_order):
             engine._hooks.unpack(packed)
     assert engine.inflight_bytes == engine._prefetcher.limit_bytes == 10_000
 
@@ -134,7 +134,7 @@ def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
     elif end == "not started":
         monkeypatch.setattr(ssd(engine), "begin_write", lambda _: 1 / 0)
     hold = threading.Event()
-    engine._starter.submit(lambda: hold.wait(10))
+    engine._dispatcher.submit(lambda: hold.wait(10))
     with engine.step():
         packed = [engine._hooks.pack(torch.full((1024,), 1.0)) for _ in range(2)]
         assert engine._inflight.taken_bytes == 8192
@@ -143,7 +143,7 @@ def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
         elif end == "dropped":
             packed.pop()
         hold.set()
-        engine._starter.drain()  # both have begun before one has failed
+        engine._dispatcher.drain()  # both have begun before one has failed
         write_gate.open.set()
         settle(engine)
         in_the_end = State.ON_TIER if end in ("done", "used", "dropped") else State.IN_MEMORY
@@ -152,7 +152,7 @@ def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
             assert torch.equal(engine._hooks.unpack(view), torch.full((1024,), 1.0))
         del packed, view
     num_kept = 2 if end in ("refused", "not started") else 0
-    assert engine.statistics.kept_bytes == num_kept * 4096
+    assert engine.statistics.rejected_bytes == num_kept * 4096
     assert engine.statistics.offloaded_storages == 2 - num_kept
     assert engine.statistics.offloaded_bytes == (2 - num_kept) * 4096
     assert engine.statistics.written_bytes == {"done": 8192, "used": 4096, "dropped": 4096}.get(
@@ -168,7 +168,7 @@ def test_what_no_tier_took_is_counted_step_by_step(engine, monkeypatch):
             packed = engine._hooks.pack(torch.randn(1024))
             settle(engine)
             del packed
-        assert engine.statistics.kept_bytes == 4096
+        assert engine.statistics.rejected_bytes == 4096
         assert engine.statistics.offloaded_bytes == engine.statistics.offloaded_storages == 0
 
 
@@ -188,7 +188,7 @@ def test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back(engine, monk
         engine.capture(Scope(), [y], [x])
         settle(engine)
     assert begun == [4000, 4000, 3600]
-    assert engine.statistics.kept_bytes == 4000
+    assert engine.statistics.rejected_bytes == 4000
     assert engine.statistics.written_bytes == 4000 + 3600
 
 
@@ -223,7 +223,7 @@ def test_over_the_ssd_budget_activations_stay_in_memory(make_engine, caplog):
         for _ in range(2):
             assert_same(run_step(model, x, engine), plain)
     assert ssd(engine).capacity_bytes == 65536
-    assert engine.statistics.kept_bytes > 0 and engine.statistics.written_bytes > 0
+    assert engine.statistics.rejected_bytes > 0 and engine.statistics.written_bytes > 0
     assert sum("ssd-budget is used up" in message for message in caplog.messages) == 1
     assert not ssd(engine).degraded
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.offload import OffloadEngine, Scope
-from megatron.offload.storage import ssd as ssd_module
-from megatron.offload.storage.direct import memory_at
+from megatron.offload.tiers import ssd as ssd_module
+from megatron.offload.tiers.direct_io import memory_at
 from tests.models import Model, assert_same, run_step, settle
 from tests.simulated_device import POISON, PoisoningPool, SimulatedDevice
 
@@ -129,12 +129,12 @@ def test_operations_may_be_on_several_streams_at_once(make_simulated_engine, dev
     leaves = [torch.randn(1024, requires_grad=True) for _ in streams]
     results = []
     with device.computing(), engine.step():
-        with engine.forward(Scope()) as tape, engine.saved_tensors_hooks():
+        with engine.forward(Scope()) as save_order, engine.saved_tensors_hooks():
             for stream, leaf in zip(streams, leaves, strict=True):
                 with device.on(stream):
                     results.append(leaf.exp().clone())
         settle(engine)
-        with engine.backward(tape):
+        with engine.backward(save_order):
             for stream, result in zip(streams[::-1], results[::-1], strict=True):
                 with device.on(stream):  # as autograd does, each where it was in forward
                     result.backward(torch.ones_like(result))

@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from megatron.offload import Scope
-from megatron.offload.restore.prefetch import Prefetcher, Tape
 from megatron.offload.saved.record import SavedStorage, State
+from megatron.offload.transfer.prefetcher import Prefetcher, SaveOrder
 from tests.models import settle
 
 
 def save_on(engine, sizes):
-    with engine.forward(Scope()) as tape:
+    with engine.forward(Scope()) as save_order:
         packed = [engine._hooks.pack(torch.full((size,), float(size))) for size in sizes]
         settle(engine)
-    return tape, packed
+    return save_order, packed
 
 
 def on_their_way(engine, packed):
-    engine._starter.drain()
+    engine._dispatcher.drain()
     return [index for index, view in enumerate(packed) if view.saved.state is not State.ON_TIER]
 
 
@@ -32,9 +32,9 @@ def no_stalls(monkeypatch):
 
 def test_the_window_opens_at_the_first_use_and_moves_in_reverse_order(engine):
     with engine.step():
-        tape, packed = save_on(engine, [1024] * 6)
+        save_order, packed = save_on(engine, [1024] * 6)
         assert on_their_way(engine, packed) == []
-        with engine.backward(tape):
+        with engine.backward(save_order):
             assert on_their_way(engine, packed) == [5]
             for used in (5, 4, 3):
                 engine._hooks.unpack(packed.pop())
@@ -50,9 +50,9 @@ def test_the_window_holds_two_of_the_largest_within_the_inflight_budget(
 ):
     engine = make_engine(io="buffered", inflight_bytes=inflight_bytes)
     with engine.step():
-        tape, packed = save_on(engine, [4096] + [1024] * 12)  # the largest has 16384 bytes
-        with engine.backward(tape):
-            engine._starter.drain()  # it has heard of the pass before the first use
+        save_order, packed = save_on(engine, [4096] + [1024] * 12)  # the largest has 16384 bytes
+        with engine.backward(save_order):
+            engine._dispatcher.drain()  # it has heard of the pass before the first use
             engine._hooks.unpack(packed.pop())
             ahead = [packed[index].saved.num_bytes for index in on_their_way(engine, packed)]
             assert sum(ahead) == ahead_bytes
@@ -65,9 +65,9 @@ def test_by_default_one_storage_is_read_while_one_waits_however_large_they_are(
     monkeypatch.setattr("megatron.offload.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
     engine = make_engine(io="buffered")
     with engine.step():
-        tape, packed = save_on(engine, [2048] * 4)  # 8192 bytes each
-        with engine.backward(tape):
-            engine._starter.drain()
+        save_order, packed = save_on(engine, [2048] * 4)  # 8192 bytes each
+        with engine.backward(save_order):
+            engine._dispatcher.drain()
             engine._hooks.unpack(packed.pop())
             assert on_their_way(engine, packed) == [1, 2]
         assert engine.inflight_bytes == 2 * 8192
@@ -76,13 +76,13 @@ def test_by_default_one_storage_is_read_while_one_waits_however_large_they_are(
 
 def test_a_storage_saved_twice_is_brought_back_for_its_last_save(engine):
     with engine.step():
-        with engine.forward(Scope()) as tape:
+        with engine.forward(Scope()) as save_order:
             shared = torch.ones(1024)
             first = [engine._hooks.pack(shared), engine._hooks.pack(torch.zeros(1024))]
             again = engine._hooks.pack(shared)
             del shared
             settle(engine)
-        with engine.backward(tape):
+        with engine.backward(save_order):
             assert again.saved is first[0].saved
             assert on_their_way(engine, first) == [0]
             for view, value in ((again, 1.0), (first[1], 0.0), (first[0], 1.0)):
@@ -93,10 +93,10 @@ def test_a_storage_saved_twice_is_brought_back_for_its_last_save(engine):
 
 
 def test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again():
-    tape = Tape()
-    tape.largest_bytes = 1000
+    save_order = SaveOrder()
+    save_order.largest_bytes = 1000
     prefetcher = Prefetcher(lambda record, deadline: None, limit_bytes=10**6)
-    prefetcher.start(tape)
+    prefetcher.start(save_order)
     prefetcher.waited(1.0, 500.0)  # for the first storage no window would have helped
     assert prefetcher.window_bytes == 0
     record = SavedStorage(torch.UntypedStorage(1), Scope(), 0)
@@ -105,19 +105,19 @@ def test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again():
     prefetcher.waited(0.5, 500.0)
     assert prefetcher.window_bytes == 2250
     for _ in range(30):
-        prefetcher.start(tape)
+        prefetcher.start(save_order)
         prefetcher.stop()
-    prefetcher.start(tape)
+    prefetcher.start(save_order)
     prefetcher.used(record)
     assert prefetcher.window_bytes == pytest.approx(2000, abs=1)
 
 
 def test_a_pass_that_was_prepared_is_not_begun_a_second_time():
-    tape = Tape()
-    tape.largest_bytes = 1000
+    save_order = SaveOrder()
+    save_order.largest_bytes = 1000
     prefetcher = Prefetcher(lambda record, deadline: True, limit_bytes=10**6)
-    prefetcher.start(tape, opens_at_once=True)
+    prefetcher.start(save_order, opens_at_once=True)
     assert prefetcher.window_bytes == 2000
     prefetcher.waited(1.0, 500.0)
-    prefetcher.start(tape)
+    prefetcher.start(save_order)
     assert prefetcher.window_bytes == 2500

@@ -19,7 +19,7 @@ def test_freed_before_its_write_began_it_is_not_written(make_engine, write_gate)
         write_gate.wait_for_arrival()
         tensor = torch.zeros(1 << 20)  # large: its memory is unmapped when it is freed
         packed = engine._hooks.pack(tensor)
-        engine._starter.drain()  # its write is queued
+        engine._dispatcher.drain()  # its write is queued
         tensor.untyped_storage().resize_(0)
         write_gate.open.set()
         settle(engine)
@@ -34,7 +34,7 @@ def test_freed_before_its_write_began_it_is_not_written(make_engine, write_gate)
 def test_freed_before_its_write_was_queued_it_is_not_written(make_engine, caplog, mode):
     engine = make_engine(mode=mode, host_budget=64 << 20)
     hold = threading.Event()
-    engine._starter.submit(lambda: hold.wait(10))
+    engine._dispatcher.submit(lambda: hold.wait(10))
     with engine.step():
         tensor = torch.zeros(1 << 20)
         packed = engine._hooks.pack(tensor)

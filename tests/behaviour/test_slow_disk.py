@@ -72,7 +72,7 @@ def test_a_write_limit_holds_forward_up_and_bounds_what_is_in_flight(
 
     with InFlight(engine) as in_flight:
         assert_same(run_step(model, x, engine, between=check_rate), plain)
-    assert engine.statistics.write_wait_s > 0 and engine.statistics.kept_bytes == 0
+    assert engine.statistics.write_wait_s > 0 and engine.statistics.rejected_bytes == 0
     assert engine.statistics.written_bytes > STEP_BYTES
     assert INFLIGHT_BYTES // 2 < in_flight.peak_bytes <= INFLIGHT_BYTES
 
@@ -119,5 +119,5 @@ def test_a_disk_that_the_kernel_throttles_holds_forward_up(slow_disk: tuple[Path
     told = json.loads(output)
     if told["written_bytes"] > 2 * BYTES_PER_S * told["seconds"]:
         pytest.skip("the kernel does not throttle writes to a loop device")
-    assert told["write_wait_s"] > 0 and told["kept_bytes"] == 0
+    assert told["write_wait_s"] > 0 and told["rejected_bytes"] == 0
     assert INFLIGHT_BYTES // 2 < told["peak_bytes"] <= INFLIGHT_BYTES

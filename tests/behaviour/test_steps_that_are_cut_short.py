@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron.offload import OffloadEngine, Scope, StorageError
-from megatron.offload.storage.drive import Health
-from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.tiers.drive import Health
+from megatron.offload.tiers.file import UnlinkedFile
 from tests.conftest import Gate
 from tests.models import Model, assert_same, run_step, settle, ssd
 from tests.waiting import wait_until
@@ -46,7 +46,7 @@ def assert_usable(engine: OffloadEngine, model: Model, x: torch.Tensor) -> None:
     # A thread may still be about to let go of what it worked on.
     wait_until(lambda: ssd(engine).used_bytes == 0, "space leaked")
     assert_same(run_step(model, x, engine), run_step(model, x))
-    assert engine.statistics.written_bytes > 0 and engine.statistics.kept_bytes == 0
+    assert engine.statistics.written_bytes > 0 and engine.statistics.rejected_bytes == 0
     assert ssd(engine).used_bytes == 0 and not ssd(engine).degraded
 
 
@@ -71,9 +71,9 @@ def step_at_once(model: Model, x: torch.Tensor, engine: OffloadEngine) -> None:
     """A step that does not wait for writes to end before its backward pass."""
     engine.exclude(model.parameters())
     with engine.step():
-        with engine.forward(Scope()) as tape:
+        with engine.forward(Scope()) as save_order:
             loss = model(x, engine).square().mean()
-        with engine.backward(tape):
+        with engine.backward(save_order):
             loss.backward()
 
 

@@ -20,9 +20,9 @@ import torch
 
 from megatron.offload import OffloadEngine, StorageError
 from megatron.offload.config import MIB
-from megatron.offload.storage.bandwidth import BandwidthMeter
-from megatron.offload.storage.drive import Extent, Health
-from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.tiers.bandwidth import BandwidthMeter
+from megatron.offload.tiers.drive import Extent, Health
+from megatron.offload.tiers.file import UnlinkedFile
 from tests.models import Model, assert_same, run_step, settle, ssd
 from tests.mounts import mounted_ext4
 from tests.processes import finish, start_python
@@ -177,7 +177,7 @@ def test_when_one_of_two_disks_fails_the_other_goes_on(
         assert_same(run_step(model, factor * x, engine), run_step(model, factor * x))
     assert [drive.health for drive in ssd(engine).drives] == [Health.FAILED, Health.GOOD]
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
-    assert engine.statistics.kept_bytes == 0, "the other one takes it all"
+    assert engine.statistics.rejected_bytes == 0, "the other one takes it all"
     assert engine.statistics.written_bytes > 0.9 * engine.statistics.offloaded_bytes
     assert engine.statistics.tier_used_bytes == 0
 
@@ -341,4 +341,4 @@ def test_the_directory_may_go_while_training_runs(
     ssd(engine).drives[0].reserve(32 * MIB)
     assert_same(run_step(model, x, engine), run_step(model, x))
     assert ssd(engine).drives[0].file.size_bytes == before + 32 * MIB
-    assert engine.statistics.kept_bytes == 0 and not caplog.records
+    assert engine.statistics.rejected_bytes == 0 and not caplog.records

@@ -70,7 +70,7 @@ def test_a_storage_changed_between_two_saves_is_saved_twice(engine):
 
 def test_the_memory_is_really_given_up(engine):
     tensor = torch.randn(1000, requires_grad=True)
-    with engine.step(), engine.forward(Scope()) as tape:
+    with engine.step(), engine.forward(Scope()) as save_order:
         middle = tensor * 2
         result = middle.exp()  # saves its result
         engine.capture(Scope(), [result], [tensor])
@@ -79,7 +79,7 @@ def test_the_memory_is_really_given_up(engine):
         del result, middle
         settle(engine)
         assert torch.UntypedStorage._expired(weak)
-        with engine.backward(tape):
+        with engine.backward(save_order):
             total.backward()
     torch.UntypedStorage._free_weak_ref(weak)
     assert torch.equal(tensor.grad, 2 * (tensor.detach() * 2).exp())

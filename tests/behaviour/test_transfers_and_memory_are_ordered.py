@@ -18,7 +18,7 @@ def test_space_of_a_dead_record_is_not_reused_while_its_write_runs(engine, write
         first_offset = first.saved.block.extents[0].offset
         del first  # the graph is dropped
         second = engine._hooks.pack(torch.full((1024,), 2.0))
-        engine._starter.drain()
+        engine._dispatcher.drain()
         assert second.saved.block.extents[0].offset != first_offset
         write_gate.open.set()
         settle(engine)
@@ -29,7 +29,7 @@ def test_a_graph_dropped_without_backward_cancels_its_queued_writes(make_engine,
     engine = make_engine(io="buffered", threads=1)
     with engine.step():
         packed = [engine._hooks.pack(torch.randn(1024)) for _ in range(5)]
-        engine._starter.drain()
+        engine._dispatcher.drain()
         write_gate.wait_for_arrival()  # the first is being written, four wait behind it
         del packed
         write_gate.open.set()
@@ -58,7 +58,7 @@ def test_forwarding_gives_the_memory_back_and_cancels_the_queued_write(make_engi
     with engine.step():
         running, queued = (torch.randn(1024) for _ in range(2))
         packed = [engine._hooks.pack(tensor) for tensor in (running, queued)]
-        engine._starter.drain()
+        engine._dispatcher.drain()
         write_gate.wait_for_arrival()  # the first is being written, the second waits behind it
         for tensor, view in zip((running, queued), packed, strict=True):
             restored = engine._hooks.unpack(view)

@@ -14,8 +14,8 @@ import torch
 from megatron.offload import ChangedInPlaceError, Scope, StorageError
 from megatron.offload import engine as engine_module
 from megatron.offload.saved.record import SavedStorage, SavedView, State
-from megatron.offload.storage.file import UnlinkedFile
-from megatron.offload.storage.transfer import Transfer
+from megatron.offload.tiers.file import UnlinkedFile
+from megatron.offload.tiers.transfer import Transfer
 from tests.models import settle, ssd
 from tests.waiting import wait_until
 
@@ -42,11 +42,11 @@ def ranges(engine, monkeypatch):
 
 
 def saved(engine, values):
-    """Packed storages that only the tier has, and their tape."""
-    with engine.forward(Scope()) as tape:
+    """Packed storages that only the tier has, and their save order."""
+    with engine.forward(Scope()) as save_order:
         packed = [engine._hooks.pack(torch.full((1024,), float(value))) for value in values]
         settle(engine)
-    return tape, packed
+    return save_order, packed
 
 
 @pytest.mark.parametrize("is_noticeable", [True, False])
@@ -78,9 +78,9 @@ def test_a_read_that_is_waited_for_is_a_stall(engine, monkeypatch, waits, ranges
 
 def test_a_read_that_has_arrived_is_no_stall(engine, waits, ranges):
     with engine.step():
-        tape, (packed,) = saved(engine, [3.0])
-        with engine.backward(tape):
-            engine._starter.drain()
+        save_order, (packed,) = saved(engine, [3.0])
+        with engine.backward(save_order):
+            engine._dispatcher.drain()
             packed.saved.wait_until_arrived()
             assert packed.saved.state in (State.READING, State.RESTORED)
             assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
@@ -91,9 +91,9 @@ def test_a_read_that_has_arrived_is_no_stall(engine, waits, ranges):
 def test_a_read_that_has_arrived_is_no_stall_before_its_tensors_are_built(engine, waits, ranges):
     may_build = threading.Event()
     with engine.step():
-        tape, (packed,) = saved(engine, [3.0])
-        engine._starter.submit(lambda: may_build.wait(10))  # it neither reads ahead nor builds
-        with engine.backward(tape):
+        save_order, (packed,) = saved(engine, [3.0])
+        engine._dispatcher.submit(lambda: may_build.wait(10))  # it neither reads ahead nor builds
+        with engine.backward(save_order):
             engine._reader.begin(packed.saved, 0.0)
             packed.saved.wait_until_arrived()
             assert not packed.ready and packed.saved.has_arrived
@@ -112,7 +112,7 @@ def test_memory_that_a_read_brought_back_is_not_counted_as_forwarded(engine):
         settle(engine)
         for view in views:  # the second finds it restored
             assert torch.equal(engine._hooks.unpack(view), torch.ones(1024))
-            engine._starter.drain()
+            engine._dispatcher.drain()
             views[1].ready.clear()  # as if it were not made ready
     assert engine.statistics.read_bytes == 4096 and engine.statistics.forwarded_bytes == 0
 
@@ -127,10 +127,10 @@ def test_what_compute_and_the_read_ahead_want_at_once_is_read_once(engine, monke
 
     monkeypatch.setattr(ssd(engine), "begin_read", meet)
     with engine.step():
-        tape, (packed,) = saved(engine, [3.0])
-        with engine.backward(tape):
+        save_order, (packed,) = saved(engine, [3.0])
+        with engine.backward(save_order):
             assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
-            engine._starter.drain()
+            engine._dispatcher.drain()
     assert engine.statistics.read_bytes == 4096
 
 
@@ -151,23 +151,23 @@ def test_what_was_read_ahead_is_handed_out_ready_made(engine, monkeypatch):
 
     monkeypatch.setattr(SavedView, "rebuild", noted)
     with engine.step():
-        tape, (packed,) = saved(engine, [3.0])
-        with engine.backward(tape):
+        save_order, (packed,) = saved(engine, [3.0])
+        with engine.backward(save_order):
             wait_until(lambda: packed.ready, "the read did not arrive")
             tensor = engine._hooks.unpack(packed)
             assert torch.equal(tensor, torch.full((1024,), 3.0)) and not packed.ready
             again = engine._hooks.unpack(packed)  # of a graph that is retained
             assert torch.equal(again, tensor) and again is not tensor
-    assert threads == [engine._starter._thread, threading.current_thread()]
+    assert threads == [engine._dispatcher._thread, threading.current_thread()]
 
 
 def test_the_use_of_what_is_ready_is_a_use(engine):
     with engine.step():
-        tape, (packed,) = saved(engine, [3.0])
-        with engine.backward(tape):
+        save_order, (packed,) = saved(engine, [3.0])
+        with engine.backward(save_order):
             wait_until(lambda: packed.ready, "the read did not arrive")
             engine._hooks.unpack(packed)
-            engine._starter.drain()
+            engine._dispatcher.drain()
             assert packed.is_used and packed.saved.state is State.ON_TIER
 
 
@@ -184,12 +184,12 @@ def test_a_use_is_told_once_its_memory_is_held(engine, monkeypatch):
 def test_what_is_ready_but_was_modified_is_not_handed_out(engine):
     with engine.step():
         tensor = torch.full((1024,), 3.0)
-        with engine.forward(Scope()) as tape:
+        with engine.forward(Scope()) as save_order:
             packed = engine._hooks.pack(tensor.detach())
             settle(engine)
         changed = packed._witness.detach()  # shares the version counter, as any view of it
         del tensor
-        with engine.backward(tape):
+        with engine.backward(save_order):
             wait_until(lambda: packed.ready, "the read did not arrive")
             changed.add_(1)
             with pytest.raises(ChangedInPlaceError):
@@ -223,14 +223,14 @@ def test_a_read_ahead_that_failed_makes_nothing_ready(engine, monkeypatch):
         raise OSError(5, "no")
 
     with engine.step():
-        tape, (packed,) = saved(engine, [3.0])
+        save_order, (packed,) = saved(engine, [3.0])
         monkeypatch.setattr(UnlinkedFile, "read", fail)
-        with engine.backward(tape):
-            engine._starter.drain()
+        with engine.backward(save_order):
+            engine._dispatcher.drain()
             packed.saved._pending.add_done_callback(lambda _: ended.set())  # after the engine's own
             gate.set()
             assert ended.wait(10)
-            engine._starter.drain()
+            engine._dispatcher.drain()
             assert packed.saved.state is State.READING and not packed.ready
             with pytest.raises(StorageError, match="Errno 5"):
                 engine._hooks.unpack(packed)
@@ -242,7 +242,7 @@ def test_a_read_that_was_cancelled_makes_nothing_ready(engine, monkeypatch):
     with engine.step():
         _, (packed,) = saved(engine, [3.0])
         end = engine._reader._end_of_read(weakref.ref(packed.saved))
-        monkeypatch.setattr(engine._starter, "submit", submitted.append)
+        monkeypatch.setattr(engine._dispatcher, "submit", submitted.append)
         end(transfer)  # an error here would be logged by whoever cancelled it
         monkeypatch.undo()
         del packed
@@ -259,10 +259,10 @@ def test_a_record_that_died_meanwhile_is_not_made_ready(engine, monkeypatch, cap
         read(*arguments)
 
     with engine.step():
-        tape, packed = saved(engine, [3.0])
+        save_order, packed = saved(engine, [3.0])
         monkeypatch.setattr(UnlinkedFile, "read", held)
-        with engine.backward(tape):
-            engine._starter.drain()
+        with engine.backward(save_order):
+            engine._dispatcher.drain()
             assert arrived.wait(10)
             packed[0].saved._pending.add_done_callback(lambda _: ended.set())
             weak = weakref.ref(packed[0].saved)
@@ -289,12 +289,12 @@ def test_the_starters_thread_alone_moves_the_read_ahead(engine, monkeypatch):
     monkeypatch.setattr(SavedStorage, "has_arrived", False)
     monkeypatch.setattr(engine_module, "_NOTICEABLE_S", -1.0)
     with engine.step():
-        tape, packed = saved(engine, [3.0, 4.0])
+        save_order, packed = saved(engine, [3.0, 4.0])
         engine._hooks.unpack(packed.pop())  # waits
-        with engine.backward(tape):
+        with engine.backward(save_order):
             engine._hooks.unpack(packed.pop())
     assert len(threads) == 4
-    assert set.union(*threads.values()) == {engine._starter._thread}
+    assert set.union(*threads.values()) == {engine._dispatcher._thread}
 
 
 def test_a_step_ends_when_no_thread_holds_what_it_wrote(engine, monkeypatch):
@@ -323,6 +323,6 @@ def test_what_compute_has_used_meanwhile_is_not_read_ahead_any_more(engine):
         packed = engine._hooks.pack(torch.randn(1000))
         settle(engine)
         assert engine._hooks.unpack(packed).numel() == 1000
-        assert not engine._reader.begin(packed.saved, 1.0)  # the starter was about to
+        assert not engine._reader.begin(packed.saved, 1.0)  # the dispatcher was about to
         assert engine._hooks.unpack(packed).numel() == 1000  # compute may always
     assert engine.statistics.read_bytes == 2 * 4000

@@ -44,9 +44,9 @@ def leaf():
 
 
 def test_a_layer_is_handed_over_at_its_end_and_in_one_go(engine, monkeypatch, records):
-    submit, submitted = engine._starter.submit, []
+    submit, submitted = engine._dispatcher.submit, []
     monkeypatch.setattr(
-        engine._starter, "submit", lambda *work: (submitted.append(work), submit(*work))
+        engine._dispatcher, "submit", lambda *work: (submitted.append(work), submit(*work))
     )
     x = leaf()
     with engine.step():
@@ -141,7 +141,7 @@ def test_a_step_ends_when_all_of_it_has_been_started(engine, monkeypatch):
 
     def step():
         with engine.step():
-            engine._starter.submit(lambda: hold.wait(10))
+            engine._dispatcher.submit(lambda: hold.wait(10))
             kept.append(engine._hooks.pack(torch.randn(1000)))
 
     thread = call(step)
@@ -149,14 +149,14 @@ def test_a_step_ends_when_all_of_it_has_been_started(engine, monkeypatch):
     assert thread.is_alive()
     hold.set()
     thread.join(timeout=10)
-    assert engine.statistics.kept_bytes == 4000
+    assert engine.statistics.rejected_bytes == 4000
     kept.clear()
 
 
 def test_closing_starts_what_was_handed_over_before_the_tiers_close(offload_config, caplog):
     engine = OffloadEngine(offload_config(io="buffered"))
     fd, hold = ssd(engine).drives[0].file.fd, threading.Event()
-    engine._starter.submit(lambda: hold.wait(10))
+    engine._dispatcher.submit(lambda: hold.wait(10))
     with caplog.at_level(logging.WARNING):
         packed = engine._hooks.pack(torch.ones(1000))
         closing = call(engine.close)

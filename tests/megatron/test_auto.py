@@ -13,11 +13,11 @@ import launch
 import pytest
 from launch import TINY, Outcome, run_trainer, train, train_once
 
-from megatron.offload.placement.plan import Plan, PlannedGroup
+from megatron.offload.placement.plan import Plan, PlannedPart
 from megatron.offload.placement.plan_file import load_plans, save_plans
 from megatron.offload.placement.policy import Placement
-from megatron.offload.placement.profile import StageProfile
-from megatron.offload.placement.solver import solve
+from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.planner.solver.solve import solve
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -49,9 +49,9 @@ def assert_same_bits(planned: Outcome, off: Outcome, num_steps: int = STEPS) -> 
 
 
 # The next test has TP2 too.
-@pytest.mark.parametrize("layout", [pytest.param("TP2", marks=pytest.mark.slow), "PP2"])
-def test_auto_changes_no_bit(layout: str, tmp_path: Path) -> None:
-    world_size, flags = LAYOUTS[layout]
+@pytest.mark.parametrize("position", [pytest.param("TP2", marks=pytest.mark.slow), "PP2"])
+def test_auto_changes_no_bit(position: str, tmp_path: Path) -> None:
+    world_size, flags = LAYOUTS[position]
     flags += f" --train-iters {STEPS}"
     run, path = tmp_path / "run", tmp_path / "plan.json"
     planned = train(
@@ -63,21 +63,29 @@ def test_auto_changes_no_bit(layout: str, tmp_path: Path) -> None:
     )
     assert_same_bits(planned, train_once(flags, world_size=world_size))
     plans = load_plans(path)
-    stages = 2 if "PP" in layout else 1
+    stages = 2 if "PP" in position else 1
     assert sorted(plans) == list(range(stages))
-    layers = {one.layer for plan in plans.values() for one in plan.groups}
+    layers = {one.layer for plan in plans.values() for one in plan.parts}
     assert layers == {f"decoder.{number}" for number in range(1, 5)}
     for stage in range(stages):
         profile = StageProfile.load(run / f"activation-profile-stage{stage}.json")
-        assert profile.layout.num_stages == stages and profile.num_micro_batches == 4
+        assert profile.position.num_stages == stages and profile.num_micro_batches == 4
         for layer in profile.layers:
-            assert [group.name for group in layer.groups] == ["attention", "mlp"]
+            assert [part.name for part in layer.parts] == ["attention", "mlp"]
             assert layer.movable_bytes > 0 and layer.forward_s > 0 and layer.backward_s > 0
-            attention, mlp = layer.groups
-            assert attention.recompute_s and mlp.recompute_s and mlp.cheap_s and attention.cheap_s
+            attention, mlp = layer.parts
+            assert (
+                attention.recompute_s
+                and mlp.recompute_s
+                and mlp.selective_s
+                and attention.selective_s
+            )
             # Four bytes, a sequence of 32; the norm's result and the activation function's.
-            inside = 256 // (2 if "TP" in layout else 1)
-            assert (attention.cheap_bytes, mlp.cheap_bytes) == (4 * 32 * 64, 4 * 32 * (64 + inside))
+            inside = 256 // (2 if "TP" in position else 1)
+            assert (attention.selective_bytes, mlp.selective_bytes) == (
+                4 * 32 * 64,
+                4 * 32 * (64 + inside),
+            )
             assert mlp.input_bytes == attention.input_bytes == layer.input_bytes == 4 * 32 * 64
     figures = [record["offload"] for record in planned.metrics]
     assert [step["plans"] > 0 for step in figures] == [False, False, True, True, True, True]
@@ -142,27 +150,27 @@ def test_a_disk_that_becomes_slow_in_mid_run_is_planned_for_within_five_steps(
 def mixed(stage: int, layers: range) -> Plan:
     """Something of everything: recomputed, on the SSD, in two parts, kept."""
     kinds = [("layer", Placement.RECOMPUTE), ("layer", Placement.SSD), ("", Placement.KEEP)]
-    groups = []
+    parts = []
     for number in layers:
-        group, placement = kinds[(number - 1) % 3]
+        part, placement = kinds[(number - 1) % 3]
         name = f"decoder.{number}"
-        if group:
-            groups.append(PlannedGroup(0, name, group, placement, 0))
+        if part:
+            parts.append(PlannedPart(0, name, part, placement, 0))
         else:
-            groups.append(PlannedGroup(0, name, "attention", Placement.SSD, 0))
-            groups.append(PlannedGroup(0, name, "mlp", Placement.KEEP, 0))
-    return Plan(tuple(groups), stage=stage)
+            parts.append(PlannedPart(0, name, "attention", Placement.SSD, 0))
+            parts.append(PlannedPart(0, name, "mlp", Placement.KEEP, 0))
+    return Plan(tuple(parts), stage=stage)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("TP2+SP", marks=pytest.mark.slow), "PP2"])
+@pytest.mark.parametrize("position", [pytest.param("TP2+SP", marks=pytest.mark.slow), "PP2"])
 def test_a_plan_that_people_wrote_is_followed_from_the_first_step(
-    layout: str, tmp_path: Path
+    position: str, tmp_path: Path
 ) -> None:
-    world_size, flags = LAYOUTS[layout]
+    world_size, flags = LAYOUTS[position]
     flags += f" --train-iters {STEPS}"
     path = tmp_path / "plan.json"
     plans = [mixed(0, range(1, 5))]
-    if layout == "PP2":
+    if position == "PP2":
         plans = [mixed(0, range(1, 3)), mixed(1, range(3, 5))]
     save_plans(path, plans)
     written = path.read_text()
@@ -173,16 +181,16 @@ def test_a_plan_that_people_wrote_is_followed_from_the_first_step(
     for record in planned.metrics:
         step = record["offload"]
         # Of stage 0: layers 1 and 4 (1 with two stages), for each of four micro-batches.
-        assert step["recomputed_layers"] == (4 if layout == "PP2" else 8)
+        assert step["recomputed_layers"] == (4 if position == "PP2" else 8)
         assert step["offloaded_bytes"] > 0 and step["plans"] == 1
     assert path.read_text() == written
 
 
-@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+@pytest.mark.parametrize("position", ["TP2", "PP2"])
 def test_a_budget_that_cannot_be_met_ends_all_ranks_with_one_sentence(
-    layout: str, tmp_path: Path
+    position: str, tmp_path: Path
 ) -> None:
-    world_size, flags = LAYOUTS[layout]
+    world_size, flags = LAYOUTS[position]
     outcome = run_trainer(
         TINY,
         flags,
@@ -215,8 +223,8 @@ def test_flags_that_contradict_each_other_are_refused(flags: str, sentence: str)
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        (Plan(mixed(0, range(1, 7)).groups), "the plan has layer decoder.5 in chunk 0"),
-        (Plan(mixed(0, range(1, 5)).groups, stage=1), "has stages 1, and none numbered 0"),
+        (Plan(mixed(0, range(1, 7)).parts), "the plan has layer decoder.5 in chunk 0"),
+        (Plan(mixed(0, range(1, 5)).parts, stage=1), "has stages 1, and none numbered 0"),
     ],
 )
 def test_a_plan_of_another_model_is_refused(plan: Plan, sentence: str, tmp_path: Path) -> None:
@@ -238,5 +246,5 @@ def test_auto_plans_for_encoder_and_decoder_apart(tiny: dict[str, str], tmp_path
         timeout_s=150,
     )
     assert_same_bits(planned, train(flags, tiny=tiny["t5"], model="t5"))
-    layers = [one.layer for one in load_plans(path)[0].groups]
+    layers = [one.layer for one in load_plans(path)[0].parts]
     assert list(dict.fromkeys(layers)) == ["encoder.1", "encoder.2", "decoder.1", "decoder.2"]

@@ -13,7 +13,7 @@ import pytest
 from launch import TINY, Outcome, run_trainer, train
 from test_auto import auto
 
-from megatron.offload.placement.plan import Plan, PlannedGroup
+from megatron.offload.placement.plan import Plan, PlannedPart
 from megatron.offload.placement.plan_file import save_plans
 from megatron.offload.placement.policy import Placement
 
@@ -28,14 +28,15 @@ PARTS: tuple[Lines, ...] = (
     {"attention": KEEP, "mlp": RECOMPUTE},
 )
 CHEAP_PARTS: tuple[Lines, ...] = (
-    {"attention": SSD, "attention-cheap": RECOMPUTE, "mlp": SSD, "mlp-cheap": RECOMPUTE},
-    {"attention": KEEP, "attention-cheap": RECOMPUTE, "mlp": KEEP, "mlp-cheap": RECOMPUTE},
-    {"attention": RECOMPUTE, "mlp-cheap": RECOMPUTE, "mlp": SSD},
-    {"attention": SSD, "mlp": KEEP, "mlp-cheap": RECOMPUTE},
+    {"attention": SSD, "attention-selective": RECOMPUTE, "mlp": SSD, "mlp-selective": RECOMPUTE},
+    {"attention": KEEP, "attention-selective": RECOMPUTE, "mlp": KEEP, "mlp-selective": RECOMPUTE},
+    {"attention": RECOMPUTE, "mlp-selective": RECOMPUTE, "mlp": SSD},
+    {"attention": SSD, "mlp": KEEP, "mlp-selective": RECOMPUTE},
 )
-# RMSNorm is not among the cheap operations.
+# RMSNorm is not among the selective operations.
 CHEAP_MLPS = tuple(
-    {name: one for name, one in lines.items() if name != "attention-cheap"} for lines in CHEAP_PARTS
+    {name: one for name, one in lines.items() if name != "attention-selective"}
+    for lines in CHEAP_PARTS
 )
 
 SWIGLU = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
@@ -78,12 +79,12 @@ QUICK = (
 
 def plan_of(stage: int, layers: range, parts: tuple[Lines, ...]) -> Plan:
     """The rows of `parts` in turn."""
-    groups = [
-        PlannedGroup(0, f"decoder.{number}", *line, 0)
+    parts = [
+        PlannedPart(0, f"decoder.{number}", *line, 0)
         for number in layers
         for line in parts[(number - 1) % len(parts)].items()
     ]
-    return Plan(tuple(groups), stage=stage)
+    return Plan(tuple(parts), stage=stage)
 
 
 def follow(flags: str, world_size: int, directory: Path, parts: tuple[Lines, ...]) -> Outcome:
@@ -114,7 +115,7 @@ def test_a_part_that_is_recomputed_alone_changes_no_bit(case: str, tmp_path: Pat
     own = parts[:2] if "pipeline" in flags else parts  # of the pipeline's first stage
     number = sum(list(lines.values()).count(RECOMPUTE) for lines in own)
     for step in planned.values("offload"):
-        assert step["recomputed_groups"] == number * NUM_MICRO_BATCHES
+        assert step["recomputed_parts"] == number * NUM_MICRO_BATCHES
         assert step["recomputed_layers"] == 0
         assert step["offloaded_bytes"] > 0 and step["tier_used_bytes"] == 0
 
@@ -134,36 +135,36 @@ def test_what_a_part_recomputes_is_not_offloaded(tmp_path: Path) -> None:
     assert moved[SSD, SSD] == moved[SSD, KEEP] + moved[KEEP, SSD]
 
 
-def test_what_cheap_operations_give_is_not_offloaded(tmp_path: Path) -> None:
+def test_what_selective_operations_give_is_not_offloaded(tmp_path: Path) -> None:
     flags, elements = f"--train-iters {STEPS}", 4 * 32  # four bytes, a sequence of 32
     everything: Lines = {"attention": SSD, "mlp": SSD}
     moved = {}
-    for cheap in ((), ("attention-cheap",), ("mlp-cheap",)):
-        lines = {**everything, **dict.fromkeys(cheap, RECOMPUTE)}
+    for selective in ((), ("attention-selective",), ("mlp-selective",)):
+        lines = {**everything, **dict.fromkeys(selective, RECOMPUTE)}
         outcome = follow(flags, 1, tmp_path, (lines,))
-        moved[cheap] = outcome.metrics[-1]["offload"]["offloaded_bytes"]
-    less = {cheap[0]: moved[()] - moved[cheap] for cheap in moved if cheap}
+        moved[selective] = outcome.metrics[-1]["offload"]["offloaded_bytes"]
+    less = {selective[0]: moved[()] - moved[selective] for selective in moved if selective}
     # Norms' results, of 64 elements for each token; the activation function's, of 256.
-    each = {"attention-cheap": 64 * elements, "mlp-cheap": (64 + 256) * elements}
+    each = {"attention-selective": 64 * elements, "mlp-selective": (64 + 256) * elements}
     assert less == {name: 4 * NUM_MICRO_BATCHES * size for name, size in each.items()}
 
 
 @pytest.mark.parametrize(
-    ("flags", "group", "sentence"),
+    ("flags", "part", "sentence"),
     [
-        ("--normalization RMSNorm", "attention-cheap", "which that layer does not allow"),
+        ("--normalization RMSNorm", "attention-selective", "which that layer does not allow"),
         (
             "--disable-bias-linear --recompute-granularity selective --recompute-modules mlp",
-            "mlp-cheap",
-            "recomputes mlp-cheap of decoder.1 alone, which that layer does not allow",
+            "mlp-selective",
+            "recomputes mlp-selective of decoder.1 alone, which that layer does not allow",
         ),
     ],
 )
 def test_what_a_layer_cannot_recompute_alone_is_refused(
-    flags: str, group: str, sentence: str, tmp_path: Path
+    flags: str, part: str, sentence: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.json"
-    lines = {"attention": KEEP, "mlp": KEEP, group: RECOMPUTE}
+    lines = {"attention": KEEP, "mlp": KEEP, part: RECOMPUTE}
     save_plans(path, [plan_of(0, range(1, 5), (lines,))])
     outcome = run_trainer(TINY, flags, auto(tmp_path, f"--activation-offload-plan {path}"))
     assert outcome.exit_codes == [2] and outcome.metrics == []
@@ -179,4 +180,4 @@ def test_a_group_that_no_layer_has_is_refused(tmp_path: Path) -> None:
     outcome = run_trainer(TINY, auto(tmp_path, f"--activation-offload-plan {path}"))
     assert outcome.exit_codes == [2] and outcome.metrics == []
     (line,) = (line for line in outcome.errors.splitlines() if "error:" in line)
-    assert "the plan has a group 'mpl' of decoder.1; expected one of attention, mlp" in line
+    assert "the plan has a part 'mpl' of decoder.1; expected one of attention, mlp" in line

@@ -34,10 +34,10 @@ import contextlib, importlib, os, pathlib, runpy, sys
 
 from megatron.offload.engine import OffloadEngine
 
-install = importlib.import_module("megatron.offload.integration.megatron.install")
+install = importlib.import_module("megatron.offload.integration.megatron.connect")
 
 HERE = pathlib.Path(__file__).parent
-passes = []  # tapes, kept so that no two have the same id
+passes = []  # save orders, kept so that no two have the same id
 
 
 def note(name, *values):
@@ -45,8 +45,8 @@ def note(name, *values):
         print(*values, file=file)
 
 
-def of(tape):  # which pass filled it
-    return next((scope for known, scope in passes if known is tape), "no forward pass")
+def of(save order):  # which pass filled it
+    return next((scope for known, scope in passes if known is save order), "no forward pass")
 
 
 forward, capture = OffloadEngine.forward, OffloadEngine.capture
@@ -57,9 +57,9 @@ place_layer, decorate = OffloadEngine.place_layer, install.decorate
 @contextlib.contextmanager
 def noted_forward(self, scope):
     note("calls", "forward begins", scope)
-    with forward(self, scope) as tape:
-        passes.append((tape, scope))
-        yield tape
+    with forward(self, scope) as save order:
+        passes.append((save order, scope))
+        yield save order
     note("calls", "forward ends", scope)
 
 
@@ -69,17 +69,17 @@ def noted_capture(self, scope, outputs, inputs):
     capture(self, scope, outputs=outputs, inputs=inputs)
 
 
-def noted_prefetch(self, tape, *, opens_at_once=False):
-    note("calls", "prefetch", of(tape), opens_at_once)
-    prefetch(self, tape, opens_at_once=opens_at_once)
+def noted_prefetch(self, save order, *, opens_at_once=False):
+    note("calls", "prefetch", of(save order), opens_at_once)
+    prefetch(self, save order, opens_at_once=opens_at_once)
 
 
 @contextlib.contextmanager
-def noted_backward(self, tape):
-    note("calls", "backward begins", of(tape))
-    with backward(self, tape):
+def noted_backward(self, save order):
+    note("calls", "backward begins", of(save order))
+    with backward(self, save order):
         yield
-    note("calls", "backward ends", of(tape))
+    note("calls", "backward ends", of(save order))
 
 
 def noted_place_layer(self, scope):
@@ -239,7 +239,7 @@ def test_what_a_patched_core_imports_is_small_and_never_leads_back_to_it() -> No
     code = """
 import sys
 before = set(sys.modules)
-import megatron.offload.integration.megatron.calls
+import megatron.offload.integration.megatron.decorators
 added = set(sys.modules) - before
 print(sorted(name for name in added if name.partition(".")[0] == "megatron"))
 print([name for name in added if name.partition(".")[0] in ("torch", "numpy", "ctypes")])

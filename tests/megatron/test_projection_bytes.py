@@ -17,9 +17,9 @@ from launch import train
 from megatron.offload import cli
 from megatron.offload.placement.plan_file import load_plans
 from megatron.offload.placement.policy import WHOLE_LAYER, Placement
-from megatron.offload.placement.projection.hardware import Drive, Gpu, Hardware
-from megatron.offload.placement.projection.model import Parallelism, Transformer
-from megatron.offload.placement.projection.projection import Projection, project
+from megatron.offload.planner.projection.hardware import DriveSpec, GpuSpec, Hardware
+from megatron.offload.planner.projection.model import Parallelism, Transformer
+from megatron.offload.planner.projection.projection import Projection, project
 
 MIN_BYTES = 1024  # statistics of norms and most log-sum-exps of this tiny model are smaller
 LAYERS = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "dtype": "fp32"}
@@ -81,14 +81,14 @@ def test_projected_bytes_are_what_the_engine_moves(
         Projection(
             model=Transformer(vocab_size=256, fused_kernels=False, **sizes),  # type: ignore[arg-type]
             parallel=parallel,
-            hardware=Hardware(Gpu.load("a100"), Drive.load("990-pro")),
+            hardware=Hardware(GpuSpec.load("a100"), DriveSpec.load("990-pro")),
             min_bytes=MIN_BYTES,
         )
     )
-    groups = [group for layer in profile.layers for group in layer.groups]
+    parts = [part for layer in profile.layers for part in layer.parts]
     passes = parallel.num_micro_batches
-    assert measured["offloaded_bytes"] == passes * sum(group.movable_bytes for group in groups)
-    assert measured["offloaded_storages"] == passes * sum(group.num_storages for group in groups)
+    assert measured["offloaded_bytes"] == passes * sum(part.movable_bytes for part in parts)
+    assert measured["offloaded_storages"] == passes * sum(part.num_storages for part in parts)
 
 
 def test_a_plan_made_before_any_run_is_followed(tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_a_plan_made_before_any_run_is_followed(tmp_path: Path) -> None:
     goal = "--activation-offload-max-slowdown 3"  # so small a model does little but wait for drives
     line = f"plan --hardware a100 {model} {batch} {bounds} {goal} --output {plan}"
     assert cli.main(line.split()) == 0
-    groups = load_plans(plan)[0].groups
-    recomputed = [one.group for one in groups if one.placement is Placement.RECOMPUTE]
-    assert 0 < len(recomputed) < len(groups)
+    parts = load_plans(plan)[0].parts
+    recomputed = [one.part for one in parts if one.placement is Placement.RECOMPUTE]
+    assert 0 < len(recomputed) < len(parts)
     outcome = train(
         "--attention-dropout 0 --hidden-dropout 0 --train-iters 2",
         f"--activation-offload auto --activation-offload-plan {plan} {bounds}",
@@ -111,4 +111,4 @@ def test_a_plan_made_before_any_run_is_followed(tmp_path: Path) -> None:
     followed = outcome.metrics[-1]["offload"]
     num_layers = recomputed.count(WHOLE_LAYER)
     assert followed["recomputed_layers"] == passes * num_layers
-    assert followed["recomputed_groups"] == passes * (len(recomputed) - num_layers)
+    assert followed["recomputed_parts"] == passes * (len(recomputed) - num_layers)

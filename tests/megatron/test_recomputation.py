@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine, Scope
 from megatron.offload.integration.megatron import cpu_runtime
-from megatron.offload.integration.megatron.layer import LayerCalls
+from megatron.offload.integration.megatron.layer_hooks import LayerHooks
 from megatron.offload.integration.megatron.recomputation import has_parts, recomputing
 from tests.models import settle
 
@@ -59,27 +59,27 @@ class Layer(torch.nn.Module):
         return hidden_states + dropped
 
 
-def run(layer: Layer, groups: list[str]) -> list[torch.Tensor]:
+def run(layer: Layer, parts: list[str]) -> list[torch.Tensor]:
     """Gradients of the input and the parameters, after two layers of the same weights."""
     torch.manual_seed(2)
     x = torch.randn(4, HIDDEN, requires_grad=True)
     layer.zero_grad()
     y = x * 1
     for _ in range(2):
-        with recomputing(layer, groups, lambda _, function: function):
+        with recomputing(layer, parts, lambda _, function: function):
             y, _ = layer(y)
     y.sum().backward()
     return [p.grad.clone() for p in (x, *layer.parameters()) if p.grad is not None]
 
 
-@pytest.mark.parametrize("groups", [["attention"], ["mlp"], ["attention", "mlp"]], ids=str)
-def test_only_the_part_that_is_named_runs_again(groups: list[str]) -> None:
+@pytest.mark.parametrize("parts", [["attention"], ["mlp"], ["attention", "mlp"]], ids=str)
+def test_only_the_part_that_is_named_runs_again(parts: list[str]) -> None:
     layer = Layer()
     usual = run(layer, [])
     assert layer.runs == {"attention": 2, "mlp": 2}
-    again = run(layer, groups)
+    again = run(layer, parts)
     assert len(again) == 5 and all(map(torch.equal, usual, again))
-    assert layer.runs == {group: 6 if group in groups else 4 for group in layer.runs}
+    assert layer.runs == {part: 6 if part in parts else 4 for part in layer.runs}
 
 
 def test_the_layer_is_as_it_was_also_after_an_error() -> None:
@@ -109,14 +109,14 @@ def test_a_layer_of_another_make_has_no_parts() -> None:
 def test_what_a_checkpoint_without_output_starts_from_leaves_memory(
     is_known: bool, engine: OffloadEngine
 ) -> None:
-    """It saves copies of its inputs that are leaves; `LayerCalls` says so."""
+    """It saves copies of its inputs that are leaves; `LayerHooks` says so."""
     if is_known:
-        LayerCalls(engine, [])
+        LayerHooks(engine, [])
     x = torch.randn(1000, requires_grad=True)
     weight = torch.full((1000,), 3.0, requires_grad=True)
     engine.exclude([weight])
     with engine.step():
-        with engine.forward(Scope()) as tape:
+        with engine.forward(Scope()) as save_order:
             hidden = x * 2
             saved = StorageWeakRef(hidden.untyped_storage())
             checkpoint = CheckpointWithoutOutput(fp8=None)
@@ -128,7 +128,7 @@ def test_what_a_checkpoint_without_output_starts_from_leaves_memory(
             engine.capture(Scope(0, 0, "decoder.1"), [z], [x])
             settle(engine)
             assert saved.expired() is is_known
-        with engine.backward(tape):
+        with engine.backward(save_order):
             z.sum().backward()
     assert (engine.statistics.offloaded_bytes == 4000) is is_known
     plain = x.detach().requires_grad_()

@@ -31,7 +31,7 @@ from trainer.training import pretrain
 
 from megatron.offload import ConfigurationError, OffloadConfig, launch
 from megatron.offload.integration.megatron import cpu_training_script, install
-from megatron.offload.integration.megatron.install import _REFUSED_SETTINGS, _REFUSED_WRAPPERS
+from megatron.offload.integration.megatron.connect import _REFUSED_SETTINGS, _REFUSED_WRAPPERS
 from megatron.offload.integration.megatron.training_script import _FLAGS
 from tests.megatron_lm import FakeMegatronLm
 from tests.megatron_lm import settings as launcher_settings
@@ -139,7 +139,7 @@ def test_every_statement_that_refuses_has_a_row(
     for row in TABLE:
         lines.update(reached(refuse(row, tmp_path)))
     with pytest.raises(ConfigurationError, match="choose one of off") as refused:
-        OffloadConfig(mode="tape")  # argparse is faster where it is a flag
+        OffloadConfig(mode="save_order")  # argparse is faster where it is a flag
     lines.update(reached(refused.value))
     capsys.readouterr()
     missing = [

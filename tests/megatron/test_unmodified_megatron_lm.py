@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.offload.device.allocator import allocator_environment
 from megatron.offload.placement.plan_file import load_plans
-from megatron.offload.placement.profile import StageProfile
-from megatron.offload.storage.allocator import allocator_environment
+from megatron.offload.planner.profile.stage_profile import StageProfile
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = Path(os.environ.get("MEGATRON_LM_PATH", ""))

@@ -20,10 +20,10 @@ if str(ROOT / "examples") not in sys.path:
 
 from megatron.offload.placement.plan import Plan  # noqa: E402
 from megatron.offload.placement.plan_file import plans_to_json  # noqa: E402
-from megatron.offload.placement.planned import PlannedPolicy  # noqa: E402
-from megatron.offload.placement.profile import StageProfile  # noqa: E402
-from megatron.offload.planning.drift import Drift  # noqa: E402
-from megatron.offload.planning.measurement import Measurement  # noqa: E402
+from megatron.offload.placement.plan_policy import PlannedPolicy  # noqa: E402
+from megatron.offload.planner.online.drift import Drift  # noqa: E402
+from megatron.offload.planner.online.step_meter import Measurement  # noqa: E402
+from megatron.offload.planner.profile.stage_profile import StageProfile  # noqa: E402
 
 RANK = int(os.environ["RANK"])
 DIRECTORY = Path(sys.argv[sys.argv.index("--metrics-file") + 1]).parent

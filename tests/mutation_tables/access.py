@@ -18,8 +18,8 @@ MARKS = ACCESS + (
 LATE_DEVICE = "behaviour/test_ordering_on_an_asynchronous_device.py::"
 STRIPED_LATE = LATE_DEVICE + "test_large_storages_striped_over_directories_come_back"
 
-# -- storage/access.py -----------------------------------------------------------------------------
-access = table_of("storage/access.py", MUTATIONS)
+# -- tiers/access.py -----------------------------------------------------------------------------
+access = table_of("tiers/access.py", MUTATIONS)
 
 access(
     "a copy to the host does not wait for the producer",
@@ -262,8 +262,8 @@ access(
     "behaviour/test_resized_storages.py::test_freed_while_it_is_written_and_filled_again_elsewhere",
 )
 
-# -- storage/staging.py ----------------------------------------------------------------------------
-staging = table_of("storage/staging.py", MUTATIONS)
+# -- tiers/staging.py ----------------------------------------------------------------------------
+staging = table_of("tiers/staging.py", MUTATIONS)
 
 staging(
     "a buffer does not go back",
@@ -308,8 +308,8 @@ staging(
     "unit/test_staging.py::test_buffers_are_pinned_at_once_and_unpinned_at_the_end",
 )
 
-# -- storage/direct.py -----------------------------------------------------------------------------
-direct = table_of("storage/direct.py", MUTATIONS)
+# -- tiers/direct_io.py -----------------------------------------------------------------------------
+direct = table_of("tiers/direct_io.py", MUTATIONS)
 
 direct(
     "an aligned storage does not keep its memory",

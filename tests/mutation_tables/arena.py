@@ -14,7 +14,7 @@ REFUSED_PIN = ARENA + (
     "test_when_pinning_fails_the_arena_stops_growing_and_says_which_limit_to_raise"
 )
 
-arena = table_of("storage/arena.py", MUTATIONS)
+arena = table_of("tiers/arena.py", MUTATIONS)
 
 arena(
     "it grows beyond its budget",

@@ -9,7 +9,7 @@ MUTATIONS: list[Mutation] = []
 
 METER = "unit/test_bandwidth.py::"
 
-bandwidth = table_of("storage/bandwidth.py", MUTATIONS)
+bandwidth = table_of("tiers/bandwidth.py", MUTATIONS)
 
 bandwidth(
     "a transfer that failed counts",

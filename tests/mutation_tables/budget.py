@@ -9,7 +9,7 @@ MUTATIONS: list[Mutation] = []
 
 BUDGET = "unit/test_budget.py::"
 
-budget = table_of("storage/budget.py", MUTATIONS)
+budget = table_of("tiers/budget.py", MUTATIONS)
 
 budget(
     "everything fits into the budget of bytes",

@@ -8,7 +8,7 @@ from tests.mutation_tables import Mutation, table_of
 MUTATIONS: list[Mutation] = []
 
 VIEWS = "behaviour/test_storage_moves_once.py::"
-GATHERED = "behaviour/test_gathered_views.py::"
+GATHERED = "behaviour/test_copied_spans.py::"
 TWO_PARTS = GATHERED + "test_two_small_parts_of_one_storage_come_back_each_with_its_own_bytes"
 CAN_MOVE = "unit/test_what_can_move.py::"
 NEVER = "behaviour/test_what_never_moves.py::"
@@ -212,7 +212,7 @@ cache(
 cache(
     "tensors with attributes stay and are not counted",
     """
-            self.num_left_alone += 1
+            self.num_unsupported += 1
             return None
         return storage
 """,

@@ -16,7 +16,7 @@ WAITS_FOR_PRODUCER = (
 )
 ON_A_QUEUE = CUDA + "test_a_thread_that_is_put_on_a_queue_sets_its_marks_there"
 
-cuda = table_of("storage/cuda.py", MUTATIONS)
+cuda = table_of("device/cuda.py", MUTATIONS)
 
 cuda(
     "a copy does not wait for its mark",

@@ -12,7 +12,7 @@ DRIVE = "unit/test_drive.py::"
 PIECES = SSD + "test_a_drive_moves_piece_by_piece_and_passes_on_what_is_right"
 READ_FAILS = "behaviour/test_failed_transfers.py::"
 
-drive = table_of("storage/drive.py", MUTATIONS)
+drive = table_of("tiers/drive.py", MUTATIONS)
 
 drive(
     "a write does not hold the owner of its space",

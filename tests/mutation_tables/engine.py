@@ -125,23 +125,23 @@ engine(
     """
             raise
 """,
-    OTHERS + "test_a_saved_tensor_that_has_hooks_already_is_counted_and_left_alone[False]",
+    OTHERS + "test_a_saved_tensor_that_has_hooks_already_is_counted_and_unsupported[False]",
 )
 engine(
     "a tensor with hooks of somebody else's is not counted",
     """
-                self.statistics.foreign_hooks += saved.unpack_hook != self._hooks.unpack
+                self.statistics.already_hooked += saved.unpack_hook != self._hooks.unpack
 """,
     "",
-    OTHERS + "test_a_saved_tensor_that_has_hooks_already_is_counted_and_left_alone[True]",
+    OTHERS + "test_a_saved_tensor_that_has_hooks_already_is_counted_and_unsupported[True]",
 )
 engine(
     "our own hooks count as somebody else's",
     """
-                self.statistics.foreign_hooks += saved.unpack_hook != self._hooks.unpack
+                self.statistics.already_hooked += saved.unpack_hook != self._hooks.unpack
 """,
     """
-                self.statistics.foreign_hooks += 1
+                self.statistics.already_hooked += 1
 """,
     OTHERS + "test_our_own_hooks_of_an_earlier_capture_are_not_counted_and_nothing_is_read",
 )
@@ -158,17 +158,17 @@ engine(
 engine(
     "what was left alone is counted over all steps",
     """
-            self.statistics.left_alone, self._cache.num_left_alone = self._cache.num_left_alone, 0
+            self.statistics.unsupported, self._cache.num_unsupported = self._cache.num_unsupported, 0
 """,
     """
-            self.statistics.left_alone = self._cache.num_left_alone
+            self.statistics.unsupported = self._cache.num_unsupported
 """,
     NEVER + "test_what_is_more_than_its_bytes_stays_and_is_counted_step_by_step",
 )
 engine(
-    "no save is noted on the tape",
+    "no save is noted on the save_order",
     """
-            self._tape.append(record)
+            self._save_order.append(record)
 """,
     """
             pass
@@ -176,14 +176,14 @@ engine(
     WINDOW,
 )
 engine(
-    "a forward pass leaves its tape behind",
+    "a forward pass leaves its save_order behind",
     """
-            self._scope, self._tape = outer
+            self._scope, self._save_order = outer
 """,
     """
             pass
 """,
-    ENDS + "test_a_pass_that_ended_takes_its_tape_and_its_scope_with_it",
+    ENDS + "test_a_pass_that_ended_takes_its_save_order_and_its_scope_with_it",
 )
 engine(
     "a captured layer leaves its scope behind",
@@ -195,7 +195,7 @@ engine(
         finally:
             pass
 """,
-    ENDS + "test_a_pass_that_ended_takes_its_tape_and_its_scope_with_it",
+    ENDS + "test_a_pass_that_ended_takes_its_save_order_and_its_scope_with_it",
 )
 engine(
     "a layer's storage that is needed whole moves in pieces",
@@ -205,7 +205,7 @@ engine(
     """
                         is_whole = False
 """,
-    "behaviour/test_gathered_views.py::test_parts_that_cover_a_storage_move_as_one",
+    "behaviour/test_copied_spans.py::test_parts_that_cover_a_storage_move_as_one",
 )
 engine(
     "each storage of a layer moves whole",
@@ -215,7 +215,7 @@ engine(
     """
                         is_whole = True
 """,
-    "behaviour/test_gathered_views.py::test_a_part_that_a_layer_saved_moves_alone",
+    "behaviour/test_copied_spans.py::test_a_part_that_a_layer_saved_moves_alone",
 )
 engine(
     "what the policy leaves in memory goes to a tier all the same",

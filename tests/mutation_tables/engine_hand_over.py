@@ -29,9 +29,9 @@ SAVED_TWICE = (
 GIVEN_UP = "behaviour/test_storage_moves_once.py::test_the_memory_is_really_given_up"
 
 engine = table_of("engine.py", MUTATIONS)
-context = table_of("saved/context.py", MUTATIONS)
+context = table_of("capture/context.py", MUTATIONS)
 
-# -- What is collected, and when it is handed over -------------------------------------------------
+# -- What is collected, and when it is handed over --
 engine(
     "each storage of a layer is handed over by itself",
     """
@@ -266,7 +266,7 @@ engine(
 engine(
     "the default read-ahead has no room for two storages",
     """
-        self._allow_in_flight(2 * tape.largest_bytes)  # one is read while one waits for its use
+        self._allow_in_flight(2 * save_order.largest_bytes)  # one is read while one waits for its use
 """,
     "",
     "behaviour/test_prefetch.py::"
@@ -322,21 +322,21 @@ engine(
 engine(
     "a layer is written from its end",
     """
-            self._starter.submit(*(functools.partial(self._begin_write, one) for one in batch))
+            self._dispatcher.submit(*(functools.partial(self._begin_write, one) for one in batch))
 """,
     """
             batch.reverse()
-            self._starter.submit(*(functools.partial(self._begin_write, one) for one in batch))
+            self._dispatcher.submit(*(functools.partial(self._begin_write, one) for one in batch))
 """,
     BOUNDED + "test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back",
 )
 engine(
     "an error of one write keeps the rest of its layer back",
     """
-            self._starter.submit(*(functools.partial(self._begin_write, one) for one in batch))
+            self._dispatcher.submit(*(functools.partial(self._begin_write, one) for one in batch))
 """,
     """
-            self._starter.submit(lambda: [self._begin_write(one) for one in batch] and None)
+            self._dispatcher.submit(lambda: [self._begin_write(one) for one in batch] and None)
 """,
     BOUNDED + "test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back",
 )
@@ -356,7 +356,7 @@ engine(
     """
                     pass
 """,
-    "behaviour/test_gathered_views.py::test_no_more_than_the_part_is_written",
+    "behaviour/test_copied_spans.py::test_no_more_than_the_part_is_written",
 )
 engine(
     "what waits to be handed over is lost where the wait is interrupted",

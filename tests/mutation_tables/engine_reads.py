@@ -22,7 +22,7 @@ OVERTAKES = ENDS + "test_the_read_that_compute_waits_for_overtakes_those_that_ar
 READ_FAILS = "behaviour/test_failed_transfers.py::"
 
 engine = table_of("engine.py", MUTATIONS)
-reader = table_of("restore/reader.py", MUTATIONS)
+reader = table_of("transfer/reader.py", MUTATIONS)
 
 # -- What compute needs ----------------------------------------------------------------------------
 reader(
@@ -199,7 +199,7 @@ reader(
 reader(
     "the end of a read builds nothing",
     """
-                self._starter.submit(functools.partial(_make_ready, reference, transfer))
+                self._dispatcher.submit(functools.partial(_make_ready, reference, transfer))
 """,
     """
                 pass
@@ -209,7 +209,7 @@ reader(
 reader(
     "the thread that read builds the tensors",
     """
-                self._starter.submit(functools.partial(_make_ready, reference, transfer))
+                self._dispatcher.submit(functools.partial(_make_ready, reference, transfer))
 """,
     """
                 _make_ready(reference, transfer)
@@ -327,7 +327,7 @@ engine(
 engine(
     "stalls do not widen the window",
     """
-            self._starter.submit(functools.partial(self._prefetcher.waited, waited_s, rate))
+            self._dispatcher.submit(functools.partial(self._prefetcher.waited, waited_s, rate))
 """,
     "",
     STALL + "[True]",
@@ -335,7 +335,7 @@ engine(
 engine(
     "who waited widens the window while the read-ahead looks at it",
     """
-            self._starter.submit(functools.partial(self._prefetcher.waited, waited_s, rate))
+            self._dispatcher.submit(functools.partial(self._prefetcher.waited, waited_s, rate))
 """,
     """
             self._prefetcher.waited(waited_s, rate)
@@ -348,10 +348,10 @@ engine(
     "a used storage stays in the window",
     """
         if self._prefetcher.used(view.saved):
-            self._starter.submit(self._prefetcher.advance)
+            self._dispatcher.submit(self._prefetcher.advance)
 """,
     """
-        self._starter.submit(self._prefetcher.advance)
+        self._dispatcher.submit(self._prefetcher.advance)
 """,
     WINDOW,
 )
@@ -359,7 +359,7 @@ engine(
     "the window does not move",
     """
         if self._prefetcher.used(view.saved):
-            self._starter.submit(self._prefetcher.advance)
+            self._dispatcher.submit(self._prefetcher.advance)
 """,
     """
         self._prefetcher.used(view.saved)
@@ -369,7 +369,7 @@ engine(
 engine(
     "the thread that computes does what follows a use",
     """
-            self._starter.submit(self._prefetcher.advance)
+            self._dispatcher.submit(self._prefetcher.advance)
 """,
     """
             self._prefetcher.advance()
@@ -387,45 +387,45 @@ engine(
 engine(
     "nothing is read before the first use",
     """
-        self._starter.submit(start, self._prefetcher.advance)
+        self._dispatcher.submit(start, self._prefetcher.advance)
 """,
     """
-        self._starter.submit(start)
-""",
-    WINDOW,
-)
-engine(
-    "the read-ahead looks at a tape that it has not been given",
-    """
-        self._starter.submit(start, self._prefetcher.advance)
-""",
-    """
-        self._starter.submit(self._prefetcher.advance)
+        self._dispatcher.submit(start)
 """,
     WINDOW,
 )
 engine(
-    "a tape is given to the read-ahead while it looks at another",
+    "the read-ahead looks at a save_order that it has not been given",
     """
-        self._starter.submit(start, self._prefetcher.advance)
+        self._dispatcher.submit(start, self._prefetcher.advance)
+""",
+    """
+        self._dispatcher.submit(self._prefetcher.advance)
+""",
+    WINDOW,
+)
+engine(
+    "a save_order is given to the read-ahead while it looks at another",
+    """
+        self._dispatcher.submit(start, self._prefetcher.advance)
 """,
     """
         start()
-        self._starter.submit(self._prefetcher.advance)
+        self._dispatcher.submit(self._prefetcher.advance)
 """,
     STARTERS_ALONE,
 )
 engine(
     "the read-ahead goes on after the backward pass",
     """
-        self.prefetch(tape)
+        self.prefetch(save_order)
         try:
             yield
         finally:
-            self._starter.submit(self._prefetcher.stop)
+            self._dispatcher.submit(self._prefetcher.stop)
 """,
     """
-        self.prefetch(tape)
+        self.prefetch(save_order)
         yield
 """,
     ENDS + "test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead[backward]",
@@ -433,30 +433,30 @@ engine(
 engine(
     "the read-ahead goes on after an error in the backward pass",
     """
-        self.prefetch(tape)
+        self.prefetch(save_order)
         try:
             yield
         finally:
-            self._starter.submit(self._prefetcher.stop)
+            self._dispatcher.submit(self._prefetcher.stop)
 """,
     """
-        self.prefetch(tape)
+        self.prefetch(save_order)
         yield
-        self._starter.submit(self._prefetcher.stop)
+        self._dispatcher.submit(self._prefetcher.stop)
 """,
     ENDS + "test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead[error]",
 )
 engine(
     "the backward pass ends while the read-ahead looks",
     """
-        self.prefetch(tape)
+        self.prefetch(save_order)
         try:
             yield
         finally:
-            self._starter.submit(self._prefetcher.stop)
+            self._dispatcher.submit(self._prefetcher.stop)
 """,
     """
-        self.prefetch(tape)
+        self.prefetch(save_order)
         try:
             yield
         finally:
@@ -467,23 +467,23 @@ engine(
 engine(
     "the read-ahead goes on after the step",
     """
-            self._starter.submit(self._prefetcher.stop)
-            self._starter.drain()
+            self._dispatcher.submit(self._prefetcher.stop)
+            self._dispatcher.drain()
 """,
     """
-            self._starter.drain()
+            self._dispatcher.drain()
 """,
     ENDS + "test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead[step]",
 )
 engine(
     "the step ends while the read-ahead looks",
     """
-            self._starter.submit(self._prefetcher.stop)
-            self._starter.drain()
+            self._dispatcher.submit(self._prefetcher.stop)
+            self._dispatcher.drain()
 """,
     """
             self._prefetcher.stop()
-            self._starter.drain()
+            self._dispatcher.drain()
 """,
     STARTERS_ALONE,
 )

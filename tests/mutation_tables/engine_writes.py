@@ -21,7 +21,7 @@ STREAMS = (
 
 engine = table_of("engine.py", MUTATIONS)
 
-# -- In the starter's thread -----------------------------------------------------------------------
+# -- In the dispatcher's thread -----------------------------------------------------------------------
 for end in ("used", "dropped"):
     engine(
         f"what was {end} before its write began stays in flight",
@@ -258,7 +258,7 @@ engine(
 engine(
     "a step ends before all of it has been started",
     """
-            self._starter.drain()
+            self._dispatcher.drain()
 """,
     "",
     WHEN + "test_a_step_ends_when_all_of_it_has_been_started",
@@ -274,9 +274,9 @@ engine(
     ENDS + "test_a_closed_engine_leaves_no_thread_and_no_open_file",
 )
 engine(
-    "the engine is closed and its starter is not",
+    "the engine is closed and its dispatcher is not",
     """
-        self._starter.close()
+        self._dispatcher.close()
 """,
     "",
     ENDS + "test_a_closed_engine_leaves_no_thread_and_no_open_file",
@@ -284,14 +284,14 @@ engine(
 engine(
     "tiers are closed before what was handed over has been started",
     """
-        self._starter.close()
+        self._dispatcher.close()
         for tier in self.tiers.values():
             tier.close()
 """,
     """
         for tier in self.tiers.values():
             tier.close()
-        self._starter.close()
+        self._dispatcher.close()
 """,
     WHEN + "test_closing_starts_what_was_handed_over_before_the_tiers_close",
 )

@@ -12,7 +12,7 @@ ARENA = "unit/test_arena.py::"
 EXTENTS = "unit/test_extents.py::"
 RANDOM_EXTENTS = EXTENTS + "test_random_lifetimes_never_overlap_and_coalesce_fully"
 
-extents = table_of("storage/extents.py", MUTATIONS)
+extents = table_of("tiers/extents.py", MUTATIONS)
 
 extents(
     "a range that is taken is handed out again",

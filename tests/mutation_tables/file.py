@@ -11,7 +11,7 @@ DRIVE = "unit/test_drive.py::"
 READ_FAILS = "behaviour/test_failed_transfers.py::"
 FILE = "unit/test_unlinked_file.py::"
 
-file = table_of("storage/file.py", MUTATIONS)
+file = table_of("tiers/file.py", MUTATIONS)
 
 file(
     "a short write is the end",

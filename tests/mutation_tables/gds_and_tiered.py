@@ -11,8 +11,8 @@ GDS = "unit/test_gds.py::"
 GDS_MARKS = "unit/test_gds_marks.py::"
 TIERED = "unit/test_tiered.py::"
 
-# -- storage/gds.py --------------------------------------------------------------------------------
-gds = table_of("storage/gds.py", MUTATIONS)
+# -- tiers/gds.py --------------------------------------------------------------------------------
+gds = table_of("tiers/gds.py", MUTATIONS)
 
 gds(
     "kvikio does not wait for the memory's former user",
@@ -82,8 +82,8 @@ gds(
     GDS + "test_a_failed_write_is_an_oserror_with_kvikios_words_and_ends_writing",
 )
 
-# -- storage/tiered.py -----------------------------------------------------------------------------
-tiered = table_of("storage/tiered.py", MUTATIONS)
+# -- tiers/tiered.py -----------------------------------------------------------------------------
+tiered = table_of("tiers/tiered.py", MUTATIONS)
 
 tiered(
     "a tier that refuses ends the search",
@@ -117,8 +117,8 @@ tiered(
     TIERED + "test_a_small_fast_tier_fills_evenly_over_the_step",
 )
 
-# -- storage/open.py -------------------------------------------------------------------------------
-open_ = table_of("storage/open.py", MUTATIONS)
+# -- tiers/open.py -------------------------------------------------------------------------------
+open_ = table_of("tiers/open.py", MUTATIONS)
 
 open_(
     "the first tier stays open when the second does not open",

@@ -9,7 +9,7 @@ MUTATIONS: list[Mutation] = []
 
 VIEWS = "behaviour/test_storage_moves_once.py::"
 ONE_STORAGE = VIEWS + "test_views_of_one_storage_are_written_once_and_come_back_in_shape"
-GATHERED = "behaviour/test_gathered_views.py::"
+GATHERED = "behaviour/test_copied_spans.py::"
 IN_PLACE = "behaviour/test_in_place_changes_raise.py::"
 STAYS = IN_PLACE + "test_change_of_what_stays_raises_in_a_context_too"
 TWO_PARTS = GATHERED + "test_two_small_parts_of_one_storage_come_back_each_with_its_own_bytes"
@@ -18,11 +18,11 @@ CHANGED = IN_PLACE + "test_change_after_capture_raises_and_names_the_layer[True]
 
 MODES = "behaviour/test_hooks_of_others.py::test_a_mode_of_somebody_else_sees_no_call_of_ours"
 
-# -- saved/hooks.py --------------------------------------------------------------------------------
+# -- capture/hooks.py --------------------------------------------------------------------------------
 # Left out: `capture` does not ask `tier_for`, which `pack` asks again: what stays then has hooks
 # that do nothing. And it takes `pack` for `pack_found`, which asks once more what it has asked.
 
-hooks = table_of("saved/hooks.py", MUTATIONS)
+hooks = table_of("capture/hooks.py", MUTATIONS)
 
 hooks(
     "unpack does not look for changes in place",
@@ -166,10 +166,10 @@ hooks(
 hooks(
     "what stays is not looked at when it is needed",
     """
-                return packed.tensor() if isinstance(packed, KeptTensor) else packed
+                return packed.tensor() if isinstance(packed, ResidentTensor) else packed
 """,
     """
-                return packed._tensor if isinstance(packed, KeptTensor) else packed
+                return packed._tensor if isinstance(packed, ResidentTensor) else packed
 """,
     STAYS + "[small]",
 )
@@ -207,8 +207,8 @@ hooks(
     TWO_PARTS,
 )
 
-# -- saved/graph.py --------------------------------------------------------------------------------
-graph = table_of("saved/graph.py", MUTATIONS)
+# -- saved/autograd_graph.py --
+graph = table_of("saved/autograd_graph.py", MUTATIONS)
 
 graph(
     "the walk goes behind the inputs",
@@ -218,7 +218,7 @@ graph(
     """
     seen: set[Any] = set()
 """,
-    "unit/test_graph.py::test_the_walk_does_not_go_behind_the_inputs",
+    "unit/test_autograd_graph.py::test_the_walk_does_not_go_behind_the_inputs",
 )
 graph(
     "saved tensors come in the order of backward",
@@ -228,7 +228,7 @@ graph(
     """
     nodes.sort(key=lambda node: -node._sequence_nr())
 """,
-    "unit/test_graph.py::test_saved_tensors_come_in_forward_order",
+    "unit/test_autograd_graph.py::test_saved_tensors_come_in_forward_order",
 )
 graph(
     "saved tensors come in the order of the walk",
@@ -238,7 +238,7 @@ graph(
     """
     nodes.reverse()
 """,
-    "unit/test_graph.py::test_saved_tensors_come_in_forward_order",
+    "unit/test_autograd_graph.py::test_saved_tensors_come_in_forward_order",
 )
 graph(
     "a node reached in two ways is told twice",
@@ -248,7 +248,7 @@ graph(
     """
         if node is None or node in {node_of(tensor) for tensor in inputs}:
 """,
-    "unit/test_graph.py::test_a_node_that_is_reached_in_two_ways_is_told_once",
+    "unit/test_autograd_graph.py::test_a_node_that_is_reached_in_two_ways_is_told_once",
 )
 graph(
     "tensors changed since they were saved are taken over as they are",
@@ -268,7 +268,7 @@ graph(
     """
     except KeyError:
 """,
-    "unit/test_graph.py::test_a_view_that_autograd_refuses_to_use_again_is_no_error",
+    "unit/test_autograd_graph.py::test_a_view_that_autograd_refuses_to_use_again_is_no_error",
 )
 graph(
     "hooks of others are called",
@@ -278,7 +278,7 @@ graph(
     """
     return False
 """,
-    "unit/test_graph.py::test_what_has_hooks_is_told_and_not_looked_at",
+    "unit/test_autograd_graph.py::test_what_has_hooks_is_told_and_not_looked_at",
 )
 graph(
     "what has hooks is not told",
@@ -286,7 +286,7 @@ graph(
             yield from ((saved, None) for saved in hooked)
 """,
     "",
-    "unit/test_graph.py::test_what_has_hooks_is_told_and_not_looked_at",
+    "unit/test_autograd_graph.py::test_what_has_hooks_is_told_and_not_looked_at",
 )
 graph(
     "a function is looked into if the first tensor that it saved has no hooks",
@@ -296,7 +296,7 @@ graph(
     """
         hooked = [saved for saved in (raw[:1] if is_list else (raw,)) if _has_hooks(saved)]
 """,
-    "unit/test_graph.py::test_what_has_hooks_is_told_and_not_looked_at",
+    "unit/test_autograd_graph.py::test_what_has_hooks_is_told_and_not_looked_at",
 )
 graph(
     "a node that was freed ends the capture of its layer",
@@ -309,7 +309,7 @@ graph(
             raise
 """,
     "autograd/test_hooks_modes_and_compilers.py::"
-    "test_a_part_that_another_backward_pass_has_freed_is_left_alone",
+    "test_a_part_that_another_backward_pass_has_freed_is_unsupported",
 )
 graph(
     "types of nodes are kept for ever",

@@ -18,8 +18,8 @@ LATE_HOST = (
     "test_loss_and_gradients_are_equal[{'mode': 'host', 'host_budget': 67108864}]"
 )
 
-# -- storage/tier.py -------------------------------------------------------------------------------
-tier = table_of("storage/tier.py", MUTATIONS)
+# -- tiers/tier.py -------------------------------------------------------------------------------
+tier = table_of("tiers/tier.py", MUTATIONS)
 
 tier(
     "a block that nobody refers to keeps its space",
@@ -32,8 +32,8 @@ tier(
     HOST + "test_a_block_that_nobody_refers_to_frees_its_space",
 )
 
-# -- storage/host.py -------------------------------------------------------------------------------
-host = table_of("storage/host.py", MUTATIONS)
+# -- tiers/host.py -------------------------------------------------------------------------------
+host = table_of("tiers/host.py", MUTATIONS)
 
 host(
     "a write does not keep its space",

@@ -12,7 +12,7 @@ ENDS = "unit/test_how_transfers_end.py::"
 
 # Left out: a thread that goes on with the queue after closing, which has emptied it.
 
-io_threads = table_of("storage/io_threads.py", MUTATIONS)
+io_threads = table_of("tiers/io_threads.py", MUTATIONS)
 
 io_threads(
     "writes go before reads",

@@ -12,7 +12,7 @@ WINDOW = PREFETCH + "test_the_window_opens_at_the_first_use_and_moves_in_reverse
 TWO_LARGEST = (
     PREFETCH + "test_the_window_holds_two_of_the_largest_within_the_inflight_budget[16384-16384]"
 )
-TAPE = "unit/test_tape.py::"
+TAPE = "unit/test_save_order.py::"
 NEVER = "behaviour/test_what_never_moves.py::"
 DROPPED = TAPE + "test_a_storage_dropped_while_it_was_ahead_leaves_the_window"
 ROOM = TAPE + "test_a_used_storage_makes_room_for_as_much_as_it_held"
@@ -20,9 +20,9 @@ HALF = TAPE + "test_the_read_ahead_hears_of_the_first_use_and_whenever_half_of_t
 CANNOT_BEGIN = TAPE + "test_a_read_that_cannot_begin_ends_the_read_ahead_of_its_pass"
 
 # Left out: the number that comes with a read is the same for all (among equals, arrival counts);
-# and a storage that is not taken off the tape, which is an endless loop in any test.
+# and a storage that is not taken off the save order, which is an endless loop in any test.
 
-prefetch = table_of("restore/prefetch.py", MUTATIONS)
+prefetch = table_of("transfer/prefetcher.py", MUTATIONS)
 
 prefetch(
     "storages come back in forward order",
@@ -35,7 +35,7 @@ prefetch(
     WINDOW,
 )
 prefetch(
-    "the tape keeps records alive",
+    "the save_order keeps records alive",
     """
         self._saves.append(weakref.ref(record))
 """,
@@ -69,7 +69,7 @@ prefetch(
     "the window has no end",
     """
                 if self._ahead_bytes and wanted_bytes > self.window_bytes:
-                    self._resume_after = self._num_that_hold(tape.largest_bytes)
+                    self._resume_after = self._num_that_hold(save_order.largest_bytes)
                     return
 """,
     "",
@@ -78,30 +78,30 @@ prefetch(
 prefetch(
     "the window is not limited",
     """
-        return min(2 * tape.largest_bytes + self._missing_bytes, self.limit_bytes)
+        return min(2 * save_order.largest_bytes + self._missing_bytes, self.limit_bytes)
 """,
     """
-        return 2 * tape.largest_bytes + self._missing_bytes
+        return 2 * save_order.largest_bytes + self._missing_bytes
 """,
     TWO_LARGEST,
 )
 prefetch(
     "the window holds one of the largest",
     """
-        return min(2 * tape.largest_bytes + self._missing_bytes, self.limit_bytes)
+        return min(2 * save_order.largest_bytes + self._missing_bytes, self.limit_bytes)
 """,
     """
-        return min(tape.largest_bytes + self._missing_bytes, self.limit_bytes)
+        return min(save_order.largest_bytes + self._missing_bytes, self.limit_bytes)
 """,
     WINDOW,
 )
 prefetch(
     "the window is open before the first use",
     """
-        if tape is None or not self._has_used_one:
+        if save_order is None or not self._has_used_one:
 """,
     """
-        if tape is None:
+        if save_order is None:
 """,
     WINDOW,
 )
@@ -119,7 +119,7 @@ prefetch(
 prefetch(
     "a pass that was prepared begins anew",
     """
-        if self._tape is not tape:
+        if self._save_order is not save_order:
 """,
     """
         if True:
@@ -189,7 +189,7 @@ prefetch(
 prefetch(
     "the read-ahead hears as soon as one storage was used",
     """
-                    self._resume_after = self._num_that_hold(tape.largest_bytes)
+                    self._resume_after = self._num_that_hold(save_order.largest_bytes)
 """,
     """
                     self._resume_after = 1
@@ -209,11 +209,11 @@ prefetch(
 prefetch(
     "the read-ahead hears of uses when nothing is left to read",
     """
-            tape.drop_last()
+            save_order.drop_last()
         self._resume_after = math.inf
 """,
     """
-            tape.drop_last()
+            save_order.drop_last()
 """,
     TAPE + "test_the_read_ahead_hears_of_no_use_when_all_is_read",
 )
@@ -395,7 +395,7 @@ prefetch(
 prefetch(
     "after an error the read-ahead goes on",
     """
-            self._tape = None  # out of memory, say; compute asks itself for what it needs
+            self._save_order = None  # out of memory, say; compute asks itself for what it needs
             raise
 """,
     """
@@ -406,11 +406,11 @@ prefetch(
 prefetch(
     "an error of the read-ahead is not said",
     """
-            self._tape = None  # out of memory, say; compute asks itself for what it needs
+            self._save_order = None  # out of memory, say; compute asks itself for what it needs
             raise
 """,
     """
-            self._tape = None
+            self._save_order = None
 """,
     CANNOT_BEGIN,
 )
@@ -442,7 +442,7 @@ prefetch(
     "a stopped read-ahead goes on",
     """
         \"\"\"The backward pass is over.\"\"\"
-        self._tape = None
+        self._save_order = None
 """,
     """
         \"\"\"The backward pass is over.\"\"\"

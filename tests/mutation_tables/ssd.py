@@ -13,7 +13,7 @@ MUTATIONS: list[Mutation] = []
 SSD = "unit/test_ssd.py::"
 STRIPED_WRITE = SSD + "test_a_striped_transfer_ends_with_its_last_part[write]"
 
-ssd = table_of("storage/ssd.py", MUTATIONS)
+ssd = table_of("tiers/ssd.py", MUTATIONS)
 
 ssd(
     "a write does not keep its space",

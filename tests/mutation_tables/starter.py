@@ -7,13 +7,13 @@ from tests.mutation_tables import Mutation, table_of
 
 MUTATIONS: list[Mutation] = []
 
-STARTER = "unit/test_starter.py::"
+STARTER = "unit/test_dispatcher.py::"
 IN_ORDER = STARTER + "test_work_is_done_in_order_and_in_another_thread"
 ERRORS = STARTER + "test_an_error_is_said_once_and_the_next_work_is_done"
 
-starter = table_of("storage/starter.py", MUTATIONS)
+dispatcher = table_of("transfer/dispatcher.py", MUTATIONS)
 
-starter(
+dispatcher(
     "work is done by the thread that submits it",
     """
             self._work.put(work)
@@ -23,7 +23,7 @@ starter(
 """,
     IN_ORDER,
 )
-starter(
+dispatcher(
     "what is submitted after the end waits for ever",
     """
         if self._is_closed:
@@ -33,7 +33,7 @@ starter(
 """,
     STARTER + "test_after_the_end_who_submits_does_the_work",
 )
-starter(
+dispatcher(
     "what was submitted last is done first",
     """
         self._work: queue.SimpleQueue[Sequence[Callable[[], None]] | None] = queue.SimpleQueue()
@@ -43,7 +43,7 @@ starter(
 """,
     IN_ORDER,
 )
-starter(
+dispatcher(
     "the thread keeps a process alive",
     """
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -53,7 +53,7 @@ starter(
 """,
     IN_ORDER,
 )
-starter(
+dispatcher(
     "draining does not wait",
     """
         while not done.wait(_LOOK_S) and self._thread.is_alive():
@@ -62,7 +62,7 @@ starter(
     "",
     STARTER + "test_draining_and_closing_wait_for_what_was_submitted[drain]",
 )
-starter(
+dispatcher(
     "draining waits for one look only",
     """
         while not done.wait(_LOOK_S) and self._thread.is_alive():
@@ -73,7 +73,7 @@ starter(
 """,
     STARTER + "test_draining_and_closing_wait_for_what_was_submitted[drain]",
 )
-starter(
+dispatcher(
     "draining waits for a thread that has ended",
     """
         while not done.wait(_LOOK_S) and self._thread.is_alive():
@@ -85,7 +85,7 @@ starter(
     STARTER + "test_closing_does_what_was_submitted_first",
     hangs=True,
 )
-starter(
+dispatcher(
     "closing ends no thread",
     """
         self._work.put(None)
@@ -94,7 +94,7 @@ starter(
     "",
     STARTER + "test_closing_does_what_was_submitted_first",
 )
-starter(
+dispatcher(
     "closing does not wait",
     """
         self._thread.join()
@@ -102,7 +102,7 @@ starter(
     "",
     STARTER + "test_draining_and_closing_wait_for_what_was_submitted[close]",
 )
-starter(
+dispatcher(
     "of work that was submitted together the last is done first",
     """
         for piece in work:
@@ -112,7 +112,7 @@ starter(
 """,
     IN_ORDER,
 )
-starter(
+dispatcher(
     "an error ends the thread",
     """
             except BaseException as error:  # also from outside: nobody could take this one's place
@@ -122,7 +122,7 @@ starter(
 """,
     ERRORS,
 )
-starter(
+dispatcher(
     "an error from outside ends the thread",
     """
             except BaseException as error:  # also from outside: nobody could take this one's place
@@ -132,7 +132,7 @@ starter(
 """,
     ERRORS,
 )
-starter(
+dispatcher(
     "an error keeps the rest of what was submitted with it back",
     """
         for piece in work:
@@ -147,7 +147,7 @@ starter(
 """,
     ERRORS,
 )
-starter(
+dispatcher(
     "an error is said each time",
     """
                     self._reported.add(type(error))
@@ -155,7 +155,7 @@ starter(
     "",
     ERRORS,
 )
-starter(
+dispatcher(
     "an error is not said",
     """
                     logger.warning("activation offload: a transfer could not start: %s", reason)
@@ -163,7 +163,7 @@ starter(
     "",
     ERRORS,
 )
-starter(
+dispatcher(
     "after one error no other kind is said",
     """
                 if type(error) not in self._reported:
@@ -173,7 +173,7 @@ starter(
 """,
     ERRORS,
 )
-starter(
+dispatcher(
     "the log record holds the error",
     """
                     logger.warning("activation offload: a transfer could not start: %s", reason)
@@ -183,11 +183,11 @@ starter(
 """,
     STARTER + "test_an_error_that_was_said_keeps_nothing_alive",
 )
-starter(
+dispatcher(
     "a thread that waits keeps its last work alive",
     """
             work = None  # while this thread waits, it keeps nothing alive
 """,
     "",
-    STARTER + "test_a_starter_that_waits_keeps_nothing_alive",
+    STARTER + "test_a_dispatcher_that_waits_keeps_nothing_alive",
 )

@@ -12,7 +12,7 @@ CANCELLED_OR_ABANDONED = TRANSFER + "test_gathered_parts_are_cancelled_or_abando
 KEEPS_NOTHING = TRANSFER + "test_finished_work_keeps_nothing_alive"
 ENDS = "unit/test_how_transfers_end.py::"
 
-transfer = table_of("storage/transfer.py", MUTATIONS)
+transfer = table_of("tiers/transfer.py", MUTATIONS)
 
 transfer(
     "an error is lost",

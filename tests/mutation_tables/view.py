@@ -9,7 +9,7 @@ MUTATIONS: list[Mutation] = []
 
 VIEWS = "behaviour/test_storage_moves_once.py::"
 ONE_STORAGE = VIEWS + "test_views_of_one_storage_are_written_once_and_come_back_in_shape"
-GATHERED = "behaviour/test_gathered_views.py::"
+GATHERED = "behaviour/test_copied_spans.py::"
 TWO_PARTS = GATHERED + "test_two_small_parts_of_one_storage_come_back_each_with_its_own_bytes"
 SEEN_BY_ALL = GATHERED + ("test_what_backward_writes_into_a_part_is_seen_by_all_of_the_storage")
 ENDS = "behaviour/test_engine_ends_what_it_began.py::"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.offload.storage.access import InPlace, Staged, View
-from megatron.offload.storage.direct import Alignment, Cut, aligned_storage
+from megatron.offload.tiers.access import InPlace, Staged, View
+from megatron.offload.tiers.direct_io import Alignment, Cut, aligned_storage
 from tests.simulated_device import POISON, PoisoningPool, SimulatedDevice
 
 PAGE = 4096

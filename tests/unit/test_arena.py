@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.offload.config import MIB
+from megatron.offload.device import cuda as cuda_module
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage import cuda as cuda_module
-from megatron.offload.storage.arena import GROWTH_BYTES, HostArena
+from megatron.offload.tiers.arena import GROWTH_BYTES, HostArena
 
 PAGE = mmap.PAGESIZE
 

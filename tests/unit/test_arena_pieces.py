@@ -13,9 +13,9 @@ import threading
 import pytest
 import torch
 
-from megatron.offload.storage import arena as arena_module
-from megatron.offload.storage.arena import HostArena
-from megatron.offload.storage.extents import ExtentAllocator
+from megatron.offload.tiers import arena as arena_module
+from megatron.offload.tiers.arena import HostArena
+from megatron.offload.tiers.extents import ExtentAllocator
 
 PAGE = mmap.PAGESIZE
 

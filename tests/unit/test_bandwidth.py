@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.offload.storage.bandwidth import BandwidthMeter
+from megatron.offload.tiers.bandwidth import BandwidthMeter
 
 
 @pytest.fixture

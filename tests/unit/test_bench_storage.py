@@ -19,11 +19,11 @@ import pytest
 import soak_storage
 import torch
 from fio import Fio, FioError, Sample, fio_environment, parse_sample
-from storage_figures import OPERATIONS, Figure, Round, headline, shortfalls
+from storage_figures import OPERATIONS, MeasuredPoint, Round, headline, shortfalls
 
 from megatron.offload.config import GIB, MIB
-from megatron.offload.storage.allocator import allocator_environment
-from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.device.allocator import allocator_environment
+from megatron.offload.tiers.file import UnlinkedFile
 
 
 def job(**changes: Any) -> str:
@@ -41,7 +41,7 @@ def figure(
     gbps: tuple[tuple[float, float | None], ...] = ((1.0, 1.0),),
     cpu: float = 1.0,
     **changes: Any,
-) -> Figure:
+) -> MeasuredPoint:
     """Rounds of 1 GB with these bandwidths; ours takes `cpu` times fio's processor time."""
     shape = {"tier": "ssd", "reference": "fio", "block_bytes": 4 * MIB, "depth": 4} | changes
     rounds = [
@@ -51,7 +51,7 @@ def figure(
         )
         for ours, theirs in gbps
     ]
-    return Figure(operation=operation, rounds=rounds, **shape)
+    return MeasuredPoint(operation=operation, rounds=rounds, **shape)
 
 
 def test_fio_output_is_read() -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from megatron.offload.storage.budget import ByteBudget, RateLimit, SpaceBudget
+from megatron.offload.tiers.budget import ByteBudget, RateLimit, SpaceBudget
 
 
 def acquire(budget: ByteBudget, num_bytes: int) -> threading.Thread:
@@ -65,7 +65,7 @@ def test_what_was_charged_must_be_paid_before_the_next_transfer() -> None:
 def test_time_in_which_nothing_was_moved_pays_for_nothing_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megatron.offload.storage.budget.time.monotonic", lambda: 10**6)
+    monkeypatch.setattr("megatron.offload.tiers.budget.time.monotonic", lambda: 10**6)
     limit = RateLimit(bytes_per_s=1000)
     limit.charge(5000)
     assert limit.delay_s() == 5

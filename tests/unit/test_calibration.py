@@ -7,28 +7,28 @@ import dataclasses
 
 import pytest
 
-from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
+from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
 from megatron.offload.placement.policy import Placement
-from megatron.offload.placement.profile import (
-    GroupProfile,
+from megatron.offload.planner.profile.calibration import calibrated
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import (
     LayerProfile,
+    PartProfile,
     StageProfile,
     TierProfile,
 )
-from megatron.offload.placement.timeline import Timeline
-from megatron.offload.planning.calibration import calibrated
+from megatron.offload.planner.simulator.timeline import Timeline
 
 MIB = 1 << 20
 
 
 def profile(*, inflight_bytes: int = 512 * MIB) -> StageProfile:
-    group = GroupProfile("layer", 8 * MIB, 0, 4, produced_s=0.1, first_use_s=0.05)
+    part = PartProfile("layer", 8 * MIB, 0, 4, produced_s=0.1, first_use_s=0.05)
     layers = tuple(
-        LayerProfile(0, f"decoder.{number}", 0.1, 0.2, 0.1, MIB, (group,)) for number in (1, 2, 3)
+        LayerProfile(0, f"decoder.{number}", 0.1, 0.2, 0.1, MIB, (part,)) for number in (1, 2, 3)
     )
     return StageProfile(
-        layout=Layout(1, 0, 1, 1),
+        position=PipelinePosition(1, 0, 1, 1),
         num_micro_batches=2,
         layers=layers,
         tiers=(TierProfile("ssd", 20e6, 20e6),),
@@ -44,7 +44,7 @@ def profile(*, inflight_bytes: int = 512 * MIB) -> StageProfile:
 def plan(placement: Placement) -> Plan:
     return Plan(
         tuple(
-            PlannedGroup(one.chunk, one.name, "layer", placement, 8 * MIB)
+            PlannedPart(one.chunk, one.name, "layer", placement, 8 * MIB)
             for one in profile().layers
         )
     )

@@ -12,10 +12,10 @@ import compare_placements
 import pytest
 from comparison import format_table, parse_placements, summarize
 
-from megatron.offload.report.trials.trial import (
+from megatron.offload.commands.training_runs.run import (
     Difference,
     Run,
-    TrialError,
+    RunError,
     Variant,
     first_difference,
     order_of_round,
@@ -137,7 +137,7 @@ def test_placements_are_expanded_by_allocator() -> None:
     assert names == ["off@default", "ssd@default"]
     assert parse_placements("recompute@offload", True) == [Variant("recompute", "offload")]
     for wrong in ("disk", "off@jemalloc", ""):
-        with pytest.raises(TrialError):
+        with pytest.raises(RunError):
             parse_placements(wrong, both_allocators=True)
 
 

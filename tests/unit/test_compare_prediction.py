@@ -16,7 +16,7 @@ from compare_prediction import (
     verdict,
 )
 
-from megatron.offload.report.trials.trial import TrialError
+from megatron.offload.commands.training_runs.run import RunError
 
 ONE = Configuration("h256 4 layers", 2, 4, "50MB/s")
 
@@ -93,5 +93,5 @@ def test_the_median_and_the_worst_error_have_limits(
 
 @pytest.mark.parametrize("steps", [[], [step(0, 1.0, 1)] * 9, [step(1, 1.0, 1)] * 3])
 def test_too_few_steps_are_an_error(steps: list[dict[str, Any]]) -> None:
-    with pytest.raises(TrialError, match="give more --steps"):
+    with pytest.raises(RunError, match="give more --steps"):
         result_of(ONE, steps)

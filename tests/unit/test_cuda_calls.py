@@ -10,7 +10,7 @@ from pathlib import Path
 import megatron.offload
 
 PACKAGE = Path(str(megatron.offload.__file__)).parent
-DEVICE_LAYER = {"storage/cuda.py", "storage/cuda_peak.py"}
+DEVICE_LAYER = {"device/cuda.py", "device/cuda_peak.py"}
 
 
 def calls_of_cuda(source: str) -> Iterator[int]:

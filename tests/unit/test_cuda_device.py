@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from megatron.offload.config import MIB
+from megatron.offload.device.cuda import CudaDevice
+from megatron.offload.device.device import CpuDevice, open_device
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage import arena as arena_part
-from megatron.offload.storage.arena import HostArena
-from megatron.offload.storage.cuda import CudaDevice
-from megatron.offload.storage.device import CpuDevice, open_device
-from megatron.offload.storage.host import HostTier
+from megatron.offload.tiers import arena as arena_part
+from megatron.offload.tiers.arena import HostArena
+from megatron.offload.tiers.host import HostTier
 
 SIZES = [1, 4095, 4096, 4097, 3 * MIB + 17]
 _BUSY_CYCLES = 1_000_000_000  # more than 0.4 s on GPUs up to 2.5 GHz

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.offload.report.memory import PeakMemory
-from megatron.offload.storage import cuda as cuda_module
-from megatron.offload.storage.cuda import CudaDevice
-from megatron.offload.storage.cuda_peak import SharedCounters
+from megatron.offload.device import cuda as cuda_module
+from megatron.offload.device.cuda import CudaDevice
+from megatron.offload.device.cuda_peak import SharedCounters
+from megatron.offload.stats.memory import PeakMemory
 
 
 def number_of(device: Any) -> int:

@@ -11,30 +11,30 @@ from pathlib import Path
 import pytest
 
 from megatron.offload import cli
-from megatron.offload.config import GIB, MIB
-from megatron.offload.report.doctor import directory as directory_part
-from megatron.offload.report.doctor.check import Check, Diagnosis, Section, Status
-from megatron.offload.report.doctor.gpu import (
+from megatron.offload.commands.doctor import directory as directory_part
+from megatron.offload.commands.doctor.check import Check, Diagnosis, Section, Status
+from megatron.offload.commands.doctor.gpu import (
     Cuda,
     Gpu,
     cuda_checks,
     direct_storage_check,
     find_cuda,
 )
-from megatron.offload.report.doctor.machine import (
+from megatron.offload.commands.doctor.machine import (
     megatron_check,
     megatron_version,
     memory_checks,
     version_checks,
 )
-from megatron.offload.storage import file as file_part
-from megatron.offload.storage.file import UnlinkedFile
-from megatron.offload.storage.gds_status import GdsStatus
-from megatron.offload.storage.memory_limit import MemoryLimit
-from megatron.offload.storage.mounts import BlockDevice, Mount
-from megatron.offload.storage.probe import BLOCK_BYTES, has_fallocate, measure_bandwidth
+from megatron.offload.config import GIB, MIB
+from megatron.offload.device.memory_limit import MemoryLimit
+from megatron.offload.device.mounts import BlockDevice, Mount
+from megatron.offload.tiers import file as file_part
+from megatron.offload.tiers.file import UnlinkedFile
+from megatron.offload.tiers.gds_status import GdsStatus
+from megatron.offload.tiers.probe import BLOCK_BYTES, has_fallocate, measure_bandwidth
 
-EXAMINE = "megatron.offload.report.doctor.examine"
+EXAMINE = "megatron.offload.commands.doctor.examine"
 GPU = Gpu("Large GPU", 80 * GIB, numa_node=0)
 
 
@@ -159,7 +159,7 @@ def test_directories_on_one_disk_share_its_space(diagnose, tmp_path):
 
 def test_a_limit_of_the_file_size_stops_a_larger_budget(diagnose, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "megatron.offload.report.doctor.examine.file_size_limit_bytes", lambda: 100 * MIB
+        "megatron.offload.commands.doctor.examine.file_size_limit_bytes", lambda: 100 * MIB
     )
     flags = ("--activation-offload-dir", tmp_path, "--activation-offload-ssd-budget", "200MiB")
     code, checks = diagnose(*flags)

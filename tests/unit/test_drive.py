@@ -22,12 +22,12 @@ import torch
 
 from megatron.offload.config import KIB, MIB
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage import file as file_module
-from megatron.offload.storage.budget import SpaceBudget
-from megatron.offload.storage.direct import Alignment
-from megatron.offload.storage.drive import Drive, Extent, Health
-from megatron.offload.storage.file import UnlinkedFile
-from megatron.offload.storage.ssd import SsdBlock, SsdTier
+from megatron.offload.tiers import file as file_module
+from megatron.offload.tiers.budget import SpaceBudget
+from megatron.offload.tiers.direct_io import Alignment
+from megatron.offload.tiers.drive import Drive, Extent, Health
+from megatron.offload.tiers.file import UnlinkedFile
+from megatron.offload.tiers.ssd import SsdBlock, SsdTier
 from tests.mounts import mounted_ext4
 from tests.waiting import wait_until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.offload.report.endurance import YEAR_S, Endurance
+from megatron.offload.stats.endurance import YEAR_S, Endurance
 
 
 def after_steps(rated_bytes, written_bytes, *, num_steps=10, seconds=10.0, num_local_ranks=1):

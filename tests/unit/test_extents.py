@@ -8,7 +8,7 @@ from bench_allocator import churn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.offload.storage.extents import ExtentAllocator
+from megatron.offload.tiers.extents import ExtentAllocator
 
 GRANULE = 4096
 

@@ -23,11 +23,11 @@ import pytest
 import torch
 
 from megatron.offload.config import MIB, OffloadConfig
+from megatron.offload.device.device import CpuDevice
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage import gds_status as status_part
-from megatron.offload.storage.device import CpuDevice
-from megatron.offload.storage.gds import GdsTier
-from megatron.offload.storage.gds_status import gds_status
+from megatron.offload.tiers import gds_status as status_part
+from megatron.offload.tiers.gds import GdsTier
+from megatron.offload.tiers.gds_status import gds_status
 
 
 class Gpu(CpuDevice):
@@ -346,7 +346,7 @@ def test_a_cuda_error_of_earlier_kernels_is_not_the_drives_and_nothing_is_writte
 # -- What is refused ----------------------------------------------------------------------------
 
 
-def test_without_a_cuda_device_it_is_refused_and_kvikio_left_alone(monkeypatch, tmp_path):
+def test_without_a_cuda_device_it_is_refused_and_kvikio_unsupported(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "kvikio", None)
     with pytest.raises(ConfigurationError, match=r"needs a CUDA device.*; use .*offload-io auto"):
         GdsTier([tmp_path], device=CpuDevice())
@@ -413,7 +413,7 @@ def test_the_way_that_bytes_go_is_said_once_at_the_start(
     status = gds_status(has_gpu=True)
     assert status.available and status.is_gpudirect is is_gpudirect
     assert words in str(status) and "\n" not in str(status)
-    with caplog.at_level(logging.INFO, logger="megatron.offload.storage.gds"):
+    with caplog.at_level(logging.INFO, logger="megatron.offload.tiers.gds"):
         tier = open_tier()
     (line,) = [record for record in caplog.records if record.name.endswith("gds")]
     assert line.levelno == (logging.INFO if is_gpudirect else logging.WARNING)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.offload.storage.gds import _FromDevice
+from megatron.offload.tiers.gds import _FromDevice
 from tests.simulated_device import Mark, SimulatedDevice
 
 

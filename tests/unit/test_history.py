@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from megatron.offload.report.endurance import Endurance
-from megatron.offload.report.history import StepHistory
-from megatron.offload.report.statistics import StepStatistics
+from megatron.offload.stats.endurance import Endurance
+from megatron.offload.stats.history import StepHistory
+from megatron.offload.stats.statistics import StepStatistics
 
 
 def test_medians_leave_the_first_step_out_and_drive_writes_do_not():

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.offload.config import MIB
-from megatron.offload.storage import host
-from megatron.offload.storage.device import WHOLE, CpuDevice
-from megatron.offload.storage.host import HostTier
+from megatron.offload.device.device import WHOLE, CpuDevice
+from megatron.offload.tiers import host
+from megatron.offload.tiers.host import HostTier
 
 PAGE = mmap.PAGESIZE
 

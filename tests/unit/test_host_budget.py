@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.offload.config import GIB
+from megatron.offload.device.memory_limit import MemoryLimit, memory_limit
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage.host_budget import host_budget_bytes
-from megatron.offload.storage.memory_limit import MemoryLimit, memory_limit
+from megatron.offload.tiers.host_budget import host_budget_bytes
 
 MACHINE = MemoryLimit(
     total_bytes=64 * GIB,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.offload.config import MIB
-from megatron.offload.storage.host import HostTier
+from megatron.offload.tiers.host import HostTier
 from tests.simulated_device import SimulatedDevice
 from tests.waiting import wait_until
 

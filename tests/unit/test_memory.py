@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import mmap
 
-from megatron.offload.report.memory import PeakMemory
-from megatron.offload.storage.device import CpuDevice
+from megatron.offload.device.device import CpuDevice
+from megatron.offload.stats.memory import PeakMemory
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.storage.mounts import (
+from megatron.offload.device.mounts import (
     FileSystemKind,
     Mount,
     block_devices,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.offload import ConfigurationError, Placement
-from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
+from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
 from megatron.offload.placement.plan_file import (
     load_plans,
     plans_from_json,
@@ -25,15 +25,17 @@ MIB = 1 << 20
 
 def plan(stage: int = 0, num_layers: int = 4) -> Plan:
     """Attention to the SSD and the MLP kept, but for the last layer, which is recomputed."""
-    groups = []
+    parts = []
     for number in range(1, num_layers):
-        groups += [
-            PlannedGroup(0, f"decoder.{number}", "attention", Placement.SSD, 3 * MIB, "hides"),
-            PlannedGroup(0, f"decoder.{number}", "mlp", Placement.KEEP, 5 * MIB, "room"),
+        parts += [
+            PlannedPart(0, f"decoder.{number}", "attention", Placement.SSD, 3 * MIB, "hides"),
+            PlannedPart(0, f"decoder.{number}", "mlp", Placement.KEEP, 5 * MIB, "room"),
         ]
-    last = PlannedGroup(0, f"decoder.{num_layers}", "layer", Placement.RECOMPUTE, 8 * MIB, "cheap")
+    last = PlannedPart(
+        0, f"decoder.{num_layers}", "layer", Placement.RECOMPUTE, 8 * MIB, "cheap"
+    )
     return Plan(
-        groups=(*groups, last),
+        parts=(*parts, last),
         goal="at most 12 GiB",
         predicted=Prediction(1.5, 0.25, 0.125, 12 * MIB, 9 * MIB, 7 * MIB),
         fastest=Prediction(1.0, 0.0, 0.0, 32 * MIB),
@@ -62,7 +64,7 @@ def test_a_file_has_a_line_for_each_group() -> None:
         ("[]", "this is no activation plan"),
         ('{"stages": []}', "this is no activation plan"),
         ('{"version": 2, "stages": []}', "format 2, this release reads 1"),
-        ('{"version": 1, "stages": [{"groups": [{"layer": "a"}]}]}', "this is no activation plan"),
+        ('{"version": 1, "stages": [{"parts": [{"layer": "a"}]}]}', "this is no activation plan"),
         (plans_to_json([plan()]).replace('"ssd"', '"dvd"'), "this is no activation plan"),
         (plans_to_json([plan()]).replace('"goal"', '"gaol"'), "this is no activation plan"),
     ],
@@ -101,19 +103,19 @@ def test_a_plan_of_something_else_is_refused(
 
 
 def test_a_group_that_there_is_not_is_refused() -> None:
-    groups = (dataclasses.replace(plan().groups[0], group="mpl"), *plan().groups)
-    with pytest.raises(ConfigurationError, match=r"a group 'mpl' of decoder\.1; expected one of"):
-        Plan(groups).check(LAYERS, [Placement.SSD])
+    parts = (dataclasses.replace(plan().parts[0], part="mpl"), *plan().parts)
+    with pytest.raises(ConfigurationError, match=r"a part 'mpl' of decoder\.1; expected one of"):
+        Plan(parts).check(LAYERS, [Placement.SSD])
 
 
 def test_a_part_that_is_recomputed_alone_survives_a_file(tmp_path: Path) -> None:
-    groups = (
-        PlannedGroup(0, "decoder.1", "attention", Placement.RECOMPUTE, 3 * MIB, "no room"),
-        PlannedGroup(0, "decoder.1", "mlp", Placement.SSD, 5 * MIB),
+    parts = (
+        PlannedPart(0, "decoder.1", "attention", Placement.RECOMPUTE, 3 * MIB, "no room"),
+        PlannedPart(0, "decoder.1", "mlp", Placement.SSD, 5 * MIB),
     )
-    save_plans(tmp_path / "plan.json", [Plan(groups)])
+    save_plans(tmp_path / "plan.json", [Plan(parts)])
     read = load_plans(tmp_path / "plan.json")[0]
-    assert read == Plan(groups) and read.placements[0, "decoder.1", "attention"] is (
+    assert read == Plan(parts) and read.placements[0, "decoder.1", "attention"] is (
         Placement.RECOMPUTE
     )
     read.check([(0, "decoder.1")], [Placement.SSD])
@@ -121,18 +123,18 @@ def test_a_part_that_is_recomputed_alone_survives_a_file(tmp_path: Path) -> None
 
 
 def test_plans_share_a_number_if_they_place_alike() -> None:
-    one, groups = plan(), plan().groups
-    other_words = dataclasses.replace(one, goal="", groups=tuple(reversed(groups)))
-    moved = dataclasses.replace(groups[0], placement=Placement.HOST)
+    one, parts = plan(), plan().parts
+    other_words = dataclasses.replace(one, goal="", parts=tuple(reversed(parts)))
+    moved = dataclasses.replace(parts[0], placement=Placement.HOST)
     assert one.digest() == other_words.digest()
-    assert one.digest() != dataclasses.replace(one, groups=(moved, *groups[1:])).digest()
+    assert one.digest() != dataclasses.replace(one, parts=(moved, *parts[1:])).digest()
     assert float(one.digest()) == one.digest() < 1 << 48
 
 
 def test_the_table_joins_layers_that_look_alike() -> None:
     assert plan_table(plan()).splitlines() == [
         "activation plan of stage 0, at most 12 GiB:",
-        "  layers       group      each   placement  why",
+        "  layers       part       each   placement  why",
         "  decoder.1-3  attention  3 MiB  ssd        hides",
         "               mlp        5 MiB  keep       room",
         "  decoder.4    layer      8 MiB  recompute  cheap",
@@ -144,11 +146,11 @@ def test_the_table_joins_layers_that_look_alike() -> None:
 
 
 def test_the_table_names_chunks_and_keeps_blocks_apart() -> None:
-    groups = [
-        PlannedGroup(chunk, layer, "layer", Placement.KEEP, 8, "room")
+    parts = [
+        PlannedPart(chunk, layer, "layer", Placement.KEEP, 8, "room")
         for chunk, layer in ((0, "encoder.1"), (0, "decoder.1"), (0, "decoder.2"), (1, "decoder.3"))
     ]
-    lines = plan_table(Plan(tuple(groups))).splitlines()
+    lines = plan_table(Plan(tuple(parts))).splitlines()
     assert [line.split("  ")[1] for line in lines[2:]] == [
         "chunk 0 encoder.1", "chunk 0 decoder.1-2", "chunk 1 decoder.3",
     ]  # fmt: skip
@@ -156,9 +158,9 @@ def test_the_table_names_chunks_and_keeps_blocks_apart() -> None:
 
 def test_a_plan_that_was_edited_by_hand_is_read() -> None:
     values = json.loads(plans_to_json([plan()]))
-    values["stages"][0]["groups"][0]["placement"] = "keep"
+    values["stages"][0]["parts"][0]["placement"] = "keep"
     edited = plans_from_json(json.dumps(values))[0]
-    assert edited.groups[0].placement is Placement.KEEP and edited.groups[1:] == plan().groups[1:]
+    assert edited.parts[0].placement is Placement.KEEP and edited.parts[1:] == plan().parts[1:]
 
 
 @pytest.mark.parametrize(
@@ -172,15 +174,15 @@ def test_a_plan_that_was_edited_by_hand_is_read() -> None:
         ('"reason": ""', '"reason": null', "reason is None"),
         ('"step_s": 1.0', '"step_s": "1"', "step_s is '1'"),
         ('"placement": "ssd"', '"placement": "sdd"', "mlp of decoder.0 has placement 'sdd'"),
-        ('"group": "mlp"', '"group": "attention"', "attention of decoder.0 in chunk 0 is there 2"),
+        ('"part": "mlp"', '"part": "attention"', "attention of decoder.0 in chunk 0 is there 2"),
         ('"stages": [', '"levels": [', "'stages' is missing"),
     ],
 )
 def test_what_was_edited_wrongly_is_named(before: str, after: str, words: str) -> None:
-    groups = tuple(
-        PlannedGroup(0, "decoder.0", name, Placement.SSD, 8) for name in ("attention", "mlp")
+    parts = tuple(
+        PlannedPart(0, "decoder.0", name, Placement.SSD, 8) for name in ("attention", "mlp")
     )
-    text = plans_to_json([Plan(groups, predicted=Prediction(1.0, 0.0, 0.0, 100))])
+    text = plans_to_json([Plan(parts, predicted=Prediction(1.0, 0.0, 0.0, 100))])
     assert before in text
     edited = after.join(text.rsplit(before, 1))
     with pytest.raises(ConfigurationError, match=re.escape(words)):
@@ -188,6 +190,6 @@ def test_what_was_edited_wrongly_is_named(before: str, after: str, words: str) -
 
 
 def test_a_stage_is_planned_once() -> None:
-    plan = Plan((PlannedGroup(0, "decoder.0", "layer", Placement.SSD, 8),))
+    plan = Plan((PlannedPart(0, "decoder.0", "layer", Placement.SSD, 8),))
     with pytest.raises(ConfigurationError, match="stage 0 is there 2 times"):
         plans_from_json(plans_to_json([plan, plan]))

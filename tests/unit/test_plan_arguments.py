@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.offload.commands.plan.arguments import Request, add_arguments, request_of
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.projection.projection import project
-from megatron.offload.report.study.arguments import Request, add_arguments, request_of
+from megatron.offload.planner.projection.projection import project
 
 MODEL = (
     "--hardware a100 --bf16 --num-layers 8 --hidden-size 1024 --num-attention-heads 16 "

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from megatron.offload import cli
-from megatron.offload.placement.comparison_plans import suffix_plan
+from megatron.offload.commands.plan import command
 from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.plan_file import load_plans
 from megatron.offload.placement.policy import Placement
-from megatron.offload.placement.profile import LayerProfile, StageProfile
-from megatron.offload.placement.projection.hardware import Drive, Gpu, Hardware
-from megatron.offload.placement.projection.model import Parallelism, Transformer
-from megatron.offload.placement.projection.projection import Projection, project
-from megatron.offload.placement.solver import solve
-from megatron.offload.placement.timeline import Timeline
-from megatron.offload.report.study import command
+from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
+from megatron.offload.planner.projection.hardware import DriveSpec, GpuSpec, Hardware
+from megatron.offload.planner.projection.model import Parallelism, Transformer
+from megatron.offload.planner.projection.projection import Projection, project
+from megatron.offload.planner.simulator.timeline import Timeline
+from megatron.offload.planner.solver.baselines import suffix_plan
+from megatron.offload.planner.solver.solve import solve
 
 MODEL = (
     "plan --hardware h100 --bf16 --num-layers 8 --hidden-size 2048 --num-attention-heads 16 "
@@ -34,10 +34,10 @@ TIGHT = f"{MODEL} --activation-memory-budget 3GiB"
 
 def _not_recomputed(layer: LayerProfile, backward_s: float) -> LayerProfile:
     """Neither the layer nor anything in it, since that rule knows drives only."""
-    groups = tuple(
-        dataclasses.replace(group, recompute_s=None, cheap_s=None) for group in layer.groups
+    parts = tuple(
+        dataclasses.replace(part, recompute_s=None, selective_s=None) for part in layer.parts
     )
-    return dataclasses.replace(layer, recompute_s=None, backward_s=backward_s, groups=groups)
+    return dataclasses.replace(layer, recompute_s=None, backward_s=backward_s, parts=parts)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_the_plan_keeps_its_budget_and_is_written(answer: tuple[str, Path]) -> N
     text, folder = answer
     plan = load_plans(folder / "plan.json")[0]
     assert plan.predicted is not None and plan.predicted.peak_bytes <= 3 << 30
-    assert {one.layer for one in plan.groups} == {f"decoder.{n}" for n in range(1, 9)}
+    assert {one.layer for one in plan.parts} == {f"decoder.{n}" for n in range(1, 9)}
     assert "decoder.1" in text and "at most 3 GiB" in text
 
 
@@ -113,7 +113,7 @@ def test_figures_are_written_as_json(answer: tuple[str, Path]) -> None:
             Projection(
                 Transformer(8, 2048, 16, 2048),
                 Parallelism(2, 8),
-                Hardware(Gpu.load("h100"), Drive.load("9550-max")),
+                Hardware(GpuSpec.load("h100"), DriveSpec.load("9550-max")),
             )
         ).layers
     )
@@ -137,7 +137,7 @@ def test_a_measured_profile_is_planned_like_a_projected_one(
     of = Projection(
         Transformer(4, 2048, 16, 2048),
         Parallelism(2, 8),
-        Hardware(Gpu.load("a100"), Drive.load("p5800x"), 4),
+        Hardware(GpuSpec.load("a100"), DriveSpec.load("p5800x"), 4),
     )
     measured = dataclasses.replace(project(of), source="measured in steps 2 to 6")
     file = tmp_path / "profile.json"
@@ -155,7 +155,7 @@ def test_each_stage_of_a_pipeline_has_its_plan(tmp_path: Path) -> None:
     assert cli.main(flags.split()) == 0
     plans = load_plans(file)
     assert list(plans) == [0, 1]
-    assert [plans[stage].groups[0].layer for stage in plans] == ["decoder.1", "decoder.5"]
+    assert [plans[stage].parts[0].layer for stage in plans] == ["decoder.1", "decoder.5"]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ class TestTheRuleOfSsdTrain:
         of = Projection(
             Transformer(12, 8192, 64, 1024, hidden_dropout=0.1, dtype="fp16"),
             Parallelism(16, 16, tensor=2),
-            Hardware(Gpu.load("a100-40gb"), Drive.load("p5800x"), request.param),
+            Hardware(GpuSpec.load("a100-40gb"), DriveSpec.load("p5800x"), request.param),
             inflight_bytes=1 << 42,
         )
         made = project(of)
@@ -219,7 +219,7 @@ class TestTheRuleOfSsdTrain:
         suffix = timeline.predict(suffix_plan(profile))
         plan = solve(profile, budget_bytes=suffix.peak_bytes)
         ours = timeline.predict(plan)
-        assert {one.placement for one in plan.groups} == {Placement.KEEP, Placement.SSD}
+        assert {one.placement for one in plan.parts} == {Placement.KEEP, Placement.SSD}
         assert ours.peak_bytes <= suffix.peak_bytes
         assert ours.step_s <= suffix.step_s * (1 + 1e-6)
 
@@ -263,7 +263,7 @@ def test_a_place_that_no_file_can_have_is_refused_before_any_work(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr(command, "study_of")
+    monkeypatch.delattr(command, "compare_plans")
     (tmp_path / "taken").touch()
     assert cli.main(f"{MODEL} {flag.format(tmp_path / 'taken')}".split()) == 2
     assert f"{tmp_path / 'taken'} is a file" in capsys.readouterr().err

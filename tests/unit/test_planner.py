@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 
 from megatron.offload import ConfigurationError, OffloadConfig, Placement
+from megatron.offload.device.device import CpuDevice
 from megatron.offload.errors import OffloadError
-from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
+from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
 from megatron.offload.placement.plan_file import load_plans, save_plans
-from megatron.offload.placement.profile import StageProfile, TierProfile
-from megatron.offload.planning import planner
-from megatron.offload.planning.drift import JUDGED_STEPS, Drift, MeasuredStep
-from megatron.offload.planning.measurement import Measurement
-from megatron.offload.planning.planner import Phase
-from megatron.offload.planning.stage import Stage
-from megatron.offload.report.memory import PeakMemory
-from megatron.offload.storage.device import CpuDevice
-from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.planner.online import planner
+from megatron.offload.planner.online.drift import JUDGED_STEPS, Drift, MeasuredStep
+from megatron.offload.planner.online.planner import Phase
+from megatron.offload.planner.online.stage import Stage
+from megatron.offload.planner.online.step_meter import StepMeter
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile
+from megatron.offload.stats.memory import PeakMemory
+from megatron.offload.tiers.file import UnlinkedFile
 from tests import planned
 from tests.models import ssd
 from tests.planned import GIB, LAYERS, REFINING_STEPS, Run
@@ -86,7 +86,7 @@ def test_a_plan_that_was_followed_for_some_steps_is_refined_once(
         assert (run.planner.phase is Phase.REFINING) is (number >= 2)
         assert run.planner.num_plans == 1
         run.step()
-        peaks.append(run.planner.figures["measured_peak_bytes"])
+        peaks.append(run.planner.metrics["measured_peak_bytes"])
     assert run.planner.phase is Phase.FOLLOWING and run.planner.num_plans == 2
     (_, _, _), (profile, budget_bytes, _) = run.solver.asked
     assert budget_bytes == 16 * GIB
@@ -151,10 +151,10 @@ def test_the_profile_is_made_as_slow_as_whole_steps_are(start: Callable[..., Run
 def test_predicted_and_measured_stand_side_by_side(start: Callable[..., Run]) -> None:
     run = start()
     run.step()
-    before = run.planner.figures
+    before = run.planner.metrics
     assert before["predicted_step_s"] == 0 and before["measured_step_s"] > 0
     run.steps(3)
-    after = run.planner.figures
+    after = run.planner.metrics
     assert list(after) == list(before)
     assert after["predicted_step_s"] == 1.0 and after["predicted_peak_bytes"] == 1 << 20
     assert after["plans"] == 1 and after["measured_peak_bytes"] >= 0
@@ -198,7 +198,7 @@ def test_a_plan_that_takes_the_place_of_the_first_does_so_in_the_file(
     run.step()
     assert run.planner.num_plans == 2
     written = load_plans(path)
-    assert {line.placement for line in written[0].groups} == {Placement.KEEP}
+    assert {line.placement for line in written[0].parts} == {Placement.KEEP}
     assert written[7] == Plan((), stage=7)
 
 
@@ -237,8 +237,8 @@ def test_a_plan_of_another_model_is_refused_at_the_start(
 def test_a_plan_that_recomputes_what_may_not_be_is_refused(
     start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = [PlannedGroup(0, name, "layer", Placement.RECOMPUTE, 1) for name in LAYERS]
-    save_plans(tmp_path / "plan.json", [Plan(tuple(groups))])
+    parts = [PlannedPart(0, name, "layer", Placement.RECOMPUTE, 1) for name in LAYERS]
+    save_plans(tmp_path / "plan.json", [Plan(tuple(parts))])
     start(plan_file=tmp_path / "plan.json")
     why_not = functools.partial(Stage, why_not_recomputed="layers that compute in fp8")
     monkeypatch.setattr(planned, "Stage", why_not)
@@ -249,8 +249,8 @@ def test_a_plan_that_recomputes_what_may_not_be_is_refused(
 def test_a_plan_that_recomputes_alone_what_cannot_be_is_refused(
     start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = [PlannedGroup(0, name, "mlp", Placement.RECOMPUTE, 1) for name in LAYERS]
-    save_plans(tmp_path / "plan.json", [Plan(tuple(groups))])
+    parts = [PlannedPart(0, name, "mlp", Placement.RECOMPUTE, 1) for name in LAYERS]
+    save_plans(tmp_path / "plan.json", [Plan(tuple(parts))])
     start(plan_file=tmp_path / "plan.json")
     without = functools.partial(Stage, not_alone={(LAYERS[1], "mlp")})
     monkeypatch.setattr(planned, "Stage", without)
@@ -441,7 +441,7 @@ def test_a_plan_that_is_to_save_memory_counts_on_the_tiers_as_they_are(
     run.solver.placement = Placement.KEEP
     run.steps(3)
     now = (TierProfile("ssd", 5.0, 6.0),)
-    monkeypatch.setattr(Measurement, "tiers", lambda _: now)
+    monkeypatch.setattr(StepMeter, "tiers", lambda _: now)
     run.step()
     assert run.planner.num_plans == 2 and run.solver.asked[-1][0].tiers == now
 
@@ -451,7 +451,7 @@ def test_what_is_noticed_between_the_steps_at_which_ranks_ask_is_not_lost(
 ) -> None:
     run = start()
     run.solver.placement = Placement.KEEP
-    run.planner._agreement.period_steps = 4
+    run.planner._consensus.period_steps = 4
     run.steps(3 + 4 + REFINING_STEPS)
     run.steps(4)
     run.tokens = 64
@@ -491,7 +491,15 @@ PROFILED = Prediction(1.0, 0.1, 0.0, 100 * MIB)
 
 def drift(**changes: Any) -> Drift:
     profile = StageProfile(
-        Layout(1, 0, 1, 1), 1, (), (), (0.0,), (0.0,), (0.0,), (0.0,), sizes={"sequence_length": 8}
+        PipelinePosition(1, 0, 1, 1),
+        1,
+        (),
+        (),
+        (0.0,),
+        (0.0,),
+        (0.0,),
+        (0.0,),
+        sizes={"sequence_length": 8},
     )
     return Drift(PROFILED, profile.sizes, profile.tiers, 1000 * MIB, **changes)
 
@@ -563,7 +571,9 @@ def test_a_tier_that_is_slower_is_a_cause_and_one_that_is_faster_an_effect(
     bytes_per_s: float, is_cause: bool, is_effect: bool
 ) -> None:
     tiers = (TierProfile("ssd", 100.0, 100.0),)
-    profile = StageProfile(Layout(1, 0, 1, 1), 1, (), tiers, (0.0,), (0.0,), (0.0,), (0.0,))
+    profile = StageProfile(
+        PipelinePosition(1, 0, 1, 1), 1, (), tiers, (0.0,), (0.0,), (0.0,), (0.0,)
+    )
     seen = Drift(PROFILED, profile.sizes, profile.tiers, None)
     step = MeasuredStep(1.0, 0.1, 100 * MIB, {}, {"ssd": bytes_per_s})
     reasons = [(seen.cause(step), seen.effect(step, [1.0])) for _ in range(2)][-1]
@@ -572,7 +582,7 @@ def test_a_tier_that_is_slower_is_a_cause_and_one_that_is_faster_an_effect(
 
 
 def test_a_few_pages_are_no_other_peak() -> None:
-    profile = StageProfile(Layout(1, 0, 1, 1), 1, (), (), (0.0,), (0.0,), (0.0,), (0.0,))
+    profile = StageProfile(PipelinePosition(1, 0, 1, 1), 1, (), (), (0.0,), (0.0,), (0.0,), (0.0,))
     seen = Drift(Prediction(1.0, 0.1, 0.0, 2 * MIB), profile.sizes, profile.tiers, None)
     assert not any(effects(seen, [MeasuredStep(1.0, 0.1, 5 * MIB)] * 3))
     found = effects(seen, [MeasuredStep(1.0, 0.1, 7 * MIB)] * 2)
@@ -607,8 +617,8 @@ def test_another_peak_than_was_predicted_is_planned_for_more_and_more_rarely(
     assert run.planner.num_plans == 2
     monkeypatch.setattr(PeakMemory, "end_step", lambda _: 1 << 30)
     # No other reason, on a machine that is busy.
-    monkeypatch.setattr(Measurement, "_write_speeds", lambda _: {})
-    monkeypatch.setattr(Measurement, "_waited_s", lambda _: 0.0)
+    monkeypatch.setattr(StepMeter, "_write_speeds", lambda _: {})
+    monkeypatch.setattr(StepMeter, "_waited_s", lambda _: 0.0)
     planned_after, num_plans = [], 2
     for number in range(40):
         if changes:  # from one plan to another, and back again

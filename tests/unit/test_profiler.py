@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, Placement, Scope
-from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.profile import StageProfile, TierProfile
-from megatron.offload.planning.figures import passes_s, profile_of, tier_profiles
-from megatron.offload.planning.fit import fitted
-from megatron.offload.planning.marks import LayerMarks
-from megatron.offload.planning.profiler import Profiler
-from megatron.offload.storage.device import CpuDevice
-from megatron.offload.storage.host import HostTier
+from megatron.offload.device.device import CpuDevice
+from megatron.offload.planner.profile.build import passes_s, profile_of, tier_profiles
+from megatron.offload.planner.profile.interpolation import fitted
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.profiler import Profiler
+from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile
+from megatron.offload.planner.profile.timings import LayerTimings
+from megatron.offload.tiers.host import HostTier
 
 MIN_BYTES = 1000
 SSD = TierProfile("ssd", 1e9, 2e9)
@@ -66,8 +66,8 @@ class Run:
         self.divided = True
         self.recomputed: set[str] = set()
         self.has_parts = False
-        self.recomputed_groups: set[tuple[str, str]] = set()
-        self.cheap: list[int] = []  # sizes, of each MLP
+        self.recomputed_parts: set[tuple[str, str]] = set()
+        self.selective: list[int] = []  # sizes, of each MLP
 
     def step(self, num: int = 2, tokens: int = 8, *, well: bool = True) -> None:
         self.profiler.begin_step()
@@ -91,22 +91,22 @@ class Run:
     def layer(self, name: str, x: torch.Tensor) -> torch.Tensor:
         recomputes = name in self.recomputed
         scope = Scope(0, 0, name)
-        marks = self.profiler.begin_layer(scope, [x], recomputes=recomputes)
-        assert marks is not None
-        marks.has_parts = self.has_parts
+        timings = self.profiler.begin_layer(scope, [x], recomputes=recomputes)
+        assert timings is not None
+        timings.has_parts = self.has_parts
         if not recomputes:
-            if self.cheap and (name, "mlp-cheap") not in self.recomputed_groups:
+            if self.selective and (name, "mlp-selective") not in self.recomputed_parts:
                 now = self.profiler.now()
                 span = now, now._replace(timestamp=now.timestamp + 0.5)
-                self.profiler.cheap(marks, "mlp", span, self.cheap, extra_bytes=77)
+                self.profiler.selective(timings, "mlp", span, self.selective, extra_bytes=77)
             y = self._parts(scope, x, 3.0)
-            for group in ("mlp", "mlp-cheap"):
-                self._again(scope, marks, group, y)
+            for part in ("mlp", "mlp-selective"):
+                self._again(scope, timings, part, y)
             return y
         profiler, clock = self.profiler, self.clock
 
         def again(_: torch.Tensor) -> None:
-            with profiler.recomputation(marks):
+            with profiler.recomputation(timings):
                 clock.now_s += 1.5
 
         y = self.takes(x, 2.0, 5.0)
@@ -118,13 +118,13 @@ class Run:
         size = x.shape[0] * 1000
         x = self.takes(x, 1.0, 2.0, wait_s=50.0)
         if self.divided:
-            attention = dataclasses.replace(scope, group="attention")
+            attention = dataclasses.replace(scope, part="attention")
             self.profiler.moves(attention, self._saved(scope, "attention", size))
             self.clock.wait(30.0)
             self.profiler.reach_middle(x)
             self._again(scope, self.profiler._layer, "attention", x)
         x = self.takes(x, seconds, 5.0)
-        mlp = dataclasses.replace(scope, group="mlp" if self.divided else "")
+        mlp = dataclasses.replace(scope, part="mlp" if self.divided else "")
         size = self._saved(scope, "mlp", size)
         large, small = torch.UntypedStorage(size), torch.UntypedStorage(MIN_BYTES - 1)
         self.profiler.stayed(mlp, large)
@@ -134,20 +134,20 @@ class Run:
         self.profiler.end_layer([x])
         return x
 
-    def _saved(self, scope: Scope, group: str, size: int) -> int:
-        """A group that is recomputed saves less."""
-        return size // 4 if (scope.layer, group) in self.recomputed_groups else size
+    def _saved(self, scope: Scope, part: str, size: int) -> int:
+        """A part that is recomputed saves less."""
+        return size // 4 if (scope.layer, part) in self.recomputed_parts else size
 
     def _again(
-        self, scope: Scope, marks: LayerMarks | None, group: str, output: torch.Tensor
+        self, scope: Scope, timings: LayerTimings | None, part: str, output: torch.Tensor
     ) -> None:
-        """A group that is recomputed runs again when the gradient of its output comes."""
-        if (scope.layer, group) not in self.recomputed_groups:
+        """A part that is recomputed runs again when the gradient of its output comes."""
+        if (scope.layer, part) not in self.recomputed_parts:
             return
-        assert marks is not None
+        assert timings is not None
 
         def again(_: torch.Tensor) -> None:
-            with self.profiler.recomputation(marks, group):
+            with self.profiler.recomputation(timings, part):
                 self.clock.now_s += 0.75
 
         output.register_hook(again)
@@ -159,7 +159,9 @@ class Run:
             "recomputes": True,
             "sizes": dict(self.profiler.sizes),
         }
-        return profile_of(self.profiler.steps, Layout(1, 0, 1, 1), [SSD], **{**asked, **changes})
+        return profile_of(
+            self.profiler.steps, PipelinePosition(1, 0, 1, 1), [SSD], **{**asked, **changes}
+        )
 
 
 def test_each_part_of_a_step_gets_its_seconds_without_waits() -> None:
@@ -169,7 +171,7 @@ def test_each_part_of_a_step_gets_its_seconds_without_waits() -> None:
     assert [layer.name for layer in profile.layers] == ["decoder.1", "decoder.2"]
     for layer in profile.layers:
         assert (layer.forward_s, layer.backward_s, layer.recompute_s) == (4.0, 7.0, 4.0)
-        attention, mlp = layer.groups
+        attention, mlp = layer.parts
         assert (attention.name, attention.produced_s, attention.first_use_s) == (
             "attention", 1.0, 5.0,
         )  # fmt: skip
@@ -182,9 +184,13 @@ def test_each_part_of_a_step_gets_its_seconds_without_waits() -> None:
 def test_bytes_are_told_by_what_could_move() -> None:
     run = Run()
     run.step()
-    attention, mlp = run.profile().layers[0].groups
-    assert (attention.movable_bytes, attention.kept_bytes, attention.num_storages) == (8000, 0, 1)
-    assert (mlp.movable_bytes, mlp.kept_bytes, mlp.num_storages) == (8000, MIN_BYTES - 1, 1)
+    attention, mlp = run.profile().layers[0].parts
+    assert (attention.movable_bytes, attention.resident_bytes, attention.num_storages) == (
+        8000,
+        0,
+        1,
+    )
+    assert (mlp.movable_bytes, mlp.resident_bytes, mlp.num_storages) == (8000, MIN_BYTES - 1, 1)
     assert run.profile().layers[0].input_bytes == 8 * 2 * 4 * 4
     assert run.profile().sizes == {"sequence_length": 8, "micro_batch_size": 2}
 
@@ -193,8 +199,8 @@ def test_a_layer_that_is_not_divided_is_one_group() -> None:
     run = Run()
     run.divided = False
     run.step()
-    (group,) = run.profile().layers[0].groups
-    assert (group.name, group.produced_s, group.first_use_s) == ("layer", 4.0, 0.0)
+    (part,) = run.profile().layers[0].parts
+    assert (part.name, part.produced_s, part.first_use_s) == ("layer", 4.0, 0.0)
 
 
 def test_passes_are_counted_with_their_waits_and_without_what_lies_between() -> None:
@@ -215,7 +221,7 @@ def test_recomputation_is_told_apart_from_backward_and_keeps_what_was_known() ->
     first, second = run.profile(previous=before).layers
     assert first == before.layers[0]
     assert (second.forward_s, second.backward_s, second.recompute_s) == (2.0, 5.0, 1.5)
-    assert second.groups == before.layers[1].groups
+    assert second.parts == before.layers[1].parts
 
 
 def test_a_part_is_taken_to_run_again_in_its_forward_seconds() -> None:
@@ -223,53 +229,53 @@ def test_a_part_is_taken_to_run_again_in_its_forward_seconds() -> None:
     run.has_parts = True
     run.step()
     for layer in run.profile().layers:
-        attention, mlp = layer.groups
+        attention, mlp = layer.parts
         assert (attention.recompute_s, mlp.recompute_s) == (1.0, 3.0)
         assert attention.input_bytes == mlp.input_bytes == 8 * 2 * 4 * 4
     run.divided = False
     run.profiler.clear()
     run.step()
-    assert [layer.groups[0].recompute_s for layer in run.profile().layers] == [None, None]
+    assert [layer.parts[0].recompute_s for layer in run.profile().layers] == [None, None]
 
 
-@pytest.mark.parametrize("group", ["attention", "mlp"])
+@pytest.mark.parametrize("part", ["attention", "mlp"])
 def test_a_part_that_ran_again_is_told_apart_from_backward_and_keeps_what_was_known(
-    group: str,
+    part: str,
 ) -> None:
     run = Run()
     run.has_parts = True
     run.step()
     before = run.profile()
     run.profiler.clear()
-    run.recomputed_groups = {("decoder.2", group)}
+    run.recomputed_parts = {("decoder.2", part)}
     run.step()
     first, second = run.profile(previous=before).layers
     assert first == before.layers[0]
     expected = tuple(
-        dataclasses.replace(one, recompute_s=0.75) if one.name == group else one
-        for one in before.layers[1].groups
+        dataclasses.replace(one, recompute_s=0.75) if one.name == part else one
+        for one in before.layers[1].parts
     )
-    assert second == dataclasses.replace(before.layers[1], groups=expected)
+    assert second == dataclasses.replace(before.layers[1], parts=expected)
 
 
-def test_cheap_operations_are_what_they_save_and_take() -> None:
+def test_selective_operations_are_what_they_save_and_take() -> None:
     run = Run()
-    run.has_parts, run.cheap = True, [3000, MIN_BYTES - 1, -2000]
+    run.has_parts, run.selective = True, [3000, MIN_BYTES - 1, -2000]
     run.step()
     before = run.profile()
     for layer in before.layers:
-        attention, mlp = layer.groups
-        assert (attention.cheap_bytes, attention.cheap_s) == (0, 0.0)
-        assert (mlp.cheap_bytes, mlp.cheap_s, mlp.movable_bytes) == (1000, 0.5, 8000)
-        assert (attention.cheap_extra_bytes, mlp.cheap_extra_bytes) == (0, 77)
+        attention, mlp = layer.parts
+        assert (attention.selective_bytes, attention.selective_s) == (0, 0.0)
+        assert (mlp.selective_bytes, mlp.selective_s, mlp.movable_bytes) == (1000, 0.5, 8000)
+        assert (attention.selective_extra_bytes, mlp.selective_extra_bytes) == (0, 77)
     run.profiler.clear()
-    run.recomputed_groups = {("decoder.2", "mlp-cheap")}
+    run.recomputed_parts = {("decoder.2", "mlp-selective")}
     run.step()
     first, second = run.profile(previous=before).layers
-    mlp = dataclasses.replace(before.layers[1].groups[1], cheap_s=0.75)
+    mlp = dataclasses.replace(before.layers[1].parts[1], selective_s=0.75)
     assert first == before.layers[0]
-    assert second == dataclasses.replace(before.layers[1], groups=(second.groups[0], mlp))
-    assert second.groups[0] == before.layers[1].groups[0]
+    assert second == dataclasses.replace(before.layers[1], parts=(second.parts[0], mlp))
+    assert second.parts[0] == before.layers[1].parts[0]
 
 
 def test_layers_that_must_not_be_recomputed_are_not_offered() -> None:
@@ -278,7 +284,7 @@ def test_layers_that_must_not_be_recomputed_are_not_offered() -> None:
     run.step()
     layers = run.profile(recomputes=False).layers
     assert [layer.recompute_s for layer in layers] == [None, None]
-    assert [group.recompute_s for layer in layers for group in layer.groups] == [None] * 4
+    assert [part.recompute_s for layer in layers for part in layer.parts] == [None] * 4
 
 
 def test_a_disturbed_micro_batch_does_not_count() -> None:
@@ -321,7 +327,7 @@ def test_of_micro_batches_with_several_sizes_the_largest_counts() -> None:
         run.step(tokens=tokens)
     profile = run.profile()
     assert profile.sizes == {"sequence_length": 16, "micro_batch_size": 2}
-    assert profile.layers[0].groups[0].movable_bytes == 16_000
+    assert profile.layers[0].parts[0].movable_bytes == 16_000
 
 
 def test_two_sizes_give_the_profile_of_a_third() -> None:

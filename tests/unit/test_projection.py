@@ -13,23 +13,23 @@ import pytest
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.plan import Plan
-from megatron.offload.placement.profile import StageProfile
-from megatron.offload.placement.projection.hardware import (
-    Drive,
+from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.planner.projection.hardware import (
+    DriveSpec,
     Fractions,
-    Gpu,
+    GpuSpec,
     Hardware,
     names,
 )
-from megatron.offload.placement.projection.layer import head_work, layer_work
-from megatron.offload.placement.projection.model import Parallelism, Transformer
-from megatron.offload.placement.projection.projection import (
+from megatron.offload.planner.projection.layer import head_work, layer_work
+from megatron.offload.planner.projection.model import Parallelism, Transformer
+from megatron.offload.planner.projection.projection import (
     Projection,
     keep_step_s,
     project,
     saved_bytes,
 )
-from megatron.offload.placement.timeline import Timeline
+from megatron.offload.planner.simulator.timeline import Timeline
 
 SHAPE = {"num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 2048}
 PAPER = {
@@ -55,7 +55,7 @@ def projection(
     return Projection(
         Transformer(**{**SHAPE, **sizes}),
         parallel or Parallelism(1, 8),
-        Hardware(Gpu.load(gpu), Drive.load("p5800x"), drives),
+        Hardware(GpuSpec.load(gpu), DriveSpec.load("p5800x"), drives),
         **(more or {}),
     )
 
@@ -104,7 +104,7 @@ def test_the_head_keeps_logits_in_fp32() -> None:
 def test_published_step_times_come_out_within_five_percent(
     name: str, shape: tuple[int, int, int], parallel: Parallelism, published: float
 ) -> None:
-    hardware = Hardware(Gpu.load("a100"), Drive.load("p5800x"), 4)
+    hardware = Hardware(GpuSpec.load("a100"), DriveSpec.load("p5800x"), 4)
     profile = project(Projection(project_scaling.as_published(shape), parallel, hardware))
     assert keep_step_s(profile) == pytest.approx(published, rel=0.05)
 
@@ -114,7 +114,7 @@ def test_530_g_parameters_on_2240_a100_reach_the_published_share_of_peak() -> No
     # the eight copies of the model is not projected, so that this is a bound from above.
     model = project_scaling.as_published((105, 20480, 128))
     parallel = Parallelism(1, 2240, 8, 35, 3, 8, True)
-    hardware = Hardware(Gpu.load("a100"), Drive.load("p5800x"), 4)
+    hardware = Hardware(GpuSpec.load("a100"), DriveSpec.load("p5800x"), 4)
     step_s = keep_step_s(project(Projection(model, parallel, hardware)))
     flops = 2240 * 2048 * (6 * model.parameters + 12 * 105 * 20480 * 2048)
     assert 0.542 < flops / step_s / 2240 / 312e12 < 0.542 * 1.06
@@ -124,7 +124,7 @@ def test_large_models_on_h100_reach_the_published_share_of_peak() -> None:
     # Megatron-LM's README (core_v0.16.1): GPT-3 with 1152 sequences, 47 % on 96 GPUs.
     model = Transformer(96, 12288, 96, 2048, 51200)
     parallel = Parallelism(1, 1152, 8, 12, 4, 1, True)
-    hardware = Hardware(Gpu.load("h100"), Drive.load("p5800x"), 4)
+    hardware = Hardware(GpuSpec.load("h100"), DriveSpec.load("p5800x"), 4)
     step_s = keep_step_s(project(Projection(model, parallel, hardware)))
     flops = 1152 * 2048 * (6 * model.parameters + 12 * 96 * 12288 * 2048)
     assert flops / step_s / 96 / 989.4e12 == pytest.approx(0.47, abs=0.02)
@@ -180,7 +180,7 @@ def test_rules_of_thumb_are_the_formula_at_some_share_of_peak(
     gpu: str, share: float, expected: tuple[int, ...]
 ) -> None:
     only_products = Fractions(share, 1e9, 1e9, 1e9, 1)
-    described = dataclasses.replace(Gpu.load(gpu), assumed=only_products)
+    described = dataclasses.replace(GpuSpec.load(gpu), assumed=only_products)
     for hidden, gigabytes in zip((4096, 8192, 16384), expected, strict=True):
         of = projection(hidden_size=hidden, hidden_dropout=0.1, flash_attention=True)
         hardware = dataclasses.replace(of.hardware, gpu=described)
@@ -192,7 +192,7 @@ def test_rules_of_thumb_are_the_formula_at_some_share_of_peak(
 class TestHardware:
     @pytest.mark.parametrize("name", names("gpus"))
     def test_each_gpu_has_figures_a_source_and_reasons(self, name: str) -> None:
-        gpu = Gpu.load(name)
+        gpu = GpuSpec.load(name)
         assert gpu.source and gpu.assumed_from
         assert 30e9 < gpu.memory_bytes < 300e9 and 1e12 < gpu.memory_bytes_per_s < 10e12
         assert gpu.flops["bf16"] == gpu.flops["fp16"] > gpu.flops["fp32"]
@@ -200,7 +200,7 @@ class TestHardware:
 
     @pytest.mark.parametrize("name", names("drives"))
     def test_each_drive_has_figures_and_a_source(self, name: str) -> None:
-        drive = Drive.load(name)
+        drive = DriveSpec.load(name)
         assert drive.source and drive.write_bytes_per_s <= drive.read_bytes_per_s
         # From 0.2 to 100 drive writes a day for five years.
         assert 0.2 < drive.rated_bytes / drive.capacity_bytes / 365 / 5 < 101
@@ -210,7 +210,7 @@ class TestHardware:
             return projection(drives=drives).hardware.tiers()[0].write_bytes_per_s
 
         assert rate(2) == pytest.approx(2 * rate(1)) == pytest.approx(4 * rate(0.5))
-        assert rate(8) == rate(16) == Gpu.load("a100").host_link_bytes_per_s * 0.78
+        assert rate(8) == rate(16) == GpuSpec.load("a100").host_link_bytes_per_s * 0.78
 
     def test_host_memory_is_a_tier_of_its_size(self) -> None:
         hardware = dataclasses.replace(projection(drives=0).hardware, host_bytes=1 << 30)
@@ -218,14 +218,14 @@ class TestHardware:
             ("host", 1 << 30)
         ]
 
-    @pytest.mark.parametrize("kind", [Gpu, Drive])
+    @pytest.mark.parametrize("kind", [GpuSpec, DriveSpec])
     def test_an_unknown_name_is_answered_with_the_known_ones(self, kind: Any) -> None:
         with pytest.raises(ConfigurationError, match="choose one of"):
             kind.load("z80")
 
     def test_an_element_type_that_a_gpu_lacks(self) -> None:
         with pytest.raises(ConfigurationError, match="bf16"):
-            Gpu.load("a100").peak_flops("fp8")
+            GpuSpec.load("a100").peak_flops("fp8")
 
 
 def test_the_simulation_agrees_with_the_closed_form() -> None:
@@ -238,7 +238,7 @@ def test_the_simulation_agrees_with_the_closed_form() -> None:
         of = Projection(
             Transformer(8, 2048, 16, 2048),
             parallel,
-            Hardware(Gpu.load("a100"), Drive.load("p5800x")),
+            Hardware(GpuSpec.load("a100"), DriveSpec.load("p5800x")),
         )
         profile = project(of)
         simulated = Timeline(profile).predict(Plan(()))
@@ -253,25 +253,25 @@ class TestProfiles:
         assert StageProfile.load(tmp_path / "profile.json") == profile
 
     def test_small_storages_are_kept(self) -> None:
-        all_move = project(projection(more={"min_bytes": 1})).layers[0].groups[0]
-        most_move = project(projection()).layers[0].groups[0]
+        all_move = project(projection(more={"min_bytes": 1})).layers[0].parts[0]
+        most_move = project(projection()).layers[0].parts[0]
         log_sum_exp = 32 * 2048 * 4  # 256 KiB
-        assert all_move.kept_bytes == 0 and most_move.kept_bytes == log_sum_exp
+        assert all_move.resident_bytes == 0 and most_move.resident_bytes == log_sum_exp
         assert most_move.movable_bytes == all_move.movable_bytes - log_sum_exp
         assert most_move.num_storages == all_move.num_storages - 1
 
     def test_groups_follow_each_other_in_forward_and_turn_in_backward(self) -> None:
         layer = project(projection()).layers[0]
-        attention, mlp = layer.groups
+        attention, mlp = layer.parts
         assert 0 < attention.produced_s < mlp.produced_s == layer.forward_s
         assert 0 == mlp.first_use_s < attention.first_use_s < layer.backward_s
         assert layer.recompute_s == layer.forward_s
-        alone_s = [group.recompute_s or 0.0 for group in layer.groups]
+        alone_s = [part.recompute_s or 0.0 for part in layer.parts]
         assert sum(alone_s) == pytest.approx(layer.forward_s) and min(alone_s) > 0
         assert attention.input_bytes == mlp.input_bytes == layer.input_bytes
         # The result of the activation function, four times as wide as the hidden states.
-        assert attention.cheap_s is None and mlp.cheap_bytes == 4 * layer.input_bytes
-        assert mlp.cheap_s is not None and 0 < mlp.cheap_s < 0.05 * layer.forward_s
+        assert attention.selective_s is None and mlp.selective_bytes == 4 * layer.input_bytes
+        assert mlp.selective_s is not None and 0 < mlp.selective_s < 0.05 * layer.forward_s
         assert layer.backward_s == pytest.approx(2 * layer.forward_s, rel=0.05)
 
     def test_chunks_take_turns_over_the_stages(self) -> None:
@@ -280,7 +280,7 @@ class TestProfiles:
         profile = project(second)
         places = [(layer.chunk, layer.name) for layer in profile.layers]
         assert places == [(0, "decoder.3"), (0, "decoder.4"), (1, "decoder.7"), (1, "decoder.8")]
-        assert profile.layout == (2, 1, 2, 2)
+        assert profile.position == (2, 1, 2, 2)
         assert profile.after_s[0] == 0 < profile.after_s[1] and profile.before_s == (0, 0)
         assert profile.pass_fixed_bytes[0] == 0 < profile.pass_fixed_bytes[1]
 

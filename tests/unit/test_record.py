@@ -15,7 +15,7 @@ import torch
 
 from megatron.offload import Scope
 from megatron.offload.saved.record import SavedStorage, SavedView, Span, State
-from megatron.offload.storage.transfer import Transfer
+from megatron.offload.tiers.transfer import Transfer
 
 NUM_BYTES = 4096
 
@@ -184,7 +184,7 @@ def test_a_new_view_and_the_last_use_exclude_each_other(written: SavedStorage) -
     views: list[SavedView] = []
     tensor = torch.empty(4)
     thread = threading.Thread(target=lambda: views.append(SavedView(written, tensor)), daemon=True)
-    with written._lock:  # as if the starter were at a use
+    with written._lock:  # as if the dispatcher were at a use
         thread.start()
         thread.join(timeout=0.1)
         assert thread.is_alive() and written.num_unused_views == 0
@@ -205,7 +205,7 @@ def test_the_end_of_a_read_and_its_uses_exclude_each_other(written: SavedStorage
             written.end_reading()
 
     thread = threading.Thread(target=work, daemon=True)
-    with written._lock:  # as if the starter were at a use
+    with written._lock:  # as if the dispatcher were at a use
         thread.start()
         thread.join(timeout=0.1)
         assert thread.is_alive() and written.state is State.READING

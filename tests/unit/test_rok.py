@@ -13,24 +13,24 @@ from typing import Any
 import pytest
 
 from megatron.offload import cli
-from megatron.offload.config import MIB
-from megatron.offload.placement.plan_file import load_plans
-from megatron.offload.placement.profile import StageProfile
-from megatron.offload.report.rok import command, measurement
-from megatron.offload.report.rok.figures import figures_of
-from megatron.offload.report.rok.measurement import num_moved
-from megatron.offload.report.rok.result import Result
-from megatron.offload.report.rok.strategy import (
+from megatron.offload.commands.rok import command, runner
+from megatron.offload.commands.rok.measurements import measured_points
+from megatron.offload.commands.rok.result import Result
+from megatron.offload.commands.rok.runner import num_moved
+from megatron.offload.commands.rok.strategy import (
     DEFAULT_STRATEGIES,
     Strategy,
     budgets_between,
     fixed_strategies,
 )
-from megatron.offload.report.rok.text import verdict_table
-from megatron.offload.report.rok.verdict import Verdict, verdicts_of
-from megatron.offload.report.trials.trial import Run
-from megatron.offload.storage.memory_limit import MemoryLimit
-from tests.stages import group, layer, stage, tier
+from megatron.offload.commands.rok.text import verdict_table
+from megatron.offload.commands.rok.verdict import Verdict, verdicts_of
+from megatron.offload.commands.training_runs.run import Run
+from megatron.offload.config import MIB
+from megatron.offload.device.memory_limit import MemoryLimit
+from megatron.offload.placement.plan_file import load_plans
+from megatron.offload.planner.profile.stage_profile import StageProfile
+from tests.stages import layer, part, stage, tier
 
 AUTO = Strategy("auto", "offload", 4, 100)
 RECOMPUTE = Strategy("recompute", "offload", 4)
@@ -52,8 +52,8 @@ def make_run(strategy: Strategy, round_: int, time_s: float, peak: int) -> Run:
 def judge(*runs: Run, failures: dict[Strategy, str] | None = None) -> Verdict:
     """The only verdict, with 2 % of noise."""
     strategies = list(dict.fromkeys([AUTO, *(run.variant for run in runs)]))
-    figures = figures_of(strategies, runs, 0)  # type: ignore[arg-type]
-    (found,) = verdicts_of(strategies, runs, figures, failures or {}, skip=0, noise=0.02)  # type: ignore[arg-type]
+    measured = measured_points(strategies, runs, 0)  # type: ignore[arg-type]
+    (found,) = verdicts_of(strategies, runs, measured, failures or {}, skip=0, noise=0.02)  # type: ignore[arg-type]
     return found
 
 
@@ -125,7 +125,7 @@ def test_strategies_without_offload_run_with_both_allocators_of_a_cpu() -> None:
 # Four layers of 8 MiB, forward 1 s each; the drive takes one in two seconds.
 PROFILE = stage(
     layers=tuple(
-        layer(f"decoder.{n}", input_bytes=2 * MIB, groups=(group(size=8 * MIB),)) for n in range(4)
+        layer(f"decoder.{n}", input_bytes=2 * MIB, parts=(part(size=8 * MIB),)) for n in range(4)
     ),
     tiers=(tier(write=4 * MIB, read=64 * MIB),),
     inflight_bytes=512 * MIB,
@@ -143,7 +143,7 @@ mode = flags["--activation-offload"]
 budget = int(flags.get("--activation-memory-budget", 0))
 if "--activation-offload-plan" in flags:
     plan = json.loads(Path(flags["--activation-offload-plan"]).read_text())
-    kept = [g for g in plan["stages"][0]["groups"] if g["placement"] == "keep"]
+    kept = [g for g in plan["stages"][0]["parts"] if g["placement"] == "keep"]
     seconds, peak, plans = 1.25, (20 << 20) + (len(kept) << 20), [1] * 99
 elif mode == "auto":
     if budget < WRONG.get("least", 0):
@@ -198,7 +198,7 @@ def rok(tmp_path: Path, *flags: str, wrong: dict[str, Any] | None = None) -> int
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("megatron.offload.report.trials.trainer._POLL_S", 0.005)
+    monkeypatch.setattr("megatron.offload.commands.training_runs.trainer._POLL_S", 0.005)
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_a_curve_has_all_strategies_and_what_the_planner_predicts(curve: tuple[s
         "recompute all",
         "selective recompute",
     }
-    assert {one.placement for one in result.figures} == {*DEFAULT_STRATEGIES}
+    assert {one.placement for one in result.measured} == {*DEFAULT_STRATEGIES}
     assert len(result.frontier) >= 5
     assert "auto, 19 MiB" in printed and "TBA's rule sends the first" in printed
 
@@ -249,7 +249,7 @@ def test_the_csv_has_a_line_for_each(curve: tuple[str, Path]) -> None:
     out = curve[1]
     rows = list(csv.DictReader((out / "rok.csv").open()))
     result = Result.load(out / "rok.json")
-    assert [one.placement for one in result.figures] == [row["placement"] for row in rows]
+    assert [one.placement for one in result.measured] == [row["placement"] for row in rows]
     auto = [row for row in rows if row["placement"] == "auto"]
     assert [float(row["step_s"]) for row in auto] == [1.1] * 3
     assert [int(row["budget_bytes"]) for row in auto] == [n * MIB for n in (19, 26, 33)]
@@ -274,13 +274,13 @@ def test_it_is_drawn_and_drawn_again(
 def test_suffixes_are_plans_of_their_own(curve: tuple[str, Path]) -> None:
     out = curve[1]
     result = Result.load(out / "rok.json")
-    suffixes = [one for one in result.figures if one.placement == "suffix"]
+    suffixes = [one for one in result.measured if one.placement == "suffix"]
     assert suffixes
     for one in suffixes:
         (plan,) = load_plans(out / "plans" / f"{one.strategy.name}.json").values()
         assert num_moved(plan) == one.num_moved
         assert one.is_rule is (one.num_moved == result.rule[1])
-        placements = [line.placement.value for line in plan.groups]
+        placements = [line.placement.value for line in plan.parts]
         assert placements == ["ssd"] * num_moved(plan) + ["keep"] * (4 - num_moved(plan))
 
 
@@ -309,7 +309,7 @@ def test_on_a_cpu_trainings_take_turns_once_all_have_settled(tmp_path: Path) -> 
     runs = json.loads((tmp_path / "out" / "rok.json").read_text())["runs"]
     assert len(runs) == 6 and all(len(one["steps"]) == one["first_turn"] + 4 for one in runs)
     result = Result.load(tmp_path / "out" / "rok.json")
-    assert result.passes and [one.num_rounds for one in result.figures] == [1] * 6
+    assert result.passes and [one.num_rounds for one in result.measured] == [1] * 6
 
 
 @pytest.mark.usefixtures("no_frontier")
@@ -401,7 +401,7 @@ def test_sizes_may_be_given_instead_of_a_number(tmp_path: Path) -> None:
     assert rok(tmp_path, "--strategies", "auto", "--budgets", "30MiB,20MiB") == 0
     result = Result.load(tmp_path / "out" / "rok.json")
     assert [one.budget_bytes for one in result.verdicts] == [20 * MIB, 30 * MIB]
-    assert all(one.keep_ratio is None for one in result.figures)
+    assert all(one.keep_ratio is None for one in result.measured)
 
 
 def test_no_budget_lies_between_equal_peaks(
@@ -419,17 +419,15 @@ def test_the_trainer_itself(tmp_path: Path) -> None:
     flags += " --strategies ssd --rounds 1 --steps 2 --skip-steps 1 --micro-batch-sizes 2"
     places = ["--activation-offload-dir", str(tmp_path / "ssd"), "--output", str(tmp_path / "out")]
     assert cli.main(["rok", *flags.split(), *places]) == 0
-    (figure,) = Result.load(tmp_path / "out" / "rok.json").figures
-    assert figure.step_s > 0 and figure.tokens_per_s > 0
+    (point,) = Result.load(tmp_path / "out" / "rok.json").measured
+    assert point.step_s > 0 and point.tokens_per_s > 0
 
 
 @pytest.mark.usefixtures("no_frontier")
 def test_trainings_that_do_not_fit_side_by_side_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        measurement, "memory_limit", lambda: MemoryLimit(1 << 40, MIB, "all", 1 << 40)
-    )
+    monkeypatch.setattr(runner, "memory_limit", lambda: MemoryLimit(1 << 40, MIB, "all", 1 << 40))
     assert rok(tmp_path, "--strategies", "off") == 2
     errors = capsys.readouterr().err
     assert "1 MiB of memory are left" in errors and "--no-turns" in errors

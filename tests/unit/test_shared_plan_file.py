@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from megatron.offload import ConfigurationError, OffloadError, Placement
-from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.plan import Plan, PlannedGroup
+from megatron.offload.placement.plan import Plan, PlannedPart
 from megatron.offload.placement.plan_file import load_plans, save_plans
-from megatron.offload.planning.agreement import Alone
-from megatron.offload.planning.shared_plan_file import SharedPlanFile
-from megatron.offload.planning.stage import Stage
+from megatron.offload.planner.online.consensus import SingleRank
+from megatron.offload.planner.online.shared_plan_file import SharedPlanFile
+from megatron.offload.planner.online.stage import Stage
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 
 TIERS = (Placement.SSD,)
 
 
-class Ranks(Alone):
+class Ranks(SingleRank):
     """This rank, and another one that says `heard`."""
 
     def __init__(self, heard: tuple[bool, str | None], digest: float | None = None) -> None:
@@ -36,7 +36,7 @@ class Ranks(Alone):
 
 
 def plan(stage: int = 0, placement: Placement = Placement.SSD) -> Plan:
-    return Plan((PlannedGroup(0, "decoder.1", "layer", placement, 1000),), stage=stage)
+    return Plan((PlannedPart(0, "decoder.1", "layer", placement, 1000),), stage=stage)
 
 
 @pytest.fixture
@@ -44,11 +44,15 @@ def file(tmp_path: Path) -> Callable[..., SharedPlanFile]:
     """A file that is not there yet, seen by a rank of a pipeline with two stages."""
 
     def make(
-        ranks: Alone | None = None, *, stage: int = 0, name: str = "plan.json", speaks: bool = True
+        ranks: SingleRank | None = None,
+        *,
+        stage: int = 0,
+        name: str = "plan.json",
+        speaks: bool = True,
     ) -> SharedPlanFile:
-        layout = Layout(stage=stage, num_stages=2, num_chunks=1, group_size=1)
-        own = Stage(layout, [(0, "decoder.1")], speaks=speaks)
-        return SharedPlanFile(tmp_path / name, own, ranks or Alone())
+        position = PipelinePosition(stage=stage, num_stages=2, num_chunks=1, group_size=1)
+        own = Stage(position, [(0, "decoder.1")], speaks=speaks)
+        return SharedPlanFile(tmp_path / name, own, ranks or SingleRank())
 
     return make
 

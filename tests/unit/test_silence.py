@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron.offload.placement import rows
-from megatron.offload.placement.silence import silent_output
-from megatron.offload.placement.solver import solve
+from megatron.offload.planner.solver import milp
+from megatron.offload.planner.solver.silence import silent_output
+from megatron.offload.planner.solver.solve import solve
 from tests.processes import finish, start_python
 from tests.stages import stage
 
@@ -30,14 +30,14 @@ def chatter() -> None:
 def test_a_plan_is_made_without_a_word_of_the_solvers(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    milp, asked = rows.milp, []
+    milp_of_scipy, asked = milp.milp, []
 
     def talking(*args: Any, **more: Any) -> Any:
         chatter()
         asked.append(1)
-        return milp(*args, **more)
+        return milp_of_scipy(*args, **more)
 
-    monkeypatch.setattr(rows, "milp", talking)
+    monkeypatch.setattr(milp, "milp", talking)
     print("before", flush=True)
     solve(stage(4), budget_bytes=20)
     os.write(1, b"after\n")
@@ -97,7 +97,7 @@ def test_threads_that_are_silent_together_leave_the_output_as_it_was(
 
 CLOSED = """
     import os
-    from megatron.offload.placement.silence import silent_output
+    from megatron.offload.planner.solver.silence import silent_output
     os.close(1)
     with silent_output():
         print("said", file=__import__("sys").stderr)

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from megatron.offload.errors import ConfigurationError, InfeasibleBudgetError
-from megatron.offload.placement.passes import Layout
 from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.policy import Placement
-from megatron.offload.placement.profile import GroupProfile, StageProfile
-from megatron.offload.placement.program import Program
-from megatron.offload.placement.solver import solve
-from megatron.offload.placement.timeline import Timeline
-from tests.stages import group, layer, stage, tier
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import PartProfile, StageProfile
+from megatron.offload.planner.simulator.timeline import Timeline
+from megatron.offload.planner.solver.formulation import Program
+from megatron.offload.planner.solver.solve import solve
+from tests.stages import layer, part, stage, tier
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -33,7 +33,7 @@ SLOW_HOST = tier("host", write=4.0, read=4.0)
 
 
 def placements(plan: Plan) -> list[Placement]:
-    return [line.placement for line in plan.groups]
+    return [line.placement for line in plan.parts]
 
 
 def best_of_all(profile: StageProfile, budget_bytes: int) -> float:
@@ -49,12 +49,12 @@ def best_of_all(profile: StageProfile, budget_bytes: int) -> float:
 def test_with_room_for_everything_everything_is_kept() -> None:
     plan = solve(stage(4), budget_bytes=32)
     assert placements(plan) == [Placement.KEEP] * 4
-    assert {line.reason for line in plan.groups} == {"there is room"}
+    assert {line.reason for line in plan.parts} == {"there is room"}
     assert plan.predicted == plan.fastest and plan.goal == "at most 32 B"
 
 
 def test_the_program_leaves_room_for_fragments() -> None:
-    layers = tuple(layer(f"decoder.{n}", groups=(group(size=800),)) for n in range(8))
+    layers = tuple(layer(f"decoder.{n}", parts=(part(size=800),)) for n in range(8))
     profile = stage(layers=layers, tiers=(), allocator_slack=0.25)
     timeline = Timeline(profile)
     chosen = Program(profile, timeline.choices).solve(budget_bytes=5000)
@@ -67,7 +67,7 @@ def test_what_hides_moves_before_anything_is_recomputed() -> None:
     assert plan.predicted is not None and plan.fastest is not None
     assert plan.predicted.peak_bytes <= 24 and plan.predicted.step_s == plan.fastest.step_s
     assert Placement.RECOMPUTE not in placements(plan) and Placement.SSD in placements(plan)
-    moved = [line.reason for line in plan.groups if line.placement is Placement.SSD]
+    moved = [line.reason for line in plan.parts if line.placement is Placement.SSD]
     assert set(moved) == {"hides behind compute"}
 
 
@@ -75,24 +75,26 @@ def test_recomputation_is_taken_where_waiting_costs_more() -> None:
     # A layer is written in a second and read in 16.
     plan = solve(stage(4, tiers=(tier(read=0.5),)), budget_bytes=20)
     assert plan.predicted is not None and plan.predicted.peak_bytes <= 20
-    reasons = {line.reason for line in plan.groups if line.placement is Placement.RECOMPUTE}
+    reasons = {line.reason for line in plan.parts if line.placement is Placement.RECOMPUTE}
     assert any(reason.startswith("cheaper than waiting") for reason in reasons), reasons
 
 
 @pytest.mark.parametrize("budget_bytes", [14, 18, 22, 26, 30, 36, 44])
 @pytest.mark.parametrize(
-    "layout", [Layout(1, 0, 1, 1), Layout(2, 0, 1, 2), Layout(2, 1, 2, 2)], ids=str
+    "position",
+    [PipelinePosition(1, 0, 1, 1), PipelinePosition(2, 0, 1, 2), PipelinePosition(2, 1, 2, 2)],
+    ids=str,
 )
 def test_within_a_budget_the_plan_is_as_fast_as_the_best_of_all(
-    layout: Layout, budget_bytes: int
+    position: PipelinePosition, budget_bytes: int
 ) -> None:
     profile = stage(
-        4 // layout.num_chunks,
-        layout=layout,
+        4 // position.num_chunks,
+        position=position,
         micro_batches=2,
         tiers=(SLOW_HOST, SLOW_SSD),
         inflight_bytes=16,
-        after_s=(0.5,) * layout.num_chunks,
+        after_s=(0.5,) * position.num_chunks,
     )
     best_s = best_of_all(profile, budget_bytes)
     if math.isinf(best_s):
@@ -184,23 +186,22 @@ def test_a_tier_takes_no_more_than_it_holds() -> None:
 
 def test_what_cannot_be_recomputed_or_moved_is_not() -> None:
     layers = tuple(
-        layer(f"decoder.{n}", recompute_s=None, groups=(group(size=8 if n else 0),))
-        for n in range(4)
+        layer(f"decoder.{n}", recompute_s=None, parts=(part(size=8 if n else 0),)) for n in range(4)
     )
     plan = solve(stage(layers=layers), budget_bytes=22)
     assert Placement.RECOMPUTE not in placements(plan)
-    assert plan.groups[0].placement is Placement.KEEP
-    assert plan.groups[0].reason == "nothing to move"
+    assert plan.parts[0].placement is Placement.KEEP
+    assert plan.parts[0].reason == "nothing to move"
 
 
 def test_parts_of_a_layer_are_placed_on_their_own() -> None:
-    groups = (
-        group("attention", 6, produced_s=0.5, first_use_s=1.0, recompute_s=0.1),
-        group("mlp", 8),
+    parts = (
+        part("attention", 6, produced_s=0.5, first_use_s=1.0, recompute_s=0.1),
+        part("mlp", 8),
     )
-    layers = tuple(layer(f"decoder.{n}", groups=groups) for n in range(4))
+    layers = tuple(layer(f"decoder.{n}", parts=parts) for n in range(4))
     plan = solve(stage(layers=layers, tiers=()), budget_bytes=42)
-    found = {(line.group, line.placement) for line in plan.groups}
+    found = {(line.part, line.placement) for line in plan.parts}
     assert ("attention", Placement.RECOMPUTE) in found and ("mlp", Placement.KEEP) in found
     assert ("layer", Placement.RECOMPUTE) not in found
 
@@ -208,34 +209,34 @@ def test_parts_of_a_layer_are_placed_on_their_own() -> None:
 @pytest.mark.parametrize("budget_bytes", [20, 24, 28, 34])
 def test_a_part_is_recomputed_alone_where_that_is_best(budget_bytes: int) -> None:
     # The MLP gives back seven bytes for 0.25 s, attention one for 0.75 s, the layer nine for 1 s.
-    groups = (
-        group("attention", 2, produced_s=0.75, first_use_s=0.5, recompute_s=0.75, input_bytes=1),
-        group("mlp", 8, recompute_s=0.25, input_bytes=1),
+    parts = (
+        part("attention", 2, produced_s=0.75, first_use_s=0.5, recompute_s=0.75, input_bytes=1),
+        part("mlp", 8, recompute_s=0.25, input_bytes=1),
     )
-    layers = tuple(layer(f"decoder.{n}", input_bytes=1, groups=groups) for n in range(4))
+    layers = tuple(layer(f"decoder.{n}", input_bytes=1, parts=parts) for n in range(4))
     profile = stage(layers=layers, tiers=(tier(write=0.5, read=0.5),))
     plan = solve(profile, budget_bytes=budget_bytes)
     assert plan.predicted is not None and plan.predicted.peak_bytes <= budget_bytes
     assert plan.predicted.step_s <= 1.01 * best_of_all(profile, budget_bytes)
-    recomputed = [line for line in plan.groups if line.placement is Placement.RECOMPUTE]
-    assert recomputed and {line.group for line in recomputed} == {"mlp"}
-    assert all(line.reason for line in plan.groups)
+    recomputed = [line for line in plan.parts if line.placement is Placement.RECOMPUTE]
+    assert recomputed and {line.part for line in recomputed} == {"mlp"}
+    assert all(line.reason for line in plan.parts)
 
 
 @pytest.mark.parametrize("budget_bytes", [26, 30, 36])
-def test_cheap_operations_are_recomputed_where_that_is_best(budget_bytes: int) -> None:
-    groups = (
-        group("attention", 2, produced_s=0.75, first_use_s=0.5),
-        group("mlp", 8, recompute_s=0.25, input_bytes=1, cheap_bytes=4, cheap_s=0.0625),
+def test_selective_operations_are_recomputed_where_that_is_best(budget_bytes: int) -> None:
+    parts = (
+        part("attention", 2, produced_s=0.75, first_use_s=0.5),
+        part("mlp", 8, recompute_s=0.25, input_bytes=1, selective_bytes=4, selective_s=0.0625),
     )
-    layers = tuple(layer(f"decoder.{n}", input_bytes=1, groups=groups) for n in range(4))
+    layers = tuple(layer(f"decoder.{n}", input_bytes=1, parts=parts) for n in range(4))
     profile = stage(layers=layers, tiers=(tier(write=0.5, read=0.5),))
     plan = solve(profile, budget_bytes=budget_bytes)
     assert plan.predicted is not None and plan.predicted.peak_bytes <= budget_bytes
     assert plan.predicted.step_s <= 1.01 * best_of_all(profile, budget_bytes)
-    recomputed = [line for line in plan.groups if line.placement is Placement.RECOMPUTE]
-    assert "mlp-cheap" in {line.group for line in recomputed} <= {"mlp", "mlp-cheap"}
-    reasons = {one.reason for one in recomputed if one.group == "mlp-cheap"}
+    recomputed = [line for line in plan.parts if line.placement is Placement.RECOMPUTE]
+    assert "mlp-selective" in {line.part for line in recomputed} <= {"mlp", "mlp-selective"}
+    reasons = {one.reason for one in recomputed if one.part == "mlp-selective"}
     assert reasons == {"runs again in 62 ms"}
 
 
@@ -251,7 +252,7 @@ def test_a_goal_that_makes_no_sense_is_refused() -> None:
 def test_the_same_profile_gives_the_same_plan_in_every_process(tmp_path: Path) -> None:
     profile = stage(
         7,
-        layout=Layout(4, 1, 1, 4),
+        position=PipelinePosition(4, 1, 1, 4),
         micro_batches=6,
         tiers=(SLOW_HOST, SLOW_SSD),
         inflight_bytes=16,
@@ -262,10 +263,10 @@ def test_the_same_profile_gives_the_same_plan_in_every_process(tmp_path: Path) -
     path.write_text(profile.to_json())
     program = (
         "import sys, pathlib, json\n"
-        "from megatron.offload.placement.profile import StageProfile\n"
-        "from megatron.offload.placement.solver import solve\n"
+        "from megatron.offload.planner.profile.stage_profile import StageProfile\n"
+        "from megatron.offload.planner.solver.solve import solve\n"
         "plan = solve(StageProfile.load(pathlib.Path(sys.argv[1])), budget_bytes=60)\n"
-        "print(json.dumps([[one.layer, one.placement.value, one.reason] for one in plan.groups]))\n"
+        "print(json.dumps([[one.layer, one.placement.value, one.reason] for one in plan.parts]))\n"
     )
     there = subprocess.run(
         [sys.executable, "-c", program, str(path)],
@@ -277,23 +278,23 @@ def test_the_same_profile_gives_the_same_plan_in_every_process(tmp_path: Path) -
         timeout=200,
     )
     assert json.loads(there.stdout) == [
-        [one.layer, one.placement.value, one.reason] for one in here.groups
+        [one.layer, one.placement.value, one.reason] for one in here.parts
     ]
 
 
 def test_a_stage_without_layers_has_an_empty_plan() -> None:
-    assert solve(stage(layers=()), budget_bytes=10).groups == ()
+    assert solve(stage(layers=()), budget_bytes=10).parts == ()
 
 
 def uneven(seed: int) -> StageProfile:
     """Eight layers, each of other sizes and with other choices, and two small tiers."""
     chance = random.Random(seed)
 
-    def one(name: str) -> GroupProfile:
-        return group(
+    def one(name: str) -> PartProfile:
+        return part(
             name,
             chance.randint(50, 400),
-            kept_bytes=chance.randint(0, 20),
+            resident_bytes=chance.randint(0, 20),
             produced_s=chance.random(),
             first_use_s=chance.random(),
             recompute_s=chance.choice((None, 0.5)),
@@ -305,7 +306,7 @@ def uneven(seed: int) -> StageProfile:
             f"decoder.{n}",
             input_bytes=chance.randint(1, 40),
             recompute_s=chance.choice((None, 1.0)),
-            groups=(one("attention"), one("mlp")),
+            parts=(one("attention"), one("mlp")),
         )
         for n in range(8)
     )

@@ -9,16 +9,16 @@ import pytest
 
 from megatron.offload import OffloadError
 from megatron.offload.errors import InfeasibleBudgetError
-from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.profile import (
-    GroupProfile,
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import (
     LayerProfile,
+    PartProfile,
     StageProfile,
     TierProfile,
 )
-from megatron.offload.placement.solver import solve
-from megatron.offload.placement.timeline import Timeline
-from megatron.offload.planning.solver_process import SolverProcess
+from megatron.offload.planner.simulator.timeline import Timeline
+from megatron.offload.planner.solver.process import SolverProcess
+from megatron.offload.planner.solver.solve import solve
 from tests.processes import finish, start_python
 
 MIB = 1 << 20
@@ -26,16 +26,16 @@ MIB = 1 << 20
 
 def profile() -> StageProfile:
     """Four layers of 8 MiB; an SSD that is fast enough for half of it."""
-    groups = (
-        GroupProfile("attention", 3 * MIB, 0, 2, 0.005, 0.01),
-        GroupProfile("mlp", 5 * MIB, 0, 2, 0.01, 0.0),
+    parts = (
+        PartProfile("attention", 3 * MIB, 0, 2, 0.005, 0.01),
+        PartProfile("mlp", 5 * MIB, 0, 2, 0.01, 0.0),
     )
     layers = tuple(
-        LayerProfile(0, f"decoder.{n}", 0.01, 0.02, 0.01, MIB, groups) for n in range(1, 5)
+        LayerProfile(0, f"decoder.{n}", 0.01, 0.02, 0.01, MIB, parts) for n in range(1, 5)
     )
     tiers = (TierProfile("ssd", 4e8, 4e8),)
     once = (0.001,)
-    return StageProfile(Layout(1, 0, 1, 1), 2, layers, tiers, once, once, once, once)
+    return StageProfile(PipelinePosition(1, 0, 1, 1), 2, layers, tiers, once, once, once, once)
 
 
 def test_it_answers_as_the_solver_does_here() -> None:
@@ -65,8 +65,8 @@ def test_a_process_that_dies_is_an_error_that_says_so() -> None:
 
 WITHOUT_TORCH = """
     import sys
-    import megatron.offload.planning.solver_process
-    import megatron.offload.placement.solver
+    import megatron.offload.planner.solver.process
+    import megatron.offload.planner.solver.solve
     assert "torch" not in sys.modules, "torch"
 """
 

@@ -15,12 +15,12 @@ import torch
 
 from megatron.offload.config import MIB
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage.budget import SpaceBudget
-from megatron.offload.storage.direct import Alignment
-from megatron.offload.storage.drive import Drive, Extent, Health
-from megatron.offload.storage.file import UnlinkedFile
-from megatron.offload.storage.io_threads import IoThreads
-from megatron.offload.storage.ssd import SsdBlock, SsdTier
+from megatron.offload.tiers.budget import SpaceBudget
+from megatron.offload.tiers.direct_io import Alignment
+from megatron.offload.tiers.drive import Drive, Extent, Health
+from megatron.offload.tiers.file import UnlinkedFile
+from megatron.offload.tiers.io_threads import IoThreads
+from megatron.offload.tiers.ssd import SsdBlock, SsdTier
 from tests.conftest import Gate
 from tests.simulated_device import SimulatedDevice
 from tests.waiting import wait_until

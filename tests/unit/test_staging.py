@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from megatron.offload.storage import cuda as cuda_module
-from megatron.offload.storage.staging import PIECE_BYTES, StagingPool
+from megatron.offload.device import cuda as cuda_module
+from megatron.offload.tiers.staging import PIECE_BYTES, StagingPool
 
 
 class Runtime:

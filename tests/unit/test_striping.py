@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.offload.config import GIB, MIB
-from megatron.offload.storage.striping import MIN_STRIPE_BYTES, Lane, stripe
+from megatron.offload.tiers.striping import MIN_STRIPE_BYTES, Lane, stripe
 
 GRANULE = 4096
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.offload.storage.tier import Block, TierStatistics
-from megatron.offload.storage.tiered import TieredTier
-from megatron.offload.storage.transfer import gather
+from megatron.offload.tiers.tier import Block, TierStatistics
+from megatron.offload.tiers.tiered import TieredTier
+from megatron.offload.tiers.transfer import gather
 
 
 class CountingTier:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 
 from megatron.offload.config import MIB
-from megatron.offload.storage.host import HostTier
-from megatron.offload.storage.tiered import TieredTier
+from megatron.offload.tiers.host import HostTier
+from megatron.offload.tiers.tiered import TieredTier
 
 
 def test_a_block_is_read_by_the_tier_that_has_it() -> None:

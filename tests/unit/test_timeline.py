@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement import flow
-from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
+from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
 from megatron.offload.placement.policy import Placement
-from megatron.offload.placement.profile import LayerProfile, StageProfile
-from megatron.offload.placement.simulation import new_channels
-from megatron.offload.placement.tables import tables_of
-from megatron.offload.placement.timeline import Timeline
-from tests.stages import group, layer, stage, tier
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
+from megatron.offload.planner.simulator import transfers
+from megatron.offload.planner.simulator.arrays import arrays_of
+from megatron.offload.planner.simulator.step import new_channels
+from megatron.offload.planner.simulator.timeline import Timeline
+from tests.stages import layer, part, stage, tier
 
 KEEP, RECOMPUTE = Placement.KEEP, Placement.RECOMPUTE
 HOST, SSD = Placement.HOST, Placement.SSD
@@ -28,7 +28,7 @@ def predict(profile: StageProfile, *placements: Placement) -> Prediction:
     lines = []
     for number, one in enumerate(profile.layers):
         where = placements[min(number, len(placements) - 1)]
-        lines.append(PlannedGroup(one.chunk, one.name, "layer", where, one.movable_bytes))
+        lines.append(PlannedPart(one.chunk, one.name, "layer", where, one.movable_bytes))
     return Timeline(profile).predict(Plan(tuple(lines)))
 
 
@@ -87,8 +87,8 @@ def test_before_the_loss_one_piece_has_to_do() -> None:
     assert predict(profile, SSD) == Prediction(23.0, 2.0, 0.0, 16, 16, 16)
     # The middle of a pipeline has no loss: it reads two at once, as the window allows. Both wait
     # for the last stage's passes, which take as long: forward 12-24, backward 24-33.
-    layout = Layout(2, 0, 1, 2)
-    middle = stage(2, tiers=tiers, layout=layout, after_s=(10.0,), backward_before_s=(5.0,))
+    position = PipelinePosition(2, 0, 1, 2)
+    middle = stage(2, tiers=tiers, position=position, after_s=(10.0,), backward_before_s=(5.0,))
     assert predict(middle, SSD) == Prediction(42.0, 0.0, 0.0, 16, 16, 16)
 
 
@@ -117,7 +117,7 @@ def test_memory_goes_when_the_write_for_nothing_ends() -> None:
 def test_latency_is_for_each_storage() -> None:
     # Four storages of 2 bytes, each 0.5 s to be read and as long to be found: 2-6. B1 ends at 4.
     # The first is there at 3, and every next one a second later, while each is used for half a one.
-    layers = (layer(groups=(group(num_storages=4),)), layer("decoder.1"))
+    layers = (layer(parts=(part(num_storages=4),)), layer("decoder.1"))
     profile = stage(layers=layers, tiers=(tier(read=4.0, latency_s=0.5),), after_s=(10.0,))
     # F ends at 12, all is read from then on; the head's backward takes no time. B1 would wait.
     found = predict(profile, SSD, KEEP)
@@ -134,21 +134,21 @@ def test_while_a_read_is_under_way_a_write_has_what_is_left(
     shared: float | None, written_at: float
 ) -> None:
     # A second stage and micro-batch make layer 0 of the next forward pass end while layer 0 of the
-    # backward pass before is read: figures of `flow` show it without a schedule around them.
-    tables = tables_of(stage(tiers=(tier(shared_bytes_per_s=shared),)))
-    channels = new_channels(tables.tiers)
-    figures, log = np.zeros(flow.NUM_FIGURES), np.zeros((9, 5))
-    figures[flow.URGENT], figures[flow.IN_FLIGHT_LIMIT] = -1, 1000
-    flow.stop_reading_ahead(figures)
-    pieces = np.zeros((2, flow.NUM_PIECE_COLUMNS))
-    pieces[:, flow.BYTES] = 24, 8
-    pieces[1, flow.STATE] = flow.ON_TIER
-    flow.hand_over(figures, pieces, channels, log, 0)  # takes three seconds by itself
-    flow.compute(figures, pieces, channels, log, 1.0)
-    flow.use(figures, pieces, channels, log, 1)
-    assert figures[flow.NOW] == 2.0
-    flow.compute(figures, pieces, channels, log, 8.0)
-    writes = log[log[:, 0] == flow.WRITE]
+    # backward pass before is read: figures of `transfers` show it without a schedule around them.
+    arrays = arrays_of(stage(tiers=(tier(shared_bytes_per_s=shared),)))
+    channels = new_channels(arrays.tiers)
+    state, log = np.zeros(transfers.NUM_STATE), np.zeros((9, 5))
+    state[transfers.URGENT], state[transfers.IN_FLIGHT_LIMIT] = -1, 1000
+    transfers.stop_reading_ahead(state)
+    pieces = np.zeros((2, transfers.NUM_PIECE_COLUMNS))
+    pieces[:, transfers.BYTES] = 24, 8
+    pieces[1, transfers.STATE] = transfers.ON_TIER
+    transfers.hand_over(state, pieces, channels, log, 0)  # takes three seconds by itself
+    transfers.compute(state, pieces, channels, log, 1.0)
+    transfers.use(state, pieces, channels, log, 1)
+    assert state[transfers.NOW] == 2.0
+    transfers.compute(state, pieces, channels, log, 8.0)
+    writes = log[log[:, 0] == transfers.WRITE]
     assert writes[0, 2] == written_at
 
 
@@ -179,8 +179,8 @@ def test_the_window_grows_by_what_proved_missing() -> None:
             one
             for n in range(times)
             for one in (
-                layer(f"quick.{n}", backward_s=0.4, groups=(group(num_storages=4),)),
-                layer(f"long.{n}", backward_s=10.0, groups=(group(size=2),)),
+                layer(f"quick.{n}", backward_s=0.4, parts=(part(num_storages=4),)),
+                layer(f"long.{n}", backward_s=10.0, parts=(part(size=2),)),
             )
         )
 
@@ -192,16 +192,16 @@ def test_the_window_grows_by_what_proved_missing() -> None:
 
 
 def test_groups_move_and_are_recomputed_on_their_own() -> None:
-    groups = (
-        group("attention", produced_s=0.5, first_use_s=1.0, recompute_s=0.25),
-        group("mlp", 6, kept_bytes=1),
+    parts = (
+        part("attention", produced_s=0.5, first_use_s=1.0, recompute_s=0.25),
+        part("mlp", 6, resident_bytes=1),
     )
-    profile = stage(layers=(layer(groups=groups), layer("decoder.1")))
+    profile = stage(layers=(layer(parts=parts), layer("decoder.1")))
     plan = Plan(
         (
-            PlannedGroup(0, "decoder.0", "attention", RECOMPUTE, 8),
-            PlannedGroup(0, "decoder.0", "mlp", SSD, 6),
-            PlannedGroup(0, "decoder.1", "layer", KEEP, 8),
+            PlannedPart(0, "decoder.0", "attention", RECOMPUTE, 8),
+            PlannedPart(0, "decoder.0", "mlp", SSD, 6),
+            PlannedPart(0, "decoder.1", "layer", KEEP, 8),
         )
     )
     # Peak: at 2, when the second layer is done: 1 and 8 bytes, and 6 until they are written at
@@ -210,12 +210,12 @@ def test_groups_move_and_are_recomputed_on_their_own() -> None:
 
 
 def test_groups_that_are_recomputed_alone_hold_their_inputs_and_come_back_one_by_one() -> None:
-    groups = (
-        group("attention", produced_s=0.5, first_use_s=1.0, recompute_s=0.25, input_bytes=2),
-        group("mlp", 6, recompute_s=0.5, input_bytes=3),
+    parts = (
+        part("attention", produced_s=0.5, first_use_s=1.0, recompute_s=0.25, input_bytes=2),
+        part("mlp", 6, recompute_s=0.5, input_bytes=3),
     )
-    profile = stage(layers=(layer(groups=groups),))
-    lines = [PlannedGroup(0, "decoder.0", one.name, RECOMPUTE, 0) for one in groups]
+    profile = stage(layers=(layer(parts=parts),))
+    lines = [PlannedPart(0, "decoder.0", one.name, RECOMPUTE, 0) for one in parts]
     # Inputs: 2 and 3. In backward 2 + 6 bytes, then 8; not 8 + 6 as of a recomputed layer.
     assert Timeline(profile).predict(Plan(tuple(lines))) == Prediction(3.75, 0.0, 0.75, 8)
     one = Plan((lines[1],))
@@ -223,41 +223,45 @@ def test_groups_that_are_recomputed_alone_hold_their_inputs_and_come_back_one_by
     assert predict(profile, RECOMPUTE) == Prediction(4.0, 0.0, 1.0, 2 + 8 + 6)
 
 
-def test_cheap_operations_give_their_bytes_back_and_the_rest_stays_or_moves() -> None:
-    groups = (
-        group("attention", produced_s=0.5, first_use_s=1.0),
-        group("mlp", 6, cheap_bytes=4, cheap_s=0.25, cheap_extra_bytes=5),
+def test_selective_operations_give_their_bytes_back_and_the_rest_stays_or_moves() -> None:
+    parts = (
+        part("attention", produced_s=0.5, first_use_s=1.0),
+        part("mlp", 6, selective_bytes=4, selective_s=0.25, selective_extra_bytes=5),
     )
-    profile = stage(layers=(layer(groups=groups), layer("decoder.1")))
-    cheap = PlannedGroup(0, "decoder.0", "mlp-cheap", RECOMPUTE, 4)
+    profile = stage(layers=(layer(parts=parts), layer("decoder.1")))
+    selective = PlannedPart(0, "decoder.0", "mlp-selective", RECOMPUTE, 4)
     assert Timeline(profile).predict(Plan(())).peak_bytes == 8 + 6 + 8
     # Peak: when the MLP has run again, all that it saves and five more.
-    assert Timeline(profile).predict(Plan((cheap,))) == Prediction(6.25, 0.0, 0.25, 8 + 6 + 5)
-    moved = Plan((PlannedGroup(0, "decoder.0", "mlp", SSD, 2), cheap))
+    assert Timeline(profile).predict(Plan((selective,))) == Prediction(6.25, 0.0, 0.25, 8 + 6 + 5)
+    moved = Plan((PlannedPart(0, "decoder.0", "mlp", SSD, 2), selective))
     assert Timeline(profile).predict(moved) == Prediction(6.25, 0.0, 0.25, 8 + 6 + 5, 2, 2)
 
 
 @pytest.mark.parametrize("own", range(4))
 def test_a_stage_holds_as_many_micro_batches_as_come_before_its_first_backward(own: int) -> None:
-    profile = stage(layout=Layout(4, own, 1, 4), micro_batches=8)
+    profile = stage(position=PipelinePosition(4, own, 1, 4), micro_batches=8)
     assert predict(profile, KEEP) == Prediction(11 * 3.0, 0.0, 0.0, (4 - own) * 8)
 
 
 def test_recomputation_makes_every_stage_slower() -> None:
-    profile = stage(layout=Layout(4, 0, 1, 4), micro_batches=8)
+    profile = stage(position=PipelinePosition(4, 0, 1, 4), micro_batches=8)
     assert predict(profile, RECOMPUTE).step_s == 11 * 4.0
     assert predict(profile, RECOMPUTE).peak_bytes == 4 * 2 + 8
 
 
 def test_chunks_of_virtual_stages_shorten_the_bubble() -> None:
     # (M + (p - 1) / v) passes of both chunks.
-    profile = stage(layout=Layout(2, 0, 2, 2), micro_batches=4)
+    profile = stage(position=PipelinePosition(2, 0, 2, 2), micro_batches=4)
     assert predict(profile, KEEP).step_s == 4 * 6.0 + 6.0 / 2
 
 
 def test_a_long_step_is_extrapolated() -> None:
-    for layout in (Layout(1, 0, 1, 1), Layout(4, 1, 1, 4), Layout(2, 0, 2, 2)):
-        profile = stage(16, layout=layout, micro_batches=96)
+    for position in (
+        PipelinePosition(1, 0, 1, 1),
+        PipelinePosition(4, 1, 1, 4),
+        PipelinePosition(2, 0, 2, 2),
+    ):
+        profile = stage(16, position=position, micro_batches=96)
         short, whole = Timeline(profile), Timeline(profile, all_micro_batches=True)
         for choice in (0, 2, 3):
             chosen = short.choices.all(choice)
@@ -286,7 +290,7 @@ def test_a_trace_adds_up_to_the_prediction() -> None:
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
-    plan = Plan((PlannedGroup(0, "encoder.0", "layer", KEEP, 8),))
+    plan = Plan((PlannedPart(0, "encoder.0", "layer", KEEP, 8),))
     with pytest.raises(ConfigurationError, match=r"layer of encoder\.0 in chunk 0 as keep"):
         Timeline(stage()).predict(plan)
     with pytest.raises(ConfigurationError, match="as host, which the profile does not allow"):
@@ -295,13 +299,13 @@ def test_a_plan_of_another_model_is_refused() -> None:
 
 def test_a_schedule_that_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="for ever"):
-        Timeline(stage(layout=Layout(4, 0, 2, 1), micro_batches=3))
+        Timeline(stage(position=PipelinePosition(4, 0, 2, 1), micro_batches=3))
 
 
 def test_where_nothing_is_left_to_move_any_placement_is_keep() -> None:
-    empty = group("attention", 0, cheap_bytes=0, cheap_s=0.1)
-    profile = stage(layers=(layer(groups=(empty, group("mlp"))),))
-    lines = [("attention", Placement.SSD, 8), ("attention-cheap", Placement.RECOMPUTE, 4)]
+    empty = part("attention", 0, selective_bytes=0, selective_s=0.1)
+    profile = stage(layers=(layer(parts=(empty, part("mlp"))),))
+    lines = [("attention", Placement.SSD, 8), ("attention-selective", Placement.RECOMPUTE, 4)]
     for name, placement, size in lines:
-        line = PlannedGroup(0, "decoder.0", name, placement, size)
+        line = PlannedPart(0, "decoder.0", name, placement, size)
         assert Timeline(profile).predict(Plan((line,))) == Timeline(profile).predict(Plan(()))

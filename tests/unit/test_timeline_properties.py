@@ -10,13 +10,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.offload.placement.passes import Layout
-from megatron.offload.placement.profile import StageProfile
-from megatron.offload.placement.tables import Ints
-from megatron.offload.placement.timeline import Cost, Timeline
-from tests.stages import group, layer, stage, tier
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.planner.simulator.arrays import Ints
+from megatron.offload.planner.simulator.timeline import Cost, Timeline
+from tests.stages import layer, part, stage, tier
 
-layouts = st.sampled_from([Layout(1, 0, 1, 1), Layout(2, 0, 1, 2), Layout(4, 1, 1, 4)])
+layouts = st.sampled_from(
+    [PipelinePosition(1, 0, 1, 1), PipelinePosition(2, 0, 1, 2), PipelinePosition(4, 1, 1, 4)]
+)
 
 
 @st.composite
@@ -26,13 +28,13 @@ def stages(draw: st.DrawFn) -> tuple[StageProfile, Ints]:
         layer(
             f"decoder.{n}",
             forward_s=draw(st.floats(0.1, 2.0)),
-            groups=(group(size=draw(st.integers(1, 40)), num_storages=draw(st.integers(1, 3))),),
+            parts=(part(size=draw(st.integers(1, 40)), num_storages=draw(st.integers(1, 3))),),
         )
         for n in range(draw(st.integers(1, 5)))
     )
     profile = stage(
         layers=layers,
-        layout=draw(layouts),
+        position=draw(layouts),
         micro_batches=draw(st.integers(1, 5)),
         tiers=(tier(write=draw(st.floats(1.0, 50.0)), read=draw(st.floats(1.0, 50.0))),),
         inflight_bytes=draw(st.integers(1, 100)),
@@ -67,7 +69,7 @@ def test_memory_lies_between_what_one_layer_needs_and_everything(
 ) -> None:
     profile, choices = case
     found, kept = cost(profile, choices), cost(profile, np.zeros_like(choices))
-    inputs = 2 * len(choices) * 5 * profile.layout.num_stages
+    inputs = 2 * len(choices) * 5 * profile.position.num_stages
     assert max(one.movable_bytes for one in profile.layers) <= found.peak_bytes
     # A write for nothing, and pieces that were read ahead, may lie beside what is computed.
     assert found.peak_bytes <= kept.peak_bytes + inputs + 3 * 40
@@ -112,7 +114,7 @@ def test_faster_writes_never_make_the_forward_passes_wait_longer(
 ) -> None:
     # One micro-batch: its forward pass has nothing to do with reads.
     profile, choices = case
-    profile = replace(profile, num_micro_batches=1, layout=Layout(1, 0, 1, 1))
+    profile = replace(profile, num_micro_batches=1, position=PipelinePosition(1, 0, 1, 1))
     faster = profile.tiers[0].write_bytes_per_s * times
 
     def forward_wait_s(**changes: Any) -> float:

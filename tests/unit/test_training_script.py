@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from megatron.offload import ConfigurationError, OffloadConfig
 from megatron.offload.integration.megatron import training_script
-from megatron.offload.integration.megatron.training_script import SEAMS, TrainingScript
+from megatron.offload.integration.megatron.training_script import PATCH_POINTS, TrainingScript
 from tests.megatron_lm import FakeMegatronLm, Scalars, settings
 from tests.processes import finish, start_python
 
-STATISTICS = {"offloaded_bytes": 3 << 20, "kept_bytes": 0, "stall_s": 0.25, "write_wait_s": 0.5}
+STATISTICS = {"offloaded_bytes": 3 << 20, "rejected_bytes": 0, "stall_s": 0.25, "write_wait_s": 0.5}
 
 
 class FakeOffload:
@@ -244,7 +244,7 @@ def test_the_disk_is_asked_for_what_all_stages_of_the_machine_need_together(
     reserves: list[int] = []
     asked: list[int] = []
     monkeypatch.setattr(
-        "megatron.offload.storage.open.check_room", lambda *args: asked.append(args[-1])
+        "megatron.offload.tiers.open.check_room", lambda *args: asked.append(args[-1])
     )
 
     def set_up_stage(stage: int) -> int:
@@ -350,7 +350,7 @@ def test_a_script_that_goes_another_way_is_told_so(
         megatron_lm.train()
 
 
-# ------------------------------------------------------------------ seams
+# ------------------------------------------------------------------ patch points
 
 
 def test_close_restores_every_function(megatron_lm: FakeMegatronLm) -> None:
@@ -364,29 +364,33 @@ def test_close_restores_every_function(megatron_lm: FakeMegatronLm) -> None:
         assert vars(getattr(megatron_lm, name)) == functions
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name)
+@pytest.mark.parametrize("patch_point", PATCH_POINTS, ids=lambda patch_point: patch_point.name)
 def test_a_function_that_is_missing_is_refused_by_name(
-    megatron_lm: FakeMegatronLm, monkeypatch: pytest.MonkeyPatch, seam: Any
+    megatron_lm: FakeMegatronLm, monkeypatch: pytest.MonkeyPatch, patch_point: Any
 ) -> None:
-    module = getattr(megatron_lm, seam.module.rpartition(".")[2])
-    monkeypatch.delattr(module, seam.name)
+    module = getattr(megatron_lm, patch_point.module.rpartition(".")[2])
+    monkeypatch.delattr(module, patch_point.name)
     before = {name: dict(vars(getattr(megatron_lm, name))) for name in ("arguments", "training")}
-    with pytest.raises(ConfigurationError, match=f"{seam.module} has no function {seam.name};"):
+    with pytest.raises(
+        ConfigurationError, match=f"{patch_point.module} has no function {patch_point.name};"
+    ):
         TrainingScript().connect()
     for name, functions in before.items():
         assert vars(getattr(megatron_lm, name)) == functions
 
 
 @pytest.mark.parametrize(
-    "seam", [seam for seam in SEAMS if seam.parameters], ids=lambda seam: seam.name
+    "patch_point",
+    [patch_point for patch_point in PATCH_POINTS if patch_point.parameters],
+    ids=lambda patch_point: patch_point.name,
 )
 def test_a_function_with_another_signature_is_refused_by_parameter(
-    megatron_lm: FakeMegatronLm, monkeypatch: pytest.MonkeyPatch, seam: Any
+    megatron_lm: FakeMegatronLm, monkeypatch: pytest.MonkeyPatch, patch_point: Any
 ) -> None:
-    module = getattr(megatron_lm, seam.module.rpartition(".")[2])
-    monkeypatch.setattr(module, seam.name, lambda one, *others: None)
+    module = getattr(megatron_lm, patch_point.module.rpartition(".")[2])
+    monkeypatch.setattr(module, patch_point.name, lambda one, *others: None)
     with pytest.raises(
-        ConfigurationError, match=f"{seam.name} has no parameter {seam.parameters[0]}"
+        ConfigurationError, match=f"{patch_point.name} has no parameter {patch_point.parameters[0]}"
     ):
         TrainingScript().connect()
 

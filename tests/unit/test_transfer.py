@@ -12,9 +12,9 @@ import weakref
 
 import pytest
 
-from megatron.offload.storage.budget import RateLimit
-from megatron.offload.storage.io_threads import IoThreads
-from megatron.offload.storage.transfer import Transfer, gather
+from megatron.offload.tiers.budget import RateLimit
+from megatron.offload.tiers.io_threads import IoThreads
+from megatron.offload.tiers.transfer import Transfer, gather
 from tests.waiting import wait_until
 
 

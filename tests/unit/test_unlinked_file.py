@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.storage import file as file_module
-from megatron.offload.storage.file import UnlinkedFile
+from megatron.offload.tiers import file as file_module
+from megatron.offload.tiers.file import UnlinkedFile
 
 PAGE = 4096
 

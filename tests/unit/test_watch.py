@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.offload.placement.plan import Prediction
-from megatron.offload.planning.drift import Drift, MeasuredStep
-from megatron.offload.planning.watch import Reason, Watch
+from megatron.offload.planner.online.drift import Drift, MeasuredStep
+from megatron.offload.planner.online.watch import Reason, Watch
 
 MIB = 1 << 20
 SIZES = {"sequence_length": 8, "micro_batch_size": 2}

@@ -13,13 +13,13 @@ import pytest
 
 from megatron.offload.config import MIB, OffloadConfig
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.storage import io_threads as io_threads_module
-from megatron.offload.storage import ssd as ssd_module
-from megatron.offload.storage.file import UnlinkedFile
-from megatron.offload.storage.host import HostTier
-from megatron.offload.storage.open import open_tiers
-from megatron.offload.storage.ssd import SsdTier
-from megatron.offload.storage.staging import StagingPool
+from megatron.offload.tiers import io_threads as io_threads_module
+from megatron.offload.tiers import ssd as ssd_module
+from megatron.offload.tiers.file import UnlinkedFile
+from megatron.offload.tiers.host import HostTier
+from megatron.offload.tiers.open import open_tiers
+from megatron.offload.tiers.ssd import SsdTier
+from megatron.offload.tiers.staging import StagingPool
 from tests.simulated_device import SimulatedDevice
 
 

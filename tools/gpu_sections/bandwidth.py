@@ -23,10 +23,10 @@ from gpu_sections.result import Section
 from gpu_sections.settings import Settings
 from megatron.offload import ConfigurationError, OffloadConfig, Placement
 from megatron.offload.config import MIB, format_size
-from megatron.offload.storage.device import CpuDevice, Device, open_device
-from megatron.offload.storage.gds_status import gds_status
-from megatron.offload.storage.open import open_tiers
-from megatron.offload.storage.tier import Tier
+from megatron.offload.device.device import CpuDevice, Device, open_device
+from megatron.offload.tiers.gds_status import gds_status
+from megatron.offload.tiers.open import open_tiers
+from megatron.offload.tiers.tier import Tier
 
 _OPERATIONS = ("write", "read", "both")
 _WINDOW = 8  # transfers queued or under way

@@ -22,9 +22,9 @@ from gpu_sections.models import Trainee, config_of, fused_attention, start_megat
 from gpu_sections.result import Section, gib
 from gpu_sections.settings import Settings, Size
 from gpu_sections.variants import KEEP, VARIANTS, Variant, activation_bytes, applied
-from megatron.offload.report.memory import PeakMemory
-from megatron.offload.storage.device import open_device
-from megatron.offload.storage.memory_limit import memory_limit
+from megatron.offload.device.device import open_device
+from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.stats.memory import PeakMemory
 
 _NUM_MICROBATCHES = 2
 _GPU_VOCABULARY, _CPU_VOCABULARY = 32_768, 128

@@ -12,8 +12,8 @@ import random
 
 import torch
 
-from megatron.offload.storage.cuda import CudaDevice
-from megatron.offload.storage.device import Device
+from megatron.offload.device.cuda import CudaDevice
+from megatron.offload.device.device import Device
 
 _LONGEST_CYCLES = 3_000_000  # 1.5 ms at 2 GHz: longer than a copy of most sizes here
 

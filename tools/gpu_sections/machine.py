@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from megatron.offload.commands.doctor.gpu import find_cuda
 from megatron.offload.config import format_size
-from megatron.offload.report.doctor.gpu import find_cuda
-from megatron.offload.storage.gds_status import gds_status
-from megatron.offload.storage.memory_limit import memory_limit
-from megatron.offload.storage.mounts import block_devices, mount_of, parse_mountinfo
+from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.device.mounts import block_devices, mount_of, parse_mountinfo
+from megatron.offload.tiers.gds_status import gds_status
 
 _PACKAGES = ("megatron-core", "transformer-engine", "apex", "kvikio-cu13", "kvikio-cu12")
 _LINK = "pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,power.limit"

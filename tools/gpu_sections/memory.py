@@ -19,10 +19,10 @@ from gpu_sections.settings import Settings, Size
 from gpu_sections.stack import Stack, opened
 from megatron.offload import OffloadConfig, OffloadEngine
 from megatron.offload.config import KIB, MIB, format_size
+from megatron.offload.device.device import Device, open_device
 from megatron.offload.placement.policy import Placement
-from megatron.offload.report.memory import PeakMemory
-from megatron.offload.storage.device import Device, open_device
-from megatron.offload.storage.host import HostTier
+from megatron.offload.stats.memory import PeakMemory
+from megatron.offload.tiers.host import HostTier
 
 MODES = ("host", "ssd", "tiered")
 _MIN_BYTES = 256 * KIB
@@ -135,8 +135,8 @@ def run(settings: Settings, section: Section) -> None:
     _check_host(section, "host, half the budget", figures)
     section.check(
         "what does not fit into the host budget stays on the device",
-        figures["statistics"]["kept_bytes"] > 0 and figures["peak_bytes"] < keep_bytes,
-        f"{format_size(figures['statistics']['kept_bytes'])} of a step stayed",
+        figures["statistics"]["rejected_bytes"] > 0 and figures["peak_bytes"] < keep_bytes,
+        f"{format_size(figures['statistics']['rejected_bytes'])} of a step stayed",
     )
     section.table(
         "Peak of a step above the state before it",

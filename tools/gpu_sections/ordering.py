@@ -23,8 +23,8 @@ from gpu_sections.result import Section, gib
 from gpu_sections.settings import Settings
 from megatron.offload import ConfigurationError, OffloadConfig, OffloadEngine, Scope
 from megatron.offload.config import MIB
-from megatron.offload.storage.device import Device, open_device
-from megatron.offload.storage.gds_status import gds_status
+from megatron.offload.device.device import Device, open_device
+from megatron.offload.tiers.gds_status import gds_status
 
 _SIZES = (2, 510, 4094, 4096, 4098, 65_538, MIB, 3 * MIB + 18, 8 * MIB, 24 * MIB + 6)
 _SCRIBBLE = 0xDB
@@ -50,7 +50,7 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     offloaded_bytes: int = 0
     forwarded_bytes: int = 0
-    kept_bytes: int = 0
+    rejected_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Stress:
         tally.passes += 1
         tally.offloaded_bytes += statistics.offloaded_bytes
         tally.forwarded_bytes += statistics.forwarded_bytes
-        tally.kept_bytes += statistics.kept_bytes
+        tally.rejected_bytes += statistics.rejected_bytes
         for index, each in enumerate(payloads):
             for payload, num_wrong in zip(each, counts[index].tolist(), strict=True):
                 if num_wrong:
@@ -142,7 +142,7 @@ class Stress:
     ) -> tuple[Any, torch.Tensor]:
         engine, delays = self._engine, self._delays
         link = torch.ones(1, device=self._device, requires_grad=True)
-        with engine.forward(Scope(micro_batch=index)) as tape, engine.saved_tensors_hooks():
+        with engine.forward(Scope(micro_batch=index)) as save_order, engine.saved_tensors_hooks():
             for place, payload in enumerate(payloads):
                 delays.compute(at_least=0.5 if self._careless else 0.0)
                 saved = payload.make(self._device)
@@ -150,19 +150,19 @@ class Stress:
                 link = _Carry.apply(link, saved, self._comparison(payload, counts[place], tally))
                 del saved
                 self._scribble(payload.num_bytes)
-        return tape, link
+        return save_order, link
 
-    def _backward(self, tape: Any, link: torch.Tensor) -> None:
+    def _backward(self, save_order: Any, link: torch.Tensor) -> None:
         engine, chance = self._engine, self._chance
         if self._careless or chance.random() < 0.7:
             self._settle()  # everything reaches its tier, else much is needed before it has
         kind = chance.random()
         if kind < 0.05 and not self._careless:
             return  # the graph is dropped
-        with engine.backward(tape):
+        with engine.backward(save_order):
             link.sum().backward(retain_graph=kind > 0.9)
         if kind > 0.9:
-            with engine.backward(tape):
+            with engine.backward(save_order):
                 link.sum().backward()
 
     def _comparison(

@@ -27,9 +27,9 @@ from gpu_sections.stack import Stack, opened
 from gpu_sections.timeline import Timeline
 from megatron.offload import OffloadConfig, OffloadEngine, Placement, Policy, Scope
 from megatron.offload.config import MIB
+from megatron.offload.device.device import open_device
 from megatron.offload.placement.policy import FixedPolicy
-from megatron.offload.restore.prefetch import Tape
-from megatron.offload.storage.device import open_device
+from megatron.offload.transfer.prefetcher import SaveOrder
 
 _MODES = ("host", "ssd")
 _NUM_WARM_UP, _NUM_TRACED = 2, 2
@@ -81,7 +81,7 @@ class OneAfterTheOther(OffloadEngine):
             time.sleep(0.0001)
 
     @contextlib.contextmanager
-    def backward(self, tape: Tape) -> Iterator[None]:
+    def backward(self, save_order: SaveOrder) -> Iterator[None]:
         """Reads nothing ahead."""
         yield
 

@@ -64,9 +64,9 @@ class Stack(torch.nn.Module):
             return
         engine.exclude([*self.parameters(), self.input, self.probe])
         with engine.step():
-            with engine.forward(Scope()) as tape:
+            with engine.forward(Scope()) as save_order:
                 loss = self._loss(engine)
-            with engine.backward(tape):
+            with engine.backward(save_order):
                 loss.backward()
 
     def _loss(self, engine: OffloadEngine | None) -> torch.Tensor:

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.policy import CHEAP, WHOLE_LAYER, Placement
+from megatron.offload.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
 
 _PARTS = ("attention", "mlp")
-_GROUPS = (*_PARTS, WHOLE_LAYER, *(part + CHEAP for part in _PARTS))
+_ALL_PARTS = (*_PARTS, WHOLE_LAYER, *(part + SELECTIVE for part in _PARTS))
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class PlannedGroup:
+class PlannedPart:
     """One line of a plan.
 
     Attributes:
         chunk: model chunk of the stage.
         layer: e.g. `decoder.7`.
-        group: `attention`, `mlp` or `layer`. A recomputed layer has one line, `layer`. Besides them
-            `attention-cheap` and `mlp-cheap` where norms, the activation function and the like are
-            recomputed and what else the part saves is not.
+        part: `attention`, `mlp` or `layer`. A recomputed layer has one line, `layer`. Besides them
+            `attention-selective` and `mlp-selective` where norms, the activation function and the
+            like are recomputed and what else the part saves is not.
         placement: `KEEP`, `RECOMPUTE`, `HOST` or `SSD`.
         movable_bytes: of one micro-batch that it decides about.
         reason: for people, a few words.
@@ -55,7 +55,7 @@ class PlannedGroup:
 
     chunk: int
     layer: str
-    group: str
+    part: str
     placement: Placement
     movable_bytes: int
     reason: str = ""
@@ -66,12 +66,12 @@ class Plan:
     """Placements of a stage's activations.
 
     Attributes:
-        groups: by chunk, layer and group, in the order of the forward pass.
+        parts: by chunk, layer and part, in the order of the forward pass.
         goal: what was asked for, for people: `at most 12 GiB`, `at most 2 % slower`.
         predicted: of this plan. `fastest`: of keeping everything, whatever it needs.
     """
 
-    groups: tuple[PlannedGroup, ...]
+    parts: tuple[PlannedPart, ...]
     goal: str = ""
     predicted: Prediction | None = None
     fastest: Prediction | None = None
@@ -80,8 +80,8 @@ class Plan:
 
     @property
     def placements(self) -> dict[tuple[int, str, str], Placement]:
-        """By chunk, layer and group."""
-        return {(one.chunk, one.layer, one.group): one.placement for one in self.groups}
+        """By chunk, layer and part."""
+        return {(one.chunk, one.layer, one.part): one.placement for one in self.parts}
 
     def digest(self) -> int:
         """A number below 2^48 that two plans share if they place alike, and hardly otherwise.
@@ -99,24 +99,24 @@ class Plan:
             tiers: placements that there is a tier for.
 
         Raises:
-            ConfigurationError: other layers, unknown groups, or tiers that are not there.
+            ConfigurationError: other layers, unknown parts, or tiers that are not there.
         """
-        planned, there = {(one.chunk, one.layer) for one in self.groups}, set(layers)
+        planned, there = {(one.chunk, one.layer) for one in self.parts}, set(layers)
         for chunk, layer in sorted(planned ^ there):
             has, lacks = ("plan", "model") if (chunk, layer) in planned else ("model", "plan")
             raise ConfigurationError(
                 f"the plan does not fit stage {self.stage} of the model: the {has} has layer "
                 f"{layer} in chunk {chunk} and the {lacks} has not; plan again for this model"
             )
-        for one in self.groups:
-            if one.group not in _GROUPS:
+        for one in self.parts:
+            if one.part not in _ALL_PARTS:
                 raise ConfigurationError(
-                    f"the plan has a group {one.group!r} of {one.layer}; expected one of "
-                    f"{', '.join(_GROUPS)}; correct it or plan again"
+                    f"the plan has a part {one.part!r} of {one.layer}; expected one of "
+                    f"{', '.join(_ALL_PARTS)}; correct it or plan again"
                 )
-            if one.group.endswith(CHEAP) and one.placement is not Placement.RECOMPUTE:
+            if one.part.endswith(SELECTIVE) and one.placement is not Placement.RECOMPUTE:
                 raise ConfigurationError(
-                    f"the plan has {one.group} of {one.layer} as {one.placement.value}; expected "
+                    f"the plan has {one.part} of {one.layer} as {one.placement.value}; expected "
                     f"{Placement.RECOMPUTE.value}; without the line it goes where the rest goes"
                 )
             if one.placement not in (*tiers, Placement.KEEP, Placement.RECOMPUTE):

@@ -17,25 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
+from megatron.offload.placement.atomic_file import write_atomically
+from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
 from megatron.offload.placement.policy import Placement
-from megatron.offload.placement.whole_file import write_whole
 
 FORMAT_VERSION = 1
 
 
 def plans_to_json(plans: Iterable[Plan]) -> str:
-    """Text that `plans_from_json` reads; one line for each group."""
+    """Text that `plans_from_json` reads; one line for each part."""
     stages = []
     for plan in sorted(plans, key=lambda one: one.stage):
         values = dataclasses.asdict(plan)
         lines = [
             json.dumps({**dataclasses.asdict(one), "placement": one.placement.value})
-            for one in plan.groups
+            for one in plan.parts
         ]
-        values["groups"] = _GROUPS
+        values["parts"] = _ALL_PARTS
         text = json.dumps(values, indent=1)
-        stages.append(text.replace(f'"{_GROUPS}"', "[\n  " + ",\n  ".join(lines) + "\n ]"))
+        stages.append(text.replace(f'"{_ALL_PARTS}"', "[\n  " + ",\n  ".join(lines) + "\n ]"))
     return f'{{"version": {FORMAT_VERSION}, "stages": [\n' + ",\n".join(stages) + "\n]}\n"
 
 
@@ -66,8 +66,8 @@ def plans_from_json(text: str) -> dict[int, Plan]:
 
 
 def save_plans(path: Path, plans: Iterable[Plan]) -> None:
-    """Writes the file, see `write_whole`. Raises OSError."""
-    write_whole(path, plans_to_json(plans))
+    """Writes the file, see `write_atomically`. Raises OSError."""
+    write_atomically(path, plans_to_json(plans))
 
 
 def update_plan(path: Path, plan: Plan) -> None:
@@ -92,38 +92,38 @@ def load_plans(path: Path) -> dict[int, Plan]:
         raise ConfigurationError(f"the plan {path} cannot be read: {error}") from None
 
 
-_GROUPS = "%groups%"  # stands for them until each has its line
+_ALL_PARTS = "%parts%"  # stands for them until each has its line
 
 
 # What people may have edited, and what it has to be.
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("stage", "chunk", "movable_bytes"), int),
-    **dict.fromkeys(("layer", "group", "reason", "goal"), str),
+    **dict.fromkeys(("layer", "part", "reason", "goal"), str),
     **dict.fromkeys((field.name for field in dataclasses.fields(Prediction)), (int, float)),
 }
 
 
 def _plan(values: dict[str, Any]) -> Plan:
     _check_kinds(values)
-    groups = tuple(_group(one) for one in values["groups"])
-    _check_once("group", [f"{one.group} of {one.layer} in chunk {one.chunk}" for one in groups])
+    parts = tuple(_part(one) for one in values["parts"])
+    _check_once("part", [f"{one.part} of {one.layer} in chunk {one.chunk}" for one in parts])
     predictions = {
         name: _prediction(values[name]) if values.get(name) is not None else None
         for name in ("predicted", "fastest")
     }
     notes = tuple(values.get("notes", ()))
-    return Plan(**{**values, "groups": groups, "notes": notes, **predictions})
+    return Plan(**{**values, "parts": parts, "notes": notes, **predictions})
 
 
-def _group(values: dict[str, Any]) -> PlannedGroup:
+def _part(values: dict[str, Any]) -> PlannedPart:
     _check_kinds(values)
     placements = [one.value for one in _PLACEMENTS]
     if values["placement"] not in placements:
         raise ValueError(
-            f"{values['group']} of {values['layer']} has placement {values['placement']!r}, "
+            f"{values['part']} of {values['layer']} has placement {values['placement']!r}, "
             f"expected {', '.join(placements)}"
         )
-    return PlannedGroup(**{**values, "placement": Placement(values["placement"])})
+    return PlannedPart(**{**values, "placement": Placement(values["placement"])})
 
 
 _PLACEMENTS = (Placement.KEEP, Placement.RECOMPUTE, Placement.HOST, Placement.SSD)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from megatron.offload.config import format_size
-from megatron.offload.placement.plan import Plan, PlannedGroup, Prediction
+from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
 
-_HEADINGS = ("layers", "group", "each", "placement", "why")
+_HEADINGS = ("layers", "part", "each", "placement", "why")
 
 
 def plan_table(plan: Plan) -> str:
     """Lines without a newline at the end."""
-    chunks = {one.chunk for one in plan.groups}
+    chunks = {one.chunk for one in plan.parts}
     rows = [_HEADINGS]
     for run in _runs(plan):
         first, last = run[0][0], run[-1][0]
@@ -25,7 +25,7 @@ def plan_table(plan: Plan) -> str:
             name = f"chunk {first.chunk} {name}"
         for one in run[0]:
             size = format_size(one.movable_bytes)
-            rows.append((name, one.group, size, one.placement.value, one.reason))
+            rows.append((name, one.part, size, one.placement.value, one.reason))
             name = ""
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     goal = f", {plan.goal}" if plan.goal else ""
@@ -41,15 +41,15 @@ def plan_table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _runs(plan: Plan) -> Iterator[list[list[PlannedGroup]]]:
-    """The groups of each layer, by layers in a row that look alike."""
-    layers = [list(g) for _, g in groupby(plan.groups, key=lambda one: (one.chunk, one.layer))]
+def _runs(plan: Plan) -> Iterator[list[list[PlannedPart]]]:
+    """The parts of each layer, by layers in a row that look alike."""
+    layers = [list(g) for _, g in groupby(plan.parts, key=lambda one: (one.chunk, one.layer))]
     yield from (list(run) for _, run in groupby(layers, key=_look))
 
 
-def _look(layer: list[PlannedGroup]) -> tuple[object, ...]:
+def _look(layer: list[PlannedPart]) -> tuple[object, ...]:
     block = layer[0].layer.rpartition(".")[0]
-    cells = [(g.group, g.placement, format_size(g.movable_bytes), g.reason) for g in layer]
+    cells = [(g.part, g.placement, format_size(g.movable_bytes), g.reason) for g in layer]
     return (layer[0].chunk, block, *cells)
 
 

@@ -23,19 +23,19 @@ class Placement(enum.Enum):
     TIERED = "tiered"  # host DRAM or SSD, whichever is behind its share
 
 
-WHOLE_LAYER = "layer"  # in plans and profiles, the group of a layer that is not divided
-CHEAP = "-cheap"  # in plans, after a group's name: what of it takes hardly any time
+WHOLE_LAYER = "layer"  # in plans and profiles, the part of a layer that is not divided
+SELECTIVE = "-selective"  # in plans, after a part's name: what of it takes hardly any time
 
 
 class Policy(Protocol):
     """Chooses placements. Called by the thread that computes, in the hot path.
 
     One that gives the attention and the MLP of a layer placements of their own has an attribute
-    `divides_layers` that is true; `scope.group` then says which of them is asked about.
+    `divides_layers` that is true; `scope.part` then says which of them is asked about.
     """
 
     def place_layer(self, scope: Scope) -> Placement:
-        """What becomes of a layer as a whole, or of `scope.group` of it. Asked before it runs.
+        """What becomes of a layer as a whole, or of `scope.part` of it. Asked before it runs.
 
         Ranks that compute parts of the same layer (tensor, context and expert parallelism) must
         give the same answer about `RECOMPUTE`: what they send each other in the layer's forward

@@ -61,7 +61,7 @@ class TensorCache:
         self._entries: dict[tuple[int, Span | None], _Entry] = {}
         self._excluded: dict[int, StorageWeakRef] = {}
         self.long_lived: list[LongLived] = []  # learned so far
-        self.num_left_alone = 0  # saved tensors of the device that are more than their bytes
+        self.num_unsupported = 0  # saved tensors of the device that are more than their bytes
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors' storages never move: parameters, buffers, optimizer state, inputs."""
@@ -87,7 +87,7 @@ class TensorCache:
             or tensor.is_neg()
         ):
             if tensor.device == self._device and not isinstance(tensor, torch.nn.Parameter):
-                self.num_left_alone += 1
+                self.num_unsupported += 1
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0 or storage._cdata in self._excluded:
@@ -105,7 +105,7 @@ class TensorCache:
         if storage is None or (tensor.dim() == 0 and storage.nbytes() == tensor.itemsize):
             return None
         if tensor.__dict__ and any(_OF_COMPILER not in name for name in tensor.__dict__):
-            self.num_left_alone += 1
+            self.num_unsupported += 1
             return None
         return storage
 

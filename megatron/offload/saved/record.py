@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One saved storage and the views of it that autograd holds: `SavedStorage`, `SavedView`.
 
-What autograd holds in place of a tensor that stays in memory is a `KeptTensor`.
+What autograd holds in place of a tensor that stays in memory is a `ResidentTensor`.
 
 The cache creates records, the hooks hand views to autograd, the engine starts transfers on them.
 A record never starts I/O itself; it knows where its bytes are and who may take them.
@@ -75,7 +75,7 @@ class SavedStorage:
     Of a storage of which only a part was saved, the bytes of that part: see Note [Gathered views]
     in `cache.py`.
 
-    States change under `_lock`: threads that compute save and use, the starter begins transfers,
+    States change under `_lock`: threads that compute save and use, the dispatcher begins transfers,
     I/O threads end writes. The lock is held for a few assignments; nothing waits or
     frees memory under it.
     """
@@ -260,8 +260,8 @@ class SavedStorage:
     def make_ready(self, ended: object) -> None:
         """A read ended well. If nobody has waited for it, builds the tensors of all views.
 
-        To do so takes longer than all the rest of `unpack`. The starter has the time. By now, what
-        `ended` brought may have been used and let go, and another read be under way.
+        To do so takes longer than all the rest of `unpack`. The dispatcher has the time. By now,
+        what `ended` brought may have been used and let go, and another read be under way.
         """
         with self._lock:
             if self.state is not State.READING or self._pending is not ended:
@@ -354,7 +354,7 @@ class SavedView:
         return tensor
 
 
-class KeptTensor:
+class ResidentTensor:
     """What autograd holds in place of a saved tensor that stays: where there are hooks, it does not
     look whether a tensor was changed in place.
 

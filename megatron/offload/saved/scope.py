@@ -13,9 +13,9 @@ class Scope:
     chunk: int = 0  # model chunk of this pipeline stage (0 without virtual pipelining)
     micro_batch: int = 0
     layer: str = ""  # e.g. `decoder.7`: block path and global 1-based layer number
-    group: str = ""  # part of the layer, `attention` or `mlp`; empty: the layer is not divided
+    part: str = ""  # part of the layer, `attention` or `mlp`; empty: the layer is not divided
 
     def __str__(self) -> str:
         layer = f" layer {self.layer}" if self.layer else ""
-        group = f" {self.group}" if self.group else ""
-        return f"chunk {self.chunk} micro-batch {self.micro_batch}{layer}{group}"
+        part = f" {self.part}" if self.part else ""
+        return f"chunk {self.chunk} micro-batch {self.micro_batch}{layer}{part}"

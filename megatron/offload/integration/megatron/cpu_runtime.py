@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron.offload.storage.cuda import has_cuda
+from megatron.offload.device.cuda import has_cuda
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ class _Event:
 _THE_STREAM = _Stream()
 
 
-# ------------------------------------------------------------------ megatron-core's own seams
+# -------------------------------------------------------------- megatron-core's own patch points
 
 
 def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from megatron.offload.device.cuda import has_cuda
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron import cpu_runtime
 from megatron.offload.integration.megatron.cpu_runtime import Redirection
-from megatron.offload.integration.megatron.seam import Seam
-from megatron.offload.storage.cuda import has_cuda
+from megatron.offload.integration.megatron.patch_point import PatchPoint
 
 _log = logging.getLogger(__name__)
 
@@ -131,14 +131,14 @@ def _table() -> Iterable[Redirection]:
         lambda *args, **kwargs: properties,
         "flags are checked against the GPU's generation",
     )
-    initialize = Seam(_TRAINING, "initialize_megatron", ("allow_no_cuda",))
+    initialize = PatchPoint(_TRAINING, "initialize_megatron", ("allow_no_cuda",))
     yield Redirection(
         initialize.module,
         initialize.name,
         functools.partial(initialize.find(), allow_no_cuda=True),
         "asserts that CUDA is available",
     )
-    build_data = Seam(_TRAINING, "build_train_valid_test_data_iterators", ())
+    build_data = PatchPoint(_TRAINING, "build_train_valid_test_data_iterators", ())
     yield Redirection(
         build_data.module,
         build_data.name,

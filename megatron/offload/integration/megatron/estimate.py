@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.offload.placement.passes import Layout, passes_of_step
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition, pipeline_schedule
 
 MARGIN = 1.15  # statistics of norms, log-sum-exp of attention, rounding to file-system blocks
 
@@ -58,7 +58,7 @@ def passes_in_flight(settings: Any, num_microbatches: int, stage: int = 0) -> in
     chunks = settings.virtual_pipeline_model_parallel_size or 1
     group = settings.microbatch_group_size_per_vp_stage or stages
     in_flight = most = 0
-    for one in passes_of_step(Layout(stages, stage, chunks, group), num_microbatches):
+    for one in pipeline_schedule(PipelinePosition(stages, stage, chunks, group), num_microbatches):
         in_flight += -1 if one.is_backward else 1
         most = max(most, in_flight)
     return most

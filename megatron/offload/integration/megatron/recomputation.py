@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a layer or a part of it so that only its inputs are kept: `recomputed`, `recomputing`.
 
-`LayerCalls` asks, where a policy says so. Megatron's own checkpoint does it, which restores the
+`LayerHooks` asks, where a policy says so. Megatron's own checkpoint does it, which restores the
 states of all random number generators. What runs again in backward is captured by nobody.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.random import checkpoint
 
-from megatron.offload.integration.megatron.groups import ATTENTION, MLP
+from megatron.offload.integration.megatron.layer_split import ATTENTION, MLP
 
 Function = Callable[..., Any]
 
 # What `TransformerLayer.forward` calls one after the other. The tensor between them is the middle
-# of `groups.py`; a residual connection lies inside of one or the other, so gradients are summed in
+# of `parts.py`; a residual connection lies inside of one or the other, so gradients are summed in
 # the same order as without recomputation.
 _METHODS = {ATTENTION: "_forward_attention", MLP: "_forward_mlp"}
 
@@ -52,20 +52,20 @@ def has_parts(layer: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def recomputing(
-    layer: torch.nn.Module, groups: Iterable[str], noted: Callable[[str, Function], Function]
+    layer: torch.nn.Module, parts: Iterable[str], noted: Callable[[str, Function], Function]
 ) -> Iterator[None]:
     """Around a layer's forward, some of whose parts are recomputed.
 
     Args:
         layer: see `has_parts`.
-        groups: the parts.
+        parts: the parts.
         noted: gets the name of a part and its function, and gives what is called in its place,
             now and in backward.
     """
     with contextlib.ExitStack() as stack:
-        for group in groups:
-            name = _METHODS[group]
-            again = _recomputing(noted(group, getattr(layer, name)))
+        for part in parts:
+            name = _METHODS[part]
+            again = _recomputing(noted(part, getattr(layer, name)))
             stack.enter_context(replaced(layer, name, again))
         yield
 

@@ -2,8 +2,8 @@
 """Activation offload in an unmodified training script of Megatron-LM: `TrainingScript`.
 
 `megatron/offload/launch.py` connects it, runs the script and closes it. It wraps the few functions
-that every `pretrain_*.py` goes through (`SEAMS`), calls `check`, `install` and `step` as a trainer
-does, and shows the counters in the script's own log. It copies nothing of Megatron-LM.
+that every `pretrain_*.py` goes through (`PATCH_POINTS`), calls `check`, `install` and `step` as a
+trainer does, and shows the counters in the script's own log. It copies nothing of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from typing import Any
 import torch
 
 from megatron.offload.config import OffloadConfig, format_size
+from megatron.offload.device.device import open_device
 from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
 from megatron.offload.integration.megatron.arguments import (
     add_offload_arguments,
     config_from_args,
 )
+from megatron.offload.integration.megatron.connect import MegatronOffload, check, install
 from megatron.offload.integration.megatron.estimate import (
     activation_bytes,
     encoder_decoder_bytes,
 )
-from megatron.offload.integration.megatron.install import MegatronOffload, check, install
-from megatron.offload.integration.megatron.seam import Seam
-from megatron.offload.planning.agreement import raise_first
-from megatron.offload.report.memory import PeakMemory
-from megatron.offload.storage.device import open_device
+from megatron.offload.integration.megatron.patch_point import PatchPoint
+from megatron.offload.planner.online.consensus import raise_first
+from megatron.offload.stats.memory import PeakMemory
 
 logger = logging.getLogger(__name__)
 
 _ARGUMENTS, _TRAINING = "megatron.training.arguments", "megatron.training.training"
 _GLOBALS = "megatron.training.global_vars"
 
-_ADD_FLAGS = Seam(_ARGUMENTS, "add_megatron_arguments", ("parser",))
-_SETUP = Seam(_TRAINING, "setup_model_and_optimizer", ("model_type", "checkpointing_context"))
-_STEP = Seam(_TRAINING, "train_step", ("model", "optimizer", "forward_backward_func"))
-_LOG = Seam(_TRAINING, "training_log", ("loss_dict", "iteration", "is_first_iteration"))
-_PRINT = Seam(_TRAINING, "print_rank_last", ("message",))
-_GET_FLAGS = Seam(_GLOBALS, "get_args", ())
-_GET_TENSORBOARD = Seam(_GLOBALS, "get_tensorboard_writer", ())
-_GET_WANDB = Seam(_GLOBALS, "get_wandb_writer", ())
-_MODEL_SETTINGS = Seam(_ARGUMENTS, "core_transformer_config_from_args", ("args",))
+_ADD_FLAGS = PatchPoint(_ARGUMENTS, "add_megatron_arguments", ("parser",))
+_SETUP = PatchPoint(_TRAINING, "setup_model_and_optimizer", ("model_type", "checkpointing_context"))
+_STEP = PatchPoint(_TRAINING, "train_step", ("model", "optimizer", "forward_backward_func"))
+_LOG = PatchPoint(_TRAINING, "training_log", ("loss_dict", "iteration", "is_first_iteration"))
+_PRINT = PatchPoint(_TRAINING, "print_rank_last", ("message",))
+_GET_FLAGS = PatchPoint(_GLOBALS, "get_args", ())
+_GET_TENSORBOARD = PatchPoint(_GLOBALS, "get_tensorboard_writer", ())
+_GET_WANDB = PatchPoint(_GLOBALS, "get_wandb_writer", ())
+_MODEL_SETTINGS = PatchPoint(_ARGUMENTS, "core_transformer_config_from_args", ("args",))
 
 # Everything of Megatron-LM that is wrapped (the first five) or called.
-SEAMS = (
+PATCH_POINTS = (
     _ADD_FLAGS,
     _SETUP,
     _STEP,
@@ -98,17 +98,17 @@ class TrainingScript:
         Raises:
             ConfigurationError: one of them is not as it is known here; nothing was touched then.
         """
-        for seam in SEAMS:
-            seam.find()
-        for seam, wrap in (
+        for patch_point in PATCH_POINTS:
+            patch_point.find()
+        for patch_point, wrap in (
             (_ADD_FLAGS, self._wrap_add_flags),
             (_SETUP, self._wrap_setup),
             (_STEP, self._wrap_step),
             (_LOG, self._wrap_log),
             (_PRINT, self._wrap_print),
         ):
-            original = seam.find()
-            self._restore.append(seam.replace(functools.wraps(original)(wrap(original))))
+            original = patch_point.find()
+            self._restore.append(patch_point.replace(functools.wraps(original)(wrap(original))))
 
     def summary(self) -> str:
         """A few lines for the end of the run; empty without offload or without a step."""
@@ -170,13 +170,13 @@ class TrainingScript:
 
         def training_log(*args: Any, **kwargs: Any) -> Any:
             iteration = signature.bind(*args, **kwargs).arguments["iteration"]
-            figures = self._largest_figures()
-            self._addition = _describe(figures)
+            metrics = self._largest_metrics()
+            self._addition = _describe(metrics)
             try:
                 result = original(*args, **kwargs)
             finally:
                 self._addition = ""
-            _write_scalars(figures, iteration)
+            _write_scalars(metrics, iteration)
             return result
 
         return training_log
@@ -223,16 +223,16 @@ class TrainingScript:
             self._peak_bytes = self._peak.end_step()
         return result
 
-    def _largest_figures(self) -> dict[str, float]:
+    def _largest_metrics(self) -> dict[str, float]:
         """The last step's counters; of each the largest value of all ranks. Called by all ranks."""
-        figures: dict[str, float] = dict(self._installed().statistics)
+        metrics: dict[str, float] = dict(self._installed().statistics)
         if self._peak is not None:
-            figures["peak_activation_bytes"] = self._peak_bytes
-        if not figures:
+            metrics["peak_activation_bytes"] = self._peak_bytes
+        if not metrics:
             return {}
-        values = torch.tensor(list(figures.values()), dtype=torch.float64, device=self._device)
+        values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
-        return dict(zip(figures, values.tolist(), strict=True))
+        return dict(zip(metrics, values.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -361,33 +361,33 @@ def _on_all_ranks(action: Callable[[], Any]) -> Any:
 # ------------------------------------------------------------------ the script's own log
 
 
-def _describe(figures: dict[str, float]) -> str:
+def _describe(metrics: dict[str, float]) -> str:
     """What is added to Megatron-LM's line, in its manner."""
     parts = []
-    if "offloaded_bytes" in figures:
+    if "offloaded_bytes" in metrics:
         parts += [
-            f" offloaded: {format_size(figures['offloaded_bytes'])} |",
-            f" kept: {format_size(figures['kept_bytes'])} |",
-            f" stall: {figures['stall_s'] + figures['write_wait_s']:.3f} s |",
+            f" offloaded: {format_size(metrics['offloaded_bytes'])} |",
+            f" kept: {format_size(metrics['rejected_bytes'])} |",
+            f" stall: {metrics['stall_s'] + metrics['write_wait_s']:.3f} s |",
         ]
-    if figures.get("predicted_step_s"):
+    if metrics.get("predicted_step_s"):
         parts += [
-            f" step: {figures['measured_step_s']:.3f} s"
-            f" (predicted {figures['predicted_step_s']:.3f} s) |",
-            f" planned peak: {format_size(figures['predicted_peak_bytes'])} |",
+            f" step: {metrics['measured_step_s']:.3f} s"
+            f" (predicted {metrics['predicted_step_s']:.3f} s) |",
+            f" planned peak: {format_size(metrics['predicted_peak_bytes'])} |",
         ]
-    if "peak_activation_bytes" in figures:
-        parts += [f" peak activations: {format_size(figures['peak_activation_bytes'])} |"]
+    if "peak_activation_bytes" in metrics:
+        parts += [f" peak activations: {format_size(metrics['peak_activation_bytes'])} |"]
     return "".join(parts)
 
 
-def _write_scalars(figures: dict[str, float], iteration: int) -> None:
+def _write_scalars(metrics: dict[str, float], iteration: int) -> None:
     """To TensorBoard and wandb, where this rank writes there, under `offload/`."""
     tensorboard, wandb = _GET_TENSORBOARD.find()(), _GET_WANDB.find()()
     flags = _GET_FLAGS.find()()
-    if not figures or iteration % flags.tensorboard_log_interval != 0:
+    if not metrics or iteration % flags.tensorboard_log_interval != 0:
         return
-    scalars = {f"offload/{name}": value for name, value in figures.items()}
+    scalars = {f"offload/{name}": value for name, value in metrics.items()}
     if tensorboard is not None:
         for name, value in scalars.items():
             tensorboard.add_scalar(name, value, iteration)

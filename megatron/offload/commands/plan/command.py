@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-offload plan`, from flags to what is printed and written: `run`. The CLI calls it."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.offload.commands.plan.arguments import request_of
+from megatron.offload.commands.plan.comparison import all_stages, compare_plans
+from megatron.offload.commands.plan.curve import check_picture, draw
+from megatron.offload.commands.plan.text import as_json, as_text
+from megatron.offload.placement.atomic_file import check_place, write_atomically
+from megatron.offload.placement.plan_file import save_plans
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the comparison and writes what was asked for.
+
+    Raises:
+        ConfigurationError: bad input, or nothing fits.
+        OSError: a file cannot be read or written.
+    """
+    if args.rok is not None:
+        check_picture(args.rok)
+    for path in (args.output, args.json, args.rok):
+        if path is not None:
+            check_place(path)  # before seconds of planning
+    request = request_of(args)
+    comparison = compare_plans(request, with_curve=args.rok is not None or args.json is not None)
+    plans = all_stages(request) if args.output is not None else []
+    print(as_text(comparison))
+    if args.output is not None:
+        save_plans(args.output, plans or [comparison.plan])
+    if args.json is not None:
+        write_atomically(args.json, as_json(comparison))
+    if args.rok is not None:
+        draw(comparison, args.rok)
+    return 0

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan beside what else could be done with the same activations: `PlanComparison`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from megatron.offload.commands.plan.arguments import Request
+from megatron.offload.errors import InfeasibleBudgetError
+from megatron.offload.placement.plan import Plan, Prediction
+from megatron.offload.placement.policy import Placement
+from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.planner.projection.projection import Projection, project, saved_bytes
+from megatron.offload.planner.simulator.instructions import FIRST_TIER, KEEP, RECOMPUTE_LAYER
+from megatron.offload.planner.simulator.timeline import Timeline, prediction_of
+from megatron.offload.planner.solver.baselines import suffix_plan
+from megatron.offload.planner.solver.solve import solve
+from megatron.offload.stats.endurance import YEAR_S
+
+_NUM_BUDGETS = 9  # of the curve
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """What `megatron-offload plan` has found.
+
+    Attributes:
+        strategies: predictions by name, `this plan` and `keep all` among them; None: impossible.
+        curve: budgets and what the plan for each is predicted to take, from the largest down.
+    """
+
+    request: Request
+    plan: Plan
+    strategies: dict[str, Prediction | None]
+    curve: tuple[tuple[int, Prediction], ...] = ()
+
+    @property
+    def profile(self) -> StageProfile:
+        """Of the stage in question."""
+        return self.request.profile
+
+    @property
+    def projection(self) -> Projection | None:
+        """Where the profile comes from, if it was projected."""
+        return self.request.projection
+
+    @property
+    def predicted(self) -> Prediction:
+        """Of the plan."""
+        return self._certain("this plan")
+
+    @property
+    def keep(self) -> Prediction:
+        """Of keeping everything."""
+        return self._certain("keep all")
+
+    @property
+    def required_bytes_per_s(self) -> float:
+        """Write bandwidth that hides all activations: S / (t / 2), as SSDTrain counts."""
+        return 2 * saved_bytes(self.profile) / self.keep.step_s
+
+    @property
+    def ssd_written_bytes(self) -> int:
+        """In a step with this plan, to drives."""
+        passes = self.profile.num_micro_batches
+        return passes * sum(
+            one.movable_bytes for one in self.plan.parts if one.placement is Placement.SSD
+        )
+
+    @property
+    def life_years(self) -> float | None:
+        """Until the drives have taken their rated bytes; None: nothing written, or not known."""
+        rated, written = self.request.rated_bytes, self.ssd_written_bytes
+        if rated is None or not written:
+            return None
+        return rated * self.predicted.step_s / written / YEAR_S
+
+    def _certain(self, name: str) -> Prediction:
+        found = self.strategies[name]
+        assert found is not None
+        return found
+
+
+def compare_plans(request: Request, *, with_curve: bool) -> PlanComparison:
+    """Plans, and predicts what else could be done. Raises ConfigurationError."""
+    profile = request.profile
+    plan = solve(profile, budget_bytes=request.budget_bytes, max_slowdown=request.max_slowdown)
+    timeline = Timeline(profile)
+    strategies: dict[str, Prediction | None] = {"this plan": plan.predicted}
+    for name, choice in _references(profile):
+        chosen = timeline.choices.all(choice)
+        possible = choice == KEEP or chosen.any()
+        strategies[name] = prediction_of(timeline.cost(chosen)) if possible else None
+    if any(tier.name == "ssd" for tier in profile.tiers):
+        strategies["TBA's suffix"] = timeline.predict(suffix_plan(profile))
+    curve: list[tuple[int, Prediction]] = []
+    if with_curve:
+        keep = strategies["keep all"]
+        assert keep is not None
+        curve = frontier(profile, keep.peak_bytes)
+    return PlanComparison(request, plan, strategies, tuple(curve))
+
+
+def _references(profile: StageProfile) -> list[tuple[str, int]]:
+    """What may become of everything, where it can."""
+    tiers = [(f"{tier.name} all", FIRST_TIER + n) for n, tier in enumerate(profile.tiers)]
+    return [("keep all", KEEP), ("recompute all", RECOMPUTE_LAYER), *tiers]
+
+
+def frontier(profile: StageProfile, most_bytes: int) -> list[tuple[int, Prediction]]:
+    """Budgets and predictions, from `most_bytes` down to the least that any plan needs."""
+    least = _solved(profile, 1)
+    least_bytes = max(least.peak_bytes, 1)
+    budgets = [
+        most_bytes - (most_bytes - least_bytes) * number // (_NUM_BUDGETS - 1)
+        for number in range(_NUM_BUDGETS)
+    ]
+    return [(budget, _solved(profile, budget)) for budget in budgets]
+
+
+def _solved(profile: StageProfile, budget_bytes: int) -> Prediction:
+    """Of the plan for a budget, or, where there is none, of the smallest that there is."""
+    try:
+        plan = solve(profile, budget_bytes=budget_bytes)
+    except InfeasibleBudgetError as error:
+        plan = error.plan
+    assert plan.predicted is not None
+    return plan.predicted
+
+
+def all_stages(request: Request) -> list[Plan]:
+    """The plans of all stages of a projected run, each for the same goal."""
+    return [
+        dataclasses.replace(
+            solve(
+                project(one), budget_bytes=request.budget_bytes, max_slowdown=request.max_slowdown
+            ),
+            stage=one.stage,
+        )
+        for one in request.projections
+    ]

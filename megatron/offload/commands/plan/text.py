@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A comparison as a person reads it and as JSON: `as_text`, `as_json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from megatron.offload.commands.aligned import aligned
+from megatron.offload.commands.plan.comparison import PlanComparison
+from megatron.offload.config import format_size
+from megatron.offload.placement.plan import Prediction
+from megatron.offload.placement.plan_table import plan_table
+from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.planner.projection.hardware import Hardware
+from megatron.offload.planner.projection.projection import Projection
+from megatron.offload.stats.endurance import format_span
+
+_HEADINGS = ("strategy", "s/step", "of keep", "waits s", "recomputes s", "peak", "written/step")
+
+
+def as_text(comparison: PlanComparison) -> str:
+    """Several paragraphs, without a newline at the end."""
+    return "\n\n".join(
+        (
+            "\n".join(_heading(comparison)),
+            plan_table(dataclasses.replace(comparison.plan, predicted=None, fastest=None)),
+            _comparison(comparison),
+            "\n".join([*_drives(comparison), *_verdict(comparison)]),
+        )
+    )
+
+
+def as_json(comparison: PlanComparison) -> str:
+    """All figures, in bytes and seconds."""
+    values = {
+        "source": comparison.profile.source,
+        "goal": comparison.plan.goal,
+        "strategies": {
+            name: dataclasses.asdict(one) if one is not None else None
+            for name, one in comparison.strategies.items()
+        },
+        "required_write_bytes_per_s": comparison.required_bytes_per_s,
+        "plan_life_years": comparison.life_years,
+        "rok": [
+            {"budget_bytes": budget, **dataclasses.asdict(one)} for budget, one in comparison.curve
+        ],
+    }
+    return json.dumps(values, indent=1) + "\n"
+
+
+def _heading(comparison: PlanComparison) -> list[str]:
+    profile = comparison.profile
+    lines = [f"{profile.source or 'measured profile'}, {_place(profile)}"]
+    if (of := comparison.projection) is not None:
+        lines += _described(of)
+    lines += [
+        f"{tier.name:<8}{tier.write_bytes_per_s / 1e9:.1f} GB/s to write, "
+        f"{tier.read_bytes_per_s / 1e9:.1f} to read"
+        for tier in profile.tiers
+    ]
+    return lines
+
+
+def _place(profile: StageProfile) -> str:
+    position, number = profile.position, profile.num_micro_batches
+    stage = f"pipeline stage {position.stage} of {position.num_stages}, "
+    return (
+        f"{stage if position.num_stages > 1 else ''}{len(profile.layers)} layers, "
+        f"{number} micro-batch{'es' if number > 1 else ''} a step"
+    )
+
+
+def _described(of: Projection) -> list[str]:
+    parallel, gpu = of.parallel, of.hardware.gpu
+    room = of.activation_room_bytes
+    left = f"{format_size(room)} left" if room > 0 else "nothing left"
+    return [
+        f"model   {of.model.parameters / 1e9:.3g} G parameters on {parallel.num_ranks} GPUs: "
+        f"{parallel.tensor} tensor x {parallel.pipeline} pipeline x {parallel.data} data parallel",
+        f"memory  {format_size(gpu.memory_bytes)}; weights, gradients and optimizer "
+        f"{format_size(of.weights_bytes)}, {left} for activations and all else",
+        f"drives  {_drives_of(of.hardware)} for each GPU, behind {gpu.host_link}",
+    ]
+
+
+def _drives_of(hardware: Hardware) -> str:
+    return f"{hardware.num_drives:g} x {hardware.drive.title}" if hardware.num_drives else "none"
+
+
+def _comparison(comparison: PlanComparison) -> str:
+    rows: list[Sequence[str]] = [_HEADINGS]
+    rows += [_row(name, one, comparison.keep) for name, one in comparison.strategies.items()]
+    return aligned(rows)
+
+
+def _row(name: str, one: Prediction | None, keep: Prediction) -> Sequence[str]:
+    if one is None:
+        return (name, *("-",) * (len(_HEADINGS) - 1))
+    return (
+        name,
+        f"{one.step_s:.4g}",
+        f"{one.step_s / keep.step_s:.3f}",
+        f"{one.stall_s:.3g}",
+        f"{one.recompute_s:.3g}",
+        format_size(one.peak_bytes),
+        format_size(one.written_bytes),
+    )
+
+
+def _verdict(comparison: PlanComparison) -> list[str]:
+    """Whether the plan fits into the GPU, if it does not."""
+    of, peak_bytes = comparison.projection, comparison.predicted.peak_bytes
+    if of is None or peak_bytes <= of.activation_room_bytes:
+        return []
+    if of.activation_room_bytes <= 0:
+        return [
+            "THIS DOES NOT FIT: weights, gradients and optimizer alone take more memory than the "
+            "GPU has; divide the model among more GPUs"
+        ]
+    room = format_size(of.activation_room_bytes)
+    return [
+        f"THIS DOES NOT FIT: the plan takes {format_size(peak_bytes)} and {room} are left; give "
+        "--activation-memory-budget, a smaller micro-batch, or divide the model among more GPUs"
+    ]
+
+
+def _drives(comparison: PlanComparison) -> list[str]:
+    rate = sum(tier.write_bytes_per_s for tier in comparison.profile.tiers)
+    lines = [
+        "to write everything behind compute takes "
+        f"{comparison.required_bytes_per_s / 1e9:.1f} GB/s for each GPU "
+        f"(bytes of a step by half its time); the tiers take {rate / 1e9:.1f}"
+    ]
+    if comparison.ssd_written_bytes == 0:
+        lines.append("this plan writes nothing to drives")
+    elif (years := comparison.life_years) is not None:
+        lines.append(
+            f"drives last {format_span(years)} of training with this plan, by the bytes they are "
+            "rated for"
+        )
+    return lines

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What finished runs did, from their `metrics.jsonl`: `compare_runs`. The CLI calls it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.offload.commands.aligned import aligned
+from megatron.offload.config import format_size
+from megatron.offload.errors import ConfigurationError
+
+_HEADER = ("run", "steps", "last loss", "losses", "s/step", "peak", "written/step", "stall/step")
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The steps of one run; none if it ended in its first.
+
+    Raises:
+        ConfigurationError: the file is not a metrics.jsonl.
+    """
+    try:
+        steps = [json.loads(line) for line in path.read_text().splitlines()]
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not a metrics.jsonl: {error}") from None
+    if not all(isinstance(step, dict) and "loss" in step for step in steps):
+        raise ConfigurationError(f"{path} is not a metrics.jsonl: a line has no loss")
+    return steps
+
+
+def compare_runs(paths: Sequence[Path]) -> str:
+    """A table with a row for each run, compared with the first that has a step."""
+    runs = [read_steps(path) for path in paths]
+    first = next((steps for steps in runs if steps), [])
+    rows: list[tuple[str, ...]] = [_HEADER]
+    for path, steps in zip(paths, runs, strict=True):
+        if not steps:
+            rows.append((path.parent.name or path.name, "0", *("-",) * (len(_HEADER) - 2)))
+            continue
+        steady = steps[1:] or steps
+        rows.append(
+            (
+                path.parent.name or path.name,
+                str(len(steps)),
+                f"{steps[-1]['loss']:.4f}",
+                _same_losses(first, steps),
+                f"{_median(steady, 'step_time_s'):.3f}",
+                format_size(max(step["peak_activation_bytes"] for step in steady)),
+                format_size(_median(steady, "written_bytes")),
+                f"{_median(steady, 'stall_s'):.3f} s",
+            )
+        )
+    return aligned(rows)
+
+
+def _median(steps: list[dict[str, Any]], name: str) -> float:
+    """Of a step's own figures or of its offload figures; 0 where it has none."""
+    values = (step.get(name, step.get("offload", {}).get(name, 0)) for step in steps)
+    return float(statistics.median(values))
+
+
+def _same_losses(first: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
+    wanted = {step["step"]: step["loss"] for step in first}
+    common = [step for step in other if step["step"] in wanted]
+    if not common:
+        return "no common step"
+    for step in common:
+        if step["loss"] != wanted[step["step"]]:
+            return f"differ from step {step['step']}"
+    return "identical"

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of `megatron-offload rok`: `add_arguments`, `check_arguments`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+from pathlib import Path
+
+from megatron.offload.commands.rok.strategy import DEFAULT_STRATEGIES, STRATEGIES
+from megatron.offload.commands.training_runs.trainer import CHECKOUT, add_training_arguments
+from megatron.offload.config import parse_rate, parse_size
+from megatron.offload.device.cuda import has_cuda
+from megatron.offload.errors import ConfigurationError
+
+DESCRIPTION = """\
+Measures the recompute-offload-keep (ROK) curve of SSDTrain (arXiv 2408.10013) on this machine: peak
+activation memory against speed, one point for each strategy and batch size. It trains a GPT with
+the trainer of this checkout, a process for each point; on a CPU they take turns, step by step, else
+there are several rounds in changing order. It writes rok.png, rok.svg, rok.csv and rok.json.
+
+  megatron-offload rok                                  # 8 layers, one batch size
+  megatron-offload rok --micro-batch-sizes 2,4,8 --budgets 3
+  megatron-offload rok --activation-offload-write-limit 150MB/s --check
+
+off          keep everything
+recompute    recompute every layer (Megatron's --recompute-granularity full)
+selective    recompute core attention (--recompute-granularity selective)
+ssd          everything goes to SSDs; host, tiered: to host memory, to both
+auto         the planner, at several memory budgets
+suffix       the first layers go to SSDs, the others stay: as many as SSDTrain's rule says, and for
+             each budget as few as should fit, by the profile that auto has measured
+
+Times of auto are those after its last plan has settled. On a CPU, strategies without offload run
+with the C library's allocator and with the one that offload uses; device memory is process memory.
+The dashed line of the picture is what the planner predicts for any budget.
+
+The second table says for each budget whether auto is as fast as every strategy that fits into the
+same memory; with --check the exit code is 1 where it is not. Behind a fast drive there is little to
+decide: --activation-offload-write-limit makes it slower. That bounds writes only; reads are as fast
+as the drive is.
+
+Exit code: 0 done, 1 with --check: auto lost or losses differ, 2 it could not be measured."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All flags of the command."""
+    training = add_training_arguments(parser, num_layers=8, seq_length=256, vocab_size=1024)
+    training.add_argument(
+        "--micro-batch-sizes",
+        type=_counts,
+        default=[4],
+        metavar="N,...",
+        help="default: 4. A step is one micro-batch; --extra-args '--global-batch-size N': more",
+    )
+    measure = parser.add_argument_group("runner")
+    measure.add_argument(
+        "--strategies",
+        type=_strategies,
+        default=list(DEFAULT_STRATEGIES),
+        metavar="NAME,...",
+        help=f"default: {','.join(DEFAULT_STRATEGIES)}; also: host, tiered",
+    )
+    measure.add_argument(
+        "--budgets",
+        type=_budgets,
+        default=6,
+        metavar="N|SIZE,...",
+        help="of auto: a number of them, evenly between the peaks of recomputing and of keeping "
+        "everything, or sizes such as 120MiB,200MiB. Default: 6",
+    )
+    measure.add_argument(
+        "--turns",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="trainings take turns, a step each, so that a machine that is slower for a while is "
+        "so for all; their memory has to fit side by side. Default: where there is no GPU",
+    )
+    measure.add_argument(
+        "--rounds", type=_count, metavar="N", help="default: 1 with turns, 3 without"
+    )
+    measure.add_argument(
+        "--steps",
+        type=_count,
+        metavar="N",
+        help="of each training that count; default: 15 with turns, 6 without",
+    )
+    measure.add_argument(
+        "--skip-steps",
+        type=_count,
+        default=2,
+        metavar="N",
+        help="that do not: the first, or those after auto's last plan; default: 2",
+    )
+    measure.add_argument(
+        "--noise",
+        type=float,
+        default=0.02,
+        metavar="FRACTION",
+        help="auto may take this much longer and still count as as fast; default: 0.02",
+    )
+    measure.add_argument(
+        "--check", action="store_true", help="exit code 1 where auto loses or losses differ"
+    )
+    measure.add_argument(
+        "--activation-offload-dir",
+        type=Path,
+        default=CHECKOUT / "runs" / "offload",
+        metavar="DIR",
+        help="on the SSD. Default: runs/offload of the checkout",
+    )
+    measure.add_argument(
+        "--activation-offload-write-limit",
+        metavar="RATE",
+        help="most bytes a second to the SSD, for example 150MB/s. Default: no limit",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output", type=Path, metavar="DIR", help="for all files; default: runs/rok-TIME"
+    )
+    output.add_argument(
+        "--redraw",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: read this rok.json, print its tables and draw again beside it",
+    )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises ConfigurationError where nothing could be measured; sets what depends on others."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            "rok draws with matplotlib, which is not installed; pip install matplotlib"
+        )
+    if args.redraw is not None:
+        return
+    for package in ("megatron.core", "tqdm"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigurationError(
+                f"rok trains, which needs {package}; pip install 'megatron-offload[examples]'"
+            )
+    if not args.trainer.is_file():
+        raise ConfigurationError(
+            f"there is no trainer at {args.trainer}, which is no part of the installed package; "
+            "run this from a checkout of megatron-offload or give --trainer"
+        )
+    names = args.strategies
+    if "suffix" in names and "auto" not in names:
+        raise ConfigurationError(
+            "suffix follows the profile that auto measures; add auto to --strategies"
+        )
+    if "auto" in names and isinstance(args.budgets, int) and not {"off", "recompute"} <= {*names}:
+        raise ConfigurationError(
+            "a number of budgets lies between the peaks of off and recompute; add both to "
+            "--strategies, or give --budgets as sizes"
+        )
+    if args.turns is None:
+        args.turns = not has_cuda()
+    args.rounds = args.rounds or (1 if args.turns else 3)
+    args.steps = args.steps or (15 if args.turns else 6)
+    if args.activation_offload_write_limit is not None:
+        parse_rate(args.activation_offload_write_limit)
+    if args.output is None:
+        now = datetime.datetime.now()
+        args.output = CHECKOUT / "runs" / f"rok-{now:%Y%m%d-%H%M%S}"
+    if args.output.exists() and any(args.output.iterdir()):
+        raise ConfigurationError(f"--output {args.output} is not empty; name a new folder")
+    # What the trainer's flags are made from, see `training_flags`: random tokens will do.
+    args.mock_data = args.data_path is None
+
+
+def _strategies(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in STRATEGIES:
+            raise argparse.ArgumentTypeError(
+                f"unknown strategy {name!r}; choose from {', '.join(STRATEGIES)}"
+            )
+    if not names:
+        raise argparse.ArgumentTypeError(f"no strategy; choose from {', '.join(STRATEGIES)}")
+    return list(dict.fromkeys(names))
+
+
+def _budgets(text: str) -> int | list[int]:
+    """A number of them, or sizes. A bare number is a size from a KiB up."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if len(parts) == 1 and parts[0].isdigit() and int(parts[0]) < 1024:
+        return _count(parts[0])
+    try:
+        sizes = [parse_size(part) for part in parts]
+    except ConfigurationError as error:
+        words = str(error).removeprefix("activation offload: ")
+        raise argparse.ArgumentTypeError(words) from None
+    if not sizes or min(sizes) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} has no size above 0; write 120MiB,200MiB")
+    return sorted(set(sizes))
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 up")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return sorted({_count(part) for part in text.split(",")})

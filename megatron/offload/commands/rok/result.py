@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that was measured: `Result`, as rok.json and back. Written after every round."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.offload.commands.rok.measurements import MeasuredPoint, Point
+from megatron.offload.commands.rok.verdict import Rival, Verdict
+from megatron.offload.commands.training_runs.run import Run
+from megatron.offload.commands.training_runs.trainer import CHECKOUT
+from megatron.offload.errors import ConfigurationError
+
+_OF_STEP = ("loss", "grad_norm", "step_time_s", "peak_activation_bytes_rank0")
+_OF_OFFLOAD = ("plans", "written_bytes", "read_bytes", "stall_s")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the command found.
+
+    Attributes:
+        title: of the picture: the model.
+        conditions: command, flags, machine and settings: what the figures depend on.
+        rule: layers that SSDTrain's rule sends to SSDs, by micro-batch size.
+        frontier: what the planner predicts.
+        differences: of losses and gradient norms from the first run's; there should be none.
+    """
+
+    title: str
+    conditions: dict[str, Any]
+    measured: Sequence[MeasuredPoint]
+    verdicts: Sequence[Verdict] = ()
+    frontier: Sequence[Point] = ()
+    rule: dict[int, int] = dataclasses.field(default_factory=dict)
+    differences: Sequence[str] = ()
+    runs: Sequence[Run] = ()
+
+    @property
+    def passes(self) -> bool:
+        """Losses are the same, and `auto` lost nowhere."""
+        return not self.differences and all(one.is_won for one in self.verdicts)
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads; a line for each figure, verdict, point and training."""
+        skip = self.conditions.get("skip_steps", 0)
+        values = {
+            "title": self.title,
+            "conditions": self.conditions,
+            "passes": self.passes,
+            "rule": self.rule,
+            "differences": list(self.differences),
+            "measured": [dataclasses.asdict(one) for one in self.measured],
+            "verdicts": [
+                {**dataclasses.asdict(one), "is_won": one.is_won} for one in self.verdicts
+            ],
+            "frontier": [dataclasses.asdict(one) for one in self.frontier],
+            "runs": [_run(one, skip) for one in self.runs],
+        }
+        parts = [f' "{name}": {_text(value)}' for name, value in values.items()]
+        # Paths relative to the checkout, so that a committed file names no machine's folders.
+        return ("{\n" + ",\n".join(parts) + "\n}\n").replace(f"{CHECKOUT}/", "")
+
+    @classmethod
+    def from_json(cls, text: str) -> Result:
+        """All but the runs. Raises ConfigurationError: it is no rok.json."""
+        try:
+            values = json.loads(text)
+            return cls(
+                title=values["title"],
+                conditions=values["conditions"],
+                measured=[MeasuredPoint(**one) for one in values["measured"]],
+                verdicts=[_verdict(one) for one in values["verdicts"]],
+                frontier=[Point(**one) for one in values["frontier"]],
+                rule={int(size): number for size, number in values["rule"].items()},
+                differences=values["differences"],
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"this is no rok.json ({error!r}); give one that megatron-offload rok has written"
+            ) from None
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        """See `from_json`. Raises OSError too."""
+        return cls.from_json(path.read_text())
+
+
+def _text(value: Any) -> str:
+    """JSON; a list of objects with a line for each."""
+    if isinstance(value, list) and value:
+        return "[\n  " + ",\n  ".join(json.dumps(one) for one in value) + "\n ]"
+    return json.dumps(value)
+
+
+def _verdict(values: dict[str, Any]) -> Verdict:
+    fields = {name: value for name, value in values.items() if name != "is_won"}
+    return Verdict(**{**fields, "rivals": tuple(Rival(**one) for one in values["rivals"])})
+
+
+def _run(run: Run, skip: int) -> dict[str, Any]:
+    return {
+        "strategy": dataclasses.asdict(run.variant),
+        "round": run.round,
+        "first_settled_step": run.settled_steps(skip)[0]["step"],
+        "first_turn": run.first_turn,
+        "steps": [
+            {
+                **{name: step.get(name) for name in _OF_STEP},
+                **{name: step.get("offload", {}).get(name) for name in _OF_OFFLOAD},
+            }
+            for step in run.steps
+        ],
+    }

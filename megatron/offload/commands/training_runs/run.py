@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training that was measured, and how two of them compare: `Variant`, `Run`.
+
+Times are compared within a round, or within a turn of it, so that a machine that is slower for a
+while is so for both.
+`megatron-offload rok` and the comparisons in `tools/` use it. Nothing here starts a process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+COMPARED_FIELDS = ("loss", "grad_norm", "model")
+
+_V = TypeVar("_V")
+
+
+class RunError(Exception):
+    """The comparison cannot be made; the message is the sentence to print."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A placement with the allocator settings it runs under: "default" or "offload"."""
+
+    placement: str
+    allocator: str
+
+    @property
+    def name(self) -> str:
+        """As written in tables and in file names."""
+        return f"{self.placement}@{self.allocator}"
+
+
+def settled_steps(steps: Sequence[dict[str, Any]], skip: int) -> list[dict[str, Any]]:
+    """The steps that count: all without the first `skip`; with `auto` those of its last plan.
+
+    Of these the first does not count, after which the plan was made: it shows the plan's prediction
+    but did not follow it; nor do the `skip` steps after that.
+    """
+    num_plans = steps[-1].get("offload", {}).get("plans") if steps else None
+    if num_plans is None:
+        return list(steps[skip:])
+    if num_plans == 0:
+        return []
+    followed = [step for step in steps if step["offload"]["plans"] == num_plans]
+    return followed[1 + skip :]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training that was measured.
+
+    Attributes:
+        round: in which it ran.
+        steps: the lines of its metrics.jsonl.
+        first_turn: how many steps it took before the trainings of its round began to take turns, a
+            step each; None: they did not.
+    """
+
+    variant: Variant
+    round: int
+    steps: list[dict[str, Any]]
+    first_turn: int | None = None
+
+    def settled_steps(self, skip: int) -> list[dict[str, Any]]:
+        """Those that count: of `settled_steps` the ones in turns, if turns were taken."""
+        settled = settled_steps(self.steps, skip)
+        return settled if self.first_turn is None else [s for s in settled if self._turn(s) >= 0]
+
+    def step_time_s(self, skip: int) -> float:
+        """Median step time of the steps that count."""
+        return median(step["step_time_s"] for step in self.settled_steps(skip))
+
+    def times_by_turn(self, skip: int) -> dict[int, float]:
+        """Step times by turn; of trainings that took none, the median as that of turn 0."""
+        if self.first_turn is None:
+            return {0: self.step_time_s(skip)}
+        return {self._turn(step): step["step_time_s"] for step in self.settled_steps(skip)}
+
+    def tokens_per_s(self, skip: int) -> float:
+        """Tokens of a step by its median time."""
+        tokens = (s["tokens_per_s"] * s["step_time_s"] for s in self.settled_steps(skip))
+        return median(tokens) / self.step_time_s(skip)
+
+    def peak_bytes(self, skip: int) -> int:
+        """Largest activation peak of the first stage, in the steps that count."""
+        return max(step["peak_activation_bytes_rank0"] for step in self.settled_steps(skip))
+
+    def offload_median(self, name: str, skip: int) -> float:
+        """Median per step of a figure of the offload engine; 0 where it was off."""
+        return median(step.get("offload", {}).get(name, 0) for step in self.settled_steps(skip))
+
+    def _turn(self, step: dict[str, Any]) -> int:
+        assert self.first_turn is not None
+        return int(step["step"]) - 1 - self.first_turn
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a run differs from the reference."""
+
+    run: str
+    step: int
+    field: str
+    reference: Any
+    value: Any
+
+    def __str__(self) -> str:
+        return (
+            f"{self.run} differs at step {self.step}: {self.field} {self.value!r}, "
+            f"expected {self.reference!r}"
+        )
+
+
+def order_of_round(variants: Sequence[_V], round_: int) -> list[_V]:
+    """The variants, rotated so that each is first, last and after each other one in turn."""
+    shift = round_ % len(variants)
+    return [*variants[shift:], *variants[:shift]]
+
+
+def _same(a: Any, b: Any) -> bool:
+    both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
+    return bool(a == b or both_nan)
+
+
+def first_difference(
+    reference: Run, run: Run, *, same_length: bool = True, fields: Sequence[str] = COMPARED_FIELDS
+) -> Difference | None:
+    """Compares losses, gradient norms and the digest of the weights exactly; no tolerance.
+
+    Args:
+        same_length: whether one step more or less is a difference as well.
+        fields: of a step, that are compared.
+    """
+    name = f"{run.variant.name}, round {run.round + 1},"
+    for expected, step in zip(reference.steps, run.steps, strict=False):
+        for field in fields:
+            if not _same(expected.get(field), step.get(field)):
+                return Difference(name, step["step"], field, expected.get(field), step.get(field))
+    if same_length and len(reference.steps) != len(run.steps):
+        shorter = min(len(reference.steps), len(run.steps))
+        return Difference(name, shorter + 1, "steps", len(reference.steps), len(run.steps))
+    return None
+
+
+def paired_ratio(runs: Sequence[Run], base: Sequence[Run], skip: int) -> float | None:
+    """Median over rounds, and turns, of step time / fastest base of the same; None without one."""
+    ratios = []
+    for run in runs:
+        peers = [peer.times_by_turn(skip) for peer in base if peer.round == run.round]
+        for turn, time_s in run.times_by_turn(skip).items():
+            of_turn = [times[turn] for times in peers if turn in times]
+            if of_turn:
+                ratios.append(time_s / min(of_turn))
+    return median(ratios) if ratios else None

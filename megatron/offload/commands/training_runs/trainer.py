@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the trainer to measure it: `Trainer`, and the flags that such trainings share.
+
+Each training is a process of its own, so that no one's memory or allocator is another's. It is read
+through its metrics.jsonl while it goes on, and ended as soon as it has shown enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.offload.commands.training_runs.run import RunError
+from megatron.offload.device.allocator import allocator_environment
+
+# The checkout that this file is part of; the trainer is no part of the installed package.
+CHECKOUT = Path(__file__).resolve().parents[4]
+TRAINER = CHECKOUT / "examples" / "pretrain_gpt.py"
+
+PLACEMENT_FLAGS: dict[str, list[str]] = {
+    "off": ["--activation-offload", "off"],
+    "recompute": [
+        *("--activation-offload", "off"),
+        *("--recompute-granularity", "full"),
+        *("--recompute-method", "uniform"),
+        *("--recompute-num-layers", "1"),
+    ],
+    "selective": ["--activation-offload", "off", "--recompute-granularity", "selective"],
+    "ssd": ["--activation-offload", "ssd"],
+    "host": ["--activation-offload", "host"],
+    "tiered": ["--activation-offload", "tiered"],
+    # Everything is hooked and nothing moves: what the hooks cost.
+    "keep": [
+        *("--activation-offload", "ssd"),
+        *("--activation-offload-min-bytes", "1TiB"),
+        *("--activation-offload-inflight", "1TiB"),
+    ],
+}
+# Without offload: on a CPU they run with either allocator.
+WITHOUT_OFFLOAD = ("off", "recompute", "selective")
+
+_POLL_S = 0.1
+_TAIL_LINES = 15
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+Steps = list[dict[str, Any]]
+
+
+def allocators_of(placement: str, *, both: bool) -> list[str]:
+    """The allocators that a placement is measured with.
+
+    Args:
+        placement: key of `PLACEMENT_FLAGS`, or another one with offload.
+        both: there are two to choose from: on a CPU. Offload runs with its own there.
+    """
+    if not both:
+        return ["default"]
+    return ["default", "offload"] if placement in WITHOUT_OFFLOAD else ["offload"]
+
+
+def read_metrics(path: Path) -> Steps:
+    """The lines of a metrics.jsonl; a last line without an end is still being written."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A training that is started again and again.
+
+    Attributes:
+        script: of the trainer.
+        flags: that all trainings share.
+        offload_dir: for activations.
+        processes: more than 1: torchrun; figures are those of the first rank.
+        patience_s: without a step for so long, a training has failed.
+    """
+
+    script: Path
+    flags: Sequence[str]
+    offload_dir: Path
+    processes: int = 1
+    patience_s: float = 600.0
+
+    def train(
+        self,
+        name: str,
+        flags: Sequence[str],
+        allocator: str,
+        folder: Path,
+        *,
+        on_steps: Callable[[int], object] = lambda number: None,
+        enough: Callable[[Steps], bool] = lambda steps: False,
+    ) -> Steps:
+        """Trains once; its steps.
+
+        Args:
+            name: for people.
+            flags: beside those that all share.
+            allocator: see `Variant`.
+            folder: made for its output.
+            on_steps: is told how many steps there are, now and then.
+            enough: whether the training may end before its last step.
+
+        Raises:
+            TrialError: it failed, or did nothing for too long.
+        """
+        with self.start(name, flags, allocator, folder) as training:
+            training.run(on_steps, enough)
+        return training.steps
+
+    def start(
+        self,
+        name: str,
+        flags: Sequence[str],
+        allocator: str,
+        folder: Path,
+        *,
+        in_turns: bool = False,
+    ) -> Training:
+        """Starts a training; see `train`.
+
+        Args:
+            in_turns: it takes a step only when `Training.step` says so.
+        """
+        folder.mkdir(parents=True)
+        metrics = folder / "metrics.jsonl"
+        launch = ["-m", "torch.distributed.run", "--standalone"]
+        launch += [f"--nproc-per-node={self.processes}"]
+        command = [
+            *(sys.executable, *(launch if self.processes > 1 else []), str(self.script)),
+            *self.flags,
+            *flags,
+            *("--activation-offload-dir", str(self.offload_dir)),
+            *("--metrics-file", str(metrics)),
+            *(["--wait-for-input"] if in_turns else []),
+        ]
+        with (folder / "output.log").open("wb") as output:
+            output.write((shlex.join(command) + "\n").encode())
+            output.flush()
+            process = subprocess.Popen(
+                command,
+                env=_environment(allocator),
+                stdin=subprocess.PIPE if in_turns else subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_die_with_parent if in_turns else None,
+            )
+        return Training(name, process, folder, self.patience_s)
+
+
+class Training:
+    """One that was started by a `Trainer`; as a context, it is ended with it."""
+
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], folder: Path, patience_s: float
+    ) -> None:
+        self.steps: Steps = []  # taken so far
+        self._name = name
+        self._process = process
+        self._metrics, self._log = folder / "metrics.jsonl", folder / "output.log"
+        self._patience_s = patience_s
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    def run(
+        self,
+        on_steps: Callable[[int], object] = lambda number: None,
+        enough: Callable[[Steps], bool] = lambda steps: False,
+    ) -> None:
+        """Until it ends or has shown enough. See `Trainer.train`."""
+        while not enough(self.steps) and self.step():
+            on_steps(len(self.steps))
+        on_steps(len(self.steps))
+
+    def step(self) -> bool:
+        """Waits for another step, which a training `in_turns` takes now; False: it has ended.
+
+        Raises:
+            TrialError: it failed, or did nothing for too long.
+        """
+        if self._process.stdin is not None:
+            self._process.send_signal(signal.SIGCONT)
+            with contextlib.suppress(BrokenPipeError):  # it has ended, well or badly
+                self._process.stdin.write(b"\n")
+                self._process.stdin.flush()
+        goes_on = self._wait_for_steps()
+        if self._process.stdin is not None:
+            # Gloo's threads, some twenty in a process, look around a hundred times a second each.
+            self._process.send_signal(signal.SIGSTOP)
+        return goes_on
+
+    def _wait_for_steps(self) -> bool:
+        """Until there are more; False: it has ended well. See `step`."""
+        since_s, known_size = time.monotonic(), -1
+        while True:
+            has_ended, size = self._process.poll() is not None, self._size()
+            # Not read until it has grown: whoever trains has use for the processor.
+            if size != known_size and self._read():
+                return True
+            known_size = size
+            if has_ended:
+                code = self._process.returncode
+                if code:
+                    raise self._error(f"ended with exit code {code}")
+                return False
+            if time.monotonic() - since_s > self._patience_s:
+                raise self._error(f"did nothing for {self._patience_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def end(self) -> None:
+        """Ends it, unless it has ended itself."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.send_signal(signal.SIGCONT)
+            self._process.wait()
+        self._read()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of its process now; 0 if it has ended."""
+        try:
+            pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
+        except OSError:
+            return 0
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def _size(self) -> int:
+        return self._metrics.stat().st_size if self._metrics.exists() else 0
+
+    def _read(self) -> bool:
+        """Whether there are more steps now."""
+        before, self.steps = len(self.steps), read_metrics(self._metrics)
+        return len(self.steps) > before
+
+    def _error(self, ending: str) -> RunError:
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        return RunError(
+            f"{self._name} {ending} after {len(self.steps)} steps; the end of {self._log}:\n{tail}"
+        )
+
+
+def _die_with_parent() -> None:
+    """A training that is stopped would not notice that nobody will wake it any more."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _environment(allocator: str) -> dict[str, str]:
+    ours = allocator_environment()
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    return environment | ours if allocator == "offload" else environment
+
+
+# ------------------------------------------------------------------ flags
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> Any:
+    """A group of the trainer's own flags, named as there; the group, for more of them.
+
+    Args:
+        defaults: of `num_layers`, `seq_length` and `vocab_size`.
+    """
+    group = parser.add_argument_group("training")
+    shown = "default: %(default)s"
+    group.add_argument("--num-layers", type=int, help=shown)
+    group.add_argument("--hidden-size", type=int, default=512, help=shown)
+    group.add_argument("--num-attention-heads", type=int, default=8, help=shown)
+    group.add_argument("--seq-length", type=int, help=shown)
+    group.add_argument("--vocab-size", type=int, help=f"of the text; {shown}")
+    group.add_argument("--data-path", nargs="+", help="prefix of .bin/.idx files")
+    group.add_argument("--tokenizer-model", help="tokenizer.json that belongs to --data-path")
+    group.add_argument("--extra-args", default="", help="more flags for the trainer, in one string")
+    group.add_argument("--trainer", type=Path, default=TRAINER, help="script to run")
+    parser.set_defaults(**defaults)
+    return group
+
+
+_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+
+def training_flags(args: argparse.Namespace) -> list[str]:
+    """The trainer's flags for what `add_training_arguments` has read, `extra_args` last."""
+    return [
+        *(part for name in _SHAPE for part in (_flag_of(name), str(getattr(args, name)))),
+        *("--lr", "6e-4", "--lr-warmup-iters", "2", "--log-interval", "1", "--eval-iters", "0"),
+        *("--attention-dropout", "0", "--hidden-dropout", "0"),
+        *_data_flags(args),
+        *shlex.split(args.extra_args),
+    ]
+
+
+def _data_flags(args: argparse.Namespace) -> list[str]:
+    """Builds the quickstart's corpus if it is wanted and absent."""
+    if args.mock_data:
+        return ["--mock-data", "--vocab-size", str(args.vocab_size)]
+    if args.data_path:
+        tokenizer = ["--tokenizer-model", args.tokenizer_model] if args.tokenizer_model else []
+        return ["--data-path", *args.data_path, *tokenizer]
+    name = "stdlib" if args.vocab_size == 8192 else f"stdlib-{args.vocab_size}"
+    folder = CHECKOUT / "data" / name
+    if not (folder / "corpus_text_document.idx").exists():
+        command = [sys.executable, str(CHECKOUT / "tools/preprocess_data.py"), "--stdlib"]
+        command += ["--append-eod", "--vocab-size", str(args.vocab_size)]
+        done = subprocess.run([*command, "--output-prefix", str(folder / "corpus")], check=False)
+        if done.returncode != 0:
+            raise RunError("the quickstart's corpus could not be built")
+    return [
+        *("--data-path", str(folder / "corpus_text_document")),
+        *("--tokenizer-model", str(folder / "tokenizer.json")),
+    ]
+
+
+def _flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")

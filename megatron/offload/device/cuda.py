@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CUDA GPU as the tiers see it: `CudaDevice`. The only file that calls `torch.cuda`.
+
+See Note [Who waits for whom] in `device.py`. Copies run on two streams of their own, so that they
+overlap compute and each other; host memory should be pinned (`pin`), else CUDA copies through a
+buffer of its own and holds the copying thread up. What the rest of the package wants to know of
+CUDA without having a device it asks the functions here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.offload.device.cuda_peak import PeakReader, shared_counters
+from megatron.offload.device.device import WHOLE
+from megatron.offload.tiers.direct_io import memory_at
+
+
+class CudaDevice:
+    """See `Device` for the calls. Thread-safe."""
+
+    is_host = False
+    pins_host_memory = True
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._store = torch.cuda.Stream(self.device)  # device to host, while forward computes
+        self._load = torch.cuda.Stream(self.device)  # host to device, while backward computes
+
+    def queue(self) -> torch.cuda.Stream:
+        """See `Device`."""
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, queue: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+        """See `Device`."""
+        return torch.cuda.stream(queue)
+
+    def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
+        """See `Device`. Belongs to the current stream, as what compute allocates on it does."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def mark(self) -> torch.cuda.Event:
+        """See `Device`."""
+        event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait_for(self, mark: torch.cuda.Event) -> None:
+        """See `Device`. The thread sleeps."""
+        with torch.cuda.device(self.device):  # see `_copy`
+            mark.synchronize()
+
+    def copy_to_host(
+        self,
+        source: torch.UntypedStorage,
+        address: int,
+        after: torch.cuda.Event,
+        part: slice = WHOLE,
+    ) -> None:
+        """See `Device`."""
+        content = _bytes_of(source)[part]
+        self._copy(_bytes_at(address, content.nbytes), content, self._store, after)
+
+    def copy_from_host(
+        self,
+        address: int,
+        target: torch.UntypedStorage,
+        after: torch.cuda.Event,
+        part: slice = WHOLE,
+    ) -> None:
+        """See `Device`."""
+        content = _bytes_of(target)[part]
+        self._copy(content, _bytes_at(address, content.nbytes), self._load, after)
+
+    def allocated_bytes(self) -> int:
+        """What tensors take; the allocator's reserve does not count."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        """See `Device`. For this object alone: others read torch's counters too."""
+        self._peak.reset()
+
+    def peak_bytes(self) -> int:
+        """See `Device`."""
+        return self._peak.peak_bytes()
+
+    @functools.cached_property
+    def _peak(self) -> PeakReader:
+        return shared_counters().reader(self.device.index)
+
+    def return_freed_memory(self) -> None:
+        """Nothing to do: `allocated_bytes` counts no freed memory."""
+
+    def free_bytes(self) -> int:
+        """What the driver has left, and what the allocator holds for reuse."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + held
+
+    def timestamp(self) -> torch.cuda.Event:
+        """See `Device`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.queue())
+        return event
+
+    def seconds_between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        """See `Device`."""
+        earlier.synchronize()
+        later.synchronize()
+        return float(earlier.elapsed_time(later)) / 1000.0
+
+    @contextlib.contextmanager
+    def annotate(self, name: str) -> Iterator[None]:
+        """Both in NVTX (Nsight) and in torch's profiler."""
+        with torch.profiler.record_function(name), torch.cuda.nvtx.range(name):
+            yield
+
+    def _copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        stream: torch.cuda.Stream,
+        after: torch.cuda.Event,
+    ) -> None:
+        """Runs in an I/O thread. Its own event, not the stream: other threads queue copies too."""
+        # A new thread stands on the first device, and would open a context there.
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # the thread sleeps instead of spinning
+            done.record(stream)
+            done.synchronize()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(memory_at(address, num_bytes), dtype=torch.uint8)
+
+
+# -- Without a device -----------------------------------------------------------------------------
+
+
+def has_cuda() -> bool:
+    """Whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def all_properties() -> list[Any]:
+    """Of each CUDA device, what torch tells of it. Raises whatever a broken driver raises."""
+    return [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+
+
+def pin(address: int, num_bytes: int) -> None:
+    """Page-locks a range of host memory, for the device that the calling thread is on.
+
+    Raises:
+        RuntimeError: the system or the driver refuses.
+    """
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+    except RuntimeError:
+        _forget_error()
+        raise
+
+
+def unpin(address: int) -> None:
+    """Ends what `pin` began at this address."""
+    # What it returns changes nothing: at exit the driver may be gone already.
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _forget_error() -> None:
+    """CUDA remembers a failed call, and torch would raise it at its next kernel: raise it here."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connects the engine to a Megatron model: `install`.
+
+A trainer calls it once, after the model is wrapped for data parallelism and the optimizer is
+built. It checks that this megatron-core and these settings are known to work before it touches
+anything, and `uninstall` leaves Megatron as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.offload.config import OffloadConfig
+from megatron.offload.device.device import open_device
+from megatron.offload.engine import OffloadEngine
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.megatron.decorators import connect
+from megatron.offload.integration.megatron.patch_points import decorate
+from megatron.offload.integration.megatron.recomputable import why_not_recomputed
+from megatron.offload.placement.plan_policy import PlannedPolicy
+from megatron.offload.placement.policy import Placement, Policy
+from megatron.offload.planner.online.planner import Planner
+from megatron.offload.planner.profile.profiler import Profiler
+from megatron.offload.stats.endurance import Endurance
+from megatron.offload.stats.history import StepHistory
+from megatron.offload.tiers.open import check_tiers
+
+logger = logging.getLogger(__name__)
+
+# The last one is what `pip install megatron-offload[megatron]` brings.
+SUPPORTED_VERSIONS = ("0.19.1", "0.16.1")
+
+# Settings of TransformerConfig that place activations themselves or run layers past our hooks.
+_REFUSED_SETTINGS = {
+    "cpu_offloading": "both would move the same activations; drop --cpu-offloading",
+    "fine_grained_activation_offloading": (
+        "both would move the same activations; drop --fine-grained-activation-offloading"
+    ),
+    "distribute_saved_activations": "drop --distribute-saved-activations",
+    "overlap_moe_expert_parallel_comm": (
+        "its schedule calls none of the hooked functions; drop --overlap-moe-expert-parallel-comm"
+    ),
+    "enable_cuda_graph": "a captured graph has fixed addresses; drop --enable-cuda-graph",
+    "external_cuda_graph": "a captured graph has fixed addresses; drop --external-cuda-graph",
+    "hybrid_context_parallel": "drop --hybrid-context-parallel",
+    "moe_paged_stash": "both would move the same activations; drop --moe-paged-stash",
+    "overlap_dispatch_backward_with_experts_wgrad": (
+        "it needs activations after the layer's backward pass; "
+        "drop --overlap-dispatch-backward-with-experts-wgrad"
+    ),
+}
+
+# Wrappers that give parameters other memory for each layer, which would be taken for activations.
+_REFUSED_WRAPPERS = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel", "MegatronFSDP")
+
+
+class MegatronHooks:
+    """What Megatron's functions call; see `calls.TrainingHooks`."""
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        model_chunks: Sequence[torch.nn.Module],
+        settings: Any,
+        profiler: Profiler | None = None,
+    ) -> None:
+        # Here, because they import megatron-core, which not everybody who imports us has.
+        from megatron.offload.integration.megatron.layer_hooks import LayerHooks
+        from megatron.offload.integration.megatron.schedule_hooks import ScheduleHooks
+
+        schedule = ScheduleHooks(engine, settings, profiler)
+        layers = LayerHooks(engine, model_chunks, profiler)
+        self.layer, self.close = layers.layer, layers.close
+        self.forward_step, self.backward_step = schedule.forward_step, schedule.backward_step
+        self.clear = schedule.clear
+
+
+class MegatronOffload:
+    """Activation offload in a running trainer. Made by `install`."""
+
+    def __init__(
+        self,
+        engine: OffloadEngine | None,
+        model_chunks: Sequence[torch.nn.Module],
+        calls: MegatronHooks | None = None,
+        endurance: Endurance | None = None,
+        planner: Planner | None = None,
+    ) -> None:
+        self._engine = engine
+        self._planner = planner
+        self._calls = calls
+        self._model_chunks = list(model_chunks)
+        self._history = StepHistory(endurance or Endurance(None))
+        self._drive_written_bytes: dict[str, int] = {}
+        self._step_ended_s = time.monotonic()
+        self._patches = decorate() if calls is not None else []
+        if calls is not None:
+            connect(calls)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the forward and backward passes of one training step (not evaluation)."""
+        if self._engine is None or self._calls is None:
+            yield
+            return
+        # Each time: optimizers re-point parameters into flat buffers of their own.
+        self._engine.exclude(_stationary_tensors(self._model_chunks))
+        try:
+            planned = contextlib.nullcontext() if self._planner is None else self._planner.step()
+            with planned, self._engine.step():
+                yield
+        finally:
+            self._calls.clear()
+            self._history.add(self._engine.statistics)
+            self._count_drive_writes(self._engine)
+
+    def pause(self) -> None:
+        """What follows until the next step is no part of training: evaluation, a checkpoint.
+
+        Without it the planner takes all that is between two steps for a part of them.
+        """
+        if self._planner is not None:
+            self._planner.meter.pause()
+
+    def _count_drive_writes(self, engine: OffloadEngine) -> None:
+        written, before = engine.drive_written_bytes, self._drive_written_bytes
+        now_s, before_s = time.monotonic(), self._step_ended_s
+        self._drive_written_bytes, self._step_ended_s = written, now_s
+        self._history.endurance.add_step(
+            {name: count - before.get(name, 0) for name, count in written.items()},
+            now_s - before_s,
+        )
+        warning = self._history.endurance.warning()
+        if warning is not None:
+            logger.warning(warning)
+
+    @property
+    def statistics(self) -> dict[str, int | float]:
+        """Counters of the last step, see `StepStatistics`; empty with offload off.
+
+        With `auto` also what was predicted and what was measured, see `Planner.metrics`.
+        """
+        planned = self._planner.metrics if self._planner is not None else {}
+        return {**self._history.last(), **planned}
+
+    def summary(self) -> str:
+        """A few lines for the end of a run; empty with offload off."""
+        return self._history.summary(self._engine.where) if self._engine is not None else ""
+
+    def uninstall(self) -> None:
+        """Restores Megatron's functions; activations stay in memory from now on."""
+        if self._calls is not None:
+            connect(None)
+            self._calls.close()
+        while self._patches:
+            self._patches.pop()()
+
+    def close(self) -> None:
+        """Uninstalls, waits for transfers and gives the disk space back."""
+        self.uninstall()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def install(
+    config: OffloadConfig,
+    model_chunks: Sequence[torch.nn.Module],
+    *,
+    reserve_bytes: int = 0,
+    num_local_ranks: int = 1,
+    policy: Policy | None = None,
+    run_directory: Path | None = None,
+) -> MegatronOffload:
+    """Makes the model's activations go where `config` says.
+
+    Args:
+        config: with mode `off` nothing is touched and every call of the result does nothing.
+        model_chunks: the model chunks of this rank, wrapped in DistributedDataParallel or not.
+        reserve_bytes: SSD space to allocate before training, see `estimate.activation_bytes`.
+        num_local_ranks: ranks on this machine, which share its memory.
+        policy: chooses a placement for each layer and storage; default: what `config` says.
+        run_directory: with `auto`, what was measured is written there.
+
+    Raises:
+        ConfigurationError: the version, a setting, the plan's file or the directory cannot work.
+    """
+    if not config.enabled:
+        return MegatronOffload(None, model_chunks)
+    check_version()
+    check_wrappers(model_chunks)
+    settings = _transformer_config(model_chunks)
+    check_settings(settings)
+    check_layers(config, settings)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    device = open_device(next(model_chunks[0].parameters()).device)
+    planned = None
+    if config.plans and policy is None:
+        policy = planned = PlannedPolicy(config.min_bytes, Placement(config.safe_mode))
+    engine = OffloadEngine(
+        config,
+        device,
+        rank=rank,
+        num_local_ranks=num_local_ranks,
+        reserve_bytes=reserve_bytes,
+        policy=policy,
+    )
+    # One rank of each machine speaks for its drives.
+    rated_bytes = config.drive_endurance_bytes if rank % num_local_ranks == 0 else None
+    planner = None
+    try:
+        if planned is not None:
+            from megatron.offload.integration.megatron.process_groups import consensus_of, stage_of
+
+            planner = Planner(
+                config,
+                engine,
+                device,
+                planned,
+                consensus_of(device.device),
+                stage_of(model_chunks, settings, num_local_ranks),
+                directory=run_directory,
+            )
+        calls = MegatronHooks(
+            engine, model_chunks, settings, planner.meter.profiler if planner else None
+        )
+    except BaseException:
+        engine.close()
+        raise
+    endurance = Endurance(rated_bytes, num_local_ranks)
+    return MegatronOffload(engine, model_chunks, calls, endurance, planner)
+
+
+def check(
+    config: OffloadConfig, settings: Any, *, reserve_bytes: int = 0, num_local_ranks: int = 1
+) -> None:
+    """Everything that can be found wrong before a model is built.
+
+    Args:
+        config: what the flags ask for.
+        settings: the model's `TransformerConfig`.
+        reserve_bytes: SSD space that each rank will allocate.
+        num_local_ranks: ranks on this machine, which share the directories and the memory.
+
+    Raises:
+        ConfigurationError: the version, a setting or the directory cannot work.
+    """
+    if config.enabled:
+        check_version()
+        check_settings(settings)
+        check_layers(config, settings)
+        check_tiers(config, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
+
+
+def check_version() -> None:
+    """Raises ConfigurationError if the hooks are not known to fit the imported megatron-core."""
+    import megatron.core
+
+    # Not the installed wheel's metadata: a checkout on PYTHONPATH wins over the wheel. Its version
+    # may name its commit as well: 0.19.1+5be9626709.
+    version = megatron.core.__version__
+    if version.partition("+")[0] not in SUPPORTED_VERSIONS:
+        raise ConfigurationError(
+            f"megatron-core {version} is not supported, only {', '.join(SUPPORTED_VERSIONS)}; "
+            f"pip install megatron-core=={SUPPORTED_VERSIONS[-1]}, or use such a checkout"
+        )
+
+
+def check_settings(settings: Any) -> None:
+    """Raises ConfigurationError for settings of a TransformerConfig that offload cannot join."""
+    for name, advice in _REFUSED_SETTINGS.items():
+        if getattr(settings, name, False):
+            raise ConfigurationError(f"{name} cannot be combined with offload: {advice}")
+    graphs = getattr(settings, "cuda_graph_impl", None) or "none"
+    if graphs != "none":
+        raise ConfigurationError(
+            f"cuda_graph_impl {graphs} cannot be combined with offload: a captured graph has fixed "
+            "addresses; drop --cuda-graph-impl"
+        )
+    if getattr(settings, "recompute_granularity", None) == "full":
+        raise ConfigurationError(
+            "--recompute-granularity full leaves no activations to offload; drop one of the two "
+            "(selective recomputation works together with offload)"
+        )
+
+
+def check_wrappers(model_chunks: Sequence[torch.nn.Module]) -> None:
+    """Raises ConfigurationError for a model whose parameters are sharded over data parallelism."""
+    module: Any = model_chunks[0]
+    while module is not None:
+        name = type(module).__name__
+        if name in _REFUSED_WRAPPERS:
+            raise ConfigurationError(
+                f"{name} cannot be combined with offload: it gives parameters memory for each "
+                "layer anew; use DistributedDataParallel, with the distributed optimizer"
+            )
+        module = getattr(module, "module", None)
+
+
+def check_layers(config: OffloadConfig, settings: Any) -> None:
+    """Raises ConfigurationError for layers that are not there or cannot be recomputed."""
+    # An encoder and a decoder count from 1 each; `num_layers` is the decoder's.
+    num_layers = max(
+        getattr(settings, name, None) or 0 for name in ("num_layers", "encoder_num_layers")
+    )
+    for flag, layers in (
+        ("--activation-offload-layers", config.offload_layers),
+        ("--activation-recompute-layers", config.recompute_layers),
+    ):
+        if layers is not None and num_layers and layers.last > num_layers:
+            raise ConfigurationError(
+                f"{flag} names layer {layers.last}; the model has {num_layers}, counted from 1"
+            )
+    why_not = why_not_recomputed(settings)
+    if config.recompute_layers is not None and why_not:
+        raise ConfigurationError(
+            f"--activation-recompute-layers cannot recompute {why_not}; drop one of the two"
+        )
+
+
+def _transformer_config(model_chunks: Sequence[torch.nn.Module]) -> Any:
+    module: Any = model_chunks[0]
+    while not hasattr(module, "config") and hasattr(module, "module"):
+        module = module.module
+    return module.config
+
+
+def _stationary_tensors(model_chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Parameters, buffers, and the flat buffers that data parallelism keeps them in."""
+    for chunk in model_chunks:
+        for parameter in chunk.parameters():
+            yield parameter
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None:
+                yield gradient
+        # Not chunk.buffers(): DistributedDataParallel has a list of that name.
+        yield from torch.nn.Module.buffers(chunk)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that plan together in Megatron: `ProcessGroupConsensus`, `consensus_of`, `stage_of`.
+
+Tensor, context and expert parallel ranks send each other parts of the same layers, also when those
+are recomputed. Pipeline stages and data-parallel replicas decide for themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.offload.integration.megatron.layer_hooks import layer_names
+from megatron.offload.integration.megatron.recomputable import why_not_recomputed
+from megatron.offload.integration.megatron.schedule_hooks import pipeline_position
+from megatron.offload.integration.megatron.selective_recompute import not_recomputed_alone
+from megatron.offload.planner.online.consensus import RankConsensus, SingleRank
+from megatron.offload.planner.online.stage import Stage
+
+_PERIOD_STEPS = 4
+
+
+class ProcessGroupConsensus:
+    """See `RankConsensus`. Collectives of small tensors on the device that trains.
+
+    Args:
+        groups: ask one after the other; all that share a rank with each other agree.
+        device: where the backend takes tensors.
+    """
+
+    def __init__(self, groups: Sequence[Any], device: torch.device) -> None:
+        self._groups = [group for group in groups if dist.get_world_size(group) > 1]
+        self._device = device
+        # NCCL's answer is on the device: to look at it is to wait for all that is queued there.
+        self.period_steps = _PERIOD_STEPS if self._groups and device.type != "cpu" else 1
+
+    def means(self, values: Sequence[float]) -> list[float]:
+        """See `RankConsensus`."""
+        result = list(values)
+        for group in self._groups:
+            sums = self._reduced(result, dist.ReduceOp.SUM, group)
+            # Sums may differ in the last bit from rank to rank; the largest is one of them.
+            result = self._reduced(sums, dist.ReduceOp.MAX, group)
+            result = [value / dist.get_world_size(group) for value in result]
+        return result
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """See `RankConsensus`."""
+        result = list(values)
+        for group in self._groups:
+            result = self._reduced(result, dist.ReduceOp.MAX, group)
+        return result
+
+    def of_all(self, value: Any) -> list[Any]:
+        """See `RankConsensus`."""
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def _reduced(self, values: list[float], operation: Any, group: Any) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(tensor, op=operation, group=group)
+        result: list[float] = tensor.tolist()
+        return result
+
+
+def consensus_of(device: torch.device) -> RankConsensus:
+    """That of this rank's model-parallel groups."""
+    if not dist.is_initialized():
+        return SingleRank()
+    groups = [parallel_state.get_tensor_and_context_parallel_group()]
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        groups.append(parallel_state.get_expert_model_parallel_group())
+    return ProcessGroupConsensus(groups, device)
+
+
+def stage_of(model_chunks: Sequence[torch.nn.Module], settings: Any, num_local_ranks: int) -> Stage:
+    """This rank's stage.
+
+    Args:
+        model_chunks: in the order of their numbers.
+        settings: the model's `TransformerConfig`.
+        num_local_ranks: ranks on this machine.
+    """
+    layers = [
+        (number, name)
+        for number, chunk in enumerate(model_chunks)
+        for name in layer_names([chunk]).values()
+    ]
+    is_first = (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
+    why_not = why_not_recomputed(settings)
+    not_alone = {
+        (name, group)
+        for layer, name in layer_names(model_chunks).items()
+        for group in not_recomputed_alone(layer)
+    }
+    return Stage(pipeline_position(settings), layers, why_not, is_first, num_local_ranks, not_alone)

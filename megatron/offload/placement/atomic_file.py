@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that others may read at any moment: `write_atomically`, `check_place`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes the file, in folders made for it; a reader finds all of it or none. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def check_place(path: Path) -> None:
+    """Raises OSError if there is no place for such a file; its folders need not be there yet."""
+    directory = path.parent
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory")
+    if not directory.is_dir():
+        raise NotADirectoryError(f"{directory} is a file")
+    if not os.access(directory, os.W_OK):
+        raise PermissionError(f"{directory} cannot be written to")

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places activations as a plan says: `PlannedPolicy`. The planner gives it a plan between steps."""
+
+from __future__ import annotations
+
+from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.policy import WHOLE_LAYER, Placement
+from megatron.offload.saved.scope import Scope
+
+
+class PlannedPolicy:
+    """Follows a plan; until there is one, and where it says nothing, everything leaves memory.
+
+    Args:
+        min_bytes: smaller storages are kept.
+        safe: where everything goes without a plan.
+    """
+
+    divides_layers = True
+
+    def __init__(self, min_bytes: int, safe: Placement) -> None:
+        self._min_bytes = min_bytes
+        self._safe = safe
+        self._placements: dict[tuple[int, str, str], Placement] = {}
+
+    def follow(self, plan: Plan) -> None:
+        """From now on this one. Between steps only: what is recomputed must not change in one."""
+        self._placements = plan.placements
+
+    def place_layer(self, scope: Scope) -> Placement:
+        """See `Policy`. Of a layer whose parts go different ways, that of neither."""
+        whole = self._placements.get((scope.chunk, scope.layer, WHOLE_LAYER), self._safe)
+        if not scope.part:
+            return whole
+        return self._placements.get((scope.chunk, scope.layer, scope.part), whole)
+
+    def place(self, scope: Scope, num_bytes: int) -> Placement:
+        """See `Policy`."""
+        if num_bytes < self._min_bytes:
+            return Placement.KEEP
+        placement = self.place_layer(scope)
+        # What recomputation starts from stays; what has nothing to start from is run as usual.
+        return Placement.KEEP if placement is Placement.RECOMPUTE else placement

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner has to know of the stage that it plans for: `Stage`.
+
+An integration fills it in, once. It knows which plans the stage cannot follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.policy import WHOLE_LAYER, Placement
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage.
+
+    Attributes:
+        layout: its place in the pipeline.
+        layers: chunk and name of each layer, in the order of the forward pass.
+        why_not_recomputed: what keeps its layers from being recomputed; empty: nothing does.
+        speaks: whether this rank's plan is the one of its stage that is shown and written.
+        num_local_ranks: ranks on this machine, which share a CPU's memory.
+        not_alone: layers with the parts of theirs that cannot be recomputed without the rest.
+    """
+
+    position: PipelinePosition
+    layers: Sequence[tuple[int, str]]
+    why_not_recomputed: str = ""
+    speaks: bool = True
+    num_local_ranks: int = 1
+    not_alone: Collection[tuple[str, str]] = ()
+
+    def check(self, plan: Plan, tiers: Collection[Placement], path: Path) -> None:
+        """Whether the stage can follow a plan.
+
+        Args:
+            plan: from the file at `path`.
+            tiers: placements that there is a tier for.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        plan.check(self.layers, tiers)
+        why_not = self.why_not_recomputed
+        if why_not and Placement.RECOMPUTE in plan.placements.values():
+            raise ConfigurationError(f"the plan {path} cannot recompute {why_not}; plan again")
+        for one in plan.parts:
+            alone = (one.layer, one.part) not in self.not_alone
+            if one.placement is Placement.RECOMPUTE and not alone:
+                raise ConfigurationError(
+                    f"the plan {path} recomputes {one.part} of {one.layer} alone, which that "
+                    f"layer does not allow; place it elsewhere, or recompute its {WHOLE_LAYER}"
+                )

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the steps of one rank: `StepMeter`. Some of them in detail, for a profile.
+
+The planner puts `step` around every training step. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.offload.config import OffloadConfig
+from megatron.offload.device.device import Device
+from megatron.offload.engine import OffloadEngine
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement.policy import Placement
+from megatron.offload.planner.online.drift import MeasuredStep
+from megatron.offload.planner.profile.build import Rates, passes_s, profile_of, tier_profiles
+from megatron.offload.planner.profile.interpolation import tokens_of
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.profiler import Profiler
+from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile
+from megatron.offload.stats.memory import PeakMemory
+from megatron.offload.tiers.tier import Tier
+
+_REMEMBERED_GAPS = 5
+# Of a resident set. A GPU's figures are those of its allocator, which knows what it has given out.
+_SLACK_OF_HOST = 0.15  # docs/results/README.md, "What the resident set holds"
+_LEAST_BUSY_S = 0.1  # of a tier in a step, for its rate to be that step's: less is mostly chance
+
+
+class StepMeter:
+    """What steps take.
+
+    Args:
+        config: of the engine.
+        engine: counts bytes and waits.
+        device: where activations live.
+    """
+
+    def __init__(self, config: OffloadConfig, engine: OffloadEngine, device: Device) -> None:
+        self.profiler = Profiler(device, config.min_bytes, self._waited_s)
+        self.last: MeasuredStep | None = None
+        self._engine = engine
+        self._device = device
+        self._peak = PeakMemory(device)
+        self._moved: dict[Placement, _Moved] = {}  # by each tier so far
+        self._rates: dict[Placement, Rates] = {}  # of the last step
+        self._ended_s: float | None = None
+        self._gaps_s: list[float] = []  # from the end of one step's passes to the next step
+        self._detailed_s: list[float] = []  # passes of the steps that the profiler noted
+        self._detailed_sizes: dict[str, int] = {}  # of the largest micro-batch in them
+
+    @property
+    def num_detailed(self) -> int:
+        """Steps noted in detail since the last profile was made."""
+        return len(self._detailed_s)
+
+    @contextlib.contextmanager
+    def step(self, *, detailed: bool) -> Iterator[None]:
+        """Around the passes of a training step."""
+        self.pause()
+        began_s = time.perf_counter()
+        self.profiler.sizes.clear()
+        if detailed:
+            self.profiler.begin_step()
+            self._engine.observer = self.profiler
+        self._peak.begin_step()
+        well = False
+        try:
+            yield
+            well = True
+        finally:
+            self._engine.observer = None
+            if detailed:
+                self.profiler.end_step(well=well)
+        passes_s = time.perf_counter() - began_s
+        if detailed:
+            self._detailed_s.append(passes_s)
+            both = self._detailed_sizes, dict(self.profiler.sizes)
+            self._detailed_sizes = max(both, key=tokens_of)
+        self.last = self._measured(passes_s, self._peak.end_step())
+        self.resume()
+
+    def resume(self) -> None:
+        """What went on until now, after the step's passes, is no part of a step: planning."""
+        self._ended_s = time.perf_counter()
+
+    def pause(self) -> None:
+        """What goes on from now on, until the next step, is no part of a step either."""
+        if self._ended_s is not None:
+            gap_s = time.perf_counter() - self._ended_s
+            self._gaps_s = [*self._gaps_s, gap_s][-_REMEMBERED_GAPS:]
+            self._ended_s = None
+
+    def profile(
+        self, position: PipelinePosition, *, recomputes: bool, previous: StageProfile | None
+    ) -> StageProfile:
+        """The profile of the steps noted in detail, which are forgotten.
+
+        Args:
+            layout: of the stage.
+            recomputes: whether its layers may be recomputed.
+            previous: see `profile_of`.
+
+        Raises:
+            ConfigurationError: there was no such step.
+        """
+        steps, seconds = self.profiler.steps, self._device.seconds_between
+        if not steps:
+            raise ConfigurationError(
+                "the first steps could not be measured: no step had a backward pass for each of "
+                "its forward passes; use --activation-offload ssd, host or tiered"
+            )
+        fixed_s = self._gap_s
+        if position.num_stages == 1:  # else the rest of it is waiting for other stages
+            fixed_s += statistics.median(self._detailed_s) - passes_s(steps, seconds)
+        profile = profile_of(
+            steps,
+            position,
+            # What the tiers did before they changed no longer counts.
+            tier_profiles(self._engine.tiers, self._rates if previous is not None else {}),
+            seconds_between=seconds,
+            step_fixed_s=fixed_s,
+            recomputes=recomputes,
+            previous=previous,
+            sizes=self._detailed_sizes,
+            inflight_bytes=self._engine.inflight_bytes,
+            source=f"measured in {len(steps)} step{'' if len(steps) == 1 else 's'}",
+        )
+        self.profiler.clear()
+        self._detailed_s.clear()
+        self._detailed_sizes = {}
+        if self._device.is_host:
+            profile = dataclasses.replace(profile, allocator_slack=_SLACK_OF_HOST)
+        return profile
+
+    def tiers(self) -> tuple[TierProfile, ...]:
+        """As fast as they were in the last step."""
+        return tuple(tier_profiles(self._engine.tiers, self._rates))
+
+    @property
+    def _gap_s(self) -> float:
+        return statistics.median(self._gaps_s) if self._gaps_s else 0.0
+
+    def _waited_s(self) -> float:
+        counted = self._engine.statistics
+        return counted.stall_s + counted.write_wait_s
+
+    def _measured(self, passes_s: float, peak_bytes: int) -> MeasuredStep:
+        return MeasuredStep(
+            step_s=passes_s + self._gap_s,
+            stall_s=self._waited_s(),
+            peak_bytes=peak_bytes,
+            sizes=dict(self.profiler.sizes),
+            write_bytes_per_s=self._write_speeds(),
+        )
+
+    def _write_speeds(self) -> dict[str, float]:
+        """Of the tiers that something has reached since the last step."""
+        before, tiers = self._moved, self._engine.tiers
+        self._moved = {placement: _Moved.by(tier) for placement, tier in tiers.items()}
+        since = {
+            placement: moved.since(before.get(placement, _Moved()))
+            for placement, moved in self._moved.items()
+        }
+        self._rates = {placement: moved.rates for placement, moved in since.items()}
+        return {
+            tier.name: tier.write_bytes_per_s
+            for tier in self.tiers()
+            if since[Placement(tier.name)].written_bytes
+        }
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """What a tier has done, and how long it took. With several drives side by side."""
+
+    written_bytes: int = 0
+    write_s: float = 0.0
+    read_bytes: int = 0
+    read_s: float = 0.0
+
+    @classmethod
+    def by(cls, tier: Tier) -> _Moved:
+        """Until now."""
+        writes, reads = tier.statistics.writes, tier.statistics.reads
+        return cls(writes.total_bytes, writes.busy_s, reads.total_bytes, reads.busy_s)
+
+    def since(self, before: _Moved) -> _Moved:
+        """The difference."""
+        return _Moved(
+            self.written_bytes - before.written_bytes,
+            self.write_s - before.write_s,
+            self.read_bytes - before.read_bytes,
+            self.read_s - before.read_s,
+        )
+
+    @property
+    def rates(self) -> Rates:
+        """Bytes a second written and read; None where that was too short to tell."""
+        return (
+            self.written_bytes / self.write_s if self.write_s >= _LEAST_BUSY_S else None,
+            self.read_bytes / self.read_s if self.read_s >= _LEAST_BUSY_S else None,
+        )

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a `StageProfile` of what a profiler noted: `profile_of`, `passes_s`, `tier_profiles`.
+
+The planner calls them between steps. Durations are medians over micro-batches, so that one that was
+disturbed does not count; bytes are the largest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from megatron.offload.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import (
+    LayerProfile,
+    PartProfile,
+    StageProfile,
+    TierProfile,
+)
+from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, Timestamp
+from megatron.offload.tiers.tier import Tier
+
+Seconds = Callable[[Timestamp | None, Timestamp | None], float]
+Rates = tuple[float | None, float | None]  # bytes a second written and read; None: not known
+
+_PARTS = ("attention", "mlp")
+_ORDER = (*_PARTS, WHOLE_LAYER)
+_SLOWEST_BYTES_PER_S = 1.0  # of a tier that nothing has been measured of, and that was not used
+
+
+def profile_of(
+    steps: Sequence[Sequence[PassTimings]],
+    position: PipelinePosition,
+    tiers: Sequence[TierProfile],
+    *,
+    seconds_between: Callable[[object, object], float],
+    step_fixed_s: float,
+    recomputes: bool,
+    previous: StageProfile | None = None,
+    sizes: dict[str, int] | None = None,
+    inflight_bytes: int = 512 << 20,
+    source: str = "",
+) -> StageProfile:
+    """What the steps show.
+
+    Args:
+        steps: complete passes of at least one step.
+        layout: of the stage.
+        tiers: see `tier_profiles`.
+        seconds_between: two timestamps.
+        step_fixed_s: seconds of a step outside of its passes.
+        recomputes: whether layers may be recomputed at all.
+        previous: an earlier profile, for what layers save that were recomputed in these steps.
+        sizes, inflight_bytes, source: see `StageProfile`.
+    """
+
+    def between(earlier: Timestamp | None, later: Timestamp | None) -> float:
+        if earlier is None or later is None:
+            return 0.0
+        waited_s = later.waited_s - earlier.waited_s
+        return max(seconds_between(earlier.timestamp, later.timestamp) - waited_s, 0.0)
+
+    passes = [one for step in steps for one in step]
+    by_chunk = [[p for p in passes if p.chunk == c] for c in range(position.num_chunks)]
+    layers: list[LayerProfile] = []
+    for chunk, own in enumerate(by_chunk):
+        earlier = {one.name: one for one in (previous.layers if previous else ())}
+        for alike in zip(*(one.layers for one in own), strict=True):
+            layers.append(_layer(chunk, list(alike), own, between, recomputes, earlier))
+
+    def outside(part: Callable[[PassTimings], float]) -> tuple[float, ...]:
+        return tuple(_median(part(one) for one in own) for own in by_chunk)
+
+    return StageProfile(
+        position=position,
+        num_micro_batches=len(by_chunk[0]) // len(steps),
+        layers=tuple(layers),
+        tiers=tuple(tiers),
+        before_s=outside(lambda p: between(p.began, p.layers[0].began if p.layers else p.ended)),
+        after_s=outside(lambda p: between(p.layers[-1].ended, p.ended) if p.layers else 0.0),
+        backward_before_s=outside(
+            lambda p: between(
+                p.backward_began, p.layers[-1].backward_began if p.layers else p.backward_ended
+            )
+        ),
+        backward_after_s=outside(
+            lambda p: between(p.layers[0].backward_ended, p.backward_ended) if p.layers else 0.0
+        ),
+        step_fixed_s=max(step_fixed_s, 0.0),
+        pass_fixed_bytes=tuple(max(one.held_bytes for one in own) for own in by_chunk),
+        inflight_bytes=inflight_bytes,
+        sizes=dict(sizes or {}),
+        source=source,
+    )
+
+
+def passes_s(
+    steps: Sequence[Sequence[PassTimings]], seconds: Callable[[object, object], float]
+) -> float:
+    """Seconds that the passes of a step take together, waits included."""
+    return _median(
+        sum(
+            seconds(earlier.timestamp, later.timestamp)
+            for p in step
+            for earlier, later in ((p.began, p.ended), (p.backward_began, p.backward_ended))
+            if earlier is not None and later is not None
+        )
+        for step in steps
+    )
+
+
+def tier_profiles(
+    tiers: Mapping[Placement, Tier], recent: Mapping[Placement, Rates] | None = None
+) -> list[TierProfile]:
+    """The tiers as fast as they have been in the last seconds of use, or as `recent` says.
+
+    One that has only been written, because all was still in memory when it was needed, is taken to
+    read as fast; one that was not used at all gets next to nothing to do.
+    """
+    found = []
+    for placement, tier in tiers.items():
+        writes, reads = (recent or {}).get(placement, (None, None))
+        writes = writes or tier.statistics.writes.bytes_per_s
+        reads = reads or tier.statistics.reads.bytes_per_s
+        limit = getattr(tier, "write_limit", None)
+        known = writes or reads or _SLOWEST_BYTES_PER_S
+        writes_bytes_per_s = writes or known
+        if limit is not None:  # the meters count transfers, not the pauses between them
+            writes_bytes_per_s = min(writes_bytes_per_s, limit.bytes_per_s)
+        found.append(
+            TierProfile(
+                name=placement.value,
+                write_bytes_per_s=writes_bytes_per_s,
+                read_bytes_per_s=reads or known,
+                capacity_bytes=tier.limit_bytes,
+            )
+        )
+    return found
+
+
+def _layer(
+    chunk: int,
+    timings: list[LayerTimings],
+    passes: list[PassTimings],
+    between: Seconds,
+    recomputes: bool,
+    previous: Mapping[str, LayerProfile],
+) -> LayerProfile:
+    """One layer; `timings` has it once for each of `passes`."""
+    name = timings[0].name
+    input_bytes = max(one.input_bytes for one in timings)
+    ran_again = [_again_s(m, between, WHOLE_LAYER) for m in timings if WHOLE_LAYER in m.again]
+    forward_s = _median(between(m.began, m.ended) for m in timings)
+    backward_s = _median(
+        # Without a gradient for its input its backward ends with that of the pass.
+        between(m.backward_began, m.backward_ended or p.backward_ended)
+        - _again_s(m, between, *m.again)
+        for m, p in zip(timings, passes, strict=True)
+    )
+    can_be = recomputes and all(m.can_be_recomputed for m in timings)
+    parts = _parts(timings, between, can_be)
+    if name in previous:
+        scale = input_bytes / max(previous[name].input_bytes, 1)
+        known = {one.name: _scaled(one, scale) for one in previous[name].parts}
+        if ran_again:  # nothing of it was saved
+            parts = tuple(known.values())
+        parts = tuple(_remembered(one, known.get(one.name), timings) for one in parts)
+    recompute_s = _median(ran_again) if ran_again else forward_s
+    return LayerProfile(
+        chunk=chunk,
+        name=name,
+        forward_s=forward_s,
+        backward_s=max(backward_s, 0.0),
+        recompute_s=recompute_s if can_be else None,
+        input_bytes=input_bytes,
+        parts=parts,
+    )
+
+
+def _parts(timings: list[LayerTimings], between: Seconds, can_be: bool) -> tuple[PartProfile, ...]:
+    can_be = can_be and all(one.has_parts and one.middle for one in timings)
+    names = {name for one in timings for name in one.parts}
+    found = []
+    for name in (*_ORDER, *sorted(names.difference(_ORDER))):
+        if name not in names:
+            continue
+        own = [one.parts[name] for one in timings if name in one.parts]
+        is_first = name == "attention"
+        produced = _median(between(m.began, m.middle if is_first else m.ended) for m in timings)
+        used = _median(
+            between(m.backward_began, m.backward_middle)
+            - _again_s(m, between, "mlp", "mlp" + SELECTIVE)
+            for m in timings
+        )
+        # What it takes to run it again: measured if it did, else as long as its forward.
+        alone_s = [_again_s(m, between, name) for m in timings if name in m.again] or [
+            between(m.began, m.middle) if is_first else between(m.middle, m.ended) for m in timings
+        ]
+        selective = [
+            _again_s(m, between, name + SELECTIVE) for m in timings if name + SELECTIVE in m.again
+        ] or [sum(between(*span) for span in one.selective) for one in own]
+        selective_bytes = max(0, *(one.selective_bytes for one in own))
+        is_part = can_be and name in _PARTS
+        found.append(
+            PartProfile(
+                name=name,
+                movable_bytes=max(one.movable_bytes for one in own),
+                resident_bytes=max(one.resident_bytes for one in own),
+                num_storages=max(one.num_storages for one in own),
+                produced_s=produced,
+                first_use_s=max(used, 0.0) if is_first else 0.0,
+                recompute_s=_median(alone_s) if is_part else None,
+                input_bytes=max(m.input_bytes if is_first else m.middle_bytes for m in timings),
+                selective_bytes=selective_bytes,
+                selective_s=_median(selective) if is_part else None,
+                selective_extra_bytes=max(one.selective_extra_bytes for one in own),
+            )
+        )
+    return tuple(found)
+
+
+def _again_s(timings: LayerTimings, between: Seconds, *names: str) -> float:
+    """Seconds that these took in backward."""
+    return sum(between(*span) for name in names for span in timings.again.get(name, ()))
+
+
+def _remembered(
+    part: PartProfile, known: PartProfile | None, timings: list[LayerTimings]
+) -> PartProfile:
+    """What a part saves, as it was known, if it or a part of it was recomputed now."""
+    names = {part.name, part.name + SELECTIVE}
+    if known is None or all(names.isdisjoint(one.again) for one in timings):
+        return part
+    return dataclasses.replace(
+        known,
+        produced_s=part.produced_s,
+        first_use_s=part.first_use_s,
+        recompute_s=part.recompute_s,
+        input_bytes=part.input_bytes,
+        selective_s=known.selective_s if part.name in timings[0].again else part.selective_s,
+    )
+
+
+def _scaled(part: PartProfile, scale: float) -> PartProfile:
+    return dataclasses.replace(
+        part,
+        movable_bytes=round(part.movable_bytes * scale),
+        resident_bytes=round(part.resident_bytes * scale),
+        produced_s=part.produced_s * scale,
+        first_use_s=part.first_use_s * scale,
+        recompute_s=None if part.recompute_s is None else part.recompute_s * scale,
+        input_bytes=round(part.input_bytes * scale),
+        selective_bytes=round(part.selective_bytes * scale),
+        selective_s=None if part.selective_s is None else part.selective_s * scale,
+        selective_extra_bytes=round(part.selective_extra_bytes * scale),
+    )
+
+
+def _median(values: Iterable[float]) -> float:
+    values = list(values)
+    return float(statistics.median(values)) if values else 0.0

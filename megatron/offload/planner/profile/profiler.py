@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what a planner has to know: `Profiler`.
+
+Integrations tell it where a pass and a layer begin and end, the engine what layers save; for
+backward it puts tensor hooks on what goes into a layer and comes out. `figures.py` makes a profile
+of what it noted. Outside of the steps that it measures nobody calls it.
+
+Note [What a moment costs]
+A moment is a clock reading on a CPU and an event in the stream on a GPU: five to seven of them for
+each layer and micro-batch, some microseconds. Nothing waits for the device until the step is over.
+What the engine made compute wait is noted with each moment and left out of the durations: a layer
+takes as long as it would if nothing had to be waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron.offload.device.device import Device
+from megatron.offload.placement.policy import WHOLE_LAYER
+from megatron.offload.planner.profile.interpolation import tokens_of
+from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, TimeSpan, Timestamp
+from megatron.offload.saved.autograd_graph import node_of
+from megatron.offload.saved.scope import Scope
+
+
+class Profiler:
+    """Notes the passes of the steps that it measures.
+
+    Args:
+        device: that computes; its clock is used.
+        min_bytes: smaller storages never move.
+        waited_s: how long compute has waited for the engine, in this step so far.
+    """
+
+    def __init__(self, device: Device, min_bytes: int, waited_s: Callable[[], float]) -> None:
+        self.steps: list[list[PassTimings]] = []  # measured so far, complete passes only
+        self.sizes: dict[str, int] = {}  # of the largest micro-batch since they were cleared
+        self._device = device
+        self._min_bytes = min_bytes
+        self._waited_s = waited_s
+        self._passes: dict[tuple[int, int], PassTimings] | None = None  # of a step that is measured
+        self._forward: PassTimings | None = None
+        self._layer: LayerTimings | None = None
+        self._stayed: set[int] = set()  # storages of this pass that stay
+
+    @property
+    def measures(self) -> bool:
+        """Whether this step is measured."""
+        return self._passes is not None
+
+    def begin_step(self) -> None:
+        """This step is measured."""
+        self._passes = {}
+
+    def end_step(self, *, well: bool) -> None:
+        """It is over; one that did not end well does not count."""
+        passes, self._passes = self._passes or {}, None
+        self._forward = self._layer = None
+        complete = [one for one in passes.values() if one.is_complete]
+        if well and complete and len(complete) == len(passes):
+            self.steps.append(complete)
+
+    def clear(self) -> None:
+        """Forgets the steps measured so far."""
+        self.steps.clear()
+
+    def now(self) -> Timestamp:
+        """This moment."""
+        return Timestamp(self._device.timestamp(), self._waited_s())
+
+    # -- Passes ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def forward(self, chunk: int, micro_batch: int) -> Iterator[None]:
+        """Around a forward pass."""
+        if self._passes is None:
+            yield
+            return
+        timings = self._passes[chunk, micro_batch] = PassTimings(chunk, self.now())
+        self._forward = timings
+        self._stayed.clear()
+        try:
+            yield
+            timings.ended = self.now()
+        finally:
+            self._forward = None
+
+    @contextlib.contextmanager
+    def backward(self, chunk: int, micro_batch: int) -> Iterator[None]:
+        """Around a backward pass."""
+        timings = self._passes.get((chunk, micro_batch)) if self._passes is not None else None
+        if timings is None:
+            yield
+            return
+        timings.backward_began = self.now()
+        yield
+        timings.backward_ended = self.now()
+
+    # -- Layers ---------------------------------------------------------------------------------
+
+    def begin_layer(
+        self, scope: Scope, inputs: Sequence[torch.Tensor], *, recomputes: bool
+    ) -> LayerTimings | None:
+        """A layer's forward begins; None: this pass is not measured, its sizes are noted."""
+        if inputs and inputs[0].dim() >= 2:
+            sequence_length, micro_batch_size = inputs[0].shape[:2]
+            if sequence_length * micro_batch_size > tokens_of(self.sizes):
+                self.sizes["sequence_length"] = sequence_length
+                self.sizes["micro_batch_size"] = micro_batch_size
+        if self._forward is None:
+            return None
+        wanting = [tensor for tensor in inputs if tensor.requires_grad]
+        timings = LayerTimings(
+            name=scope.layer,
+            began=self.now(),
+            input_bytes=sum(tensor.nbytes for tensor in wanting),
+            can_be_recomputed=bool(wanting),
+            recomputes=recomputes,
+        )
+        if wanting:
+            note_end = _recorder(self, timings, "backward_ended")
+            wanting[0].register_hook(note_end)
+            if not self._forward.layers and node_of(wanting[0]) is None:
+                self._forward.held_bytes = wanting[0].nbytes
+        self._forward.layers.append(timings)
+        self._layer = timings
+        return timings
+
+    def reach_middle(self, middle: torch.Tensor) -> None:
+        """The layer's attention is done. Call it after its activations were captured."""
+        if self._layer is not None:
+            self._layer.middle = self.now()
+            self._layer.middle_bytes = middle.nbytes
+            if middle.requires_grad:
+                middle.register_hook(_recorder(self, self._layer, "backward_middle"))
+
+    def end_layer(self, outputs: Sequence[torch.Tensor]) -> None:
+        """A layer's forward is over. Call it after its activations were captured."""
+        timings, self._layer = self._layer, None
+        if timings is None:
+            return
+        timings.ended = self.now()
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(_recorder(self, timings, "backward_began"))
+                break
+
+    @contextlib.contextmanager
+    def recomputation(self, timings: LayerTimings, part: str = WHOLE_LAYER) -> Iterator[None]:
+        """Around what runs again in backward: a layer, a part of it, its selective operations."""
+        began = self.now()
+        yield
+        timings.again.setdefault(part, []).append((began, self.now()))
+
+    def selective(
+        self,
+        timings: LayerTimings,
+        part: str,
+        span: TimeSpan,
+        sizes: Sequence[int],
+        extra_bytes: int = 0,
+    ) -> None:
+        """One of a part's selective operations ran.
+
+        Args:
+            sizes: bytes of storages that need not be kept for backward if it runs again; below 0 of
+                those that then have to be.
+            extra_bytes: that are there besides in backward when it has run again.
+        """
+        found = timings.part(part)
+        found.selective.append(span)
+        found.selective_bytes += sum(size for size in sizes if abs(size) >= self._min_bytes)
+        found.selective_extra_bytes += extra_bytes
+
+    # -- What the engine tells (`Observer`) -------------------------------------------------------
+
+    def moves(self, scope: Scope, num_bytes: int) -> None:
+        """See `Observer`."""
+        if self._layer is not None:
+            part = self._layer.part(scope.part)
+            part.movable_bytes += num_bytes
+            part.num_storages += 1
+
+    def stayed(self, scope: Scope, storage: torch.UntypedStorage) -> None:
+        """See `Observer`. One that is large enough to move could have moved."""
+        # Saved, so it lives until backward: no other can get its address in this pass.
+        if self._layer is None or storage._cdata in self._stayed:
+            return
+        self._stayed.add(storage._cdata)
+        part, num_bytes = self._layer.part(scope.part), storage.nbytes()
+        if num_bytes < self._min_bytes:
+            part.resident_bytes += num_bytes
+        else:
+            part.movable_bytes += num_bytes
+            part.num_storages += 1
+
+
+def _recorder(profiler: Profiler, timings: LayerTimings, name: str) -> Callable[[Any], None]:
+    """A tensor hook that notes when the gradient came. It leaves the gradient as it is."""
+
+    def note(_: Any) -> None:
+        if getattr(timings, name) is None:
+            setattr(timings, name, profiler.now())
+
+    return note

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a planner knows of one pipeline stage: `StageProfile`.
+
+Measured in the first steps of a run, or projected from descriptions of a model and of hardware;
+whoever solves or simulates cannot tell the difference. Written and read as JSON. Bytes and seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PartProfile:
+    """Activations of one part of a layer, which get one placement. For one micro-batch.
+
+    Attributes:
+        name: `attention`, `mlp`, or `layer` where a layer is not divided.
+        movable_bytes: in storages that a tier can take.
+        resident_bytes: in storages that always stay: too small, or somebody else's.
+        num_storages: how many hold the movable bytes.
+        produced_s: when the last of them is there, after the layer's forward began.
+        first_use_s: when backward first needs one, after the layer's backward began.
+        recompute_s: forward seconds to produce them again; None: not possible for it alone.
+        input_bytes: of the bytes above, those that stay when it is recomputed alone.
+        selective_bytes: of the movable ones, those that its selective operations produce again, see
+            `integration/megatron/selective_recompute.py`; the rest stays or moves.
+        selective_s: forward seconds for that; None: not possible.
+        selective_extra_bytes: that this takes in backward beyond what it produces.
+    """
+
+    name: str
+    movable_bytes: int
+    resident_bytes: int
+    num_storages: int
+    produced_s: float
+    first_use_s: float
+    recompute_s: float | None = None
+    input_bytes: int = 0
+    selective_bytes: int = 0
+    selective_s: float | None = None
+    selective_extra_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer of one model chunk, the average of its micro-batches.
+
+    Attributes:
+        chunk: model chunk of this stage, 0 without virtual pipelining.
+        name: e.g. `decoder.7`, see `Scope.layer`.
+        forward_s: its forward pass.
+        backward_s: its backward pass, without recomputation and waits.
+        recompute_s: its forward again in backward; None: it cannot be recomputed.
+        input_bytes: what it keeps when it is recomputed as a whole.
+        parts: in the order of the forward pass.
+    """
+
+    chunk: int
+    name: str
+    forward_s: float
+    backward_s: float
+    recompute_s: float | None
+    input_bytes: int
+    parts: tuple[PartProfile, ...]
+
+    @property
+    def movable_bytes(self) -> int:
+        """Of all parts."""
+        return sum(part.movable_bytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class TierProfile:
+    """One tier, as fast as it is while the stage trains.
+
+    Attributes:
+        name: the placement that goes there, `host` or `ssd`.
+        write_bytes_per_s: with nothing else under way.
+        read_bytes_per_s: likewise.
+        shared_bytes_per_s: reads and writes together while both are under way; None: neither slows
+            the other.
+        latency_s: of a transfer, whatever its size.
+        capacity_bytes: None: more than can be needed.
+    """
+
+    name: str
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    shared_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """One rank's view of a training step.
+
+    Attributes:
+        layout: this stage's place in the pipeline.
+        num_micro_batches: in a step.
+        layers: by chunk, then in the order of the forward pass.
+        tiers: that activations may go to.
+        before_s: seconds of a forward pass before each chunk's first layer (embedding), by chunk.
+        after_s: and after its last (head and loss).
+        backward_before_s: the same parts in backward: the head and loss, by chunk.
+        backward_after_s: the embedding.
+        step_fixed_s: outside of forward and backward passes: optimizer, gradient reduction.
+        pass_fixed_bytes: activations of a micro-batch outside of layers, by chunk.
+        transient_bytes: most working memory of the step beyond saved activations (gradients of
+            activations, the loss).
+        allocator_slack: what saved activations take beyond their own bytes, as a part of these.
+        inflight_bytes: most bytes on their way out at a time; forward waits beyond it.
+        sizes: what the figures depend on: micro-batch size, sequence length.
+        source: where they come from, for people.
+    """
+
+    position: PipelinePosition
+    num_micro_batches: int
+    layers: tuple[LayerProfile, ...]
+    tiers: tuple[TierProfile, ...]
+    before_s: tuple[float, ...]
+    after_s: tuple[float, ...]
+    backward_before_s: tuple[float, ...]
+    backward_after_s: tuple[float, ...]
+    step_fixed_s: float = 0.0
+    pass_fixed_bytes: tuple[int, ...] = (0,)
+    transient_bytes: int = 0
+    allocator_slack: float = 0.0
+    inflight_bytes: int = 512 << 20
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        chunks = self.position.num_chunks
+        for name in _BY_CHUNK:
+            if len(getattr(self, name)) != chunks:
+                raise ConfigurationError(
+                    f"the profile's {name} has {len(getattr(self, name))} entries; "
+                    f"expected one for each of {chunks} model chunks; measure it again"
+                )
+        if [layer.chunk for layer in self.layers] != sorted(
+            layer.chunk for layer in self.layers if 0 <= layer.chunk < chunks
+        ):
+            raise ConfigurationError(
+                f"the profile's layers are not in the order of its {chunks} model chunks; "
+                "measure it again"
+            )
+        names = [tier.name for tier in self.tiers]
+        if len(set(names)) < len(names) or not set(names) <= {"host", "ssd"}:
+            raise ConfigurationError(
+                f"the profile has tiers {names}; expected host and ssd, each once at most; "
+                "measure it again"
+            )
+        wrong = next(_wrong_figures(self, ""), None)
+        if wrong is not None:
+            raise ConfigurationError(
+                f"the profile has {wrong}; expected a finite number from zero up, and above zero "
+                "for bandwidths and counts; measure it again"
+            )
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads."""
+        return json.dumps({"version": FORMAT_VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> StageProfile:
+        """The profile in a file's text.
+
+        Raises:
+            ConfigurationError: it is none, or one of another format version.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            version = values.pop("version")
+            if version != FORMAT_VERSION:
+                raise ConfigurationError(
+                    f"the profile has format {version}, this release reads {FORMAT_VERSION}; "
+                    "measure it again"
+                )
+            return cls(
+                **{name: value for name, value in values.items() if name not in _NESTED},
+                **{name: make(values[name]) for name, make in _NESTED.items()},
+            )
+        except ConfigurationError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"this is no profile of a stage: {error}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> StageProfile:
+        """The profile in a file. Raises ConfigurationError, OSError."""
+        try:
+            return cls.from_json(path.read_text())
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"{path} is no profile of a stage: {error}") from None
+
+
+_BY_CHUNK = ("before_s", "after_s", "backward_before_s", "backward_after_s", "pass_fixed_bytes")
+_ABOVE_ZERO = ("bytes_per_s", "num_micro_batches", "num_stages", "num_chunks")
+
+
+def _wrong_figures(value: Any, name: str) -> Iterator[str]:
+    """Figures that cannot be, as `name = figure`; looks into everything below `value`."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _wrong_figures(getattr(value, field.name), field.name)
+    elif isinstance(value, PipelinePosition):
+        for part, figure in value._asdict().items():
+            yield from _wrong_figures(figure, part)
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _wrong_figures(one, name)
+    elif isinstance(value, int | float) and (
+        not math.isfinite(value) or value < 0 or (value == 0 and name.endswith(_ABOVE_ZERO))
+    ):
+        yield f"{name} = {value}"
+
+
+def _layers(values: list[dict[str, Any]]) -> tuple[LayerProfile, ...]:
+    return tuple(
+        LayerProfile(**{**one, "parts": tuple(PartProfile(**g) for g in one["parts"])})
+        for one in values
+    )
+
+
+# How fields that are more than a number are made from what JSON has of them.
+_NESTED: dict[str, Any] = {
+    "position": lambda values: PipelinePosition(*values),
+    "layers": _layers,
+    "tiers": lambda values: tuple(TierProfile(**one) for one in values),
+    "before_s": tuple,
+    "after_s": tuple,
+    "backward_before_s": tuple,
+    "backward_after_s": tuple,
+    "pass_fixed_bytes": tuple,
+}

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When things happened in one pass of a micro-batch: `PassTimings`, `LayerTimings`, `Timestamp`.
+
+The profiler fills them while the pass runs and reads them when the step is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megatron.offload.placement.policy import WHOLE_LAYER
+
+
+class Timestamp(NamedTuple):
+    """A moment of the device, and how long compute had waited for the engine until then."""
+
+    timestamp: Any
+    waited_s: float
+
+
+TimeSpan = tuple[Timestamp, Timestamp]
+
+
+@dataclass
+class PartTimings:
+    """What one part of a layer saved."""
+
+    movable_bytes: int = 0
+    resident_bytes: int = 0
+    num_storages: int = 0
+    selective_bytes: int = 0  # of the movable ones, those of its selective operations
+    selective_extra_bytes: int = 0  # in backward, besides those
+    selective: list[TimeSpan] = field(default_factory=list)  # when those ran
+
+
+@dataclass
+class LayerTimings:
+    """One layer in one pass. Moments are None until they have come."""
+
+    name: str
+    began: Timestamp
+    input_bytes: int
+    can_be_recomputed: bool
+    has_parts: bool = False  # which can be recomputed one without the other
+    middle: Timestamp | None = None
+    middle_bytes: int = 0  # of the tensor between them
+    ended: Timestamp | None = None
+    backward_began: Timestamp | None = None
+    backward_middle: Timestamp | None = None
+    backward_ended: Timestamp | None = None
+    recomputes: bool = False
+    again: dict[str, list[TimeSpan]] = field(
+        default_factory=dict
+    )  # when what ran again in backward
+    parts: dict[str, PartTimings] = field(default_factory=dict)
+
+    def part(self, name: str) -> PartTimings:
+        """The part of that name; the empty name is the whole layer."""
+        return self.parts.setdefault(name or WHOLE_LAYER, PartTimings())
+
+
+@dataclass
+class PassTimings:
+    """A forward pass of a micro-batch through a chunk, and its backward pass."""
+
+    chunk: int
+    began: Timestamp
+    ended: Timestamp | None = None
+    backward_began: Timestamp | None = None
+    backward_ended: Timestamp | None = None
+    held_bytes: int = 0  # of its input, where the schedule holds that until backward
+    layers: list[LayerTimings] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its backward has run, and every layer's."""
+        return (
+            self.ended is not None
+            and self.backward_ended is not None
+            and all(one.ended and one.backward_began for one in self.layers)
+        )

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one transformer layer saves, computes and sends in one pass: `layer_work`.
+
+Saved bytes follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (arXiv 2205.05198), section 4, storage by storage instead of summed up, so that one rule
+holds for every element type, grouped queries and gated MLPs; `test_projection_bytes.py` compares
+them with what the engine moves. For one tensor-parallel rank and one micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.offload.planner.projection.model import Parallelism, Transformer
+
+# Backward passes of a matrix product compute two products; of flash attention five instead of two
+# (arXiv 2205.14135, section 3.1: the scores are computed again).
+MATMUL_BACKWARD = 2.0
+FLASH_BACKWARD = 2.5
+SCORES_BACKWARD = 2.0
+
+
+class Saved(NamedTuple):
+    """A storage that a layer saves for backward."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a forward pass through something computes, and what of it is saved.
+
+    Attributes:
+        saved: storages, in the order in which they are made.
+        matmul_flops: in matrix products with weights.
+        attention_flops: in products of queries, keys and values.
+        attention_backward: those of backward, as a multiple.
+        repeated_flops: in attention, once more in backward (selective recomputation).
+        memory_bytes: read and written by everything else.
+        cheap: of the saved, those that the activation function gives.
+        selective_memory_bytes: that it reads and writes.
+        sent_bytes: by tensor parallelism's collectives, through this GPU's links.
+    """
+
+    name: str
+    saved: tuple[Saved, ...]
+    matmul_flops: float
+    memory_bytes: float
+    sent_bytes: float = 0.0
+    attention_flops: float = 0.0
+    attention_backward: float = FLASH_BACKWARD
+    repeated_flops: float = 0.0
+    selective: tuple[str, ...] = ()
+    selective_memory_bytes: float = 0.0
+
+
+def layer_work(model: Transformer, parallel: Parallelism) -> tuple[Work, Work]:
+    """Attention and MLP, each with the norm before it and the residual sum after it."""
+    sizes = _Sizes(model, parallel)
+    return _attention(model, sizes), _mlp(model, sizes)
+
+
+def layer_input_bytes(model: Transformer, parallel: Parallelism) -> int:
+    """What a layer keeps when it is recomputed as a whole."""
+    return _Sizes(model, parallel).whole
+
+
+def head_work(model: Transformer, parallel: Parallelism) -> Work:
+    """Final norm, logits and loss, with logits in fp32 (section 4.3 of the paper above)."""
+    sizes = _Sizes(model, parallel)
+    logits = sizes.tokens * model.vocab_size / parallel.tensor
+    return Work(
+        "head",
+        (
+            Saved("norm input", sizes.whole),
+            Saved("norm output", sizes.whole),
+            Saved("logits", int(4 * logits)),
+        ),
+        matmul_flops=2 * logits * model.hidden_size,
+        memory_bytes=2 * sizes.whole + 6 * 4 * logits,
+        sent_bytes=sizes.collective,
+    )
+
+
+def embedding_work(model: Transformer, parallel: Parallelism) -> Work:
+    """Rows of the table, and dropout."""
+    sizes = _Sizes(model, parallel)
+    saved = (Saved("dropout mask", sizes.mask),) if sizes.mask else ()
+    return Work("embedding", saved, 0.0, 3 * sizes.whole, sizes.collective)
+
+
+class _Sizes:
+    """Bytes of tensors that occur several times."""
+
+    def __init__(self, model: Transformer, parallel: Parallelism) -> None:
+        self.tensor = parallel.tensor
+        self.element = model.element_bytes
+        self.tokens = model.seq_length * parallel.micro_batch_size
+        # Hidden states: whole on each rank, or divided along the sequence.
+        divisor = parallel.tensor if parallel.sequence_parallel else 1
+        states = self.tokens * model.hidden_size // divisor
+        self.whole = states * self.element
+        mask = 1 if model.fused_kernels else self.element
+        self.mask = states * mask if model.hidden_dropout else 0
+        # A ring's all-reduce sends this much; all-gather and reduce-scatter together as well.
+        share = (parallel.tensor - 1) / parallel.tensor
+        self.collective = 2 * share * self.tokens * model.hidden_size * self.element
+
+    def divided(self, width: int) -> int:
+        """A tensor with `width` elements a token over all tensor-parallel ranks."""
+        return self.tokens * width * self.element // self.tensor
+
+
+def _norm(model: Transformer, sizes: _Sizes) -> list[Saved]:
+    saved = [Saved("norm input", sizes.whole)]
+    if not model.fused_kernels and model.rms_norm:
+        saved.append(Saved("normalized", sizes.whole))  # before the weight
+    return [*saved, Saved("norm output", sizes.whole)]
+
+
+def _dropout(sizes: _Sizes) -> list[Saved]:
+    return [Saved("dropout mask", sizes.mask)] if sizes.mask else []
+
+
+def _attention(model: Transformer, sizes: _Sizes) -> Work:
+    query, key = model.query_size, model.key_size
+    saved = [*_norm(model, sizes), Saved("queries, keys, values", sizes.divided(query + 2 * key))]
+    if model.rope:
+        saved.append(Saved("rotated queries", sizes.divided(query)))
+        saved.append(Saved("rotated keys", sizes.divided(key)))
+        if not model.fused_kernels:
+            table = model.seq_length * model.head_size * sizes.element
+            saved.extend([Saved("rotation", table)] * 4)  # cosine and sine, for each of the two
+    scores, memory = _scores(model, sizes)
+    saved.extend(scores)
+    saved.append(Saved("attention output", sizes.divided(query)))
+    if model.flash_attention:
+        heads = model.num_attention_heads // sizes.tensor or 1
+        saved.append(Saved("log-sum-exp", heads * sizes.tokens * 4))
+    saved.extend(_dropout(sizes))
+    # Flash attention skips what a causal mask hides; products of whole matrices do not.
+    seen = 0.5 if model.causal and model.flash_attention else 1.0
+    products = 4 * sizes.tokens * model.seq_length * query * seen / sizes.tensor
+    memory += 5 * sizes.whole + (2 * sizes.divided(query + key) if model.rope else 0)
+    repeats = model.selective_recompute and not model.flash_attention
+    return Work(
+        "attention",
+        tuple(saved),
+        matmul_flops=2 * sizes.tokens * model.hidden_size * (2 * query + 2 * key) / sizes.tensor,
+        memory_bytes=memory,
+        sent_bytes=sizes.collective,
+        attention_flops=products,
+        attention_backward=FLASH_BACKWARD if model.flash_attention else SCORES_BACKWARD,
+        repeated_flops=products if repeats else 0.0,
+    )
+
+
+def _scores(model: Transformer, sizes: _Sizes) -> tuple[list[Saved], float]:
+    """Tensors of (sequence x sequence) that are saved, and bytes read and written for them."""
+    if model.flash_attention:
+        return [], 0.0
+    number = model.num_attention_heads * sizes.tokens * model.seq_length // sizes.tensor
+    probabilities = number * sizes.element
+    saved = [Saved("probabilities", probabilities)]
+    if model.attention_dropout:
+        saved.append(Saved("mask of probabilities", number * (1 if model.fused_kernels else 4)))
+        saved.append(Saved("probabilities after dropout", probabilities))
+    memory = (6.0 if model.attention_dropout else 4.0) * probabilities
+    return ([] if model.selective_recompute else saved), memory
+
+
+def _mlp(model: Transformer, sizes: _Sizes) -> Work:
+    halves = 2 if model.gated else 1
+    inside = sizes.divided(model.ffn_size)
+    saved = [*_norm(model, sizes), Saved("activation input", halves * inside)]
+    if model.gated and not model.fused_kernels:
+        saved.append(Saved("activated half", inside))
+        saved.append(Saved("linear half", inside))
+    saved.append(Saved("activation output", inside))
+    saved.extend(_dropout(sizes))
+    return Work(
+        "mlp",
+        tuple(saved),
+        matmul_flops=2.0
+        * sizes.tokens
+        * model.hidden_size
+        * (1 + halves)
+        * model.ffn_size
+        / sizes.tensor,
+        memory_bytes=5 * sizes.whole + (halves + 1) * inside,
+        sent_bytes=sizes.collective,
+        selective=("activated half", "linear half", "activation output"),
+        selective_memory_bytes=(halves + 1) * inside,
+    )

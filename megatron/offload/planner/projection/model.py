@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transformer and how it is divided: `Transformer`, `Parallelism`.
+
+Only sizes; what a layer saves and computes follows from them in `layer.py`. Names and defaults are
+those of Megatron's flags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.offload.errors import ConfigurationError
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A decoder as GPT has it; BERT's encoder differs in `causal` alone.
+
+    Attributes:
+        num_query_groups: heads that have keys and values of their own; None: all.
+        kv_channels: width of a head; None: hidden size divided by heads.
+        ffn_hidden_size: None: four times the hidden size, of a gated unit two thirds of that.
+        gated: SwiGLU and its like, with two matrices before the activation function.
+        rope: rotary positions: queries and keys are saved once more, rotated.
+        dtype: of activations, a key of `ELEMENT_BYTES`.
+        flash_attention: attention saves no (sequence x sequence) tensor.
+        selective_recompute: without flash attention: those tensors are made again in backward.
+        fused_kernels: activation function, dropout and norms in kernels that save only their
+            inputs and a mask of one byte, as on a GPU. False: as plain torch on a CPU.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    vocab_size: int = 51200
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    ffn_hidden_size: int | None = None
+    gated: bool = False
+    rope: bool = False
+    rms_norm: bool = False
+    causal: bool = True
+    tied_embeddings: bool = True
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    dtype: str = "bf16"
+    flash_attention: bool = True
+    selective_recompute: bool = False
+    fused_kernels: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ELEMENT_BYTES:
+            raise ConfigurationError(
+                f"activations of type {self.dtype!r} are not known; choose one of "
+                f"{', '.join(ELEMENT_BYTES)}"
+            )
+        if self.hidden_size % self.num_attention_heads and self.kv_channels is None:
+            raise ConfigurationError(
+                f"--hidden-size {self.hidden_size} is no multiple of --num-attention-heads "
+                f"{self.num_attention_heads}; change one or give --kv-channels"
+            )
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one element of an activation."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries of all heads."""
+        return self.num_attention_heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Width of the keys of all parts; that of the values is the same."""
+        return (self.num_query_groups or self.num_attention_heads) * self.head_size
+
+    @property
+    def ffn_size(self) -> int:
+        """Width inside the MLP, of one of its halves where it is gated."""
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        # As Megatron: as many weights as without a gate, rounded down.
+        return 8 * self.hidden_size // 3 // 64 * 64 if self.gated else 4 * self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer's matrices."""
+        attention = self.hidden_size * (2 * self.query_size + 2 * self.key_size)
+        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_size
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the whole model's matrices."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.num_layers * self.layer_parameters + embeddings
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How model and batch are divided among ranks.
+
+    Attributes:
+        tensor, pipeline, data: ranks of each part.
+        virtual: model chunks of each pipeline stage.
+        sequence_parallel: norms and dropout are divided among the tensor-parallel ranks too.
+        micro_batch_size: samples of one pass.
+        global_batch_size: samples of one step of all ranks.
+        group_size: micro-batches that a chunk runs in a row; None: as many as stages.
+    """
+
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    data: int = 1
+    sequence_parallel: bool = False
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        together = self.micro_batch_size * self.data
+        if self.global_batch_size % together:
+            raise ConfigurationError(
+                f"--global-batch-size {self.global_batch_size} is no multiple of "
+                f"--micro-batch-size {self.micro_batch_size} times {self.data} data-parallel "
+                "ranks; change one of them"
+            )
+        if self.virtual > 1 and (self.pipeline < 2 or self.num_micro_batches % self.pipeline):
+            raise ConfigurationError(
+                "virtual pipeline stages need at least two pipeline stages and a number of "
+                f"micro-batches that is a multiple of them, got {self.pipeline} stages and "
+                f"{self.num_micro_batches} micro-batches; change --global-batch-size"
+            )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of one step of one rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.data)
+
+    @property
+    def num_ranks(self) -> int:
+        """Altogether."""
+        return self.tensor * self.pipeline * self.data
+
+    def layers_of_chunk(self, model: Transformer, stage: int, chunk: int) -> range:
+        """Numbers of a chunk's layers in the whole model, beginning with 1.
+
+        Raises:
+            ConfigurationError: the layers cannot be divided evenly.
+        """
+        chunks = self.pipeline * self.virtual
+        if model.num_layers % chunks:
+            raise ConfigurationError(
+                f"--num-layers {model.num_layers} is no multiple of {self.pipeline} pipeline "
+                f"stages times {self.virtual} chunks; change one of them"
+            )
+        length = model.num_layers // chunks
+        first = (chunk * self.pipeline + stage) * length + 1
+        return range(first, first + length)

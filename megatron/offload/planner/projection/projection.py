@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From descriptions of a model, of its division and of hardware to a `StageProfile`: `project`.
+
+A roofline: each kind of work takes its amount divided by the rate that `hardware.py` assumes.
+The planner cannot tell the result from a measured profile. What is left out makes real steps
+slower: gradient reduction (taken to overlap), launch gaps, stragglers, sends between stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron.offload.config import DEFAULT_INFLIGHT_BYTES
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import LayerProfile, PartProfile, StageProfile
+from megatron.offload.planner.projection.hardware import Hardware
+from megatron.offload.planner.projection.layer import (
+    MATMUL_BACKWARD,
+    Work,
+    embedding_work,
+    head_work,
+    layer_input_bytes,
+    layer_work,
+)
+from megatron.offload.planner.projection.model import Parallelism, Transformer
+
+MIB = 1 << 20
+# Adam in mixed precision: gradient, fp32 weights and both moments read, the last three and the
+# bf16 weight written, in bytes a parameter.
+_OPTIMIZER_TRAFFIC_BYTES = 30
+# bf16 weight and gradient in fp32; fp32 weight and both moments.
+_WEIGHT_BYTES, _OPTIMIZER_BYTES = 6, 12
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Everything that a profile is made from.
+
+    Attributes:
+        stage: which pipeline stage; the first holds the most micro-batches.
+        distributed_optimizer: its states are divided among data-parallel ranks.
+        min_bytes: smaller storages stay in device memory.
+        inflight_bytes: see `StageProfile`; None: as a run has it that is not told.
+    """
+
+    model: Transformer
+    parallel: Parallelism
+    hardware: Hardware
+    stage: int = 0
+    distributed_optimizer: bool = False
+    min_bytes: int = MIB
+    inflight_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.stage < self.parallel.pipeline:
+            raise ConfigurationError(
+                f"there is no pipeline stage {self.stage}; choose 0 to {self.parallel.pipeline - 1}"
+            )
+
+    @property
+    def parameters(self) -> float:
+        """Of this rank."""
+        model, last = self.model, self.parallel.pipeline - 1
+        number = model.num_layers / self.parallel.pipeline * model.layer_parameters
+        tables = (self.stage == 0) + (self.stage == last)
+        if last == 0 and model.tied_embeddings:
+            tables = 1
+        return (number + tables * model.vocab_size * model.hidden_size) / self.parallel.tensor
+
+    @property
+    def weights_bytes(self) -> float:
+        """Device memory that weights, gradients and the optimizer take."""
+        shares = self.parallel.data if self.distributed_optimizer else 1
+        return self.parameters * (_WEIGHT_BYTES + _OPTIMIZER_BYTES / shares)
+
+    @property
+    def activation_room_bytes(self) -> int:
+        """Device memory that is left for activations."""
+        return int(self.hardware.gpu.memory_bytes - self.weights_bytes)
+
+    def forward_s(self, work: Work) -> float:
+        """Seconds of a forward pass through it."""
+        return self._seconds(work.matmul_flops, work.attention_flops, work)
+
+    def backward_s(self, work: Work) -> float:
+        """Seconds of its backward pass: twice the matrix products and bytes, the same sends."""
+        attention = work.attention_flops * work.attention_backward + work.repeated_flops
+        return self._seconds(MATMUL_BACKWARD * work.matmul_flops, attention, work, passes=2)
+
+    def selective_s(self, work: Work) -> float:
+        """Seconds of its selective operations."""
+        gpu = self.hardware.gpu
+        return work.selective_memory_bytes / (gpu.memory_bytes_per_s * gpu.assumed.memory)
+
+    def _seconds(self, matmul: float, attention: float, work: Work, passes: int = 1) -> float:
+        gpu = self.hardware.gpu
+        peak = gpu.peak_flops(self.model.dtype)
+        return (
+            matmul / (peak * gpu.assumed.matmul)
+            + attention / (peak * gpu.assumed.attention)
+            + passes * work.memory_bytes / (gpu.memory_bytes_per_s * gpu.assumed.memory)
+            + work.sent_bytes / (gpu.nvlink_bytes_per_s * gpu.assumed.nvlink)
+        )
+
+
+def project(of: Projection) -> StageProfile:
+    """The profile that the first steps of such a run should measure."""
+    model, parallel = of.model, of.parallel
+    layer = _layer(of)
+    layers = [
+        _named(layer, chunk, number)
+        for chunk in range(parallel.virtual)
+        for number in parallel.layers_of_chunk(model, of.stage, chunk)
+    ]
+    head, embedding = head_work(model, parallel), embedding_work(model, parallel)
+    chunks = range(parallel.virtual)
+    first = [of.stage == 0 and chunk == 0 for chunk in chunks]
+    last = [of.stage == parallel.pipeline - 1 and chunk == parallel.virtual - 1 for chunk in chunks]
+    return StageProfile(
+        position=PipelinePosition(
+            parallel.pipeline, of.stage, parallel.virtual, parallel.group_size or parallel.pipeline
+        ),
+        num_micro_batches=parallel.num_micro_batches,
+        layers=tuple(layers),
+        tiers=of.hardware.tiers(),
+        before_s=_where(first, of.forward_s(embedding)),
+        after_s=_where(last, of.forward_s(head)),
+        backward_before_s=_where(last, of.backward_s(head)),
+        backward_after_s=_where(first, of.backward_s(embedding)),
+        step_fixed_s=_optimizer_s(of),
+        pass_fixed_bytes=tuple(
+            int(is_first) * _bytes(embedding) + int(is_last) * _bytes(head)
+            for is_first, is_last in zip(first, last, strict=True)
+        ),
+        transient_bytes=_transient_bytes(of, any(last)),
+        inflight_bytes=of.inflight_bytes or max(DEFAULT_INFLIGHT_BYTES, layer.movable_bytes),
+        sizes={
+            "micro_batch_size": parallel.micro_batch_size,
+            "seq_length": model.seq_length,
+        },
+        source=f"projected for {of.hardware.gpu.title}",
+    )
+
+
+def keep_step_s(profile: StageProfile) -> float:
+    """Seconds of a step that keeps everything, in closed form: passes, waits of the pipeline, rest.
+
+    A stage waits (p - 1) / v passes of itself, forward and backward (Narayanan et al., "Efficient
+    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", arXiv 2104.04473,
+    section 2.2). Quick, and what the planner's simulation is compared with.
+    """
+    position = profile.position
+    layers = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
+    ends = sum(map(sum, (profile.before_s, profile.after_s)))
+    ends += sum(map(sum, (profile.backward_before_s, profile.backward_after_s)))
+    waits = (position.num_stages - 1) / position.num_chunks * layers
+    return profile.num_micro_batches * (layers + ends) + waits + profile.step_fixed_s
+
+
+def saved_bytes(profile: StageProfile) -> int:
+    """Bytes of layers' activations that a rank saves in a step, all of which could be written."""
+    return profile.num_micro_batches * sum(layer.movable_bytes for layer in profile.layers)
+
+
+def _layer(of: Projection) -> LayerProfile:
+    attention, mlp = works = layer_work(of.model, of.parallel)
+    forward = {work.name: of.forward_s(work) for work in works}
+    total = sum(forward.values())
+    input_bytes = layer_input_bytes(of.model, of.parallel)  # the MLP's is as large
+    return LayerProfile(
+        chunk=0,
+        name="",
+        forward_s=total,
+        backward_s=sum(of.backward_s(work) for work in works),
+        recompute_s=total,
+        input_bytes=input_bytes,
+        parts=(
+            _part(of, attention, forward["attention"], of.backward_s(mlp), input_bytes),
+            _part(of, mlp, total, 0.0, input_bytes),
+        ),
+    )
+
+
+def _part(
+    of: Projection, work: Work, produced_s: float, first_use_s: float, input_bytes: int
+) -> PartProfile:
+    large = [one for one in work.saved if one.num_bytes >= of.min_bytes]
+    moved = [one.num_bytes for one in large]
+    selective = [one.num_bytes for one in large if one.name in work.selective]
+    return PartProfile(
+        name=work.name,
+        movable_bytes=sum(moved),
+        resident_bytes=_bytes(work) - sum(moved),
+        num_storages=len(moved),
+        produced_s=produced_s,
+        first_use_s=first_use_s,
+        recompute_s=of.forward_s(work),
+        input_bytes=input_bytes,
+        selective_bytes=sum(selective),
+        selective_s=of.selective_s(work) if selective else None,
+        selective_extra_bytes=max(selective, default=0),  # the result, once more
+    )
+
+
+def _named(layer: LayerProfile, chunk: int, number: int) -> LayerProfile:
+    return LayerProfile(
+        chunk,
+        f"decoder.{number}",
+        layer.forward_s,
+        layer.backward_s,
+        layer.recompute_s,
+        layer.input_bytes,
+        layer.parts,
+    )
+
+
+def _optimizer_s(of: Projection) -> float:
+    """Adam's update, which does nothing but read and write."""
+    shares = of.parallel.data if of.distributed_optimizer else 1
+    gpu = of.hardware.gpu
+    traffic = of.parameters * _OPTIMIZER_TRAFFIC_BYTES / shares
+    return traffic / (gpu.memory_bytes_per_s * gpu.assumed.memory)
+
+
+def _bytes(work: Work) -> int:
+    return sum(one.num_bytes for one in work.saved)
+
+
+def _where(there: Iterable[bool], seconds: float) -> tuple[float, ...]:
+    return tuple(seconds if one else 0.0 for one in there)
+
+
+def _transient_bytes(of: Projection, has_head: bool) -> int:
+    """The largest gradients that exist at once: around the activation function, or the logits'."""
+    mlp = {one.name: one.num_bytes for one in layer_work(of.model, of.parallel)[1].saved}
+    states = 2 * layer_input_bytes(of.model, of.parallel)
+    largest = mlp["activation input"] + mlp["activation output"] + states
+    if has_head:
+        logits = head_work(of.model, of.parallel).saved[-1].num_bytes
+        largest = max(largest, logits + states)
+    return largest

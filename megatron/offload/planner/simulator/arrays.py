@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage's profile as tables of numbers, for the compiled simulation: `StageArrays`, `arrays_of`.
+
+`Timeline` makes them once for a profile; the simulation only reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.offload.planner.profile.pipeline_schedule import pipeline_schedule
+from megatron.offload.planner.profile.stage_profile import LayerProfile, PartProfile, StageProfile
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_MOST_PIECES = 8  # that a part's bytes move in
+_MOST_TRANSFERS = 4000  # that a simulated step should have: more pieces where there are few parts
+_SMALL_STEP = 600  # parts of all micro-batches up to which every micro-batch is simulated
+_STEADY = 3  # micro-batches (with chunks: parts of them) beyond those that fill the pipeline
+
+# Columns of the tables
+CHUNK_BEFORE_S, CHUNK_AFTER_S, CHUNK_BACKWARD_BEFORE_S, CHUNK_BACKWARD_AFTER_S = 0, 1, 2, 3
+CHUNK_FIXED_BYTES = 4
+LAYER_FORWARD_S, LAYER_BACKWARD_S, LAYER_RECOMPUTE_S, LAYER_INPUT_BYTES = 0, 1, 2, 3
+PART_MOVABLE_BYTES, PART_KEPT_BYTES, PART_PRODUCED_S, PART_USE_S = 0, 1, 2, 3
+PART_RECOMPUTE_S, PART_PIECES, PART_STORAGES = 4, 5, 6  # storages: in a piece
+PART_INPUT_BYTES, PART_SELECTIVE_BYTES, PART_SELECTIVE_S, PART_SELECTIVE_EXTRA_BYTES = 7, 8, 9, 10
+TIER_WRITE, TIER_READ, TIER_SHARED, TIER_LATENCY_S, TIER_CAPACITY_BYTES = 0, 1, 2, 3, 4
+# Places in `StageArrays.state`
+STEP_FIXED_S, TRANSIENT_BYTES, INFLIGHT_BYTES, NUM_MORE, STEADY_COUNT, ALLOCATOR_SLACK = range(6)
+
+
+class StageArrays(NamedTuple):
+    """Rows: stages' passes, chunks, layers, parts of all layers in order, tiers.
+
+    A piece is what moves at a time: a storage, or several of a part taken together.
+    """
+
+    passes: Ints  # [stage, place, 3]: is backward, chunk, micro-batch
+    own: int  # this stage
+    micro_batches: int  # that are simulated; figures[NUM_MORE] take as long as those in the middle
+    steady: Ints  # [2]: places of backward passes; figures[STEADY_COUNT] micro-batches apart
+    chunk_layer: Ints  # [chunks + 1]: first layer
+    layer_part: Ints  # [layers + 1]: first part
+    chunks: Floats
+    layers: Floats
+    parts: Floats
+    tiers: Floats
+    state: Floats
+    chunk_with_loss: int  # -1: not on this stage
+
+
+def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> StageArrays:
+    """The tables of a profile.
+
+    Args:
+        all_micro_batches: simulate every one, not only as many as it takes to see a steady state.
+    """
+    position = profile.position
+    parts = [part for layer in profile.layers for part in layer.parts]
+    enough = _num_simulated(profile)
+    simulated = profile.num_micro_batches if all_micro_batches else enough
+    own = [
+        [tuple(one) for one in pipeline_schedule(position._replace(stage=stage), simulated)]
+        for stage in range(position.num_stages)
+    ]
+    passes = np.array(own, np.int64)
+    steady, count = _steady(profile, passes[position.stage], simulated)
+    of_chunk = [
+        sum(layer.chunk == c for layer in profile.layers) for c in range(position.num_chunks)
+    ]
+    return StageArrays(
+        passes=passes,
+        own=position.stage,
+        micro_batches=simulated,
+        steady=np.array(steady, np.int64),
+        chunk_layer=_starts(of_chunk),
+        layer_part=_starts([len(layer.parts) for layer in profile.layers]),
+        chunks=_table(
+            5,
+            zip(
+                profile.before_s,
+                profile.after_s,
+                profile.backward_before_s,
+                profile.backward_after_s,
+                profile.pass_fixed_bytes,
+                strict=True,
+            ),
+        ),
+        layers=_table(
+            4,
+            (
+                (one.forward_s, one.backward_s, one.recompute_s or 0.0, one.input_bytes)
+                for one in profile.layers
+            ),
+        ),
+        parts=_table(
+            11,
+            (
+                _part_row(part, produced_s, use_s, len(parts) * enough)
+                for layer in profile.layers
+                for part, produced_s, use_s in _in_order(layer)
+            ),
+        ),
+        tiers=_table(
+            5,
+            (
+                (
+                    tier.write_bytes_per_s,
+                    tier.read_bytes_per_s,
+                    tier.shared_bytes_per_s or tier.read_bytes_per_s + tier.write_bytes_per_s,
+                    tier.latency_s,
+                    np.inf if tier.capacity_bytes is None else tier.capacity_bytes,
+                )
+                for tier in profile.tiers
+            ),
+        ),
+        state=np.array(
+            [
+                profile.step_fixed_s,
+                profile.transient_bytes,
+                profile.inflight_bytes,
+                profile.num_micro_batches - simulated,
+                count,
+                profile.allocator_slack,
+            ],
+            np.float64,
+        ),
+        chunk_with_loss=position.num_chunks - 1
+        if position.stage == position.num_stages - 1
+        else -1,
+    )
+
+
+def _table(columns: int, rows: Any) -> Floats:
+    return np.array(list(rows), np.float64).reshape(-1, columns)
+
+
+def _starts(lengths: list[int]) -> Ints:
+    return np.array([0, *np.cumsum(np.array(lengths, np.int64))], np.int64)
+
+
+def _part_row(part: PartProfile, produced_s: float, use_s: float, num_parts: int) -> Any:
+    storages = max(part.num_storages, 1)
+    # All parts of all micro-batches together stay below the most transfers.
+    pieces = min(storages, _MOST_PIECES, max(_MOST_TRANSFERS // num_parts, 1))
+    recompute_s = part.recompute_s or 0.0
+    sizes = part.movable_bytes, part.resident_bytes
+    seconds = produced_s, use_s, recompute_s
+    selective = part.selective_bytes, part.selective_s or 0.0, part.selective_extra_bytes
+    return *sizes, *seconds, pieces, storages / pieces, part.input_bytes, *selective
+
+
+def _in_order(layer: LayerProfile) -> list[tuple[PartProfile, float, float]]:
+    """Groups with when they are produced, never decreasing, and used, never increasing."""
+    produced, used = [], []
+    latest = 0.0
+    for part in layer.parts:
+        latest = min(max(latest, part.produced_s), layer.forward_s)
+        produced.append(latest)
+    latest = 0.0
+    for part in reversed(layer.parts):
+        latest = min(max(latest, part.first_use_s), layer.backward_s)
+        used.append(latest)
+    return list(zip(layer.parts, produced, reversed(used), strict=True))
+
+
+def _num_simulated(profile: StageProfile) -> int:
+    """Micro-batches that fill the pipeline, and some more."""
+    position = profile.position
+    part = position.group_size if position.num_chunks > 1 else 1
+    later = position.num_stages - position.stage - 1
+    filling = later if position.num_chunks == 1 else -(-2 * later // position.num_chunks) + part
+    needed = -(-filling // part) * part + _STEADY * part
+    # With chunks the order of passes repeats only for whole parts.
+    whole = profile.num_micro_batches % part == 0
+    num_parts = sum(len(layer.parts) for layer in profile.layers)
+    if whole and num_parts * profile.num_micro_batches > _SMALL_STEP:
+        return min(needed, profile.num_micro_batches)
+    return profile.num_micro_batches
+
+
+def _steady(profile: StageProfile, passes: Ints, simulated: int) -> tuple[list[int], int]:
+    """Two backward passes between which the step repeats itself, and the micro-batches between."""
+    position = profile.position
+    count = position.group_size if position.num_chunks > 1 else 1
+    last_forward = int(np.flatnonzero(passes[:, 0] == 0)[-1])
+    backward = [int(n) for n in np.flatnonzero(passes[:, 0] == 1) if n <= last_forward + 1]
+    apart = count * position.num_chunks
+    if simulated == profile.num_micro_batches:
+        return [0, 0], 1
+    return [backward[-1 - apart], backward[-1]], count

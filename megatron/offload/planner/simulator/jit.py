@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compiled`: makes machine code of a function when it is first called, and keeps it on disk.
+
+The simulation runs thousands of times in a solve, and a step has thousands of events. The first
+call after an installation takes some ten seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import numba
+from numba.core.caching import FunctionCache
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+# Files whose constants or functions are part of others' machine code.
+_PARTS = ("jit", "arrays", "instructions", "transfers", "other_stages", "step")
+
+
+def _digest_of_sources() -> str:
+    digest = hashlib.sha256()
+    for name in _PARTS:
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    return digest.hexdigest()
+
+
+_SOURCES = _digest_of_sources()
+
+
+class _Cache(FunctionCache):
+    """Machine code holds what it calls and the constants it uses, also those of other files."""
+
+    def _index_key(self, signature: Any, codegen: Any) -> tuple[Any, ...]:
+        return (*super()._index_key(signature, codegen), _SOURCES)
+
+
+def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """As a decorator. The function sees arrays, numbers and named tuples of them only."""
+    made = numba.njit(error_model="numpy")(function)
+    # Without a directory that can be written, every process compiles for itself.
+    with contextlib.suppress(RuntimeError):
+        made._cache = _Cache(function)
+    return made

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may become of each part of a stage, as numbers and as a plan: `Choices`.
+
+The solver and the simulation think in one number for each part, people in a `Plan`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement.plan import Plan, PlannedPart
+from megatron.offload.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
+from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
+from megatron.offload.planner.simulator.arrays import Ints
+from megatron.offload.planner.simulator.instructions import (
+    FIRST_TIER,
+    KEEP,
+    RECOMPUTE_LAYER,
+    RECOMPUTE_PART,
+    SELECTIVE_OFFSET,
+)
+
+
+class Choices:
+    """The choices that a profile leaves.
+
+    Attributes:
+        spans: of each layer, where its parts begin and end among all.
+        options: for each layer, tuples of one choice for each of its parts.
+    """
+
+    def __init__(self, profile: StageProfile) -> None:
+        self.profile = profile
+        starts = [0, *itertools.accumulate(len(layer.parts) for layer in profile.layers)]
+        self.spans = list(itertools.pairwise(starts))
+        self.num_parts = starts[-1]
+        self.options = [self._options(layer) for layer in profile.layers]
+        self._placements = {
+            FIRST_TIER + n: Placement(tier.name) for n, tier in enumerate(profile.tiers)
+        }
+
+    def of_part(self, layer: LayerProfile, part: int) -> list[int]:
+        """What may become of one part of a layer, unless the layer is recomputed as a whole."""
+        profile = layer.parts[part]
+        if profile.movable_bytes == 0:
+            return [KEEP]
+        own = profile.recompute_s is not None and not (
+            profile.name == WHOLE_LAYER and layer.recompute_s is not None
+        )
+        tiers = range(FIRST_TIER, FIRST_TIER + len(self.profile.tiers))
+        stays = [KEEP, *tiers]
+        if profile.selective_s is None or profile.selective_bytes == 0:
+            selective = []
+        elif profile.selective_bytes < profile.movable_bytes:
+            selective = [choice + SELECTIVE_OFFSET for choice in stays]
+        else:
+            selective = [KEEP + SELECTIVE_OFFSET]  # nothing is left to move
+        return [KEEP, *([RECOMPUTE_PART] if own else []), *tiers, *selective]
+
+    def all(self, choice: int) -> Ints:
+        """This choice where a part allows it, else without selective recompute, else `KEEP`."""
+        chosen = np.zeros(self.num_parts, np.int64)
+        for layer, options, (begin, end) in zip(
+            self.profile.layers, self.options, self.spans, strict=True
+        ):
+            allowed = [self.of_part(layer, n) for n in range(end - begin)]
+            wanted = tuple(
+                next((one for one in (choice, choice % SELECTIVE_OFFSET) if one in own), KEEP)
+                for own in allowed
+            )
+            if choice == RECOMPUTE_LAYER:
+                wanted = (RECOMPUTE_LAYER,) * (end - begin)
+            if wanted in options:
+                chosen[begin:end] = wanted
+        return chosen
+
+    def plan(self, chosen: Ints, reasons: Sequence[str] | None = None) -> Plan:
+        """The lines of a plan.
+
+        Args:
+            reasons: for each part; a layer that is recomputed gives its first part's.
+        """
+        lines = []
+        for layer, (begin, end) in zip(self.profile.layers, self.spans, strict=True):
+            if begin < end and chosen[begin] == RECOMPUTE_LAYER:
+                reason = reasons[begin] if reasons else ""
+                lines.append(
+                    PlannedPart(
+                        layer.chunk,
+                        layer.name,
+                        WHOLE_LAYER,
+                        Placement.RECOMPUTE,
+                        layer.movable_bytes,
+                        reason,
+                    )
+                )
+                continue
+            for number, part in enumerate(layer.parts, begin):
+                choice, reason = int(chosen[number]), reasons[number] if reasons else ""
+                selective_bytes = part.selective_bytes if choice >= SELECTIVE_OFFSET else 0
+                rest = part.name, self.placement(choice), part.movable_bytes - selective_bytes
+                lines.append(PlannedPart(layer.chunk, layer.name, *rest, reason))
+                if choice >= SELECTIVE_OFFSET:
+                    again = part.name + SELECTIVE, Placement.RECOMPUTE, selective_bytes
+                    took = f"runs again in {1000 * (part.selective_s or 0.0):.2g} ms"
+                    reason = took if reasons else ""
+                    lines.append(PlannedPart(layer.chunk, layer.name, *again, reason))
+        return Plan(tuple(lines), stage=self.profile.position.stage)
+
+    def placement(self, choice: int) -> Placement:
+        """The word for a choice."""
+        if choice % SELECTIVE_OFFSET == KEEP:
+            return Placement.KEEP
+        return self._placements.get(choice % SELECTIVE_OFFSET, Placement.RECOMPUTE)
+
+    def of_plan(self, plan: Plan) -> Ints:
+        """A plan's choices. Groups that it does not name are kept.
+
+        Raises:
+            ConfigurationError: the plan is one of another model or machine.
+        """
+        chosen = np.zeros(self.num_parts, np.int64)
+        places = {(layer.chunk, layer.name): n for n, layer in enumerate(self.profile.layers)}
+        # What is said of selective operations comes on top of what is said of their part.
+        for line in sorted(plan.parts, key=lambda one: one.part.endswith(SELECTIVE)):
+            where = places.get((line.chunk, line.layer))
+            found = None if where is None else self._of_line(where, line, chosen)
+            if where is None or found is None:
+                raise ConfigurationError(
+                    f"the plan has {line.part} of {line.layer} in chunk {line.chunk} as "
+                    f"{line.placement.value}, which the profile does not allow; "
+                    "make a plan from this profile"
+                )
+            begin, end = self.spans[where]
+            chosen[begin:end] = np.where(found >= 0, found, chosen[begin:end])
+        return chosen
+
+    def _of_line(self, where: int, line: PlannedPart, chosen: Ints) -> Ints | None:
+        """Choices for a layer's parts, -1 where the line says nothing; None if it cannot be.
+
+        Args:
+            chosen: what the lines before say, for all parts.
+        """
+        layer = self.profile.layers[where]
+        found = np.full(len(layer.parts), -1, np.int64)
+        recomputed = (RECOMPUTE_LAYER,) * len(layer.parts)
+        if (
+            line.part == WHOLE_LAYER
+            and line.placement is Placement.RECOMPUTE
+            and recomputed in self.options[where]
+        ):
+            found[:] = RECOMPUTE_LAYER
+            return found
+        for number, part in enumerate(layer.parts):
+            is_selective = line.part == part.name + SELECTIVE
+            has_bytes = part.selective_bytes if is_selective else part.movable_bytes
+            if line.part.removesuffix(SELECTIVE) == part.name and not has_bytes:
+                return found  # with shorter sequences, say: then it is all the same
+            on_top = int(chosen[self.spans[where][0] + number]) + SELECTIVE_OFFSET
+            if (
+                is_selective
+                and line.placement is Placement.RECOMPUTE
+                and on_top in self.of_part(layer, number)
+            ):
+                found[number] = on_top
+                return found
+            if line.part == part.name:
+                for choice in self.of_part(layer, number):
+                    if self.placement(choice) is line.placement:
+                        found[number] = choice
+                        return found
+        return None
+
+    def _options(self, layer: LayerProfile) -> list[tuple[int, ...]]:
+        each = [self.of_part(layer, part) for part in range(len(layer.parts))]
+        options = list(itertools.product(*each))
+        if layer.recompute_s is not None and layer.parts:
+            options.append((RECOMPUTE_LAYER,) * len(layer.parts))
+        return options

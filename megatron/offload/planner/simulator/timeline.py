@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan will cost, before anything runs: `Timeline` simulates one step of one stage.
+
+The solver asks it thousands of times, reports and plots once. It does no I/O and measures nothing.
+The parts, in reading order: `arrays`, `script`, `transfers`, `neighbours`, `simulation`.
+
+Note [What is simulated]
+    Time passes from event to event: the end of a computation or of a transfer. Each tier has a
+    channel for writes and one for reads, and each moves one piece at a time, first come first
+    served. While both work, the read has its full rate, the write what is left of the shared one.
+    A step begins with the first stage's first forward pass and ends when the last stage is done.
+    Forward   A part's bytes are there from when its production begins. At the end of a layer its
+              pieces are handed over one by one; compute waits while more than `inflight_bytes` are
+              on their way. A write that ends frees its memory. A tier that is full refuses.
+    Backward  Pieces come back in reverse order. Reading ahead fills a window of two of the largest
+              pieces plus what proved missing, at most `inflight_bytes`, and begins when the pass
+              before ends; before the loss's backward one piece has to do. A write that has not
+              begun is cancelled when its piece comes near, one that has goes on for nothing. What
+              was used is freed. A recomputed layer holds all of its bytes until its backward ends.
+    Pipeline  A pass begins when its input arrives. All stages follow Megatron's order of passes and
+              take as long for a pass as this one, with its recomputation and without its waits.
+
+Note [Where it approximates]
+    A piece is a storage of the part's average size, or several where a step has very many;
+    backward uses up a part's pieces at an even pace. What proved missing begins at nothing, while
+    in training it carries over from the step before. Of a long step's micro-batches those that fill
+    the pipeline and three more are simulated, the others taken to be like these. Other stages do
+    not wait for this one's waits, nor it for theirs. Sending takes no time, nor does the hand-over
+    between threads. Working memory is at its most all the time. An allocator's fragments are a
+    fixed part of what it has given out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.placement.plan import Plan, Prediction
+from megatron.offload.planner.profile.pipeline_schedule import Pass
+from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.planner.simulator import transfers
+from megatron.offload.planner.simulator.arrays import (
+    ALLOCATOR_SLACK,
+    TRANSIENT_BYTES,
+    Floats,
+    Ints,
+    arrays_of,
+)
+from megatron.offload.planner.simulator.instructions import instructions_of
+from megatron.offload.planner.simulator.options import Choices
+from megatron.offload.planner.simulator.other_stages import ready_times
+from megatron.offload.planner.simulator.step import simulate
+
+_NO_LOG = np.empty((0, 5))
+_KINDS = {
+    transfers.FORWARD: "forward",
+    transfers.BACKWARD: "backward",
+    transfers.RECOMPUTE: "recompute",
+    transfers.WAIT_FOR_READ: "wait for a read",
+    transfers.WAIT_FOR_ROOM: "wait for a write",
+    transfers.WRITE: "write",
+    transfers.READ_BACK: "read",
+}
+
+
+class Cost(NamedTuple):
+    """What `Timeline.cost` found, see `Prediction`."""
+
+    step_s: float
+    stall_s: float
+    recompute_s: float
+    written_bytes: float
+    read_bytes: float
+    peak_bytes: float
+    num_events: float
+
+
+class Interval(NamedTuple):
+    """Something that took time.
+
+    Attributes:
+        kind: `forward`, `backward`, `recompute`, `wait for a read`, `wait for a write`; of a tier:
+            `write`, `read`.
+        where: the layer's or the tier's name; empty outside of layers.
+        pass_: that was under way.
+    """
+
+    kind: str
+    begin_s: float
+    end_s: float
+    where: str
+    pass_: Pass
+
+
+class Trace(NamedTuple):
+    """A simulated step in detail: what took time, and (seconds, bytes of device memory) over it."""
+
+    intervals: list[Interval]
+    memory: list[tuple[float, int]]
+
+
+class Timeline:
+    """Simulates steps of a stage, see the Notes above. Deterministic.
+
+    Args:
+        profile: of the stage.
+        all_micro_batches: simulate every one instead of as many as show a steady state.
+
+    Raises:
+        ConfigurationError: the profile's schedule cannot run.
+    """
+
+    def __init__(self, profile: StageProfile, *, all_micro_batches: bool = False) -> None:
+        self.profile = profile
+        self.choices = Choices(profile)
+        self._arrays = arrays_of(profile, all_micro_batches=all_micro_batches)
+        nothing = np.zeros(profile.position.num_chunks)
+        arrays = self._arrays
+        if ready_times(arrays.passes, arrays.own, arrays.micro_batches, nothing, nothing)[1] < 0:
+            raise ConfigurationError(
+                f"{profile.num_micro_batches} micro-batches in groups of "
+                f"{profile.position.group_size} make the {profile.position.num_stages} stages wait "
+                "for each other for ever; expected a multiple of the group; correct the profile"
+            )
+
+    def cost(self, chosen: Ints) -> Cost:
+        """Of choices for all parts, see `Choices`."""
+        return Cost(*simulate(self._arrays, chosen, _NO_LOG).tolist())
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Of a plan. Raises ConfigurationError if it is not one for this profile."""
+        return prediction_of(self.cost(self.choices.of_plan(plan)))
+
+    def trace(self, plan: Plan) -> Trace:
+        """A plan's step in detail; of the micro-batches that are simulated."""
+        chosen = self.choices.of_plan(plan)
+        rows = self._log(chosen)
+        passes = [Pass(bool(one[0]), int(one[1]), int(one[2])) for one in self._own_passes]
+        transient = float(self._arrays.state[TRANSIENT_BYTES])
+        slack = float(self._arrays.state[ALLOCATOR_SLACK])
+        intervals, memory = [], []
+        for kind, begin_s, end, number, where in rows.tolist():
+            if int(kind) == transfers.LEVEL:
+                memory.append((begin_s, int(np.ceil(end * (1 + slack)) + transient)))
+            else:
+                name = self._name(int(kind), int(where))
+                intervals.append(
+                    Interval(_KINDS[int(kind)], begin_s, end, name, passes[int(number)])
+                )
+        return Trace(intervals, memory)
+
+    @property
+    def _own_passes(self) -> Ints:
+        return self._arrays.passes[self._arrays.own]
+
+    def _log(self, chosen: Ints) -> Floats:
+        """The rows of a step's log."""
+        script, _, _ = instructions_of(self._arrays, chosen)
+        # An instruction makes four rows at most: two transfers, a level, its own time.
+        log = np.full((4 * len(script) * len(self._own_passes), 5), -1.0)
+        simulate(self._arrays, chosen, log)
+        return log[log[:, 0] >= 0]
+
+    def _name(self, kind: int, where: int) -> str:
+        if kind in (transfers.FORWARD, transfers.BACKWARD, transfers.RECOMPUTE):
+            return self.profile.layers[where].name if where >= 0 else ""
+        return self.profile.tiers[where].name
+
+
+def prediction_of(cost: Cost) -> Prediction:
+    """The same figures, for people."""
+    return Prediction(
+        step_s=cost.step_s,
+        stall_s=cost.stall_s,
+        recompute_s=cost.recompute_s,
+        peak_bytes=round(cost.peak_bytes),
+        written_bytes=round(cost.written_bytes),
+        read_bytes=round(cost.read_bytes),
+    )

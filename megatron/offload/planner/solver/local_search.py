@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Better choices than those at hand, by trying changes in the simulation: `Search`.
+
+The solver gives it starting points and a goal. It knows nothing of bandwidths or schedules.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+from megatron.offload.planner.simulator.arrays import Ints
+from megatron.offload.planner.simulator.instructions import RECOMPUTE_LAYER
+from megatron.offload.planner.simulator.timeline import Cost, Timeline
+
+Value = tuple[float, ...]  # the smaller the better
+Goal = Callable[[Cost], Value]
+Option = tuple[int, ...]  # a choice for each part of a layer
+_Change = list[tuple[int, Option]]  # layers and their new options
+
+_MOST_TRIED = 400  # from one starting point
+_MOST_SINGLE_CHANGES = 400  # in a neighbourhood; of more, a random part is tried
+_KICKED = 1 / 3  # of the layers, to leave a dead end
+_MOST_PAIRS = 300
+_MOST_TRIPLES = 100
+_MOST_OPTIONS = 24  # of a layer; of more, those that change a part or make all alike
+
+
+class Search:
+    """Tries changes of one, two and three layers, and of many alike, as long as it may.
+
+    Args:
+        timeline: simulates.
+        most_events: simulated in all searches together; the same on every machine.
+    """
+
+    def __init__(self, timeline: Timeline, most_events: float) -> None:
+        self._timeline = timeline
+        self._choices = timeline.choices
+        self.left_events = most_events
+        self._known: dict[bytes, tuple[Cost, Ints]] = {}
+        # Layers with the same options are of one kind.
+        kinds: dict[tuple[Option, ...], int] = {}
+        options = [tuple(one) for one in self._choices.options]
+        self._kinds = [kinds.setdefault(one, len(kinds)) for one in options]
+        self._options = [frozenset(one) for one in kinds]
+        self._nearest: dict[tuple[int, Option], list[Option]] = {}
+
+    @property
+    def num_tried(self) -> int:
+        """How many different choices were simulated."""
+        return len(self._known)
+
+    @property
+    def tried(self) -> Iterator[tuple[Cost, Ints]]:
+        """All choices that were simulated, and their costs."""
+        yield from self._known.values()
+
+    def cost(self, chosen: Ints) -> Cost:
+        """Of these choices, simulated once."""
+        key = chosen.tobytes()
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._timeline.cost(chosen), chosen.copy()
+            self.left_events -= found[0].num_events
+        return found[0]
+
+    def best(self, goal: Goal) -> Ints:
+        """Of all that were tried."""
+        return min(self.tried, key=lambda one: goal(one[0]))[1]
+
+    def improve(self, chosen: Ints, goal: Goal, most_events: float) -> Ints:
+        """The best that is found from here, with so many events at most."""
+        until = self.left_events - most_events
+        most_tried = self.num_tried + _MOST_TRIED
+        chance = random.Random(0)
+        value = goal(self.cost(chosen))
+        better = True
+        while better:
+            better = False
+            for change in self._changes(chosen, chance):
+                if self.left_events <= max(until, 0.0) or self.num_tried >= most_tried:
+                    return chosen
+                changed = chosen.copy()
+                for layer, option in change:
+                    begin, end = self._choices.spans[layer]
+                    changed[begin:end] = option
+                changed_value = goal(self.cost(changed))
+                if changed_value < value:
+                    chosen, value, better = changed, changed_value, True
+                    break
+        return chosen
+
+    def kick(self, chosen: Ints, number: int) -> Ints:
+        """Random options for a third of the layers, another third for each number."""
+        chance = random.Random(number)
+        kicked = chosen.copy()
+        for layer, (begin, end) in enumerate(self._choices.spans):
+            if chance.random() < _KICKED and begin < end:
+                kicked[begin:end] = chance.choice(self._choices.options[layer])
+        return kicked
+
+    def _changes(self, chosen: Ints, chance: random.Random) -> Iterator[_Change]:
+        """The small ones first, in random order."""
+        singles = self._single_changes(chosen)
+        chance.shuffle(singles)
+        if len(singles) > _MOST_SINGLE_CHANGES / 4:
+            yield from self._changes_of_many(chosen, chance)
+        yield from ([one] for one in singles[:_MOST_SINGLE_CHANGES])
+        for number, most in ((2, _MOST_PAIRS), (3, _MOST_TRIPLES)):
+            several = [
+                list(some)
+                for some in itertools.islice(itertools.combinations(singles, number), 20 * most)
+                if len({layer for layer, _ in some}) == number
+            ]
+            chance.shuffle(several)
+            yield from several[:most]
+
+    def _single_changes(self, chosen: Ints) -> _Change:
+        changes = []
+        for layer, (begin, end) in enumerate(self._choices.spans):
+            now = tuple(chosen[begin:end].tolist())
+            changes += [(layer, option) for option in self._near(layer, now)]
+        return changes
+
+    def _near(self, layer: int, now: Option) -> list[Option]:
+        """Options of a layer with another choice for one part, or for all at once."""
+        key = self._kinds[layer], now
+        if key not in self._nearest:
+            near = []
+            for option in self._choices.options[layer]:
+                differs = sum(a != b for a, b in zip(option, now, strict=True))
+                whole = RECOMPUTE_LAYER in option or RECOMPUTE_LAYER in now
+                if differs == 1 or (differs and whole):
+                    near.append(option)
+            self._nearest[key] = near
+        return self._nearest[key]
+
+    def _changes_of_many(self, chosen: Ints, chance: random.Random) -> Iterator[_Change]:
+        """Of all layers that have one option, some get another: half of them down to one."""
+        alike: dict[Option, list[int]] = {}
+        for layer, (begin, end) in enumerate(self._choices.spans):
+            alike.setdefault(tuple(chosen[begin:end].tolist()), []).append(layer)
+        share = 0.5
+        while share * len(self._choices.spans) >= 0.5:
+            moves = []
+            for now, layers in alike.items():
+                number = max(round(share * len(layers)), 1)
+                first = chance.randrange(len(layers))
+                step = len(layers) / number
+                some = sorted({layers[int(first + k * step) % len(layers)] for k in range(number)})
+                kinds = {self._kinds[layer] for layer in some}
+                moves += [
+                    [(layer, option) for layer in some]
+                    for option in self._few(some[0], now)
+                    if all(option in self._options[kind] for kind in kinds)
+                ]
+            chance.shuffle(moves)
+            yield from moves
+            share /= 2
+
+    def _few(self, layer: int, now: Option) -> list[Option]:
+        """Options of a layer to try where there are too many."""
+        options = self._choices.options[layer]
+        if len(options) <= _MOST_OPTIONS:
+            return options
+        alike = [option for option in options if len(set(option)) == 1]
+        return [*alike, *(one for one in self._near(layer, now) if len(set(one)) > 1)]

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What a person sees: statistics, memory, summaries."""

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is counted: steps, traffic, memory, the life of drives."""

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the steps of a run moved: `StepHistory`, and the few lines that sum it up.
+
+An integration adds each finished step. Memory use does not grow with the run.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+
+from megatron.offload.config import format_size
+from megatron.offload.stats.endurance import Endurance
+from megatron.offload.stats.statistics import StepStatistics
+
+_REMEMBERED_STEPS = 1000
+
+
+class StepHistory:
+    """The latest steps, and what all of them wrote to the drives."""
+
+    def __init__(self, endurance: Endurance) -> None:
+        self.endurance = endurance
+        self._steps: collections.deque[StepStatistics] = collections.deque(maxlen=_REMEMBERED_STEPS)
+        self._num_steps = 0
+
+    def add(self, step: StepStatistics) -> None:
+        """Notes a finished step."""
+        self._num_steps += 1
+        if self._num_steps == 2:
+            self._steps.clear()  # the first step is not like the others: files grow, caches fill
+        self._steps.append(step)
+
+    def last(self) -> dict[str, int | float]:
+        """Counters of the last step, see `StepStatistics`; empty before the first."""
+        return self._steps[-1].as_dict() if self._steps else {}
+
+    def summary(self, where: str) -> str:
+        """A few lines for the end of a run; empty if there was no step."""
+        if not self._steps:
+            return ""
+
+        def size(name: str) -> str:
+            return format_size(self._median(name))
+
+        rows = [
+            (
+                "offloaded",
+                f"{size('offloaded_bytes')} ({size('deduplicated_bytes')} more were duplicates)",
+            ),
+        ]
+        if self._median("host_written_bytes"):
+            rows += [
+                ("to host", f"{size('host_written_bytes')}, back {size('host_read_bytes')}"),
+            ]
+        if self._median("written_bytes"):
+            rows += [
+                ("to SSD", f"{size('written_bytes')} at {size('write_bytes_per_s')}/s"),
+                ("from SSD", f"{size('read_bytes')} at {size('read_bytes_per_s')}/s"),
+            ]
+        rows += [
+            ("forwarded", f"{size('forwarded_bytes')} (needed while in memory: no read)"),
+            ("kept", f"{size('rejected_bytes')} (no tier had room, or one failed)"),
+            (
+                "stall",
+                f"{self._median('stall_s'):.3f} s waiting for reads, "
+                f"{self._median('write_wait_s'):.3f} s for writes",
+            ),
+        ]
+        rows += [("drive", line) for line in self.endurance.lines()]
+        heading = f"activation offload to {where}, median of {len(self._steps)} steps:"
+        return "\n".join([heading, *(f"  {name:<12}{text}" for name, text in rows)])
+
+    def _median(self, name: str) -> float:
+        return float(statistics.median(getattr(step, name) for step in self._steps))

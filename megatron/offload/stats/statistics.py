@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one training step moved: `StepStatistics`. The engine counts, the trainer's logger shows."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass
+class StepStatistics:
+    """Counters of one step of one rank. Bytes of activations unless said otherwise."""
+
+    offloaded_bytes: int = 0  # handed to a tier
+    offloaded_storages: int = 0
+    deduplicated_bytes: int = 0  # saved again while already taken: moved no second time
+    already_hooked: int = 0  # saved tensors left alone because somebody else has hooked them
+    unsupported: int = 0  # saved tensors that are more than their bytes: subclasses, sparse, nested
+    rejected_bytes: int = 0  # wanted by the policy, but the tiers were full or failed
+    recomputed_layers: int = 0  # whose activations were dropped, over all micro-batches
+    recomputed_parts: int = 0  # likewise: attention or MLP alone
+    forwarded_bytes: int = 0  # needed while still in memory: no read
+    written_bytes: int = 0  # reached the SSDs
+    read_bytes: int = 0  # came from the SSDs
+    host_written_bytes: int = 0  # reached host memory
+    host_read_bytes: int = 0  # came from host memory
+    write_bytes_per_s: float = 0.0  # of the SSDs together, over the last seconds of use
+    read_bytes_per_s: float = 0.0
+    stall_s: float = 0.0  # compute waited for a read
+    write_wait_s: float = 0.0  # forward waited because too many bytes were in flight
+    tier_used_bytes: int = 0  # at the step's end: 0 unless a graph or a write is still alive
+    long_lived_bytes: int = 0  # found in this step to outlive it: excluded from now on
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Plain numbers for `metrics.jsonl`."""
+        return dataclasses.asdict(self)

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""How the bytes of an activation move: buffers, I/O threads, tiers."""

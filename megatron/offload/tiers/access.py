@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a drive gets at the bytes of a storage: `InPlace`, or `Staged` through host memory.
+
+The SSD tier asks for a `View` of each storage that it writes or reads. In place, the drive works on
+the tensor's own memory. Staged, an aligned host buffer stands in between, and the device copies
+each piece before the drive writes it or after it has read it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Generator, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from megatron.offload.device.device import Device
+from megatron.offload.tiers.direct_io import Alignment, Cut, aligned_storage, cut, memory_at
+from megatron.offload.tiers.staging import StagingPool
+
+
+class View(Protocol):
+    """One storage as a drive sees it, for one transfer. Keeps the memory alive.
+
+    Every part of the body has an I/O thread of its own, which goes through one of the iterators and
+    closes it.
+    """
+
+    cut: Cut  # only the body goes to the drive
+
+    def pieces_to_write(self, start: int, num_bytes: int) -> Generator[Any, None, None]:
+        """A part of the body, from `start` bytes on, in order. Each piece lasts until the next.
+
+        Raises:
+            RuntimeError: as `check`.
+        """
+        ...
+
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[Any, None, None]:
+        """Memory for a part of the body, in order, to be filled before the next is asked for.
+
+        When the iterators of all parts have come to their ends, the storage holds the bytes.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raises RuntimeError if the storage was freed or resized since it was saved."""
+        ...
+
+
+class Access(Protocol):
+    """Makes views. Called by threads that compute."""
+
+    def for_writing(self, source: torch.UntypedStorage) -> View:
+        """A view of a storage whose producer may still be queued on the device."""
+        ...
+
+    def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
+        """A fresh storage, and the view that fills it. `cut`: of the view that was written."""
+        ...
+
+
+class InPlace:
+    """The drive works on the tensor's own memory, for devices whose memory is host memory.
+
+    Args:
+        alignment: what the files ask for.
+    """
+
+    def __init__(self, alignment: Alignment) -> None:
+        self._alignment = alignment
+        self._allocator_aligns = True  # until it is seen not to
+
+    def for_writing(self, source: torch.UntypedStorage) -> View:
+        """See `Access`. The edges are copied now."""
+        return _InPlaceView(source, cut(source.data_ptr(), source.nbytes(), self._alignment))
+
+    def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
+        """See `Access`. The target is aligned like the source was, so the same cut fits it."""
+        target = self._new_storage(cut)
+        address = target.data_ptr()
+        if cut.head:
+            ctypes.memmove(address, cut.head, len(cut.head))
+        if cut.tail:
+            ctypes.memmove(address + cut.num_bytes - len(cut.tail), cut.tail, len(cut.tail))
+        return target, _InPlaceView(target, cut)
+
+    def _new_storage(self, cut: Cut) -> torch.UntypedStorage:
+        """Like `aligned_storage`, with less work where the allocator aligns blocks by itself."""
+        if self._allocator_aligns:
+            plain = torch.UntypedStorage(cut.num_bytes)
+            if (plain.data_ptr() + len(cut.head)) % self._alignment.memory == 0:
+                return plain
+            self._allocator_aligns = False
+        return aligned_storage(cut.num_bytes, len(cut.head), self._alignment)
+
+
+class _InPlaceView:
+    def __init__(self, storage: torch.UntypedStorage, cut: Cut) -> None:
+        self._storage = storage
+        self._address = storage.data_ptr()
+        self._body_address = self._address + len(cut.head)
+        self.cut = cut
+
+    def pieces_to_write(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
+        self.check()
+        yield memory_at(self._body_address + start, num_bytes)
+
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
+        yield memory_at(self._body_address + start, num_bytes)
+
+    def check(self) -> None:
+        check_size(self._storage, self.cut.num_bytes)
+        if self._storage.data_ptr() != self._address:
+            raise RuntimeError("the storage was freed and filled again before it was written")
+
+
+class Staged:
+    """Host buffers between the device and the drives. See Note [Staging in pieces].
+
+    The device's memory is let go when the drive has the last byte, and not when the device has been
+    copied from: at no time is there a whole copy. To keep one would take page-locked memory for all
+    that is in flight, and what it frees, `--activation-offload-inflight` bounds anyway. It would be
+    a place of its own for a record's bytes: from there what backward wants first, which is written
+    last, would have to be copied back instead of being forwarded, and there what a drive refused
+    would be, instead of safe in device memory.
+
+    Args:
+        alignment: what the files ask for.
+        device: where the storages are.
+        pool: has a buffer for each I/O thread.
+    """
+
+    def __init__(self, alignment: Alignment, device: Device, pool: StagingPool) -> None:
+        self._alignment = alignment
+        self._device = device
+        self._pool = pool
+
+    def for_writing(self, source: torch.UntypedStorage) -> View:
+        """See `Access`. The body is the whole storage, filled up to what the files ask for."""
+        granule = self._alignment.offset
+        body_bytes = -(-source.nbytes() // granule) * granule
+        cut = Cut(source.nbytes(), b"", body_bytes, b"")
+        return _StagedView(source, cut, self._device, self._pool)
+
+    def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
+        """See `Access`."""
+        target = self._device.new_storage(cut.num_bytes)
+        return target, _StagedView(target, cut, self._device, self._pool)
+
+
+class _StagedView:
+    def __init__(
+        self, storage: torch.UntypedStorage, cut: Cut, device: Device, pool: StagingPool
+    ) -> None:
+        self.cut = cut
+        self._storage = storage
+        self._device = device
+        self._pool = pool
+        # After it the source has been produced, and nobody uses the target's memory any more.
+        self._mark = device.mark()
+
+    def check(self) -> None:
+        check_size(self._storage, self.cut.num_bytes)
+
+    # The body may reach beyond the storage's end. What is copied ends there.
+
+    def pieces_to_write(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
+        with self._pool.buffer() as address:
+            for piece in self._pieces(start, num_bytes):
+                self.check()
+                self._device.copy_to_host(self._storage, address, self._mark, piece)
+                yield memory_at(address, piece.stop - piece.start)
+
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
+        with self._pool.buffer() as address:
+            for piece in self._pieces(start, num_bytes):
+                yield memory_at(address, piece.stop - piece.start)
+                self._device.copy_from_host(address, self._storage, self._mark, piece)
+
+    def _pieces(self, start: int, num_bytes: int) -> Iterator[slice]:
+        """A range of bytes, cut into what fits a buffer."""
+        stop = start + num_bytes
+        while start < stop:
+            end = min(start + self._pool.piece_bytes, stop)
+            yield slice(start, end)
+            start = end
+
+
+def check_size(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """Raises RuntimeError if a storage was freed or resized since it was saved.
+
+    Recomputation does that: it frees what it will make again, so there is nothing to write.
+    """
+    if storage.nbytes() != num_bytes:
+        raise RuntimeError("the storage was resized before it could be written")

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One mount point: `Drive`, an unlinked file with its free space, its I/O threads and its health.
+
+The SSD tier owns one per directory and spreads storages over them. A drive moves byte ranges
+between memory and extents of its file; it knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import errno
+import logging
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.offload.config import MIB, format_size
+from megatron.offload.tiers.access import View
+from megatron.offload.tiers.budget import RateLimit, SpaceBudget
+from megatron.offload.tiers.checksum import Checksum
+from megatron.offload.tiers.direct_io import Alignment
+from megatron.offload.tiers.extents import ExtentAllocator
+from megatron.offload.tiers.file import no_space
+from megatron.offload.tiers.io_threads import IoThreads
+from megatron.offload.tiers.tier import TierStatistics
+from megatron.offload.tiers.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # any other error is the drive's
+
+GROWTH_BYTES = 256 * MIB  # the file grows by so much at a time, to lie on the disk in few pieces
+FILE_BLOCK_BYTES = 4096
+
+
+class Health(enum.Enum):
+    """What a drive is still good for. Members name the transitions into them."""
+
+    GOOD = "good"
+    FULL = "full"  # the disk refused to let the file grow: what the file has is used on
+    FAILED = "failed"  # a write or growth failed: no more writes, what is there can be read
+
+
+class Extent:
+    """A range of a drive's file. Freed with `free`, by whoever owns it."""
+
+    __slots__ = ("checksums", "drive", "num_bytes", "offset")
+
+    def __init__(self, drive: Drive, offset: int, num_bytes: int) -> None:
+        self.drive = drive
+        self.offset = offset
+        self.num_bytes = num_bytes
+        self.checksums: list[int] = []  # of the pieces that were written, if somebody wants them
+
+    def __str__(self) -> str:
+        return f"file in {self.drive.directory}, offset {self.offset}, length {self.num_bytes}"
+
+    def free(self) -> None:
+        """Gives the range back. Takes no lock: finalizers call it."""
+        self.drive._freed.append(self.offset)
+
+
+class DriveFile(Protocol):
+    """A file as a drive needs it: `UnlinkedFile`, or one that takes device memory."""
+
+    directory: Path
+    kind: str  # of I/O, for people
+    alignment: Alignment
+    size_bytes: int
+
+    def grow(self, num_bytes: int) -> None:
+        """Allocates so much more. Raises OSError and stays as it was."""
+        ...
+
+    def write(self, body: Any, offset: int) -> None:
+        """Writes all of `body`. Raises OSError."""
+        ...
+
+    def read(self, body: Any, offset: int) -> None:
+        """Fills all of `body`. Raises OSError."""
+        ...
+
+    def close(self) -> None:
+        """Frees the space."""
+        ...
+
+
+class Drive:
+    """A preallocated, unlinked file on one mount point.
+
+    Args:
+        file: empty; the drive closes it.
+        space: what the file may grow by; shared with the other drives.
+        num_threads: I/O threads, the queue depth that the drive sees.
+        write_limit: bounds the write bandwidth of all drives together; None: no bound.
+        checksum: computed when writing and compared when reading; None: neither.
+    """
+
+    def __init__(
+        self,
+        file: DriveFile,
+        *,
+        space: SpaceBudget,
+        num_threads: int,
+        write_limit: RateLimit | None = None,
+        checksum: Checksum | None = None,
+    ) -> None:
+        self.file = file
+        self.directory = file.directory
+        self.health = Health.GOOD
+        self.statistics = TierStatistics()
+        self.extents = ExtentAllocator(max(file.alignment.offset, FILE_BLOCK_BYTES))
+        self._space = space
+        self._space_is_used_up = False
+        self._growth_bytes = GROWTH_BYTES  # halved when the disk refuses it
+        self._checksum = checksum
+        # Extents that nobody needs any more, taken in at the next allocation.
+        self._freed: collections.deque[int] = collections.deque()
+        # Protects extents and health. Held for microseconds (or one fallocate, when
+        # the file grows); the space budget's lock is taken under it, no other.
+        self._lock = threading.Lock()
+        try:
+            name = f"activation-offload {file.directory}"
+            self._threads = IoThreads(num_threads, name, write_limit)
+        except BaseException:  # the system starts no more threads
+            file.close()
+            raise
+
+    def __str__(self) -> str:
+        state = "" if self.health is Health.GOOD else f", {self.health.value}"
+        return f"{self.directory} ({self.file.kind}{state})"
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file that are taken."""
+        with self._lock:
+            self._take_in_freed()
+            return self.extents.used_bytes
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        return self._threads.queued_write_bytes
+
+    def reserve(self, num_bytes: int) -> None:
+        """Lets the file grow now, so that a disk that is too small shows before training.
+
+        Raises:
+            ConfigurationError: the disk is too small.
+        """
+        wanted = self.extents.round_up(num_bytes)
+        granted = self._space.take(wanted, self.extents.granule)
+        try:
+            self._grow(granted)
+        except OSError as error:
+            raise no_space(self.directory, wanted, error) from None
+
+    def allocate(self, num_bytes: int) -> Extent | None:
+        """A free extent, growing the file where there is none; None: the drive takes no more."""
+        with self._lock:
+            self._take_in_freed()
+            if self._threads.have_died and self.health is not Health.FAILED:
+                self._become_failed("all I/O threads died", "the system starts no more")
+            if self.health is Health.FAILED:
+                return None
+            offset = self.extents.allocate(num_bytes)
+            if offset is None and self._make_room(num_bytes):
+                offset = self.extents.allocate(num_bytes)
+            return None if offset is None else Extent(self, offset, num_bytes)
+
+    def begin_write(self, view: View, start: int, extent: Extent, owner: object) -> Transfer:
+        """Starts to write the part of a view's body that begins at `start`, into `extent`.
+
+        The transfer holds the view, and the extent's owner, until it ends.
+        """
+
+        def work(_: object = owner) -> None:
+            self._write(view, start, extent)
+
+        return self._threads.submit_write(work, extent.num_bytes)
+
+    def begin_read(
+        self, view: View, start: int, extent: Extent, owner: object, deadline: float
+    ) -> Transfer:
+        """Starts to fill that part of a view's body."""
+
+        def work(_: object = owner) -> None:
+            self._read(view, start, extent)
+
+        return self._threads.submit_read(work, deadline)
+
+    def close(self) -> None:
+        """Cancels what is queued, waits for what is under way, frees the file's space."""
+        self._threads.close()
+        self.file.close()
+
+    # Runs in an I/O thread.
+    def _write(self, view: View, start: int, extent: Extent) -> None:
+        checksums: list[int] = []
+        offset = extent.offset
+        with contextlib.closing(view.pieces_to_write(start, extent.num_bytes)) as pieces:
+            for body in pieces:
+                try:
+                    with self.statistics.writes.moving(len(body)):
+                        self.file.write(body, offset)
+                except Exception as error:
+                    view.check()  # raises if the memory is gone: then the drive is not to blame
+                    self._fail(error)
+                    raise
+                if self._checksum is not None:
+                    checksums.append(self._checksum(body))
+                offset += len(body)
+        extent.checksums = checksums
+
+    # Runs in an I/O thread.
+    def _read(self, view: View, start: int, extent: Extent) -> None:
+        offset, checksums = extent.offset, iter(extent.checksums)
+        with contextlib.closing(view.pieces_to_fill(start, extent.num_bytes)) as pieces:
+            for body in pieces:
+                try:
+                    with self.statistics.reads.moving(len(body)):
+                        self.file.read(body, offset)
+                except OSError as error:
+                    raise OSError(error.errno, f"{error.strerror} ({extent})") from None
+                if self._checksum is not None and self._checksum(body) != next(checksums):
+                    raise OSError(
+                        errno.EBADMSG,
+                        f"checksum mismatch: the drive gave back other bytes ({extent})",
+                    )
+                offset += len(body)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Called under the lock. Lets the file grow for a request; whether it did."""
+        if self.health is Health.FULL:
+            return False
+        missing = self.extents.round_up(num_bytes) - self.extents.free_at_end_bytes
+        granted = self._space.take(max(missing, self._growth_bytes), self.extents.granule)
+        if granted < missing:
+            self._space.give_back(granted)
+            self._warn_used_up()
+            return False
+        wanted = granted
+        while True:
+            try:
+                self._grow(wanted)
+            except OSError as error:
+                # Not the error itself: its traceback holds this frame and what its callers hold,
+                # memory that is to be freed soon.
+                reason, number = str(error), error.errno
+            else:
+                self._space.give_back(granted - wanted)
+                return True
+            if wanted == missing:
+                break
+            self._growth_bytes = wanted // 2
+            wanted = max(missing, self.extents.round_up(self._growth_bytes))
+        self._space.give_back(granted)
+        if number not in _NO_ROOM:
+            self._become_failed("the file cannot grow", reason)
+            return False
+        self.health = Health.FULL
+        logger.warning(
+            "activation offload: %s is full (%s); its file holds %s, and what does not fit goes to "
+            "another tier or stays in device memory; nothing is lost",
+            self.directory,
+            reason,
+            format_size(self.file.size_bytes),
+        )
+        return False
+
+    def _grow(self, num_bytes: int) -> None:
+        self.file.grow(num_bytes)
+        self.extents.grow(num_bytes)
+
+    def _warn_used_up(self) -> None:
+        if not self._space_is_used_up:
+            self._space_is_used_up = True
+            logger.warning(
+                "activation offload: %s: --activation-offload-ssd-budget is used up; the file "
+                "holds %s, and what does not fit goes to another tier or stays in device memory",
+                self.directory,
+                format_size(self.file.size_bytes),
+            )
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self.statistics.failed_writes += 1
+            if self.health is not Health.FAILED:
+                self._become_failed("a write failed", str(error))
+
+    def _become_failed(self, what: str, reason: str) -> None:
+        """Called under the lock."""
+        self.health = Health.FAILED
+        logger.warning(
+            "activation offload: %s: %s (%s); what was to go there is still in memory and nothing "
+            "is lost; from now on nothing is written there; check the disk",
+            self.directory,
+            what,
+            reason,
+        )
+
+    def _take_in_freed(self) -> None:
+        """Called under the lock."""
+        while self._freed:
+            self.extents.free(self._freed.popleft())

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file that activations live in: `UnlinkedFile`.
+
+The SSD tier owns one. The file is never reachable by name (O_TMPFILE, or unlinked at once) and has
+mode 0600: the kernel gives its space back however the process ends, and nobody else can open it.
+Reads and writes move whole ranges, whatever the kernel returns per call. A write that returns has
+reached the disk: the page cache is no place to offload to, and it reports no errors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+from megatron.offload.config import format_size
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.tiers.direct_io import BUFFERED, direct_alignment
+
+logger = logging.getLogger(__name__)
+
+_RWF_DONTCACHE = 0x80  # Linux 6.14: buffered I/O that leaves nothing in the page cache
+_START = 2  # of sync_file_range: start to write what is not under way
+_START_AND_WAIT = 1 | 2 | 4  # and wait for all of it
+
+
+class UnlinkedFile:
+    """A file without a name on the file system of `directory`.
+
+    Args:
+        directory: must exist and be writable.
+        io: `direct` (O_DIRECT or an error), `buffered`, `auto` (direct where it works).
+
+    Raises:
+        ConfigurationError: the directory or the I/O mode cannot work; the message says why.
+    """
+
+    def __init__(self, directory: Path, io: str = "auto") -> None:
+        self.directory = directory
+        self.fd = -1
+        self.size_bytes = 0
+        self._flags = 0  # of every read and write
+        self._drops_cache_itself = False
+        # Serialises the question whether buffered writes reached the disk; the answer is below it.
+        # Held while the disk works on what was written, which needs no thread of ours.
+        self._sync_lock = threading.Lock()
+        self._write_error: OSError | None = None  # of any buffered write so far
+        _check_directory(directory)
+        try:
+            self._open(directory, io)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, directory: Path, io: str) -> None:
+        direct_fd = None if io == "buffered" else _open_unnamed(directory, os.O_DIRECT)
+        if direct_fd is not None:
+            self.fd = direct_fd
+            alignment = direct_alignment(direct_fd)
+            if alignment is not None and _works(direct_fd, max(alignment.offset, mmap.PAGESIZE)):
+                self.alignment, self.kind = alignment, "direct I/O"
+                return
+            self.close()
+        if io == "direct":
+            raise ConfigurationError(
+                f"the file system of {directory} has no direct I/O (O_DIRECT); choose a directory "
+                "on a local SSD or --activation-offload-io buffered"
+            )
+        if io == "auto":
+            logger.warning(
+                "activation offload: %s has no direct I/O; using buffered I/O instead, which "
+                "copies every byte through the page cache",
+                directory,
+            )
+        buffered_fd = _open_unnamed(directory, 0)
+        assert buffered_fd is not None  # only O_DIRECT may be refused
+        self.fd, self.alignment, self.kind = buffered_fd, BUFFERED, "buffered I/O"
+        # Whole ranges are asked for: what the kernel reads ahead of them nobody wants.
+        os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_RANDOM)
+        if _works(buffered_fd, mmap.PAGESIZE, _RWF_DONTCACHE):
+            self._flags = _RWF_DONTCACHE
+        else:
+            self._drops_cache_itself = True
+
+    def grow(self, num_bytes: int) -> None:
+        """Allocates `num_bytes` more on the disk.
+
+        Raises:
+            OSError: there is no room (ENOSPC, EFBIG, EDQUOT); the file is as it was.
+        """
+        if num_bytes:
+            _check_free(self.fd, num_bytes)
+            try:
+                _allocate(self.fd, self.size_bytes, num_bytes)
+            except OSError:
+                os.ftruncate(self.fd, self.size_bytes)
+                raise
+            self.size_bytes += num_bytes
+
+    def write(self, body: memoryview, offset: int) -> None:
+        """Writes all of `body` at `offset`. Raises OSError."""
+        done = 0
+        while done < len(body):
+            count = os.pwritev(self.fd, [body[done:]], offset + done, self._flags)
+            if count == 0:
+                raise OSError(errno.EIO, f"the drive took {done} of {len(body)} bytes")
+            done += count
+        if self.alignment == BUFFERED:
+            self._wait_for_disk(offset, len(body))
+        if self._drops_cache_itself:
+            self._drop_cache(offset, len(body))
+
+    def read(self, body: memoryview, offset: int) -> None:
+        """Fills all of `body` from `offset`. Raises OSError, also when the file ends early."""
+        done = 0
+        while done < len(body):
+            count = os.preadv(self.fd, [body[done:]], offset + done, self._flags)
+            if count == 0:
+                raise OSError(errno.EIO, f"short read: got {done} of {len(body)} bytes")
+            done += count
+        if self._drops_cache_itself:
+            self._drop_cache(offset, len(body))
+
+    def close(self) -> None:
+        """Closes the file, which frees its space. Later calls fail: the number may be reused."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _wait_for_disk(self, offset: int, num_bytes: int) -> None:
+        """Returns when a buffered range is on the disk. Raises OSError if it, or another, is not.
+
+        The kernel tells of a failed write once, to whoever waits next, though it be for another
+        range. So threads wait in turn, and what one was told holds for all that come later.
+        """
+        _sync_file_range(self.fd, offset, num_bytes, _START)  # all ranges at once; errors: below
+        with self._sync_lock:
+            if self._write_error is None:
+                code = _sync_file_range(self.fd, offset, num_bytes, _START_AND_WAIT)
+                try:
+                    if code in (errno.ENOSYS, errno.ESPIPE):
+                        os.fdatasync(self.fd)  # this system cannot sync a range
+                    elif code:
+                        raise OSError(code, os.strerror(code))
+                except OSError as error:
+                    self._write_error = OSError(error.errno, error.strerror)
+            failed = self._write_error
+        if failed is not None:
+            raise OSError(failed.errno, failed.strerror)
+
+    def _drop_cache(self, offset: int, num_bytes: int) -> None:
+        """Frees the page cache of a range, else buffered offload would only rename the memory."""
+        os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def check_room(directory: Path, io: str, num_bytes: int) -> None:
+    """Tries the directory and the I/O mode, and looks for `num_bytes` of free space.
+
+    Raises:
+        ConfigurationError: the directory, the mode or the space cannot work.
+    """
+    UnlinkedFile(directory, io).close()
+    disk = os.statvfs(directory)
+    if disk.f_bavail * disk.f_frsize < num_bytes:
+        raise no_space(directory, num_bytes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
+def _check_directory(directory: Path) -> None:
+    advice = "give an existing, writable directory on an SSD with --activation-offload-dir"
+    if not directory.exists():
+        raise ConfigurationError(f"directory {directory} does not exist; {advice}")
+    if not directory.is_dir():
+        raise ConfigurationError(f"{directory} is not a directory; {advice}")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"directory {directory} is not writable; {advice}")
+
+
+def _open_unnamed(directory: Path, extra_flags: int) -> int | None:
+    """A descriptor of a new nameless file; None where O_DIRECT is refused."""
+    flags = os.O_RDWR | os.O_CLOEXEC | extra_flags
+    try:
+        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+            raise _cannot_create(directory, error) from None
+    # No O_TMPFILE here (NFS, overlay): a named file, unlinked at once. EINVAL: no O_DIRECT.
+    try:
+        named_fd, name = tempfile.mkstemp(prefix=".activation-offload-", dir=directory)
+    except OSError as error:
+        raise _cannot_create(directory, error) from None
+    try:
+        return os.open(name, flags)
+    except OSError as error:
+        if extra_flags and error.errno == errno.EINVAL:
+            return None
+        raise _cannot_create(directory, error) from None
+    finally:
+        os.unlink(name)
+        os.close(named_fd)
+
+
+def _cannot_create(directory: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"no file can be created in {directory} ({error.strerror}); "
+        "give a writable directory on an SSD with --activation-offload-dir"
+    )
+
+
+def _works(fd: int, num_bytes: int, flags: int = 0) -> bool:
+    """Tries one write: some file systems accept a flag when opened and refuse the I/O."""
+    with mmap.mmap(-1, num_bytes) as page:
+        try:
+            return os.pwritev(fd, [page], 0, flags) == num_bytes
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                return False
+            raise ConfigurationError(
+                f"a trial write failed: {error.strerror}; free some space or choose another disk"
+            ) from None
+        finally:
+            os.ftruncate(fd, 0)
+
+
+def _check_free(fd: int, num_bytes: int) -> None:
+    """Raises OSError if the disk has less free space, before anything is allocated.
+
+    Else the kernel takes all there is before it finds out, and others meet a full disk meanwhile.
+    """
+    disk = os.fstatvfs(fd)
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < num_bytes:  # 0 blocks: it does not say
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _allocate(fd: int, offset: int, num_bytes: int) -> None:
+    """Reserves space on the disk. Raises OSError."""
+    try:
+        os.posix_fallocate(fd, offset, num_bytes)
+        return
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # No fallocate here (NFS, ext3): the C library writes a byte into every block instead, which
+    # direct I/O refuses. A second, buffered descriptor of the same file takes them.
+    buffered_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(buffered_fd, offset, num_bytes)
+        os.fdatasync(buffered_fd)
+        os.posix_fadvise(buffered_fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(buffered_fd)
+
+
+def _sync_file_range(fd: int, offset: int, num_bytes: int, flags: int) -> int:
+    """The system call of that name, which Python lacks; 0 or an error number."""
+    call = ctypes.CDLL(None, use_errno=True).sync_file_range
+    failed = call(fd, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), flags)
+    return ctypes.get_errno() if failed else 0
+
+
+def no_space(directory: Path, wanted_bytes: int, error: OSError) -> ConfigurationError:
+    """The sentence for a disk that is too small, found before training."""
+    disk = os.statvfs(directory)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    return ConfigurationError(
+        f"{directory} cannot hold the activations ({error.strerror}); needed "
+        f"{format_size(wanted_bytes)}, free {format_size(free_bytes)}; "
+        "free some space, choose another disk with --activation-offload-dir, or set a smaller "
+        "--activation-offload-ssd-budget"
+    )

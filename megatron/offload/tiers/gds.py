@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From device memory to SSD without host memory: `GdsTier`, on NVIDIA's GPUDirect Storage (GDS).
+
+An `SsdTier` whose files take device memory, through kvikio, which is imported only when a tier is
+opened. Where GPUDirect itself does not work, kvikio copies through host memory (compatibility
+mode): slower, never wrong, and said in the log; `gds_status.py` says why.
+
+kvikio knows nothing of torch's streams, so the I/O thread waits for the mark of Note [Who waits for
+whom] in `device.py` before kvikio touches the memory. Before each GPUDirect transfer kvikio also
+waits for the default stream of its own accord, and its Python interface has no way to leave that
+out.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.offload.device.device import Device
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.tiers.access import Access, View, check_size
+from megatron.offload.tiers.direct_io import Alignment, Cut
+from megatron.offload.tiers.drive import FILE_BLOCK_BYTES, DriveFile
+from megatron.offload.tiers.file import UnlinkedFile
+from megatron.offload.tiers.gds_status import gds_status, import_kvikio
+from megatron.offload.tiers.ssd import SsdTier
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceMemory:
+    """A range of device memory, as kvikio takes it. Whoever holds it keeps its owner alive."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.address = address
+        self.num_bytes = num_bytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self.address, False),
+            "shape": (self.num_bytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def __len__(self) -> int:
+        return self.num_bytes
+
+    def without_first(self, num_bytes: int) -> DeviceMemory:
+        """The range from `num_bytes` on."""
+        return DeviceMemory(self.address + num_bytes, self.num_bytes - num_bytes)
+
+
+class GdsFile:
+    """An unlinked file that kvikio reads and writes. See `DriveFile` for the calls.
+
+    Raises:
+        ConfigurationError: the directory cannot work, or kvikio cannot open a file in it.
+    """
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self.directory = directory
+        self.kind = kind
+        # Memory may start anywhere; kvikio is fast where offsets are multiples of a GPU page.
+        self.alignment = Alignment(memory=1, offset=FILE_BLOCK_BYTES)
+        self.size_bytes = 0
+        self._owner = UnlinkedFile(directory)
+        try:
+            kvikio, _, _ = import_kvikio()
+            # Reading and writing; the modes with "w" would truncate.
+            self._file = kvikio.CuFile(f"/proc/self/fd/{self._owner.fd}", "r+")
+        except (RuntimeError, OSError) as error:
+            self._owner.close()
+            raise ConfigurationError(
+                f"kvikio cannot open a file in {directory} ({error}); choose a directory on a "
+                "local SSD, or use --activation-offload-io auto"
+            ) from None
+
+    def grow(self, num_bytes: int) -> None:
+        """Allocates `num_bytes` more. Raises OSError and stays as it was."""
+        self._owner.grow(num_bytes)
+        self.size_bytes = self._owner.size_bytes
+
+    def write(self, body: DeviceMemory, offset: int) -> None:
+        """Writes all of `body` at `offset`. Raises OSError."""
+        self._move(self._file.pwrite, body, offset, "the drive took")
+
+    def read(self, body: DeviceMemory, offset: int) -> None:
+        """Fills all of `body` from `offset`. Raises OSError, also when the file ends early."""
+        self._move(self._file.pread, body, offset, "short read: got")
+
+    def close(self) -> None:
+        """Closes the file, which frees its space."""
+        self._file.close()
+        self._owner.close()
+
+    def _move(self, begin: Callable[..., Any], body: DeviceMemory, offset: int, short: str) -> None:
+        """Repeats a kvikio call until the whole body has moved."""
+        done = 0
+        while done < body.num_bytes:
+            try:
+                count = begin(body.without_first(done), file_offset=offset + done).get()
+            except RuntimeError as error:
+                raise OSError(errno.EIO, str(error)) from None
+            if count == 0:
+                raise OSError(errno.EIO, f"{short} {done} of {body.num_bytes} bytes")
+            done += count
+
+
+class GdsTier(SsdTier):
+    """Device memory on SSDs. See `Tier` for the calls and `SsdTier` for all other arguments.
+
+    It sets two of kvikio's process-wide defaults: at least as many threads as this tier has I/O
+    threads (kvikio starts with 1 for all), and reads past the page cache in compatibility mode.
+
+    Args:
+        device: where the storages are.
+        num_threads: I/O threads per directory, the queue depth that each drive sees.
+        verify: must be False: checksums are computed in host memory.
+
+    Raises:
+        ConfigurationError: no CUDA device, no kvikio, or a directory that cannot hold its file.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        *,
+        device: Device,
+        num_threads: int = 4,
+        verify: bool = False,
+        **options: Any,
+    ) -> None:
+        assert not verify  # the configuration refuses it
+        status = gds_status(has_gpu=device.device.type == "cuda")
+        if not status.available:
+            raise ConfigurationError(str(status))
+        level = logging.INFO if status.is_gpudirect else logging.WARNING
+        logger.log(level, "activation offload: %s", status)
+        self._kind = "GPUDirect" if status.is_gpudirect else "kvikio through host memory"
+        _set_defaults(num_threads * len(directories))
+        super().__init__(directories, num_threads=num_threads, device=device, **options)
+
+    def _open_file(self, directory: Path, io: str) -> DriveFile:
+        return GdsFile(directory, self._kind)
+
+    def _open_access(self, alignment: Alignment, num_threads: int) -> Access:
+        return _FromDevice(self._device)
+
+
+class _FromDevice:
+    """The drive works on the device's own memory. See `Access` for the calls."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def for_writing(self, source: torch.UntypedStorage) -> View:
+        return _DeviceView(source, self._device)
+
+    def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
+        target = self._device.new_storage(cut.num_bytes)
+        return target, _DeviceView(target, self._device)
+
+
+class _DeviceView:
+    """See `View`. kvikio takes any address and size, so all is body."""
+
+    def __init__(self, storage: torch.UntypedStorage, device: Device) -> None:
+        self._storage = storage
+        self._device = device
+        self._mark = device.mark()
+        self.cut = Cut(storage.nbytes(), b"", storage.nbytes(), b"")
+
+    # The I/O thread waits in these two, and not in what is timed as the drive's.
+
+    def pieces_to_write(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
+        self._device.wait_for(self._mark)
+        self.check()
+        yield DeviceMemory(self._storage.data_ptr() + start, num_bytes)
+
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
+        self._device.wait_for(self._mark)
+        yield DeviceMemory(self._storage.data_ptr() + start, num_bytes)
+
+    def check(self) -> None:
+        check_size(self._storage, self.cut.num_bytes)
+
+
+def _set_defaults(num_threads: int) -> None:
+    _, defaults, _ = import_kvikio()
+    defaults.set("num_threads", max(defaults.get("num_threads"), num_threads))
+    defaults.set("auto_direct_io_read", True)

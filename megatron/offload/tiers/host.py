@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations in host memory: `HostTier`. The engine opens one for the modes `host` and `tiered`.
+
+I/O threads have the device copy between a storage's memory and an arena that reuses freed ranges.
+On a CPU that is one part of host memory and another, which frees none: for trying things out.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from megatron.offload.config import format_size
+from megatron.offload.device.device import CpuDevice, Device
+from megatron.offload.tiers.access import check_size
+from megatron.offload.tiers.arena import HostArena
+from megatron.offload.tiers.io_threads import IoThreads
+from megatron.offload.tiers.tier import Block, TierStatistics
+from megatron.offload.tiers.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+class HostBlock(Block):
+    """One storage's bytes: a range of the arena."""
+
+    def __init__(self, tier: HostTier, offset: int, num_bytes: int) -> None:
+        super().__init__(tier, num_bytes)
+        self.offset: int | None = offset  # None: freed
+
+    def __str__(self) -> str:
+        return f"host memory, offset {self.offset}, length {self.num_bytes}"
+
+
+class HostTier:
+    """Host memory within a budget. See `Tier` for the calls.
+
+    Args:
+        budget_bytes: most bytes that it may ever hold; 0: it takes nothing.
+        num_threads: copies that run at the same time.
+        device: where the storages are; None: in host memory.
+
+    Raises:
+        ConfigurationError: memory of that kind or size cannot be had; the message says why.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        num_threads: int = 2,
+        device: Device | None = None,
+    ) -> None:
+        self.statistics = TierStatistics()
+        self.limit_bytes: int | None = budget_bytes
+        self._device = device or CpuDevice()
+        self._arena = HostArena(budget_bytes, pinned=self._device.pins_host_memory)
+        self._is_used_up = False
+        # They wait for the queue and for what the device has still to do, and copy.
+        self._threads = IoThreads(num_threads, "activation-offload host memory")
+
+    def __str__(self) -> str:
+        pinned = ", pinned" if self._arena.pinned else ""
+        state = ", cannot grow" if self.degraded else ""
+        return f"host memory ({format_size(self._arena.budget_bytes)} budget{pinned}{state})"
+
+    @property
+    def degraded(self) -> bool:
+        """Memory was refused although budget was left."""
+        return self._arena.growth_failed
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken by live blocks, in whole pages."""
+        return self._arena.used_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The arena's present size; it grows up to the budget."""
+        return self._arena.size_bytes
+
+    def begin_write(self, source: torch.UntypedStorage) -> tuple[HostBlock, Transfer] | None:
+        """See `Tier.begin_write`."""
+        num_bytes = source.nbytes()
+        offset = self._arena.allocate(num_bytes)
+        if offset is None:
+            self._warn_used_up()
+            return None
+        block = HostBlock(self, offset, num_bytes)
+        address = self._arena.address(offset)
+        mark = self._device.mark()
+
+        def work(_: HostBlock = block) -> None:  # the block holds the range until the copy is done
+            self._write(source, num_bytes, address, mark)
+
+        return block, self._threads.submit_write(work, num_bytes)
+
+    def begin_read(
+        self, block: HostBlock, deadline: float = 0.0
+    ) -> tuple[torch.UntypedStorage, Transfer]:
+        """See `Tier.begin_read`."""
+        assert block.offset is not None, "the block was freed"
+        target = self._device.new_storage(block.num_bytes)
+        address = self._arena.address(block.offset)
+        mark = self._device.mark()
+
+        def work(_: HostBlock = block) -> None:
+            self._device.wait_for(mark)
+            with self.statistics.reads.moving(block.num_bytes):
+                self._device.copy_from_host(address, target, mark)
+
+        return target, self._threads.submit_read(work, deadline)
+
+    def free(self, block: HostBlock) -> None:
+        """See `Tier.free`."""
+        offset, block.offset = block.offset, None
+        if offset is not None:
+            self._arena.free(offset)
+
+    def close(self) -> None:
+        """Cancels what is queued, waits for what is under way, gives the memory back."""
+        self._threads.close()
+        self._arena.close()
+
+    # Runs in an I/O thread.
+    def _write(self, source: torch.UntypedStorage, num_bytes: int, address: int, mark: Any) -> None:
+        try:
+            self._device.wait_for(mark)
+            check_size(source, num_bytes)
+            with self.statistics.writes.moving(num_bytes):
+                self._device.copy_to_host(source, address, mark)
+        except Exception:
+            self.statistics.failed_writes += 1
+            raise
+
+    def _warn_used_up(self) -> None:
+        """Once, and only where the arena has not said already why it does not grow."""
+        if self._is_used_up or self._arena.growth_failed or not self._arena.budget_bytes:
+            return
+        self._is_used_up = True
+        logger.warning(
+            "activation offload: --activation-offload-host-budget is used up; host memory holds "
+            "%s, and what does not fit goes to another tier or stays in device memory",
+            format_size(self._arena.size_bytes),
+        )

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much host memory a rank may take for activations: `host_budget_bytes`.
+
+Called when the tiers are opened, and before training to find a budget that the machine cannot
+hold. Ranks of one machine share its memory; they never talk about it, each takes an equal part.
+"""
+
+from __future__ import annotations
+
+from megatron.offload.config import format_size
+from megatron.offload.device.memory_limit import MemoryLimit
+from megatron.offload.errors import ConfigurationError
+
+_DEFAULT_FRACTION = 0.5  # of what is available: the trainer, its data and other ranks grow too
+
+
+def host_budget_bytes(asked: int | float | None, num_local_ranks: int, limit: MemoryLimit) -> int:
+    """Bytes of host memory for one rank.
+
+    Args:
+        asked: bytes for each rank; or a fraction (0.0 to 1.0) of the limit, for all ranks of the
+            machine together; None: half of what is available now, for all ranks together.
+        num_local_ranks: processes that share the memory, at least 1.
+        limit: of the machine or of the container.
+
+    Raises:
+        ConfigurationError: the ranks together would take more than the limit; or `asked` is
+            negative or a fraction above 1.
+    """
+    if asked is None:
+        return int(limit.available_bytes * _DEFAULT_FRACTION) // num_local_ranks
+    if asked < 0 or (isinstance(asked, float) and asked > 1):
+        raise ConfigurationError(
+            "--activation-offload-host-budget is neither a size nor a fraction; expected bytes or "
+            f"a number from 0.0 to 1.0, got {asked}; write for example 16GiB or 0.4"
+        )
+    if isinstance(asked, float):
+        return int(limit.total_bytes * asked) // num_local_ranks
+    together = asked * num_local_ranks
+    if together > limit.total_bytes:
+        raise ConfigurationError(
+            f"--activation-offload-host-budget asks for more host memory than there is; expected "
+            f"at most {format_size(limit.total_bytes)} ({limit.source}) for all ranks of this "
+            f"machine, got {num_local_ranks} x {format_size(asked)} = {format_size(together)}; "
+            "give a smaller size, or a fraction of the memory, for example 0.4"
+        )
+    return asked

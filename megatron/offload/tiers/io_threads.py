@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The threads that carry transfers out: `IoThreads`.
+
+Reads go before writes, and the read that is needed first goes first: backward waits for reads,
+nothing waits for a write until memory runs short. One instance serves one drive, so that a slow
+drive holds up no other.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron.offload.tiers.budget import RateLimit
+from megatron.offload.tiers.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(order=True)
+class _Job:
+    """A transfer in the queue. Sorts by deadline, then by arrival."""
+
+    deadline: float
+    arrival: int
+    num_bytes: int = field(compare=False)
+    transfer: Transfer = field(compare=False)
+
+
+class IoThreads:
+    """A few daemon threads that take transfers from one queue.
+
+    Each runs only the `work` it was given: one blocking read or write loop, which releases the
+    interpreter lock. It may wait for the queue and for the drive, never for another thread. A
+    thread that dies is replaced; the transfer that it held fails.
+
+    Args:
+        num_threads: the queue depth that the drive sees.
+        name: of the threads.
+        write_limit: writes start no faster than this; reads are not held up by it.
+    """
+
+    def __init__(self, num_threads: int, name: str, write_limit: RateLimit | None = None) -> None:
+        self._name = name
+        self._write_limit = write_limit
+        self._arrivals = itertools.count()
+        self._reads: list[_Job] = []  # a heap
+        self._writes: collections.deque[_Job] = collections.deque()
+        self.queued_write_bytes = 0
+        self.have_died = False  # and none can be started
+        self._closing = False
+        # Protects all of the above and the list of threads. Held for a few instructions; the write
+        # limit's lock is taken under it, no other.
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        try:
+            for _ in range(num_threads):
+                self._start_thread()
+        except BaseException:  # the system gives us no more: those that run would wait for ever
+            self.close()
+            raise
+
+    def submit_read(self, work: Callable[[], None], deadline: float = 0.0) -> Transfer:
+        """Queues a read; among queued reads the smallest deadline goes first."""
+        transfer = Transfer(work)
+        with self._changed:
+            self._check_open()
+            heapq.heappush(self._reads, _Job(deadline, next(self._arrivals), 0, transfer))
+            self._changed.notify()
+        return transfer
+
+    def submit_write(self, work: Callable[[], None], num_bytes: int) -> Transfer:
+        """Queues a write of `num_bytes`; writes go in order of arrival."""
+        transfer = Transfer(work)
+        with self._changed:
+            self._check_open()
+            self._writes.append(_Job(0.0, next(self._arrivals), num_bytes, transfer))
+            self.queued_write_bytes += num_bytes
+            self._changed.notify()
+        return transfer
+
+    def close(self) -> None:
+        """Cancels what is queued, waits for what is under way, ends the threads."""
+        with self._changed:
+            self._closing = True
+            queued = [*self._reads, *self._writes]
+            self._reads.clear()
+            self._writes.clear()
+            threads = list(self._threads)
+            self._changed.notify_all()
+        for job in queued:
+            job.transfer.cancel()
+        for thread in threads:
+            thread.join()
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise RuntimeError("the tier is closed")
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _run(self) -> None:
+        job: _Job | None = None
+        try:
+            while (job := self._next()) is not None:
+                job.transfer.run()
+                job = None  # while this thread waits, it keeps no error and no frame alive
+        except BaseException as error:  # only from outside: `run` lets none of its own through
+            # Not the error itself: who keeps log records would keep its traceback, and the buffer.
+            reason = repr(error)
+            logger.warning("activation offload: an I/O thread died (%s); starting another", reason)
+        finally:
+            self._thread_ended(job)
+
+    def _thread_ended(self, job: _Job | None) -> None:
+        """Nobody may wait for a transfer that no thread will carry out."""
+        if job is not None:
+            job.transfer.fail("the I/O thread that carried it out died")
+        orphans: list[_Job] = []
+        with self._changed:
+            self._threads.remove(threading.current_thread())
+            if not self._closing:
+                try:
+                    self._start_thread()
+                except RuntimeError:  # the system gives us no more threads
+                    if not self._threads:
+                        self.have_died = self._closing = True
+                        orphans = [*self._reads, *self._writes]
+                        self._reads.clear()
+                        self._writes.clear()
+        for orphan in orphans:
+            orphan.transfer.fail("all I/O threads died and none can be started")
+
+    def _next(self) -> _Job | None:
+        """Waits for the next job; None when the threads are to end."""
+        with self._changed:
+            while True:
+                if self._closing:
+                    return None
+                if self._reads:
+                    return heapq.heappop(self._reads)
+                if not self._writes:
+                    self._changed.wait()
+                elif self._write_limit is None or self._writes[0].transfer.is_unwanted:
+                    return self._next_write()
+                elif (delay_s := self._write_limit.delay_s()) > 0:
+                    self._changed.wait(delay_s)
+                else:
+                    self._write_limit.charge(self._writes[0].num_bytes)
+                    return self._next_write()
+
+    def _next_write(self) -> _Job:
+        """Called under the lock."""
+        job = self._writes.popleft()
+        self.queued_write_bytes -= job.num_bytes
+        return job

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations on SSDs: `SsdTier`, one drive per mount point and large storages striped over them.
+
+How a drive gets at a storage's bytes is `access.py`'s part, the I/O itself the drives'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.offload.device.device import CpuDevice, Device
+from megatron.offload.tiers.access import Access, InPlace, Staged
+from megatron.offload.tiers.bandwidth import BandwidthMeter
+from megatron.offload.tiers.budget import RateLimit, SpaceBudget
+from megatron.offload.tiers.checksum import load_checksum
+from megatron.offload.tiers.direct_io import Alignment, Cut
+from megatron.offload.tiers.drive import Drive, DriveFile, Extent, Health
+from megatron.offload.tiers.file import UnlinkedFile
+from megatron.offload.tiers.staging import StagingPool
+from megatron.offload.tiers.striping import Lane, stripe
+from megatron.offload.tiers.tier import Block, TierStatistics
+from megatron.offload.tiers.transfer import Transfer, gather
+
+
+class SsdBlock(Block):
+    """One storage's bytes: extents that hold the body, the edges in memory."""
+
+    def __init__(self, tier: SsdTier, cut: Cut, extents: list[Extent]) -> None:
+        super().__init__(tier, cut.num_bytes)
+        self.cut = cut
+        self.extents = extents
+
+    def __str__(self) -> str:
+        return "; ".join(str(extent) for extent in self.extents)
+
+
+class SsdTier:
+    """Unlinked files on one or several mount points. See `Tier` for the calls.
+
+    Args:
+        directories: existing directories, each on an SSD of its own.
+        reserve_bytes: allocated now, in equal parts, so that a disk that is too small shows before
+            training.
+        budget_bytes: the files never grow beyond it together; None: until the disks are full.
+        num_threads: I/O threads per directory, the queue depth that each drive sees.
+        io: `auto`, `direct` or `buffered`, see `OffloadConfig.io`.
+        write_bytes_per_s: bounds the write bandwidth of all drives together; None: no bound.
+        verify: compare a checksum of what is read with that of what was written.
+        device: where the storages are; None: in host memory.
+
+    Raises:
+        ConfigurationError: a directory cannot hold its file; the message says why.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        *,
+        reserve_bytes: int = 0,
+        budget_bytes: int | None = None,
+        num_threads: int = 4,
+        io: str = "auto",
+        write_bytes_per_s: float | None = None,
+        verify: bool = False,
+        device: Device | None = None,
+    ) -> None:
+        self.limit_bytes = budget_bytes
+        self._device = device or CpuDevice()
+        self._staging: StagingPool | None = None  # for a device with memory of its own
+        space = SpaceBudget(budget_bytes)
+        self.write_limit = RateLimit(write_bytes_per_s) if write_bytes_per_s else None
+        checksum = load_checksum() if verify else None
+        self.drives: list[Drive] = []
+        try:
+            for directory in directories:
+                drive = Drive(
+                    self._open_file(directory, io),
+                    space=space,
+                    num_threads=num_threads,
+                    write_limit=self.write_limit,
+                    checksum=checksum,
+                )
+                self.drives.append(drive)
+                if reserve_bytes:
+                    drive.reserve(-(-reserve_bytes // len(directories)))
+            # What suits every drive: alignments are powers of two.
+            self._alignment = Alignment(
+                max(drive.file.alignment.memory for drive in self.drives),
+                max(drive.file.alignment.offset for drive in self.drives),
+            )
+            self._access = self._open_access(self._alignment, num_threads * len(self.drives))
+        except BaseException:
+            self.close()
+            raise
+
+    def __str__(self) -> str:
+        return ", ".join(str(drive) for drive in self.drives)
+
+    @property
+    def statistics(self) -> TierStatistics:
+        """Sums over the drives. Their bandwidths add up: they work side by side."""
+        return TierStatistics(
+            writes=BandwidthMeter.side_by_side([d.statistics.writes for d in self.drives]),
+            reads=BandwidthMeter.side_by_side([d.statistics.reads for d in self.drives]),
+            failed_writes=sum(drive.statistics.failed_writes for drive in self.drives),
+        )
+
+    @property
+    def degraded(self) -> bool:
+        """A drive is full or failed."""
+        return any(drive.health is not Health.GOOD for drive in self.drives)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the files taken by live blocks."""
+        return sum(drive.used_bytes for drive in self.drives)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The files' present size; they grow up to the budget."""
+        return sum(drive.file.size_bytes for drive in self.drives)
+
+    def begin_write(self, source: torch.UntypedStorage) -> tuple[SsdBlock, Transfer] | None:
+        """See `Tier.begin_write`."""
+        view = self._access.for_writing(source)
+        extents = self._allocate(view.cut.body_bytes)
+        if extents is None:
+            return None
+        block = SsdBlock(self, view.cut, extents)
+        return block, gather(
+            [e.drive.begin_write(view, start, e, block) for start, e in _places(block)]
+        )
+
+    def begin_read(
+        self, block: SsdBlock, deadline: float = 0.0
+    ) -> tuple[torch.UntypedStorage, Transfer]:
+        """See `Tier.begin_read`."""
+        target, view = self._access.for_reading(block.cut)
+        return target, gather(
+            [e.drive.begin_read(view, start, e, block, deadline) for start, e in _places(block)]
+        )
+
+    def free(self, block: SsdBlock) -> None:
+        """See `Tier.free`."""
+        extents, block.extents = block.extents, []
+        for extent in extents:
+            extent.free()
+
+    def close(self) -> None:
+        """Cancels what is queued, waits for what is under way, frees the files' space."""
+        for drive in self.drives:
+            drive.close()
+        if self._staging is not None:
+            self._staging.close()
+
+    def _allocate(self, num_bytes: int) -> list[Extent] | None:
+        """Extents for a body, on drives that take it; None: no drive has room."""
+        if len(self.drives) == 1 and num_bytes:
+            extent = self.drives[0].allocate(num_bytes)
+            return None if extent is None else [extent]
+        drives = [drive for drive in self.drives if drive.health is not Health.FAILED]
+        while drives:
+            lanes = [Lane(d.statistics.writes.bytes_per_s, d.queued_bytes) for d in drives]
+            parts = stripe(num_bytes, lanes, self._alignment.offset)
+            extents: list[Extent] = []
+            for drive, part in zip(drives, parts, strict=True):
+                if part:
+                    extent = drive.allocate(part)
+                    if extent is None:
+                        refused = drive
+                        break
+                    extents.append(extent)
+            else:
+                return extents
+            for extent in extents:
+                extent.free()
+            drives.remove(refused)
+        return None
+
+    def _open_file(self, directory: Path, io: str) -> DriveFile:
+        return UnlinkedFile(directory, io)
+
+    def _open_access(self, alignment: Alignment, num_threads: int) -> Access:
+        device = self._device
+        if device.is_host:
+            return InPlace(alignment)
+        with device.on(device.queue()):  # its host memory is to be pinned, and no other device's
+            self._staging = StagingPool(num_threads, pinned=device.pins_host_memory)
+        return Staged(alignment, device, self._staging)
+
+
+def _places(block: SsdBlock) -> Iterator[tuple[int, Extent]]:
+    """Each extent, and where in the body its bytes begin."""
+    start = 0
+    for extent in block.extents:
+        yield start, extent
+        start += extent.num_bytes

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A place outside device memory: the `Tier` protocol, and the `Block` that it hands out.
+
+Async first: `begin_*` return at once. The engine calls; a tier never knows what it stores. What it
+keeps of a storage is a block; `str(block)` says where the bytes are. A block that nobody refers to
+any more frees its space by itself, and a transfer under way refers to its block, so no space is
+reused while a transfer still touches it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from megatron.offload.tiers.bandwidth import BandwidthMeter
+from megatron.offload.tiers.transfer import Transfer
+
+
+class Block:
+    """Where a tier keeps the bytes of one storage. Tiers derive their own kind."""
+
+    def __init__(self, tier: Tier, num_bytes: int) -> None:
+        self.tier = tier
+        self.num_bytes = num_bytes
+
+    def __del__(self) -> None:
+        self.tier.free(self)
+
+
+@dataclass
+class TierStatistics:
+    """What a tier moved since it was opened: bytes that reached it or came from it."""
+
+    writes: BandwidthMeter = field(default_factory=BandwidthMeter)
+    reads: BandwidthMeter = field(default_factory=BandwidthMeter)
+    failed_writes: int = 0
+
+
+class Tier(Protocol):
+    """Stores the bytes of saved storages. `str(tier)` says where, for people."""
+
+    @property
+    def statistics(self) -> TierStatistics:
+        """Bytes, bandwidth and failures so far."""
+        ...
+
+    @property
+    def degraded(self) -> bool:
+        """A write failed or the disk is full: what is there can be read, the rest is bounded."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken by live blocks."""
+        ...
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that it has room for at present, taken or free; it may grow up to its budget."""
+        ...
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Bytes that it may ever hold; None: until the disk is full."""
+        ...
+
+    def begin_write(self, source: torch.UntypedStorage) -> tuple[Any, Transfer] | None:
+        """Starts to write a whole storage. None: the tier is full or failed, keep the bytes.
+
+        `source` must not change or be freed until the transfer is done; the transfer keeps it
+        alive. How many bytes may be in flight is the caller's business.
+        """
+        ...
+
+    def begin_read(
+        self, block: Any, deadline: float = 0.0
+    ) -> tuple[torch.UntypedStorage, Transfer]:
+        """Starts to read a block into a fresh storage, which is valid when the transfer is done.
+
+        Args:
+            block: from this tier's `begin_write`, whose transfer has ended well.
+            deadline: of several queued reads the one with the smallest goes first; any scale that
+                all callers share.
+        """
+        ...
+
+    def free(self, block: Any) -> None:
+        """Gives a block's space back; its bytes are lost. Takes no lock: finalizers call it."""
+        ...
+
+    def close(self) -> None:
+        """Cancels what is queued, waits for what is under way, gives everything back."""
+        ...

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several tiers used at the same time: `TieredTier`. The engine opens one for mode `tiered`.
+
+Every storage goes to one of the tiers, as a whole; its block is that tier's own. The shares follow
+the measured bandwidths, bounded by what each tier can hold, so that all tiers fill at the same
+pace. A tier that is full or has failed is left out and the rest goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.offload.tiers.bandwidth import BandwidthMeter
+from megatron.offload.tiers.tier import Block, Tier, TierStatistics
+from megatron.offload.tiers.transfer import Transfer
+
+
+class TieredTier:
+    """Host memory and SSDs side by side. See `Tier` for the calls.
+
+    Args:
+        tiers: at least one; closed with this one.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.tiers = list(tiers)
+        self._peak_bytes = 0  # most bytes that were ever stored at the same time
+
+    def __str__(self) -> str:
+        return " and ".join(str(tier) for tier in self.tiers)
+
+    @property
+    def statistics(self) -> TierStatistics:
+        """Sums over the tiers. Their bandwidths add up: they work side by side."""
+        each = [tier.statistics for tier in self.tiers]
+        return TierStatistics(
+            writes=BandwidthMeter.side_by_side([one.writes for one in each]),
+            reads=BandwidthMeter.side_by_side([one.reads for one in each]),
+            failed_writes=sum(one.failed_writes for one in each),
+        )
+
+    @property
+    def degraded(self) -> bool:
+        """One of the tiers is."""
+        return any(tier.degraded for tier in self.tiers)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken by live blocks, in all tiers."""
+        return sum(tier.used_bytes for tier in self.tiers)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the tiers have room for at present, together."""
+        return sum(tier.capacity_bytes for tier in self.tiers)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What the tiers may ever hold, together; None: no bound is known."""
+        limits = [tier.limit_bytes for tier in self.tiers]
+        known = [limit for limit in limits if limit is not None]
+        return sum(known) if len(known) == len(limits) else None
+
+    def begin_write(self, source: torch.UntypedStorage) -> tuple[Block, Transfer] | None:
+        """See `Tier.begin_write`. The tier that is furthest behind its share comes first."""
+        num_bytes = source.nbytes()
+        used = [tier.used_bytes for tier in self.tiers]
+        self._peak_bytes = max(self._peak_bytes, sum(used) + num_bytes)
+        shares = self._shares()
+        order = sorted(
+            (index for index in range(len(used)) if shares[index] > 0),
+            key=lambda index: (used[index] + num_bytes) / shares[index],
+        )
+        for index in order:
+            started = self.tiers[index].begin_write(source)
+            if started is not None:
+                return started
+        return None
+
+    def begin_read(
+        self, block: Block, deadline: float = 0.0
+    ) -> tuple[torch.UntypedStorage, Transfer]:
+        """See `Tier.begin_read`."""
+        return block.tier.begin_read(block, deadline)
+
+    def free(self, block: Block) -> None:
+        """See `Tier.free`."""
+        block.tier.free(block)
+
+    def close(self) -> None:
+        """Closes all tiers."""
+        for tier in self.tiers:
+            tier.close()
+
+    def _shares(self) -> list[float]:
+        """The part of all stored bytes that each tier should hold; they add up to 1 at most.
+
+        In proportion to write bandwidth. What that gives a tier beyond its limit (of the most bytes
+        that were ever stored at once) goes to the others.
+        """
+        speeds = [tier.statistics.writes.bytes_per_s for tier in self.tiers]
+        known = [speed for speed in speeds if speed]
+        usual = sum(known) / len(known) if known else 1.0
+        weights = [speed or usual for speed in speeds]
+        caps = [
+            1.0 if tier.limit_bytes is None else tier.limit_bytes / self._peak_bytes
+            for tier in self.tiers
+        ]
+        shares = [0.0] * len(weights)
+        open_tiers = set(range(len(weights)))
+        left = 1.0
+        while open_tiers:
+            total = sum(weights[index] for index in open_tiers)
+            capped = {i for i in open_tiers if left * weights[i] / total > caps[i]}
+            if not capped:
+                for index in open_tiers:
+                    shares[index] = left * weights[index] / total
+                break
+            for index in capped:
+                shares[index] = caps[index]
+            left -= sum(caps[index] for index in capped)
+            open_tiers -= capped
+        return shares

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How activations leave device memory and come back in time."""

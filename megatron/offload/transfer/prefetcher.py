@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings activations back before backward asks for them: `SaveOrder`, `Prefetcher`.
+
+Every save is noted in a save order, one per micro-batch and model chunk; the engine says when the
+backward pass of one begins. Backward needs storages in reverse order of their last save, so the
+prefetcher walks the save order from its end. It holds no record alive.
+
+It runs in the dispatcher's thread, behind the one that computes; that one says what it has used.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+import weakref
+from collections.abc import Callable
+
+from megatron.offload.saved.record import SavedReference, SavedStorage, State
+
+_AWAY = (State.QUEUED, State.WRITING, State.ON_TIER)  # from memory, or about to leave it
+_FORGETTING = 0.7  # of what was missing, from one backward pass to the next
+
+
+class SaveOrder:
+    """What one forward pass saved, in order. A storage saved again appears again."""
+
+    def __init__(self) -> None:
+        self._saves: list[SavedReference] = []
+        self.largest_bytes = 0
+
+    def append(self, record: SavedStorage) -> None:
+        """Notes a save."""
+        self._saves.append(weakref.ref(record))
+        self.largest_bytes = max(self.largest_bytes, record.num_bytes)
+
+    def last(self) -> SavedStorage | None:
+        """The latest save that is still there and of use; None at the save order's beginning."""
+        while self._saves:
+            record = self._saves[-1]()
+            if record is not None:
+                return record
+            self._saves.pop()
+        return None
+
+    def drop_last(self) -> None:
+        """Takes the latest save off the save order."""
+        self._saves.pop()
+
+
+class Prefetcher:
+    """Keeps a window of restored bytes ahead of the backward pass.
+
+    The window holds two of the save order's largest storages, one ready and one being read (double
+    buffering), and what turned out to be missing: where compute waited t seconds for a read, a
+    window larger by t times the read bandwidth would have had it in time.
+
+    Args:
+        begin_read: starts the read of a record that is on a tier, unless somebody else has; whether
+            it did. The smaller the number that comes with it, the sooner it is needed.
+        limit_bytes: most bytes that are read, or being read, before anybody has used them.
+    """
+
+    def __init__(self, begin_read: Callable[[SavedStorage, float], bool], limit_bytes: int) -> None:
+        self._begin_read = begin_read
+        self.limit_bytes = limit_bytes
+        self._save_order: SaveOrder | None = None
+        self._num_begun = 0
+        self._missing_bytes = 0.0
+        self._has_used_one = False  # of this save order
+        # What was read, or is being read, and not used yet. An entry goes when its record is used
+        # or dies, whichever comes first; its bytes are then in `_left` until the next `advance`.
+        self._ahead: dict[SavedReference, int] = {}
+        self._ahead_bytes = 0
+        self._left: collections.deque[int] = collections.deque()
+        self._resume_after: float = math.inf  # so many in `_left`
+
+    def start(self, save_order: SaveOrder, opens_at_once: bool = False) -> None:
+        """Backward of this save order begins, or comes next; `advance` is to follow.
+
+        One storage is read, and no more until it is used, unless the window `opens_at_once`.
+        """
+        if self._save_order is not save_order:
+            self._has_used_one = opens_at_once
+            self._missing_bytes *= _FORGETTING
+            self._save_order = save_order
+
+    def stop(self) -> None:
+        """The backward pass is over."""
+        self._save_order = None
+
+    # Runs in the thread that computes.
+    def used(self, record: SavedStorage) -> bool:
+        """Backward has used a storage: it leaves the window. Whether `advance` is to be called.
+
+        Not for each: to wake another thread takes longer than all the rest of a use.
+        """
+        num_bytes = self._ahead.pop(weakref.ref(record), None)
+        if num_bytes is not None:
+            self._left.append(num_bytes)
+        is_first, self._has_used_one = not self._has_used_one, True
+        return is_first or len(self._left) >= self._resume_after
+
+    def waited(self, seconds: float, bytes_per_s: float) -> None:
+        """Compute had to wait for the storage that it is about to use.
+
+        For the first one of a backward pass no window would have helped.
+        """
+        if self._has_used_one:
+            self._missing_bytes += seconds * bytes_per_s
+
+    def advance(self) -> None:
+        """Brings back until the window is full; one storage always fits."""
+        while (save_order := self._save_order) is not None and (
+            record := save_order.last()
+        ) is not None:
+            # Compute may have overtaken: then every view has been used, and nothing is wanted.
+            if record.num_unused_views > 0 and record.state in _AWAY:
+                while self._left:
+                    self._ahead_bytes -= self._left.popleft()
+                wanted_bytes = self._ahead_bytes + record.num_bytes
+                if self._ahead_bytes and wanted_bytes > self.window_bytes:
+                    self._resume_after = self._num_that_hold(save_order.largest_bytes)
+                    return
+                self._bring_back(record)
+            save_order.drop_last()
+        self._resume_after = math.inf
+
+    def _num_that_hold(self, num_bytes: int) -> int:
+        """How many of those ahead, in the order of their use, hold so many bytes; at most all."""
+        sizes = list(self._ahead.values())
+        return 1 + sum(total < num_bytes for total in itertools.accumulate(sizes[:-1]))
+
+    @property
+    def window_bytes(self) -> float:
+        """How far ahead it reads at present."""
+        save_order = self._save_order
+        if save_order is None or not self._has_used_one:
+            return 0
+        return min(2 * save_order.largest_bytes + self._missing_bytes, self.limit_bytes)
+
+    def _bring_back(self, record: SavedStorage) -> None:
+        """What is still in memory, because it was not written yet, stays there; else it is read."""
+        # Noted first: compute may have it read, and let it die, before this thread goes on.
+        reference = weakref.ref(record, self._died)
+        self._ahead[reference] = record.num_bytes
+        self._ahead_bytes += record.num_bytes
+        self._num_begun += 1
+        is_ahead = False
+        try:
+            is_ahead = record.take_back() is not None or self._begin_read(record, self._num_begun)
+        except BaseException:
+            self._save_order = None  # out of memory, say; compute asks itself for what it needs
+            raise
+        finally:
+            if not is_ahead:
+                self._died(reference)
+
+    def _died(self, reference: SavedReference) -> None:
+        num_bytes = self._ahead.pop(reference, None)
+        if num_bytes is not None:
+            self._left.append(num_bytes)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connecting the engine: refusals before anything is touched, and everything restored after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron.offload import ConfigurationError, OffloadConfig
+from megatron.offload.integration.megatron import install
+from megatron.offload.integration.megatron.connect import check_version
+from megatron.offload.integration.megatron.estimate import (
+    MARGIN,
+    activation_bytes,
+    layer_bytes,
+    passes_in_flight,
+    stage_of,
+)
+
+
+def hooked() -> tuple[Any, ...]:
+    """Megatron's functions that offload replaces."""
+    return TransformerLayer.forward, schedules.forward_step, schedules.backward_step
+
+
+def model(**settings: Any) -> list[torch.nn.Module]:
+    module = torch.nn.Linear(2, 2)
+    module.config = SimpleNamespace(**settings)  # type: ignore[assignment]
+    return [module]
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    """Whatever a test does, Megatron is as it was."""
+    before = hooked()
+    yield
+    assert hooked() == before
+
+
+def test_install_replaces_and_close_restores(tmp_path: Path) -> None:
+    before = hooked()
+    offload = install(OffloadConfig(mode="ssd", directories=(tmp_path,)), model())
+    assert not any(new is old for new, old in zip(hooked(), before, strict=True))
+    offload.close()
+    assert hooked() == before
+
+
+def test_off_touches_nothing() -> None:
+    before = hooked()
+    offload = install(OffloadConfig(), model(recompute_granularity="full"))
+    assert hooked() == before
+    with offload.step():
+        pass
+    assert offload.statistics == {} and offload.summary() == ""
+    offload.close()
+
+
+def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.__version__", "0.99.0")
+    with pytest.raises(ConfigurationError, match=r"megatron-core 0\.99\.0 is not supported"):
+        install(OffloadConfig(mode="ssd", directories=(tmp_path,)), model())
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.1", "0.19.1+5be9626709"])
+def test_a_checkouts_version_may_name_its_commit(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.core.__version__", version)
+    check_version()
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.1rc0", "0.16.10", "0.16.1.dev1+abc"])
+def test_a_version_that_only_looks_alike_is_refused(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.core.__version__", version)
+    with pytest.raises(ConfigurationError, match="is not supported"):
+        check_version()
+
+
+def settings(**changes: Any) -> SimpleNamespace:
+    defaults = {
+        "num_layers": 24,
+        "hidden_size": 1024,
+        "ffn_hidden_size": 4096,
+        "num_attention_heads": 16,
+        "num_query_groups": 16,
+        "kv_channels": 64,
+        "gated_linear_unit": False,
+        "bf16": True,
+        "fp16": False,
+        "hidden_dropout": 0.1,
+        "sequence_parallel": False,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "microbatch_group_size_per_vp_stage": None,
+    }
+    return SimpleNamespace(**{**defaults, **changes})
+
+
+def test_the_estimate_is_the_papers_34_sbh_and_its_parallel_forms() -> None:
+    tokens, hidden = 2048, 1024  # Korthikanti et al. 2022, equations 1 to 4, without the scores
+    assert layer_bytes(settings(), tokens) == 34 * tokens * hidden
+    tensor = settings(tensor_model_parallel_size=2)
+    assert layer_bytes(tensor, tokens) == (10 + 24 / 2) * tokens * hidden
+    sequence = settings(tensor_model_parallel_size=2, sequence_parallel=True)
+    assert layer_bytes(sequence, tokens) == 34 / 2 * tokens * hidden
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "num_microbatches", "passes"),
+    [
+        (1, None, 8, [1]),
+        (4, None, 8, [4, 3, 2, 1]),
+        (4, None, 2, [2, 2, 2, 1]),
+        (2, 2, 4, [5, 3]),
+        (2, 2, 2, [4, 3]),
+        (4, 2, 8, [11, 9, 7, 5]),
+    ],
+)
+def test_a_stage_holds_fewer_passes_the_later_it_is(
+    stages: int, chunks: int | None, num_microbatches: int, passes: list[int]
+) -> None:
+    layout = settings(
+        pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=chunks
+    )
+    found = [passes_in_flight(layout, num_microbatches, stage) for stage in range(stages)]
+    assert found == passes
+    one_pass = MARGIN * (24 // (stages * (chunks or 1))) * layer_bytes(layout, 512 * 4)
+    for stage, count in enumerate(passes):
+        reserve = activation_bytes(layout, 512, 4, num_microbatches, stage)
+        assert reserve == pytest.approx(count * one_pass, rel=1e-6)
+
+
+def test_context_parallel_ranks_share_a_sample() -> None:
+    whole = activation_bytes(settings(), 2048, 1, 1)
+    assert activation_bytes(settings(context_parallel_size=2), 2048, 1, 1) == whole // 2
+
+
+def test_experts_save_what_each_of_them_gets() -> None:
+    tokens, hidden = 2048, 1024
+    experts = settings(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=2048)
+    # 34 s h with an MLP four times as wide as h, of which 16; two that are twice as wide have as
+    # much. Two bytes for each copy of a token, before its expert and behind it.
+    assert layer_bytes(experts, tokens) == (34 + 2 * 2 * 2) * tokens * hidden
+
+
+def test_the_stage_of_a_rank_changes_last() -> None:
+    layout = settings(pipeline_model_parallel_size=2)
+    assert [stage_of(rank, 4, layout) for rank in range(4)] == [0, 0, 1, 1]

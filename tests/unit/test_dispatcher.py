@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that starts transfers: order, errors, its end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+
+import pytest
+
+from megatron.offload.transfer import dispatcher as dispatcher_module
+from megatron.offload.transfer.dispatcher import Dispatcher
+
+
+@pytest.fixture
+def dispatcher():
+    dispatcher = Dispatcher("dispatcher under test")
+    yield dispatcher
+    dispatcher.close()
+
+
+def test_work_is_done_in_order_and_in_another_thread(dispatcher):
+    done = []
+    for index in range(0, 100, 2):
+        dispatcher.submit(
+            lambda i=index: done.append((i, threading.current_thread())),
+            lambda i=index + 1: done.append((i, threading.current_thread())),
+        )
+    dispatcher.drain()
+    assert done == [(index, dispatcher._thread) for index in range(100)]
+    assert dispatcher._thread.name == "dispatcher under test"
+    assert dispatcher._thread.daemon, "a process that forgets to close it ends all the same"
+
+
+@pytest.mark.parametrize("call", ["drain", "close"])
+def test_draining_and_closing_wait_for_what_was_submitted(dispatcher, monkeypatch, call):
+    monkeypatch.setattr(dispatcher_module, "_LOOK_S", 0.001)
+    hold = threading.Event()
+    dispatcher.submit(lambda: hold.wait(10))
+    waiting = threading.Thread(target=getattr(dispatcher, call), daemon=True)
+    waiting.start()
+    waiting.join(timeout=0.2)
+    assert waiting.is_alive()
+    hold.set()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
+
+
+def test_after_the_end_who_submits_does_the_work(dispatcher):
+    dispatcher.close()
+    done = []
+    dispatcher.submit(lambda: done.append(threading.current_thread()))
+    assert done == [threading.current_thread()]
+
+
+def test_an_error_is_said_once_and_the_next_work_is_done(dispatcher, caplog):
+    def fail(error):
+        raise error
+
+    done = []
+    with caplog.at_level(logging.WARNING):
+        for error in (ValueError("odd"), ValueError("odd again"), SystemExit("killed")):
+            dispatcher.submit(lambda e=error: fail(e), lambda: done.append(True))
+        dispatcher.submit(lambda: done.append(True))
+        dispatcher.drain()
+    assert done == [True] * 4
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "ValueError('odd')" in messages[0] and "SystemExit('killed')" in messages[1]
+
+
+class Memory:
+    """Stands for what a piece of work holds."""
+
+
+def wait_until_gone(reference):
+    """The thread may still be about to let go."""
+    deadline = time.monotonic() + 3
+    while reference() is not None:
+        assert time.monotonic() < deadline, "it is kept alive"
+        time.sleep(0.001)
+
+
+def test_a_dispatcher_that_waits_keeps_nothing_alive(dispatcher):
+    memory, done = Memory(), threading.Event()
+    reference = weakref.ref(memory)
+    dispatcher.submit(lambda memory=memory: done.set())  # no other work takes its place
+    del memory
+    assert done.wait(10)
+    wait_until_gone(reference)
+
+
+def test_an_error_that_was_said_keeps_nothing_alive(dispatcher, caplog):
+    def fail(memory):
+        raise ValueError("odd")
+
+    memory = Memory()
+    reference = weakref.ref(memory)
+    dispatcher.submit(lambda memory=memory: fail(memory))
+    del memory
+    dispatcher.drain()
+    assert len(caplog.records) == 1
+    wait_until_gone(reference)
+
+
+def test_closing_does_what_was_submitted_first():
+    dispatcher, done = Dispatcher("closed"), []
+    dispatcher.submit(lambda: done.append(True))
+    dispatcher.close()
+    assert done == [True] and not dispatcher._thread.is_alive()
+    dispatcher.drain()  # returns at once

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles survive a file, and what is no profile is refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import StageProfile
+from tests.stages import layer, part, stage, tier
+
+
+def test_a_profile_survives_a_file(tmp_path: Path) -> None:
+    parts = (part("attention", recompute_s=0.5, input_bytes=3), part("mlp", 0, selective_s=0.25))
+    profile = stage(
+        position=PipelinePosition(4, 3, 2, 4),
+        layers=(layer(parts=parts, recompute_s=None), layer("decoder.1", 1)),
+        tiers=(tier("host", capacity_bytes=5), tier(shared_bytes_per_s=9.0, latency_s=0.1)),
+        sizes={"micro_batch_size": 4},
+        source="a test",
+    )
+    path = tmp_path / "profile.json"
+    path.write_text(profile.to_json())
+    assert StageProfile.load(path) == profile
+
+
+@pytest.mark.parametrize("text", ["", "[]", "1", "{}", '{"version": 1}', "nonsense"])
+def test_what_is_no_profile_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="this is no profile of a stage"):
+        StageProfile.from_json(text)
+
+
+def test_another_format_is_named() -> None:
+    values = json.loads(stage().to_json()) | {"version": 7}
+    with pytest.raises(ConfigurationError, match="has format 7, this release reads 1; measure"):
+        StageProfile.from_json(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"before_s": (0.0, 0.0)},
+            "before_s has 2 entries; expected one for each of 1 model chunks",
+        ),
+        ({"layers": (layer(chunk=1),)}, "not in the order of its 1 model chunks"),
+        ({"tiers": (tier(write=0.0),)}, "write_bytes_per_s = 0.0"),
+        ({"tiers": (tier("tape"),)}, r"tiers \['tape'\]; expected host and ssd"),
+        ({"tiers": (tier(), tier())}, "each once at most"),
+        ({"step_fixed_s": float("nan")}, "step_fixed_s = nan"),
+        ({"layers": (layer(parts=(part(size=-1),)),)}, "movable_bytes = -1"),
+        ({"num_micro_batches": 0}, "num_micro_batches = 0"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        replace(stage(), **change)
