@@ -41,7 +41,7 @@ from tqdm import tqdm
 from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.config import MIB, format_size, parse_rate
 from megatron.offload.device.allocator import allocator_name, return_freed_memory
-from megatron.offload.device.device import CpuDevice
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.host import HostTier

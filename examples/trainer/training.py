@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.offload.config import OffloadConfig
-from megatron.offload.device.device import open_device
+from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.integration.megatron import arguments as offload_arguments
 from megatron.offload.integration.megatron import check, cpu_runtime, install

@@ -24,7 +24,8 @@ from megatron.offload.capture.context import SavingContext
 from megatron.offload.capture.hooks import PLAIN_TORCH, SavedTensorHooks, needed_together
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES, OffloadConfig
 from megatron.offload.device.allocator import MIMALLOC, allocator_name
-from megatron.offload.device.device import Device, open_device
+from megatron.offload.device.device import Device
+from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.policy import FixedPolicy, Placement, Policy
 from megatron.offload.saved.autograd_graph import (
@@ -155,10 +156,8 @@ class OffloadEngine:
             self._dispatcher.submit(self._prefetcher.stop)
             self._dispatcher.drain()
             self.statistics.long_lived_bytes = self._cache.end_step()
-            self.statistics.unsupported, self._cache.num_unsupported = (
-                self._cache.num_unsupported,
-                0,
-            )
+            counted, self._cache.num_unsupported = self._cache.num_unsupported, 0
+            self.statistics.unsupported = counted
             self._take_off_refused()
             self._traffic.end_step(self.statistics)
 
@@ -314,7 +313,7 @@ class OffloadEngine:
             return
         if self.observer is not None:
             self.observer.moves(self._scope, record.num_bytes)
-        record.queue = self._device.queue()
+        record.stream = self._device.current_stream()
         record.queue_write()
         outgoing = Outgoing(weakref.ref(record), record.num_bytes, tier)
         self.statistics.offloaded_bytes += record.num_bytes
@@ -384,7 +383,7 @@ class OffloadEngine:
             return
         started = None
         try:
-            with self._device.on(record.queue):
+            with self._device.use_stream(record.stream):
                 started = outgoing.tier.begin_write(memory)
         finally:
             if started is None:

@@ -27,7 +27,7 @@ from megatron.offload import ChangedInPlaceError, OffloadConfig, OffloadEngine, 
 from megatron.offload.engine import Outgoing
 from megatron.offload.saved.record import State
 from megatron.offload.stats.statistics import StepStatistics
-from tests.models import settle
+from tests.support.models import settle
 
 CONTEXT, CAPTURE = "context", "capture"
 WAYS = (CONTEXT, CAPTURE)

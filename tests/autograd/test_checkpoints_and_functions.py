@@ -22,7 +22,7 @@ from tests.autograd.roundtrip import (
     run_both,
     ways,
 )
-from tests.models import Double, settle
+from tests.support.models import Double, settle
 
 # -- Recomputation ------------------------------------------------------------------------------
 

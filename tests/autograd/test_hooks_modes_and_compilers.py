@@ -22,7 +22,7 @@ from tests.autograd.roundtrip import (
     seed,
     ways,
 )
-from tests.models import Double, settle
+from tests.support.models import Double, settle
 
 # -- Other users of autograd's hooks and modes --------------------------------------------------
 

@@ -21,7 +21,7 @@ from tests.autograd.roundtrip import (
     tensors_in,
     ways,
 )
-from tests.models import ssd
+from tests.support.models import ssd
 
 # -- Parts of one storage ------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from tests.autograd.roundtrip import (
     run_both,
     ways,
 )
-from tests.models import settle
+from tests.support.models import settle
 
 # -- Orders of backward -------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.offload import Scope
-from tests.models import settle
+from tests.support.models import settle
 
 
 def test_two_small_parts_of_one_storage_come_back_each_with_its_own_bytes(engine):

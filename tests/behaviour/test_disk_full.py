@@ -23,10 +23,10 @@ from megatron.offload import OffloadEngine
 from megatron.offload.config import MIB
 from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.drive import Health
-from tests.models import Model, assert_same, run_step, ssd
-from tests.mounts import MountedDisk, mounted_ext4, small_tmpfs
-from tests.processes import finish, start_python
-from tests.waiting import wait_until
+from tests.support.models import Model, assert_same, run_step, ssd
+from tests.support.mounts import MountedDisk, mounted_ext4, small_tmpfs
+from tests.support.processes import finish, start_python
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -220,7 +220,7 @@ FILE_SIZE_LIMIT = """
     import json, logging, pathlib, resource, sys
     import torch
     from megatron.offload import OffloadConfig, OffloadEngine
-    from tests.models import Model, assert_same, run_step, ssd
+    from tests.support.models import Model, assert_same, run_step, ssd
 
     def limit(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))

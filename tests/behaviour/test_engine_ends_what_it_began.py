@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.offload import OffloadEngine, Scope, StorageError
 from megatron.offload.saved.record import SavedView, State
 from megatron.offload.tiers import file as file_module
-from tests.models import Double, settle, ssd
+from tests.support.models import Double, settle, ssd
 
 
 def save_on(engine, count):

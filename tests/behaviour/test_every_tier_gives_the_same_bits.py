@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError
-from tests.models import Model, assert_same, run_step
+from tests.support.models import Model, assert_same, run_step
 
 MIB = 1 << 20
 

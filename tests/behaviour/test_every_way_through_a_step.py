@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.offload import Scope
-from tests.models import Model, assert_same, run_step, settle, ssd
-from tests.waiting import wait_until
+from tests.support.models import Model, assert_same, run_step, settle, ssd
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from megatron.offload import StorageError
 from megatron.offload.tiers import file as file_module
-from tests.models import Model, assert_same, run_step, settle, ssd
+from tests.support.models import Model, assert_same, run_step, settle, ssd
 
 
 def test_failed_writes_keep_the_bytes_and_warn_once(make_engine, monkeypatch, caplog):

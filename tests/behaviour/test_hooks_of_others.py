@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.offload import Scope
 from megatron.offload.saved import autograd_graph
-from tests.models import settle
+from tests.support.models import settle
 
 
 @pytest.mark.parametrize("torch_tells", [True, False])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.offload import ChangedInPlaceError, Scope
-from tests.models import settle
+from tests.support.models import settle
 
 
 @pytest.mark.parametrize("on_tier", [True, False])

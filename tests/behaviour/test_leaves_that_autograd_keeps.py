@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine, Placement, Scope
 from megatron.offload.saved.record import State
-from tests.models import settle
+from tests.support.models import settle
 
 
 class Copying(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch
 from megatron.offload import Scope
 from megatron.offload.saved.record import SavedStorage, State
 from megatron.offload.tiers import file as file_module
-from tests.models import Model, assert_same, run_step, settle, ssd
+from tests.support.models import Model, assert_same, run_step, settle, ssd
 
 
 def test_forward_waits_while_too_many_bytes_are_in_flight(make_engine, write_gate):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine
-from tests.models import Model, assert_same, run_step, settle, ssd
+from tests.support.models import Model, assert_same, run_step, settle, ssd
 
 RESERVED = 4 << 30
 

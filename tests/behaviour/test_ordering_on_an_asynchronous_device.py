@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invariant 5 without a GPU: on a device whose work lags behind, every missing wait shows.
 
-`tests/simulated_device.py` says how. The first tests show that it would find one.
+`tests/support/simulated_device.py` says how. The first tests show that it would find one.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron.offload import OffloadEngine, Scope
+from megatron.offload.device.device import memory_at
 from megatron.offload.tiers import ssd as ssd_module
-from megatron.offload.tiers.direct_io import memory_at
-from tests.models import Model, assert_same, run_step, settle
-from tests.simulated_device import POISON, PoisoningPool, SimulatedDevice
+from tests.support.models import Model, assert_same, run_step, settle
+from tests.support.simulated_device import POISON, PoisoningPool, SimulatedDevice
 
 MIB = 1 << 20
 
@@ -45,20 +45,20 @@ def storage_of(value, device):
 def test_a_copy_that_does_not_wait_for_the_producer_finds_poison(device):
     buffer = bytearray(64)
     address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
-    too_early = device.mark()
+    too_early = device.record_event()
     source = storage_of(3, device)
-    for mark, found in ((device.mark(), 3), (too_early, POISON), (None, POISON)):
-        device.copy_to_host(source, address, mark)
+    for event, found in ((device.record_event(), 3), (too_early, POISON), (None, POISON)):
+        device.copy_to_host(source, address, event)
         assert set(buffer) == {found}
 
 
 def test_a_copy_into_memory_that_is_still_in_use_is_overwritten(device):
     buffer = bytearray([3]) * 64
     address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
-    too_early = device.mark()
+    too_early = device.record_event()
     target = device.new_storage(64)
-    for mark, found in ((device.mark(), 3), (too_early, POISON), (None, POISON)):
-        device.copy_from_host(address, target, mark)
+    for event, found in ((device.record_event(), 3), (too_early, POISON), (None, POISON)):
+        device.copy_from_host(address, target, event)
         assert set(memory_at(target.data_ptr(), 64)) == {found}
 
 
@@ -97,15 +97,15 @@ def test_loss_and_gradients_are_equal(make_simulated_engine, device, settings):
     assert engine.statistics.tier_used_bytes == 0
 
 
-def test_a_mark_of_another_stream_tells_nothing(device):
+def test_an_event_of_another_stream_tells_nothing(device):
     buffer = bytearray(64)
     address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
     source = storage_of(3, device)
     for stream, found in (("side", POISON), ("main", 3)):
-        with device.on(stream):
-            device.copy_to_host(source, address, device.mark())
+        with device.use_stream(stream):
+            device.copy_to_host(source, address, device.record_event())
         assert set(buffer) == {found}
-    with device.on("side"):
+    with device.use_stream("side"):
         memory = torch.empty(0, dtype=torch.uint8).set_(device.new_storage(64))
     with pytest.raises(AssertionError, match="another stream"), device.computing():
         memory.add(1)
@@ -131,12 +131,12 @@ def test_operations_may_be_on_several_streams_at_once(make_simulated_engine, dev
     with device.computing(), engine.step():
         with engine.forward(Scope()) as save_order, engine.saved_tensors_hooks():
             for stream, leaf in zip(streams, leaves, strict=True):
-                with device.on(stream):
+                with device.use_stream(stream):
                     results.append(leaf.exp().clone())
         settle(engine)
         with engine.backward(save_order):
             for stream, result in zip(streams[::-1], results[::-1], strict=True):
-                with device.on(stream):  # as autograd does, each where it was in forward
+                with device.use_stream(stream):  # as autograd does, each where it was in forward
                     result.backward(torch.ones_like(result))
     for leaf, result in zip(leaves, results, strict=True):
         assert torch.equal(leaf.grad, result)

@@ -9,7 +9,7 @@ import torch
 from megatron.offload import Scope
 from megatron.offload.saved.record import SavedStorage, State
 from megatron.offload.transfer.prefetcher import Prefetcher, SaveOrder
-from tests.models import settle
+from tests.support.models import settle
 
 
 def save_on(engine, sizes):

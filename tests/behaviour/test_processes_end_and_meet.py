@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.offload.config import MIB
-from tests.mounts import MountedDisk, mounted_ext4
-from tests.processes import finish, start_python
+from tests.support.mounts import MountedDisk, mounted_ext4
+from tests.support.processes import finish, start_python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -21,7 +21,7 @@ KILLED = """
     import os, pathlib, signal, sys
     import torch
     from megatron.offload import OffloadConfig, OffloadEngine
-    from tests.models import Model, run_step
+    from tests.support.models import Model, run_step
 
     def kill(*_):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -68,7 +68,7 @@ JOB = """
     import pathlib, sys, time
     import torch
     from megatron.offload import OffloadConfig, OffloadEngine
-    from tests.models import Model, assert_same, run_step, ssd
+    from tests.support.models import Model, assert_same, run_step, ssd
 
     directory, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 

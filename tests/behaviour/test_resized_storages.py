@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.offload.saved.record import State
-from tests.models import settle, ssd
+from tests.support.models import settle, ssd
 
 
 def test_freed_before_its_write_began_it_is_not_written(make_engine, write_gate):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models import Model, assert_same, run_step
+from tests.support.models import Model, assert_same, run_step
 
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])

@@ -18,9 +18,9 @@ import torch
 
 from megatron.offload import OffloadEngine
 from megatron.offload.config import MIB
-from tests.models import Model, assert_same, run_step, ssd
-from tests.mounts import mounted_ext4, write_throttle
-from tests.processes import finish, start_python
+from tests.support.models import Model, assert_same, run_step, ssd
+from tests.support.mounts import mounted_ext4, write_throttle
+from tests.support.processes import finish, start_python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -82,7 +82,7 @@ THROTTLED = f"""
     import torch
     from megatron.offload import OffloadConfig, OffloadEngine
     from tests.behaviour.test_slow_disk import InFlight
-    from tests.models import Model, assert_same, run_step
+    from tests.support.models import Model, assert_same, run_step
 
     pathlib.Path(sys.argv[2]).write_text(str(os.getpid()))
     config = OffloadConfig(

@@ -15,8 +15,8 @@ from megatron.offload import OffloadEngine, Scope, StorageError
 from megatron.offload.tiers.drive import Health
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.conftest import Gate
-from tests.models import Model, assert_same, run_step, settle, ssd
-from tests.waiting import wait_until
+from tests.support.models import Model, assert_same, run_step, settle, ssd
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -23,9 +23,9 @@ from megatron.offload.config import MIB
 from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.drive import Extent, Health
 from megatron.offload.tiers.file import UnlinkedFile
-from tests.models import Model, assert_same, run_step, settle, ssd
-from tests.mounts import mounted_ext4
-from tests.processes import finish, start_python
+from tests.support.models import Model, assert_same, run_step, settle, ssd
+from tests.support.mounts import mounted_ext4
+from tests.support.processes import finish, start_python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -257,7 +257,7 @@ UNREADABLE = """
     import os, pathlib, sys
     import torch
     from megatron.offload import OffloadConfig, OffloadEngine
-    from tests.models import Model, run_step, ssd
+    from tests.support.models import Model, run_step, ssd
 
     directory = pathlib.Path(sys.argv[1])
     config = OffloadConfig(mode="ssd", directories=(directory,), min_bytes=1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from megatron.offload import Scope
-from tests.models import settle
+from tests.support.models import settle
 
 
 def pack_all(engine, tensors):

@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-from tests.models import settle
+from tests.support.models import settle
 
 
 def test_space_of_a_dead_record_is_not_reused_while_its_write_runs(engine, write_gate):

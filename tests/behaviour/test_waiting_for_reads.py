@@ -16,8 +16,8 @@ from megatron.offload import engine as engine_module
 from megatron.offload.saved.record import SavedStorage, SavedView, State
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.transfer import Transfer
-from tests.models import settle, ssd
-from tests.waiting import wait_until
+from tests.support.models import settle, ssd
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from megatron.offload import OffloadEngine, Scope
 from megatron.offload.saved.record import SavedStorage, State
-from tests.models import settle, ssd
+from tests.support.models import settle, ssd
 
 QUEUED, ON_TIER = State.QUEUED, State.ON_TIER
 

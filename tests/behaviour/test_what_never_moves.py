@@ -7,7 +7,7 @@ import torch
 
 from megatron.offload import Scope
 from megatron.offload.saved.record import SavedView
-from tests.models import settle
+from tests.support.models import settle
 
 
 def saved_in_a_step(engine, forward):

@@ -19,7 +19,8 @@ from gpu_sections.settings import Settings, Size
 from gpu_sections.timeline import WAIT, Timeline, common, length, union
 from gpu_sections.variants import VARIANTS
 
-from megatron.offload.device.device import WHOLE, CpuDevice
+from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.device.device import WHOLE
 
 
 def exit_code(*flags: str) -> int:

@@ -14,7 +14,7 @@ from megatron.offload import OffloadEngine, Scope
 from megatron.offload.integration.megatron import cpu_runtime
 from megatron.offload.integration.megatron.layer_hooks import LayerHooks
 from megatron.offload.integration.megatron.recomputation import has_parts, recomputing
-from tests.models import settle
+from tests.support.models import settle
 
 HIDDEN = 8
 

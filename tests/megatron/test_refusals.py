@@ -33,8 +33,8 @@ from megatron.offload import ConfigurationError, OffloadConfig, launch
 from megatron.offload.integration.megatron import cpu_training_script, install
 from megatron.offload.integration.megatron.connect import _REFUSED_SETTINGS, _REFUSED_WRAPPERS
 from megatron.offload.integration.megatron.training_script import _FLAGS
-from tests.megatron_lm import FakeMegatronLm
-from tests.megatron_lm import settings as launcher_settings
+from tests.support.megatron_lm import FakeMegatronLm
+from tests.support.megatron_lm import settings as launcher_settings
 
 MEGATRON = "megatron/offload/integration/megatron"
 # Where refusals stand: the file, and the functions in it that are tested elsewhere.

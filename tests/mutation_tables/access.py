@@ -24,7 +24,7 @@ access = table_of("tiers/access.py", MUTATIONS)
 access(
     "a copy to the host does not wait for the producer",
     """
-                self._device.copy_to_host(self._storage, address, self._mark, piece)
+                self._device.copy_to_host(self._storage, address, self._event, piece)
 """,
     """
                 self._device.copy_to_host(self._storage, address, None, piece)
@@ -34,7 +34,7 @@ access(
 access(
     "a copy from the host does not wait for the memory's former user",
     """
-                self._device.copy_from_host(address, self._storage, self._mark, piece)
+                self._device.copy_from_host(address, self._storage, self._event, piece)
 """,
     """
                 self._device.copy_from_host(address, self._storage, None, piece)
@@ -44,20 +44,20 @@ access(
 access(
     "the mark of a write is set when the I/O thread comes to it",
     """
-                self._device.copy_to_host(self._storage, address, self._mark, piece)
+                self._device.copy_to_host(self._storage, address, self._event, piece)
 """,
     """
-                self._device.copy_to_host(self._storage, address, self._device.mark(), piece)
+                self._device.copy_to_host(self._storage, address, self._device.record_event(), piece)
 """,
     MARKS,
 )
 access(
     "the mark of a read is set when the I/O thread comes to it",
     """
-                self._device.copy_from_host(address, self._storage, self._mark, piece)
+                self._device.copy_from_host(address, self._storage, self._event, piece)
 """,
     """
-                self._device.copy_from_host(address, self._storage, self._device.mark(), piece)
+                self._device.copy_from_host(address, self._storage, self._device.record_event(), piece)
 """,
     MARKS,
 )
@@ -68,10 +68,10 @@ access(
         return target, _StagedView(target, cut, self._device, self._pool)
 """,
     """
-        mark = self._device.mark()
+        event = self._device.record_event()
         target = self._device.new_storage(cut.num_bytes)
         view = _StagedView(target, cut, self._device, self._pool)
-        view._mark = mark
+        view._event = event
         return target, view
 """,
     STRIPED_LATE,
@@ -79,23 +79,23 @@ access(
 access(
     "one mark serves all transfers",
     """
-        self._mark = device.mark()
+        self._event = device.record_event()
 """,
     """
         if not hasattr(pool, "_only"):
-            pool._only = device.mark()
-        self._mark = pool._only
+            pool._only = device.record_event()
+        self._event = pool._only
 """,
     LATE_DEVICE + "test_loss_and_gradients_are_equal[{'mode': 'ssd', 'threads': 1}]",
 )
 access(
     "the buffer goes back when the device has copied, before the drive has written",
     """
-                self._device.copy_to_host(self._storage, address, self._mark, piece)
+                self._device.copy_to_host(self._storage, address, self._event, piece)
                 yield memory_at(address, piece.stop - piece.start)
 """,
     """
-                self._device.copy_to_host(self._storage, address, self._mark, piece)
+                self._device.copy_to_host(self._storage, address, self._event, piece)
                 self._pool._free.put(address)
                 yield memory_at(address, piece.stop - piece.start)
                 self._pool._free.get()
@@ -106,19 +106,19 @@ access(
     "the buffer goes back when the drive has read, before the device has copied",
     """
                 yield memory_at(address, piece.stop - piece.start)
-                self._device.copy_from_host(address, self._storage, self._mark, piece)
+                self._device.copy_from_host(address, self._storage, self._event, piece)
 """,
     """
                 with self._pool.buffer() as address:
                     yield memory_at(address, piece.stop - piece.start)
-                self._device.copy_from_host(address, self._storage, self._mark, piece)
+                self._device.copy_from_host(address, self._storage, self._event, piece)
 """,
     ACCESS + "test_bytes_come_back_through_staging_buffers[5000]",
 )
 access(
     "nothing is copied to the host",
     """
-                self._device.copy_to_host(self._storage, address, self._mark, piece)
+                self._device.copy_to_host(self._storage, address, self._event, piece)
 """,
     "",
     THROUGH_BUFFERS,
@@ -126,7 +126,7 @@ access(
 access(
     "nothing is copied from the host",
     """
-                self._device.copy_from_host(address, self._storage, self._mark, piece)
+                self._device.copy_from_host(address, self._storage, self._event, piece)
 """,
     "",
     THROUGH_BUFFERS,

@@ -89,9 +89,9 @@ cuda(
     ON_A_QUEUE,
 )
 cuda(
-    "a thread that is put on a queue stays where it was",
+    "a thread that is put on a stream stays where it was",
     """
-        return torch.cuda.stream(queue)
+        return torch.cuda.stream(stream)
 """,
     """
         return contextlib.nullcontext()
@@ -133,9 +133,9 @@ cuda(
     CUDA + "test_memory_is_never_reused_before_those_who_use_it_are_done",
 )
 cuda(
-    "nobody waits for a mark",
+    "nobody waits for an event",
     """
-            mark.synchronize()
+            event.synchronize()
 """,
     """
             pass

@@ -158,7 +158,7 @@ engine(
 engine(
     "what was left alone is counted over all steps",
     """
-            self.statistics.unsupported, self._cache.num_unsupported = self._cache.num_unsupported, 0
+            counted, self._cache.num_unsupported = self._cache.num_unsupported, 0
 """,
     """
             self.statistics.unsupported = self._cache.num_unsupported

@@ -209,7 +209,7 @@ engine(
 engine(
     "a record does not know the queue of its operation",
     """
-        record.queue = self._device.queue()
+        record.stream = self._device.current_stream()
 """,
     "",
     "behaviour/test_ordering_on_an_asynchronous_device.py::"

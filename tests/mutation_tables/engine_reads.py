@@ -134,7 +134,7 @@ reader(
 reader(
     "memory is of the queue of the thread that starts the read",
     """
-            with self._device.on(record.queue):
+            with self._device.use_stream(record.stream):
                 memory, transfer = record.block.tier.begin_read(record.block, deadline)
 """,
     """

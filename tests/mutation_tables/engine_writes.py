@@ -41,7 +41,7 @@ for end in ("used", "dropped"):
 engine(
     "a write waits for the queue of the thread that starts it",
     """
-            with self._device.on(record.queue):
+            with self._device.use_stream(record.stream):
                 started = outgoing.tier.begin_write(memory)
 """,
     """
@@ -73,13 +73,13 @@ engine(
     """
         started = None
         try:
-            with self._device.on(record.queue):
+            with self._device.use_stream(record.stream):
                 started = outgoing.tier.begin_write(memory)
         finally:
             if started is None:
 """,
     """
-        with self._device.on(record.queue):
+        with self._device.use_stream(record.stream):
             started = outgoing.tier.begin_write(memory)
         if True:
             if started is None:

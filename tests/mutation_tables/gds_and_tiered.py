@@ -8,7 +8,7 @@ from tests.mutation_tables import Mutation, table_of
 MUTATIONS: list[Mutation] = []
 
 GDS = "unit/test_gds.py::"
-GDS_MARKS = "unit/test_gds_marks.py::"
+GDS_MARKS = "unit/test_gds_events.py::"
 TIERED = "unit/test_tiered.py::"
 
 # -- tiers/gds.py --------------------------------------------------------------------------------
@@ -18,7 +18,7 @@ gds(
     "kvikio does not wait for the memory's former user",
     """
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
-        self._device.wait_for(self._mark)
+        self._device.wait_for_event(self._event)
 """,
     """
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
@@ -28,7 +28,7 @@ gds(
 gds(
     "kvikio does not wait for the producer",
     """
-        self._device.wait_for(self._mark)
+        self._device.wait_for_event(self._event)
         self.check()
 """,
     """

@@ -49,12 +49,12 @@ host(
     "a read does not keep its space",
     """
         def work(_: HostBlock = block) -> None:
-            self._device.wait_for(mark)
+            self._device.wait_for_event(event)
             with self.statistics.reads.moving(block.num_bytes):
 """,
     """
         def work() -> None:
-            self._device.wait_for(mark)
+            self._device.wait_for_event(event)
             with self.statistics.reads.moving(target.nbytes()):
 """,
     HOST_ENDS + "test_space_is_not_reused_while_its_read_runs",
@@ -62,7 +62,7 @@ host(
 host(
     "a write does not wait for the producer",
     """
-            self._write(source, num_bytes, address, mark)
+            self._write(source, num_bytes, address, event)
 """,
     """
             self._write(source, num_bytes, address, None)
@@ -72,7 +72,7 @@ host(
 host(
     "a read does not wait for the memory's former user",
     """
-                self._device.copy_from_host(address, target, mark)
+                self._device.copy_from_host(address, target, event)
 """,
     """
                 self._device.copy_from_host(address, target, None)
@@ -83,7 +83,7 @@ for direction, before, after in (
     (
         "write",
         """
-            self._device.wait_for(mark)
+            self._device.wait_for_event(event)
             check_size(source, num_bytes)
 """,
         """
@@ -93,7 +93,7 @@ for direction, before, after in (
     (
         "read",
         """
-            self._device.wait_for(mark)
+            self._device.wait_for_event(event)
             with self.statistics.reads.moving(block.num_bytes):
 """,
         """
@@ -110,32 +110,32 @@ for direction, before, after in (
 host(
     "the mark of a write is set when the I/O thread comes to it",
     """
-            self._write(source, num_bytes, address, mark)
+            self._write(source, num_bytes, address, event)
 """,
     """
-            self._write(source, num_bytes, address, self._device.mark())
+            self._write(source, num_bytes, address, self._device.record_event())
 """,
-    HOST_ENDS + "test_marks_are_set_by_the_thread_that_computes",
+    HOST_ENDS + "test_events_are_recorded_by_the_thread_that_computes",
 )
 host(
     "the mark of a read is set when the I/O thread comes to it",
     """
-                self._device.copy_from_host(address, target, mark)
+                self._device.copy_from_host(address, target, event)
 """,
     """
-                self._device.copy_from_host(address, target, self._device.mark())
+                self._device.copy_from_host(address, target, self._device.record_event())
 """,
-    HOST_ENDS + "test_marks_are_set_by_the_thread_that_computes",
+    HOST_ENDS + "test_events_are_recorded_by_the_thread_that_computes",
 )
 host(
     "the mark of a read is set before its memory is taken",
     """
         target = self._device.new_storage(block.num_bytes)
         address = self._arena.address(block.offset)
-        mark = self._device.mark()
+        event = self._device.record_event()
 """,
     """
-        mark = self._device.mark()
+        event = self._device.record_event()
         target = self._device.new_storage(block.num_bytes)
         address = self._arena.address(block.offset)
 """,

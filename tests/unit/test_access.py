@@ -16,7 +16,7 @@ import torch
 
 from megatron.offload.tiers.access import InPlace, Staged, View
 from megatron.offload.tiers.direct_io import Alignment, Cut, aligned_storage
-from tests.simulated_device import POISON, PoisoningPool, SimulatedDevice
+from tests.support.simulated_device import POISON, PoisoningPool, SimulatedDevice
 
 PAGE = 4096
 
@@ -30,9 +30,9 @@ class GatedDevice(SimulatedDevice):
         self.gate.set()
         self.marked_by: list[threading.Thread] = []
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         self.marked_by.append(threading.current_thread())
-        return super().mark()
+        return super().record_event()
 
     def _take_a_while(self) -> None:
         assert self.gate.wait(timeout=10)

@@ -15,7 +15,7 @@ from megatron.offload.planner.solver.baselines import (
     suffix_plan,
     suffix_within,
 )
-from tests.stages import layer, part, stage, tier
+from tests.support.stages import layer, part, stage, tier
 
 
 @pytest.mark.parametrize(

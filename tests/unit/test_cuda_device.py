@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from megatron.offload.config import MIB
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.cuda import CudaDevice
-from megatron.offload.device.device import CpuDevice, open_device
+from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.tiers import arena as arena_part
 from megatron.offload.tiers.arena import HostArena
@@ -72,11 +73,11 @@ def test_bytes_come_back_unchanged(device, num_bytes):
     source = random_bytes(num_bytes, device.device)
     host = host_memory(num_bytes + 2, device.pins_host_memory)
     inside = host[1:-1]  # host memory may start anywhere
-    device.copy_to_host(source.untyped_storage(), inside.data_ptr(), device.mark())
+    device.copy_to_host(source.untyped_storage(), inside.data_ptr(), device.record_event())
     assert torch.equal(inside, source.cpu())
     assert int(host[0]) == int(host[-1]) == _OTHERS
     target = device.new_storage(num_bytes)
-    device.copy_from_host(inside.data_ptr(), target, device.mark())
+    device.copy_from_host(inside.data_ptr(), target, device.record_event())
     assert target.nbytes() == num_bytes and target.device == device.device
     assert torch.equal(bytes_in(target), source)
 
@@ -86,13 +87,13 @@ def test_a_part_moves_and_nothing_else(device, stop):
     source = random_bytes(6000, device.device)
     host = host_memory(6000, device.pins_host_memory)
     part, length = slice(100, stop), min(stop, 6000) - 100
-    device.copy_to_host(source.untyped_storage(), host.data_ptr(), device.mark(), part)
+    device.copy_to_host(source.untyped_storage(), host.data_ptr(), device.record_event(), part)
     assert torch.equal(host[:length], source[part].cpu()) and torch.all(host[length:] == _OTHERS)
     target = device.new_storage(6000)
-    mark = device.mark()
-    device.wait_for(mark)
+    event = device.record_event()
+    device.wait_for_event(event)
     bytes_in(target).fill_(7)
-    device.copy_from_host(host.data_ptr(), target, device.mark(), part)
+    device.copy_from_host(host.data_ptr(), target, device.record_event(), part)
     assert torch.equal(bytes_in(target)[part], source[part])
     assert torch.all(bytes_in(target)[:100] == 7) and torch.all(bytes_in(target)[stop:] == 7)
 
@@ -114,8 +115,8 @@ def test_other_kinds_of_devices_are_refused():
 
 def test_a_cpu_queues_nothing_and_its_memory_is_the_processs():
     device = CpuDevice()
-    with device.on(device.queue()):
-        assert device.mark() is None
+    with device.use_stream(device.current_stream()):
+        assert device.record_event() is None
     assert device.is_host and not device.pins_host_memory
     device.return_freed_memory()  # what other tests left would be used again, and nothing grow
     before = device.allocated_bytes()
@@ -168,9 +169,9 @@ def test_a_copy_to_the_host_waits_for_what_was_queued_before_its_mark(gpu, pinne
     with torch.cuda.stream(stream):
         keep_busy()
         source.fill_(5)
-        mark = gpu.mark()
-    assert not mark.query(), "the GPU was done before the copy began; keep it busy for longer"
-    gpu.copy_to_host(source.untyped_storage(), host.data_ptr(), mark)
+        event = gpu.record_event()
+    assert not event.query(), "the GPU was done before the copy began; keep it busy for longer"
+    gpu.copy_to_host(source.untyped_storage(), host.data_ptr(), event)
     assert torch.all(host == 5)
 
 
@@ -178,22 +179,22 @@ def test_a_copy_to_the_host_waits_for_what_was_queued_before_its_mark(gpu, pinne
 def test_a_thread_that_is_put_on_a_queue_sets_its_marks_there(gpu):
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        queue = gpu.queue()
+        stream = gpu.current_stream()
         keep_busy()
-    with gpu.on(queue):
-        there = gpu.mark()
-    here = gpu.mark()
+    with gpu.use_stream(stream):
+        there = gpu.record_event()
+    here = gpu.record_event()
     here.synchronize()
-    assert queue == side and not there.query()
+    assert stream == side and not there.query()
 
 
 @pytest.mark.gpu
 def test_who_waits_for_a_mark_returns_when_the_gpu_has_passed_it(gpu):
     keep_busy()
-    mark = gpu.mark()
-    assert not mark.query()
-    gpu.wait_for(mark)
-    assert mark.query()
+    event = gpu.record_event()
+    assert not event.query()
+    gpu.wait_for_event(event)
+    assert event.query()
 
 
 @pytest.mark.gpu
@@ -206,9 +207,9 @@ def test_a_copy_from_the_host_leaves_memory_to_its_former_user_until_that_one_is
     former.fill_(5)
     del former  # the operations above are still to come
     target = gpu.new_storage(32 * MIB)
-    mark = gpu.mark()
-    assert target.data_ptr() == address and not mark.query()
-    gpu.copy_from_host(host.data_ptr(), target, mark)
+    event = gpu.record_event()
+    assert target.data_ptr() == address and not event.query()
+    gpu.copy_from_host(host.data_ptr(), target, event)
     torch.cuda.synchronize()
     assert torch.all(bytes_in(target) == 7)
 
@@ -218,11 +219,11 @@ def test_copies_wait_for_nothing_that_was_queued_after_their_mark(gpu):
     source = random_bytes(MIB, gpu.device)
     target = gpu.new_storage(MIB)
     host = host_memory(MIB)
-    mark = gpu.mark()
+    event = gpu.record_event()
     keep_busy()
-    last = gpu.mark()
-    gpu.copy_to_host(source.untyped_storage(), host.data_ptr(), mark)
-    gpu.copy_from_host(host.data_ptr(), target, mark)
+    last = gpu.record_event()
+    gpu.copy_to_host(source.untyped_storage(), host.data_ptr(), event)
+    gpu.copy_from_host(host.data_ptr(), target, event)
     assert not last.query(), "copies waited for compute"
     assert torch.equal(bytes_in(target), source)
 
@@ -232,10 +233,10 @@ def test_a_copy_from_the_host_does_not_wait_behind_copies_to_it(gpu):
     source = torch.zeros(MIB, dtype=torch.uint8, device=gpu.device)
     target = gpu.new_storage(MIB)
     written, kept = host_memory(MIB), host_memory(MIB).fill_(7)
-    first = gpu.mark()
+    first = gpu.record_event()
     keep_busy()
     source.fill_(5)
-    last = gpu.mark()
+    last = gpu.record_event()
     write = threading.Thread(
         target=gpu.copy_to_host, args=(source.untyped_storage(), written.data_ptr(), last)
     )
@@ -250,15 +251,15 @@ def test_a_copy_from_the_host_does_not_wait_behind_copies_to_it(gpu):
 def test_copies_of_several_threads_keep_their_bytes_apart(gpu):
     sources = [random_bytes((index + 1) * MIB // 4 + 1, gpu.device) for index in range(24)]
 
-    def there_and_back(source: torch.Tensor, mark: torch.cuda.Event) -> torch.UntypedStorage:
+    def there_and_back(source: torch.Tensor, event: torch.cuda.Event) -> torch.UntypedStorage:
         host = host_memory(source.nbytes)
-        gpu.copy_to_host(source.untyped_storage(), host.data_ptr(), mark)
+        gpu.copy_to_host(source.untyped_storage(), host.data_ptr(), event)
         target = gpu.new_storage(source.nbytes)
-        gpu.copy_from_host(host.data_ptr(), target, gpu.mark())
+        gpu.copy_from_host(host.data_ptr(), target, gpu.record_event())
         return target
 
     with ThreadPoolExecutor(8) as threads:
-        futures = [threads.submit(there_and_back, source, gpu.mark()) for source in sources]
+        futures = [threads.submit(there_and_back, source, gpu.record_event()) for source in sources]
         for _ in range(50):
             torch.full((MIB,), _OTHERS, dtype=torch.uint8, device=gpu.device)
         targets = [future.result() for future in futures]
@@ -316,10 +317,10 @@ def test_an_arena_is_page_locked_and_its_blocks_keep_their_bytes(gpu, arena):
     for offset, source in zip(offsets, sources, strict=True):
         memory = (ctypes.c_char * (MIB + 1)).from_address(arena.address(offset))
         assert torch.frombuffer(memory, dtype=torch.uint8).is_pinned()
-        gpu.copy_to_host(source.untyped_storage(), arena.address(offset), gpu.mark())
+        gpu.copy_to_host(source.untyped_storage(), arena.address(offset), gpu.record_event())
     for offset, source in zip(offsets, sources, strict=True):
         target = gpu.new_storage(MIB + 1)
-        gpu.copy_from_host(arena.address(offset), target, gpu.mark())
+        gpu.copy_from_host(arena.address(offset), target, gpu.record_event())
         assert torch.equal(bytes_in(target), source)
 
 
@@ -329,10 +330,10 @@ def test_no_block_spans_two_registered_ranges(gpu, arena):
     second = arena.allocate(3 * MIB)
     assert (first, second) == (0, 4 * MIB) and len(arena._pinned_addresses) == 2
     source = random_bytes(3 * MIB, gpu.device)
-    gpu.copy_to_host(source.untyped_storage(), arena.address(second), gpu.mark())
+    gpu.copy_to_host(source.untyped_storage(), arena.address(second), gpu.record_event())
     assert ctypes.string_at(arena.address(second), 3 * MIB) == source.cpu().numpy().tobytes()
     target = gpu.new_storage(3 * MIB)
-    gpu.copy_from_host(arena.address(second), target, gpu.mark())
+    gpu.copy_from_host(arena.address(second), target, gpu.record_event())
     assert torch.equal(bytes_in(target), source)
 
 

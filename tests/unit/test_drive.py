@@ -28,8 +28,8 @@ from megatron.offload.tiers.direct_io import Alignment
 from megatron.offload.tiers.drive import Drive, Extent, Health
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.ssd import SsdBlock, SsdTier
-from tests.mounts import mounted_ext4
-from tests.waiting import wait_until
+from tests.support.mounts import mounted_ext4
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 

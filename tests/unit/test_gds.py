@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from megatron.offload.config import MIB, OffloadConfig
-from megatron.offload.device.device import CpuDevice
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.tiers import gds_status as status_part
 from megatron.offload.tiers.gds import GdsTier
@@ -39,12 +39,12 @@ class Gpu(CpuDevice):
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         self.machine.calls.append("mark")
         return Event(self.machine)
 
-    def wait_for(self, mark: Event) -> None:
-        mark.synchronize()
+    def wait_for_event(self, event: Event) -> None:
+        event.synchronize()
 
 
 class Event:

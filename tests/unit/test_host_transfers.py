@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of the host tier: what they work on lives, what they took goes back, marks are right."""
+"""Copies of the host tier: what they work on lives, what they took goes back, events are right."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import torch
 
 from megatron.offload.config import MIB
 from megatron.offload.tiers.host import HostTier
-from tests.simulated_device import SimulatedDevice
-from tests.waiting import wait_until
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.waiting import wait_until
 
 PAGE = 4096
 
 
 class GatedDevice(SimulatedDevice):
-    """Its copies wait at a gate; it notes which threads set its marks, and when."""
+    """Its copies wait at a gate; it notes which threads set its events, and when."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
-        self.marked_by: list[threading.Thread] = []
+        self.recorded_by: list[threading.Thread] = []
 
-    def mark(self) -> Any:
-        self.marked_by.append(threading.current_thread())
-        return super().mark()
+    def record_event(self) -> Any:
+        self.recorded_by.append(threading.current_thread())
+        return super().record_event()
 
     def _take_a_while(self) -> None:
         assert self.gate.wait(timeout=10)
@@ -86,10 +86,12 @@ def test_space_is_not_reused_while_its_read_runs(tier: HostTier, device: GatedDe
     wait_until(lambda: tier.used_bytes == PAGE, "a read that ended keeps its space")
 
 
-def test_marks_are_set_by_the_thread_that_computes(tier: HostTier, device: GatedDevice) -> None:
+def test_events_are_recorded_by_the_thread_that_computes(
+    tier: HostTier, device: GatedDevice
+) -> None:
     block = written(tier, storage_of(1, device))
     tier.begin_read(block)[1].wait()
-    assert device.marked_by == [threading.current_thread()] * 2
+    assert device.recorded_by == [threading.current_thread()] * 2
 
 
 @pytest.mark.parametrize("direction", ["write", "read"])
@@ -100,7 +102,7 @@ def test_the_wait_for_the_device_counts_as_no_transfer(
     block = written(tier, storage_of(1, device)) if direction == "read" else None
     meter = tier.statistics.reads if direction == "read" else tier.statistics.writes
     seen: list[tuple[str, int]] = []
-    monkeypatch.setattr(device, "wait_for", lambda _: seen.append(("wait", meter._running)))
+    monkeypatch.setattr(device, "wait_for_event", lambda _: seen.append(("wait", meter._running)))
     monkeypatch.setattr(device, "_take_a_while", lambda: seen.append(("copy", meter._running)))
     if block is None:
         written(tier, storage_of(1, device))

@@ -15,7 +15,7 @@ import pytest
 from megatron.offload.tiers.budget import RateLimit
 from megatron.offload.tiers.io_threads import IoThreads
 from megatron.offload.tiers.transfer import Transfer, gather
-from tests.waiting import SOON_S, wait_until
+from tests.support.waiting import SOON_S, wait_until
 
 
 class Buffer:

@@ -14,7 +14,7 @@ import torch
 
 from megatron.offload import launch
 from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
-from tests.megatron_lm import FakeMegatronLm
+from tests.support.megatron_lm import FakeMegatronLm
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mmap
 
-from megatron.offload.device.device import CpuDevice
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.stats.memory import PeakMemory
 
 MIB = 1 << 20

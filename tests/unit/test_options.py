@@ -19,7 +19,7 @@ from megatron.offload.planner.simulator.instructions import (
     SELECTIVE_OFFSET,
 )
 from megatron.offload.planner.simulator.options import Choices
-from tests.stages import layer, part, stage, tier
+from tests.support.stages import layer, part, stage, tier
 
 KEPT, RECOMPUTE, SSD = Placement.KEEP, Placement.RECOMPUTE, Placement.SSD
 

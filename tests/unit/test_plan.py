@@ -31,9 +31,7 @@ def plan(stage: int = 0, num_layers: int = 4) -> Plan:
             PlannedPart(0, f"decoder.{number}", "attention", Placement.SSD, 3 * MIB, "hides"),
             PlannedPart(0, f"decoder.{number}", "mlp", Placement.KEEP, 5 * MIB, "room"),
         ]
-    last = PlannedPart(
-        0, f"decoder.{num_layers}", "layer", Placement.RECOMPUTE, 8 * MIB, "cheap"
-    )
+    last = PlannedPart(0, f"decoder.{num_layers}", "layer", Placement.RECOMPUTE, 8 * MIB, "cheap")
     return Plan(
         parts=(*parts, last),
         goal="at most 12 GiB",

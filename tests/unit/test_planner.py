@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron.offload import ConfigurationError, OffloadConfig, Placement
-from megatron.offload.device.device import CpuDevice
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import OffloadError
 from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
 from megatron.offload.placement.plan_file import load_plans, save_plans
@@ -29,9 +29,9 @@ from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile
 from megatron.offload.stats.memory import PeakMemory
 from megatron.offload.tiers.file import UnlinkedFile
-from tests import planned
-from tests.models import ssd
-from tests.planned import GIB, LAYERS, REFINING_STEPS, Run
+from tests.support import planned
+from tests.support.models import ssd
+from tests.support.planned import GIB, LAYERS, REFINING_STEPS, Run
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from megatron.offload import OffloadConfig, OffloadError, Placement
-from megatron.offload.device.device import CpuDevice
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.placement.plan import Prediction
 from megatron.offload.planner.online.consensus import SingleRank
 from megatron.offload.planner.online.planner import Phase
 from megatron.offload.planner.online.watch import Reason
 from megatron.offload.stats.memory import PeakMemory
-from tests import planned
-from tests.planned import GIB, REFINING_STEPS, Run
+from tests.support import planned
+from tests.support.planned import GIB, REFINING_STEPS, Run
 
 MIB = 1 << 20
 

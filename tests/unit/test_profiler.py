@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, Placement, Scope
-from megatron.offload.device.device import CpuDevice
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.planner.profile.build import passes_s, profile_of, tier_profiles
 from megatron.offload.planner.profile.interpolation import fitted
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition

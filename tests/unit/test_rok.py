@@ -30,7 +30,7 @@ from megatron.offload.config import MIB
 from megatron.offload.device.memory_limit import MemoryLimit
 from megatron.offload.placement.plan_file import load_plans
 from megatron.offload.planner.profile.stage_profile import StageProfile
-from tests.stages import layer, part, stage, tier
+from tests.support.stages import layer, part, stage, tier
 
 AUTO = Strategy("auto", "offload", 4, 100)
 RECOMPUTE = Strategy("recompute", "offload", 4)

@@ -14,8 +14,8 @@ import pytest
 from megatron.offload.planner.solver import milp
 from megatron.offload.planner.solver.silence import silent_output
 from megatron.offload.planner.solver.solve import solve
-from tests.processes import finish, start_python
-from tests.stages import stage
+from tests.support.processes import finish, start_python
+from tests.support.stages import stage
 
 LIBRARY = ctypes.CDLL(None)
 FULLY_BUFFERED, UNBUFFERED = 0, 2  # <stdio.h>

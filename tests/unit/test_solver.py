@@ -23,7 +23,7 @@ from megatron.offload.planner.profile.stage_profile import PartProfile, StagePro
 from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.planner.solver.formulation import Program
 from megatron.offload.planner.solver.solve import solve
-from tests.stages import layer, part, stage, tier
+from tests.support.stages import layer, part, stage, tier
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

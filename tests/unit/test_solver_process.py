@@ -19,7 +19,7 @@ from megatron.offload.planner.profile.stage_profile import (
 from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.planner.solver.process import SolverProcess
 from megatron.offload.planner.solver.solve import solve
-from tests.processes import finish, start_python
+from tests.support.processes import finish, start_python
 
 MIB = 1 << 20
 

@@ -22,8 +22,8 @@ from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.io_threads import IoThreads
 from megatron.offload.tiers.ssd import SsdBlock, SsdTier
 from tests.conftest import Gate
-from tests.simulated_device import SimulatedDevice
-from tests.waiting import wait_until
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 

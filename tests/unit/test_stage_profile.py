@@ -13,7 +13,7 @@ import pytest
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import StageProfile
-from tests.stages import layer, part, stage, tier
+from tests.support.stages import layer, part, stage, tier
 
 
 def test_a_profile_survives_a_file(tmp_path: Path) -> None:

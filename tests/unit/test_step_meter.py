@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine, Placement, Scope
-from megatron.offload.device.device import CpuDevice
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.planner.online.step_meter import StepMeter
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.profile.timings import PassTimings, Timestamp
-from tests.stages import stage
+from tests.support.stages import stage
 
 FAST, SLOW = 1e9, 50e6
 

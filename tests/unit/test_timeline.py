@@ -17,7 +17,7 @@ from megatron.offload.planner.simulator import transfers
 from megatron.offload.planner.simulator.arrays import arrays_of
 from megatron.offload.planner.simulator.step import new_channels
 from megatron.offload.planner.simulator.timeline import Timeline
-from tests.stages import layer, part, stage, tier
+from tests.support.stages import layer, part, stage, tier
 
 KEEP, RECOMPUTE = Placement.KEEP, Placement.RECOMPUTE
 HOST, SSD = Placement.HOST, Placement.SSD

@@ -14,7 +14,7 @@ from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.timeline import Cost, Timeline
-from tests.stages import layer, part, stage, tier
+from tests.support.stages import layer, part, stage, tier
 
 layouts = st.sampled_from(
     [PipelinePosition(1, 0, 1, 1), PipelinePosition(2, 0, 1, 2), PipelinePosition(4, 1, 1, 4)]

@@ -18,7 +18,7 @@ from megatron.offload.commands.training_runs.run import (
     settled_steps,
 )
 from megatron.offload.commands.training_runs.trainer import Trainer, allocators_of
-from tests.processes import finish, start_python
+from tests.support.processes import finish, start_python
 
 
 def step(

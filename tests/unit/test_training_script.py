@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.offload import ConfigurationError, OffloadConfig
 from megatron.offload.integration.megatron import training_script
 from megatron.offload.integration.megatron.training_script import PATCH_POINTS, TrainingScript
-from tests.megatron_lm import FakeMegatronLm, Scalars, settings
-from tests.processes import finish, start_python
+from tests.support.megatron_lm import FakeMegatronLm, Scalars, settings
+from tests.support.processes import finish, start_python
 
 STATISTICS = {"offloaded_bytes": 3 << 20, "rejected_bytes": 0, "stall_s": 0.25, "write_wait_s": 0.5}
 

@@ -20,7 +20,7 @@ from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.open import open_tiers
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.staging import StagingPool
-from tests.simulated_device import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 
 def open_files() -> set[str]:

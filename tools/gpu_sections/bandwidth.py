@@ -23,7 +23,9 @@ from gpu_sections.result import Section
 from gpu_sections.settings import Settings
 from megatron.offload import ConfigurationError, OffloadConfig, Placement
 from megatron.offload.config import MIB, format_size
-from megatron.offload.device.device import CpuDevice, Device, open_device
+from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.device.device import Device
+from megatron.offload.device.open import open_device
 from megatron.offload.tiers.gds_status import gds_status
 from megatron.offload.tiers.open import open_tiers
 from megatron.offload.tiers.tier import Tier

@@ -22,8 +22,8 @@ from gpu_sections.models import Trainee, config_of, fused_attention, start_megat
 from gpu_sections.result import Section, gib
 from gpu_sections.settings import Settings, Size
 from gpu_sections.variants import KEEP, VARIANTS, Variant, activation_bytes, applied
-from megatron.offload.device.device import open_device
 from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.device.open import open_device
 from megatron.offload.stats.memory import PeakMemory
 
 _NUM_MICROBATCHES = 2

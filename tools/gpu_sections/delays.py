@@ -46,6 +46,6 @@ class Delays:
 class CarelessDevice(CudaDevice):
     """Copies wait for nothing: what the stress must be able to notice."""
 
-    def mark(self) -> torch.cuda.Event:
+    def record_event(self) -> torch.cuda.Event:
         """An event that was never recorded; waiting for it is no wait at all."""
         return torch.cuda.Event(blocking=True)

@@ -19,7 +19,8 @@ from gpu_sections.settings import Settings, Size
 from gpu_sections.stack import Stack, opened
 from megatron.offload import OffloadConfig, OffloadEngine
 from megatron.offload.config import KIB, MIB, format_size
-from megatron.offload.device.device import Device, open_device
+from megatron.offload.device.device import Device
+from megatron.offload.device.open import open_device
 from megatron.offload.placement.policy import Placement
 from megatron.offload.stats.memory import PeakMemory
 from megatron.offload.tiers.host import HostTier

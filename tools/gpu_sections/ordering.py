@@ -23,7 +23,8 @@ from gpu_sections.result import Section, gib
 from gpu_sections.settings import Settings
 from megatron.offload import ConfigurationError, OffloadConfig, OffloadEngine, Scope
 from megatron.offload.config import MIB
-from megatron.offload.device.device import Device, open_device
+from megatron.offload.device.device import Device
+from megatron.offload.device.open import open_device
 from megatron.offload.tiers.gds_status import gds_status
 
 _SIZES = (2, 510, 4094, 4096, 4098, 65_538, MIB, 3 * MIB + 18, 8 * MIB, 24 * MIB + 6)

@@ -27,7 +27,7 @@ from gpu_sections.stack import Stack, opened
 from gpu_sections.timeline import Timeline
 from megatron.offload import OffloadConfig, OffloadEngine, Placement, Policy, Scope
 from megatron.offload.config import MIB
-from megatron.offload.device.device import open_device
+from megatron.offload.device.open import open_device
 from megatron.offload.placement.policy import FixedPolicy
 from megatron.offload.transfer.prefetcher import SaveOrder
 

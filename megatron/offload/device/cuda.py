@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from megatron.offload.device.cuda_peak import PeakReader, shared_counters
-from megatron.offload.device.device import WHOLE
-from megatron.offload.tiers.direct_io import memory_at
+from megatron.offload.device.device import WHOLE, memory_at
 
 
 class CudaDevice:
@@ -33,28 +32,28 @@ class CudaDevice:
         self._store = torch.cuda.Stream(self.device)  # device to host, while forward computes
         self._load = torch.cuda.Stream(self.device)  # host to device, while backward computes
 
-    def queue(self) -> torch.cuda.Stream:
+    def current_stream(self) -> torch.cuda.Stream:
         """See `Device`."""
         return torch.cuda.current_stream(self.device)
 
-    def on(self, queue: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+    def use_stream(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         """See `Device`."""
-        return torch.cuda.stream(queue)
+        return torch.cuda.stream(stream)
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
         """See `Device`. Belongs to the current stream, as what compute allocates on it does."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
-    def mark(self) -> torch.cuda.Event:
+    def record_event(self) -> torch.cuda.Event:
         """See `Device`."""
         event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def wait_for(self, mark: torch.cuda.Event) -> None:
+    def wait_for_event(self, event: torch.cuda.Event) -> None:
         """See `Device`. The thread sleeps."""
         with torch.cuda.device(self.device):  # see `_copy`
-            mark.synchronize()
+            event.synchronize()
 
     def copy_to_host(
         self,
@@ -106,7 +105,7 @@ class CudaDevice:
     def timestamp(self) -> torch.cuda.Event:
         """See `Device`."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self.queue())
+        event.record(self.current_stream())
         return event
 
     def seconds_between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:

@@ -93,7 +93,7 @@ class SavedStorage:
         self._own_place = self._origin_place  # of what is written: that, or a copy of a part of it
         self.state = State.IN_MEMORY
         self.block: Any = None  # where the bytes are on a tier; the tier alone looks into it
-        self.queue: Any = None  # of the device, that the operation was in; the device alone looks
+        self.stream: Any = None  # of the device, that the operation was in; the device alone looks
         self.num_unused_views = 0
         self._views: list[weakref.ref[SavedView]] = []
         self.witness: torch.Tensor | None = None  # of the first view, see `SavedView`

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.offload.device.device import Device
-from megatron.offload.tiers.direct_io import Alignment, Cut, aligned_storage, cut, memory_at
+from megatron.offload.device.device import Device, memory_at
+from megatron.offload.tiers.direct_io import Alignment, Cut, aligned_storage, cut
 from megatron.offload.tiers.staging import StagingPool
 
 
@@ -158,7 +158,7 @@ class _StagedView:
         self._device = device
         self._pool = pool
         # After it the source has been produced, and nobody uses the target's memory any more.
-        self._mark = device.mark()
+        self._event = device.record_event()
 
     def check(self) -> None:
         check_size(self._storage, self.cut.num_bytes)
@@ -169,14 +169,14 @@ class _StagedView:
         with self._pool.buffer() as address:
             for piece in self._pieces(start, num_bytes):
                 self.check()
-                self._device.copy_to_host(self._storage, address, self._mark, piece)
+                self._device.copy_to_host(self._storage, address, self._event, piece)
                 yield memory_at(address, piece.stop - piece.start)
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
         with self._pool.buffer() as address:
             for piece in self._pieces(start, num_bytes):
                 yield memory_at(address, piece.stop - piece.start)
-                self._device.copy_from_host(address, self._storage, self._mark, piece)
+                self._device.copy_from_host(address, self._storage, self._event, piece)
 
     def _pieces(self, start: int, num_bytes: int) -> Iterator[slice]:
         """A range of bytes, cut into what fits a buffer."""

@@ -92,8 +92,3 @@ def aligned_storage(num_bytes: int, head_bytes: int, alignment: Alignment) -> to
     window = (ctypes.c_char * num_bytes).from_address(start)
     window.owner = owner  # type: ignore[attr-defined]  # lives as long as the storage
     return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
-
-
-def memory_at(address: int, num_bytes: int) -> memoryview:
-    """A writable view of raw memory. The caller keeps its owner alive."""
-    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")

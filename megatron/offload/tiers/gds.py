@@ -5,10 +5,10 @@ An `SsdTier` whose files take device memory, through kvikio, which is imported o
 opened. Where GPUDirect itself does not work, kvikio copies through host memory (compatibility
 mode): slower, never wrong, and said in the log; `gds_status.py` says why.
 
-kvikio knows nothing of torch's streams, so the I/O thread waits for the mark of Note [Who waits for
-whom] in `device.py` before kvikio touches the memory. Before each GPUDirect transfer kvikio also
-waits for the default stream of its own accord, and its Python interface has no way to leave that
-out.
+kvikio knows nothing of torch's streams, so the I/O thread waits for the event of Note [Who waits
+for whom] in `device.py` before kvikio touches the memory. Before each GPUDirect transfer kvikio
+also waits for the default stream of its own accord, and its Python interface has no way to leave
+that out.
 """
 
 from __future__ import annotations
@@ -175,18 +175,18 @@ class _DeviceView:
     def __init__(self, storage: torch.UntypedStorage, device: Device) -> None:
         self._storage = storage
         self._device = device
-        self._mark = device.mark()
+        self._event = device.record_event()
         self.cut = Cut(storage.nbytes(), b"", storage.nbytes(), b"")
 
     # The I/O thread waits in these two, and not in what is timed as the drive's.
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
-        self._device.wait_for(self._mark)
+        self._device.wait_for_event(self._event)
         self.check()
         yield DeviceMemory(self._storage.data_ptr() + start, num_bytes)
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
-        self._device.wait_for(self._mark)
+        self._device.wait_for_event(self._event)
         yield DeviceMemory(self._storage.data_ptr() + start, num_bytes)
 
     def check(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from megatron.offload.config import format_size
-from megatron.offload.device.device import CpuDevice, Device
+from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.device.device import Device
 from megatron.offload.tiers.access import check_size
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.io_threads import IoThreads
@@ -90,10 +91,10 @@ class HostTier:
             return None
         block = HostBlock(self, offset, num_bytes)
         address = self._arena.address(offset)
-        mark = self._device.mark()
+        event = self._device.record_event()
 
         def work(_: HostBlock = block) -> None:  # the block holds the range until the copy is done
-            self._write(source, num_bytes, address, mark)
+            self._write(source, num_bytes, address, event)
 
         return block, self._threads.submit_write(work, num_bytes)
 
@@ -104,12 +105,12 @@ class HostTier:
         assert block.offset is not None, "the block was freed"
         target = self._device.new_storage(block.num_bytes)
         address = self._arena.address(block.offset)
-        mark = self._device.mark()
+        event = self._device.record_event()
 
         def work(_: HostBlock = block) -> None:
-            self._device.wait_for(mark)
+            self._device.wait_for_event(event)
             with self.statistics.reads.moving(block.num_bytes):
-                self._device.copy_from_host(address, target, mark)
+                self._device.copy_from_host(address, target, event)
 
         return target, self._threads.submit_read(work, deadline)
 
@@ -125,12 +126,14 @@ class HostTier:
         self._arena.close()
 
     # Runs in an I/O thread.
-    def _write(self, source: torch.UntypedStorage, num_bytes: int, address: int, mark: Any) -> None:
+    def _write(
+        self, source: torch.UntypedStorage, num_bytes: int, address: int, event: Any
+    ) -> None:
         try:
-            self._device.wait_for(mark)
+            self._device.wait_for_event(event)
             check_size(source, num_bytes)
             with self.statistics.writes.moving(num_bytes):
-                self._device.copy_to_host(source, address, mark)
+                self._device.copy_to_host(source, address, event)
         except Exception:
             self.statistics.failed_writes += 1
             raise

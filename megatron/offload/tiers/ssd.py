@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.offload.device.device import CpuDevice, Device
+from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.device.device import Device
 from megatron.offload.tiers.access import Access, InPlace, Staged
 from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.budget import RateLimit, SpaceBudget
@@ -187,7 +188,8 @@ class SsdTier:
         device = self._device
         if device.is_host:
             return InPlace(alignment)
-        with device.on(device.queue()):  # its host memory is to be pinned, and no other device's
+        # Its host memory is to be pinned, and no other device's.
+        with device.use_stream(device.current_stream()):
             self._staging = StagingPool(num_threads, pinned=device.pins_host_memory)
         return Staged(alignment, device, self._staging)
 

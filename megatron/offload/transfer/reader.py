@@ -59,7 +59,7 @@ class Reader:
                 return False
             if deadline != _NOW and record.num_unused_views <= 0:
                 return False  # compute has had it read itself meanwhile, and is done with it
-            with self._device.on(record.queue):
+            with self._device.use_stream(record.stream):
                 memory, transfer = record.block.tier.begin_read(record.block, deadline)
             record.begin_reading(memory, transfer)
         transfer.add_done_callback(self._end_of_read(weakref.ref(record)))

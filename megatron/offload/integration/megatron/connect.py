@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron.offload.config import OffloadConfig
-from megatron.offload.device.device import open_device
+from megatron.offload.device.open import open_device
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.decorators import connect

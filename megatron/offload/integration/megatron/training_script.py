@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron.offload.config import OffloadConfig, format_size
-from megatron.offload.device.device import open_device
+from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
 from megatron.offload.integration.megatron.arguments import (

@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine, Placement, Scope
-from megatron.offload.device.device import CpuDevice
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import InfeasibleBudgetError, OffloadError
 from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
 from megatron.offload.placement.plan_policy import PlannedPolicy
@@ -20,7 +20,7 @@ from megatron.offload.planner.online.planner import Planner
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import StageProfile
-from tests.models import settle
+from tests.support.models import settle
 
 LAYERS = ("decoder.1", "decoder.2")
 REFINING_STEPS = 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUDirect's marks: set by the thread that computes, after the memory that they guard is taken."""
+"""GPUDirect's events are set by the thread that computes, once the memory they guard is taken."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 import torch
 
 from megatron.offload.tiers.gds import _FromDevice
-from tests.simulated_device import Mark, SimulatedDevice
+from tests.support.simulated_device import Event, SimulatedDevice
 
 
 class Device(SimulatedDevice):
-    """It knows which marks were set, by whom, and which were waited for."""
+    """It knows which events were set, by whom, and which were waited for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.marks: list[Mark] = []
-        self.awaited: list[Mark] = []
+        self.events: list[Event] = []
+        self.awaited: list[Event] = []
         self.marked_by: list[threading.Thread] = []
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         self.marked_by.append(threading.current_thread())
-        self.marks.append(super().mark())
-        return self.marks[-1]
+        self.events.append(super().record_event())
+        return self.events[-1]
 
-    def wait_for(self, mark: Any) -> None:
-        self.awaited.append(mark)
+    def wait_for_event(self, event: Any) -> None:
+        self.awaited.append(event)
 
 
 def test_a_view_keeps_its_memory() -> None:
@@ -45,11 +45,11 @@ def test_the_mark_of_a_read_is_set_after_its_memory_is_taken() -> None:
     device = Device()
     access = _FromDevice(device)
     target, view = access.for_reading(access.for_writing(torch.UntypedStorage(64)).cut)
-    assert device.marks[1].time >= device._written_at[target._cdata].time
+    assert device.events[1].time >= device._written_at[target._cdata].time
     thread = threading.Thread(target=lambda: next(view.pieces_to_fill(0, 64)))
     thread.start()
     thread.join(timeout=10)
-    assert device.awaited == [device.marks[1]]
+    assert device.awaited == [device.events[1]]
     assert device.marked_by == [threading.current_thread()] * 2
 
 
@@ -59,5 +59,5 @@ def test_a_write_waits_for_its_mark_before_the_drive_gets_the_memory() -> None:
     view = _FromDevice(device).for_writing(storage)
     assert device.awaited == []
     (memory,) = view.pieces_to_write(16, 32)
-    assert device.awaited == device.marks
+    assert device.awaited == device.events
     assert (memory.address, len(memory)) == (storage.data_ptr() + 16, 32)

@@ -3,11 +3,11 @@
 
 Its memory is host memory that nothing outside it may touch directly. It keeps the time at which
 each storage was last written by an operation and makes every missing wait visible as poison:
-- a copy to the host that does not wait for a mark set after the storage's last operation finds
+- a copy to the host that does not wait for an event set after the storage's last operation finds
   poison in the host buffer, as if the producer had still been queued;
-- a copy from the host that does not wait for a mark set after its target was allocated leaves
+- a copy from the host that does not wait for an event set after its target was allocated leaves
   poison in the target, as if an operation of the memory's former user had run late;
-- marks and fresh memory belong to the stream that their thread is on: a mark of another stream
+- events and fresh memory belong to the stream that their thread is on: an event of another stream
   tells nothing, and an operation that uses memory of another stream raises;
 - fresh memory is poison, and copies take a while, so whoever does not wait for one reads poison;
 - a staging buffer is poisoned when it is given back, so whoever still needed it reads poison.
@@ -28,13 +28,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.offload.device.device import WHOLE, CpuDevice
+from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.device.device import WHOLE
 from megatron.offload.tiers.staging import StagingPool
 
 POISON = 0xDB
 
 
-class Mark(NamedTuple):
+class Event(NamedTuple):
     """A moment in the queue of a stream: how many operations had been queued."""
 
     time: int
@@ -51,7 +52,7 @@ class SimulatedDevice(CpuDevice):
         self._own = threading.local()  # each thread's stream, if it has been put on one
         self._time = 0
         # The last operation, by storage identity until it is freed.
-        self._written_at: dict[int, Mark] = {}
+        self._written_at: dict[int, Event] = {}
         self._slowest_copy_s = slowest_copy_s
         self._random = random.Random(7)
         self._lock = threading.Lock()  # protects the above
@@ -66,7 +67,7 @@ class SimulatedDevice(CpuDevice):
             self._time += 1
             if storage._cdata not in self._written_at:
                 weakref.finalize(storage, self._written_at.pop, storage._cdata, None)
-            self._written_at[storage._cdata] = Mark(self._time, self.stream)
+            self._written_at[storage._cdata] = Event(self._time, self.stream)
 
     def check_stream(self, storage: torch.UntypedStorage) -> None:
         """An operation that uses a storage was queued. Raises AssertionError if it cannot."""
@@ -83,12 +84,12 @@ class SimulatedDevice(CpuDevice):
     def stream(self, stream: str) -> None:
         self._own.stream = stream
 
-    def queue(self) -> Any:
+    def current_stream(self) -> Any:
         return self.stream
 
     @contextlib.contextmanager
-    def on(self, queue: Any) -> Iterator[None]:
-        outer, self.stream = self.stream, queue
+    def use_stream(self, stream: Any) -> Iterator[None]:
+        outer, self.stream = self.stream, stream
         try:
             yield
         finally:
@@ -100,12 +101,12 @@ class SimulatedDevice(CpuDevice):
         self.queued(storage)  # the last operation of the memory's former user
         return storage
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         with self._lock:
-            return Mark(self._time, self.stream)
+            return Event(self._time, self.stream)
 
-    def wait_for(self, mark: Any) -> None:
-        """Operations have really run when they return; copies look at their marks themselves."""
+    def wait_for_event(self, event: Any) -> None:
+        """Operations have really run when they return; copies look at their events themselves."""
 
     def copy_to_host(
         self, source: torch.UntypedStorage, address: int, after: Any, part: slice = WHOLE
@@ -131,7 +132,7 @@ class SimulatedDevice(CpuDevice):
         with self._lock:
             self.num_copies += 1
             last = self._written_at.get(storage._cdata)
-            return isinstance(after, Mark) and (
+            return isinstance(after, Event) and (
                 last is None or (after.stream == last.stream and after.time >= last.time)
             )
 

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU as a device: `CpuDevice`. Its memory is this process's, its operations never queue."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.offload.device.allocator import return_freed_memory
+from megatron.offload.device.device import WHOLE
+from megatron.offload.device.memory_limit import memory_limit
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+
+
+class CpuDevice:
+    """A CPU: operations are done when they return; its memory is the process's resident set."""
+
+    device = torch.device("cpu")
+    is_host = True
+    pins_host_memory = False
+
+    def current_stream(self) -> None:
+        """Nothing is ever queued."""
+
+    def use_stream(self, stream: None) -> contextlib.AbstractContextManager[Any]:
+        """See `Device`."""
+        return contextlib.nullcontext()
+
+    def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
+        """See `Device`."""
+        return torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+
+    def record_event(self) -> None:
+        """Nothing is ever queued."""
+
+    def wait_for_event(self, event: None) -> None:
+        """Nothing is ever queued."""
+
+    def copy_to_host(
+        self, source: torch.UntypedStorage, address: int, after: None, part: slice = WHOLE
+    ) -> None:
+        """See `Device`. Releases the interpreter lock meanwhile."""
+        start, stop, _ = part.indices(source.nbytes())
+        ctypes.memmove(address, source.data_ptr() + start, stop - start)
+
+    def copy_from_host(
+        self, address: int, target: torch.UntypedStorage, after: None, part: slice = WHOLE
+    ) -> None:
+        """See `Device`. Releases the interpreter lock meanwhile."""
+        start, stop, _ = part.indices(target.nbytes())
+        ctypes.memmove(target.data_ptr() + start, address, stop - start)
+
+    def allocated_bytes(self) -> int:
+        """The resident set."""
+        return _status_bytes("VmRSS")
+
+    def reset_peak(self) -> None:
+        """The kernel tracks the peak, so short ones are not missed."""
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+
+    def peak_bytes(self) -> int:
+        """The resident set's peak."""
+        return _status_bytes("VmHWM")
+
+    def return_freed_memory(self) -> None:
+        """See `allocator.py`."""
+        return_freed_memory()
+
+    def free_bytes(self) -> int:
+        """Of the machine or the container: other processes may take it too."""
+        return memory_limit().available_bytes
+
+    def timestamp(self) -> float:
+        """See `Device`."""
+        return time.perf_counter()
+
+    def seconds_between(self, earlier: float, later: float) -> float:
+        """See `Device`."""
+        return later - earlier
+
+    def annotate(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """See `Device`."""
+        return torch.profiler.record_function(name)
+
+
+def _status_bytes(field: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_STATUS} has no {field}: peak memory on a CPU needs Linux")
