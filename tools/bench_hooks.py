@@ -49,9 +49,10 @@ from megatron.offload.capture.hooks import SavedTensorHooks
 from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS
 from megatron.offload.config import format_size
-from megatron.offload.saved.record import SavedView, State
+from megatron.offload.saved.record import State
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.traffic import Traffic
+from megatron.offload.transfer.writer import Writer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -126,7 +127,12 @@ def pack_unpack_us(args: argparse.Namespace) -> list[float]:
     """Microseconds for each of many tensors, one after the other."""
     torch.set_num_threads(1)
     engine = OffloadEngine(OffloadConfig(mode="ssd", directories=(args.dir,), min_bytes=1))
-    hooks, costs = engine._hooks, []
+    hooks, costs = engine.hooks, []
+
+    def pack(tensor: torch.Tensor) -> Any:  # as at the end of a layer
+        move = hooks.find_move(tensor, tensor.untyped_storage())
+        assert move is not None
+        return hooks.take(tensor, move)
 
     def seconds(function: Callable[[Any], Any], argument: Any) -> tuple[float, Any]:
         began = time.perf_counter()
@@ -136,14 +142,14 @@ def pack_unpack_us(args: argparse.Namespace) -> list[float]:
     for step in range(args.loops + 1):
         outgoing: list[Any] = []
         with engine.step():
-            with engine.forward(Scope()) as save_order, engine._collecting(outgoing):
+            with engine.forward(Scope()) as save_order, engine.writer.collect(outgoing):
                 tensors = [torch.zeros(1024) for _ in range(LOOP_LENGTH)]
-                packed = [seconds(hooks.pack_found, tensor) for tensor in tensors]
-                share, _ = seconds(engine._hand_over, outgoing)
+                packed = [seconds(pack, tensor) for tensor in tensors]
+                share, _ = seconds(engine.writer.submit, outgoing)
                 del tensors
             move_and_read(engine, [view for _, view in packed])
             with engine.backward(save_order):
-                engine._dispatcher.drain()
+                engine.dispatcher.drain()
                 while packed:
                     spent, view = packed.pop()
                     unpacking, tensor = seconds(hooks.unpack, view)
@@ -159,8 +165,8 @@ def move_and_read(engine: OffloadEngine, views: list[Any]) -> None:
     while not all(view.saved.state is State.ON_TIER for view in views):
         time.sleep(0.001)
     for view in views:
-        engine._reader.begin(view.saved, 0.0)
-    while not all(view.ready for view in views):
+        engine.reader.begin_read(view.saved, 0.0)
+    while not all(view.built for view in views):
         time.sleep(0.001)
 
 
@@ -169,40 +175,48 @@ def pack_unpack_in_training_us(args: argparse.Namespace, metrics: Path) -> list[
     costs: dict[int, float] = {}
     finished: list[float] = []
     fresh: list[int] = []  # of the layer that is being captured
-    unpack, hand_over = SavedTensorHooks.unpack, OffloadEngine._hand_over
+    found: list[float] = []  # seconds that finding the move of the next one took
+    find_move, take, unpack = (
+        SavedTensorHooks.find_move,
+        SavedTensorHooks.take,
+        SavedTensorHooks.unpack,
+    )
+    submit = Writer.submit
 
-    def timed(pack: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_pack(self: SavedTensorHooks, tensor: torch.Tensor) -> Any:
-            began = time.perf_counter()
-            packed = pack(self, tensor)
-            spent = time.perf_counter() - began
-            if isinstance(packed, SavedView):
-                costs[id(packed)] = spent
-                fresh.append(id(packed))
-            return packed
+    def timed_find(self: SavedTensorHooks, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        move = find_move(self, *args, **kwargs)
+        found[:] = [time.perf_counter() - began]
+        return move
 
-        return timed_pack
+    def timed_take(self: SavedTensorHooks, tensor: torch.Tensor, move: Any) -> Any:
+        began = time.perf_counter()
+        packed = take(self, tensor, move)
+        costs[id(packed)] = time.perf_counter() - began + found[0]
+        fresh.append(id(packed))
+        return packed
 
-    def timed_hand_over(self: OffloadEngine, outgoing: Any) -> None:
-        waited, began = self.statistics.write_wait_s, time.perf_counter()
-        hand_over(self, outgoing)
-        spent = time.perf_counter() - began - (self.statistics.write_wait_s - waited)
+    def timed_submit(self: Writer, outgoing: Any) -> None:
+        counted = self._step.statistics
+        waited, began = counted.write_wait_s, time.perf_counter()
+        submit(self, outgoing)
+        spent = time.perf_counter() - began - (counted.write_wait_s - waited)
         for key in fresh:
             costs[key] += spent / len(fresh)
         fresh.clear()
 
     def timed_unpack(self: SavedTensorHooks, packed: Any) -> Any:
-        engine: Any = self._mover
-        waited, began = engine.statistics.stall_s, time.perf_counter()
+        counted = self._step.statistics
+        waited, began = counted.stall_s, time.perf_counter()
         tensor = unpack(self, packed)
-        spent = time.perf_counter() - began - (engine.statistics.stall_s - waited)
+        spent = time.perf_counter() - began - (counted.stall_s - waited)
         if id(packed) in costs:
             finished.append((costs.pop(id(packed)) + spent) * 1e6)
         return tensor
 
-    for name in ("pack", "pack_found", "pack_whole"):
-        setattr(SavedTensorHooks, name, timed(getattr(SavedTensorHooks, name)))
-    OffloadEngine._hand_over = timed_hand_over  # type: ignore[method-assign]
+    SavedTensorHooks.find_move = timed_find  # type: ignore[method-assign]
+    SavedTensorHooks.take = timed_take  # type: ignore[method-assign]
+    Writer.submit = timed_submit  # type: ignore[method-assign]
     SavedTensorHooks.unpack = timed_unpack  # type: ignore[method-assign]
     flags = ["--train-iters", str(args.train_iters), *PLACEMENT_FLAGS["ssd"]]
     train([*flags, "--activation-offload-dir", str(args.dir)], metrics)

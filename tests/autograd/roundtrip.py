@@ -24,9 +24,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatron.offload import ChangedInPlaceError, OffloadConfig, OffloadEngine, Scope
-from megatron.offload.engine import Outgoing
 from megatron.offload.saved.record import State
 from megatron.offload.stats.statistics import StepStatistics
+from megatron.offload.transfer.writer import Outgoing
 from tests.support.models import settle
 
 CONTEXT, CAPTURE = "context", "capture"
@@ -47,12 +47,18 @@ class PromptEngine(OffloadEngine):
 
     is_prompt = True
 
-    def _hand_over(self, outgoing: list[Outgoing]) -> None:
-        super()._hand_over(outgoing)
-        records = [one.record() for one in outgoing]
-        self._dispatcher.drain()
-        while self.is_prompt and any(r and r.state is State.WRITING for r in records):
-            time.sleep(0)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        submit = self.writer.submit
+
+        def submit_and_wait(outgoing: list[Outgoing]) -> None:
+            submit(outgoing)
+            records = [one.record() for one in outgoing]
+            self.dispatcher.drain()
+            while self.is_prompt and any(r and r.state is State.WRITING for r in records):
+                time.sleep(0)
+
+        self.writer.submit = submit_and_wait  # type: ignore[method-assign]
 
     @property
     def used_bytes(self) -> int:

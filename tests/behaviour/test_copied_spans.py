@@ -23,13 +23,13 @@ def test_two_small_parts_of_one_storage_come_back_each_with_its_own_bytes(engine
     expected = [part.clone() for part in parts]
     strides = [part.stride() for part in parts]
     with engine.step():
-        packed = [engine._hooks.pack(part) for part in parts]
+        packed = [engine.hooks.pack(part) for part in parts]
         settle(engine)
         del base, parts
         assert engine.statistics.offloaded_storages == 3, "two of them are the same bytes"
         assert engine.statistics.offloaded_bytes == 400 + 4 * 125 + 2 * 76
         for view, wanted, stride in zip(packed, expected, strides, strict=True):
-            restored = engine._hooks.unpack(view)
+            restored = engine.hooks.unpack(view)
             assert torch.equal(restored, wanted) and restored.dtype == wanted.dtype
             assert restored.stride() == stride
 
@@ -38,10 +38,10 @@ def test_a_part_of_a_freed_storage_and_of_a_new_one_in_its_place_are_two(engine)
     with engine.step():
         packed = []
         for value in range(50):
-            packed.append(engine._hooks.pack(torch.full((4096,), float(value))[8:108]))
+            packed.append(engine.hooks.pack(torch.full((4096,), float(value))[8:108]))
             settle(engine)
         for value, view in enumerate(packed):
-            assert torch.equal(engine._hooks.unpack(view), torch.full((100,), float(value)))
+            assert torch.equal(engine.hooks.unpack(view), torch.full((100,), float(value)))
 
 
 @pytest.mark.parametrize("is_small", [True, False])
@@ -49,24 +49,24 @@ def test_a_part_changed_between_two_saves_is_saved_twice(engine, is_small):
     base = torch.zeros(4096)
     part = base[8:108] if is_small else base
     with engine.step():
-        before = engine._hooks.pack(part)
+        before = engine.hooks.pack(part)
         settle(engine)
         part.add_(1)
-        after = engine._hooks.pack(part)
+        after = engine.hooks.pack(part)
         settle(engine)
         assert engine.statistics.offloaded_storages == 2
-        assert torch.equal(engine._hooks.unpack(after), torch.ones_like(part))
+        assert torch.equal(engine.hooks.unpack(after), torch.ones_like(part))
         del before
 
 
-def test_a_gathered_part_does_not_keep_its_storage_alive(engine):
+def test_a_copied_span_does_not_keep_its_storage_alive(engine):
     base = torch.zeros(4096)
     weak = base.untyped_storage()._weak_ref()
     with engine.step():
-        packed = engine._hooks.pack(base[8:108])
+        packed = engine.hooks.pack(base[8:108])
         del base
         assert torch.UntypedStorage._expired(weak)
-        assert torch.equal(engine._hooks.unpack(packed), torch.zeros(100))
+        assert torch.equal(engine.hooks.unpack(packed), torch.zeros(100))
     torch.UntypedStorage._free_weak_ref(weak)
 
 
@@ -100,7 +100,7 @@ def test_parts_that_cover_a_storage_move_as_one(engine):
     assert torch.equal(x.grad, -x.detach().neg().cos())
 
 
-def test_what_an_operation_fills_after_it_saved_it_is_gathered_then(engine):
+def test_what_an_operation_fills_after_it_saved_it_is_copied_then(engine):
     def gradient(*, offloads: bool) -> torch.Tensor:
         torch.manual_seed(1)
         x, noise = torch.randn(1000, requires_grad=True), torch.zeros(10000)[:1000]
@@ -150,7 +150,7 @@ def test_what_backward_writes_into_a_part_is_seen_by_all_of_the_storage(
 
 def test_no_more_than_the_part_is_written(engine):
     with engine.step():
-        packed = engine._hooks.pack(torch.arange(4096.0)[100:200])
+        packed = engine.hooks.pack(torch.arange(4096.0)[100:200])
         settle(engine)
     assert engine.statistics.written_bytes == 400
-    assert torch.equal(engine._hooks.unpack(packed), torch.arange(100.0, 200.0))
+    assert torch.equal(engine.hooks.unpack(packed), torch.arange(100.0, 200.0))

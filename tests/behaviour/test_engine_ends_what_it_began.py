@@ -21,7 +21,7 @@ from tests.support.models import Double, settle, ssd
 
 def save_on(engine, count):
     with engine.forward(Scope()) as save_order:
-        packed = [engine._hooks.pack(torch.full((1024,), float(value))) for value in range(count)]
+        packed = [engine.hooks.pack(torch.full((1024,), float(value))) for value in range(count)]
         settle(engine)
     return save_order, packed
 
@@ -29,40 +29,40 @@ def save_on(engine, count):
 def test_what_is_still_queued_when_the_engine_is_closed_stays_in_memory(offload_config, write_gate):
     engine = OffloadEngine(offload_config(io="buffered", threads=1))
     with engine.step():
-        packed = [engine._hooks.pack(torch.full((1024,), float(value))) for value in range(3)]
+        packed = [engine.hooks.pack(torch.full((1024,), float(value))) for value in range(3)]
         write_gate.wait_for_arrival()  # the first is being written, two wait behind it
         closing = threading.Thread(target=engine.close, daemon=True)
         closing.start()
-        while engine._inflight.taken_bytes > 4096:
+        while engine.writer.bytes_in_flight > 4096:
             assert closing.is_alive()
         write_gate.open.set()
         closing.join(timeout=10)
         assert not closing.is_alive()
         for value in (1, 2):
             view = packed[value]
-            assert torch.equal(engine._hooks.unpack(view), torch.full((1024,), float(value)))
+            assert torch.equal(engine.hooks.unpack(view), torch.full((1024,), float(value)))
 
 
 def test_a_view_taken_back_in_mid_write_can_be_asked_for_again_after_the_write(engine, write_gate):
     with engine.step():
-        packed = engine._hooks.pack(torch.full((1024,), 3.0))
+        packed = engine.hooks.pack(torch.full((1024,), 3.0))
         write_gate.wait_for_arrival()
-        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+        assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
         write_gate.open.set()
         settle(engine)
-        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+        assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
     assert engine.statistics.read_bytes == 0 and ssd(engine).used_bytes == 0
 
 
 def test_a_read_that_failed_once_is_tried_again(engine, monkeypatch):
     with engine.step():
-        packed = engine._hooks.pack(torch.full((1024,), 3.0))
+        packed = engine.hooks.pack(torch.full((1024,), 3.0))
         settle(engine)
         with monkeypatch.context() as patch:
             patch.setattr(file_module.os, "preadv", lambda *_: 0)
             with pytest.raises(StorageError):
-                engine._hooks.unpack(packed)
-        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+                engine.hooks.unpack(packed)
+        assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
 
 
 def test_any_error_of_a_read_names_the_place(engine, monkeypatch):
@@ -70,11 +70,11 @@ def test_any_error_of_a_read_names_the_place(engine, monkeypatch):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with engine.step():
-        packed = engine._hooks.pack(torch.full((1024,), 3.0))
+        packed = engine.hooks.pack(torch.full((1024,), 3.0))
         settle(engine)
         monkeypatch.setattr(file_module.UnlinkedFile, "read", fail)
         with pytest.raises(StorageError, match=r"chunk 0 micro-batch 0.*illegal memory access"):
-            engine._hooks.unpack(packed)
+            engine.hooks.unpack(packed)
 
 
 @pytest.mark.parametrize("end", ["backward", "error", "step"])
@@ -88,17 +88,17 @@ def test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead(engine, end)
             with pytest.raises(ArithmeticError), engine.backward(save_order):
                 raise ArithmeticError
         else:
-            engine._prefetcher.start(
+            engine.reader.prefetcher.start(
                 save_order
             )  # as a schedule does that an error ends in mid-pass
-        engine._dispatcher.drain()  # the first may have been read ahead before the end
+        engine.dispatcher.drain()  # the first may have been read ahead before the end
         if end != "step":
-            engine._hooks.unpack(packed.pop())
-            engine._dispatcher.drain()
+            engine.hooks.unpack(packed.pop())
+            engine.dispatcher.drain()
             assert all(view.saved.state is State.ON_TIER for view in packed)
     with engine.step():
-        engine._hooks.unpack(packed.pop())
-        engine._dispatcher.drain()
+        engine.hooks.unpack(packed.pop())
+        engine.dispatcher.drain()
         assert all(view.saved.state is State.ON_TIER for view in packed)
         del packed
 
@@ -106,7 +106,7 @@ def test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead(engine, end)
 def test_the_read_ahead_leaves_writes_alone(engine, write_gate):
     with engine.step():
         with engine.forward(Scope()) as save_order:
-            packed = engine._hooks.pack(torch.zeros(1024))
+            packed = engine.hooks.pack(torch.zeros(1024))
         write_gate.wait_for_arrival()
         with engine.backward(save_order):
             assert packed.saved.state is State.WRITING
@@ -160,11 +160,11 @@ def test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead(make_eng
         ssd(engine).begin_read = noted
         queue.submit_read(gate.wait, float("-inf"))
         with engine.backward(save_order):
-            engine._dispatcher.drain()
-            engine._prefetcher._has_used_one = True
-            engine._dispatcher.submit(engine._prefetcher.advance)
-            engine._dispatcher.drain()  # two are ahead
-            waiting = threading.Thread(target=engine._hooks.unpack, args=(packed[0],), daemon=True)
+            engine.dispatcher.drain()
+            engine.reader.prefetcher._has_used_one = True
+            engine.dispatcher.submit(engine.reader.prefetcher.advance)
+            engine.dispatcher.drain()  # two are ahead
+            waiting = threading.Thread(target=engine.hooks.unpack, args=(packed[0],), daemon=True)
             waiting.start()
             deadline = time.monotonic() + 10
             try:
@@ -175,7 +175,7 @@ def test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead(make_eng
                 gate.set()
             waiting.join(timeout=10)
             for view in (packed[5], packed[4]):
-                engine._hooks.unpack(view)
+                engine.hooks.unpack(view)
         assert order[:3] == [0, 5, 4]
         del view, packed
 
@@ -195,12 +195,12 @@ def test_what_outlived_a_step_and_then_died_is_forgotten(engine):
                 y.sum().backward()
             del y
         assert engine.statistics.long_lived_bytes == 4000
-        assert len(engine._cache._excluded) == 2
-        assert len(engine._cache._entries) == 0
+        assert len(engine.cache._excluded) == 2
+        assert len(engine.cache._entries) == 0
         del excluded, table
     with engine.step():
         pass
-    assert len(engine._cache._excluded) == 0
+    assert len(engine.cache._excluded) == 0
 
 
 def test_what_is_excluded_stays_so_over_steps(engine):
@@ -208,16 +208,16 @@ def test_what_is_excluded_stays_so_over_steps(engine):
     engine.exclude([excluded])
     for _ in range(3):
         with engine.step():
-            assert not isinstance(engine._hooks.pack(excluded), SavedView)
+            assert not isinstance(engine.hooks.pack(excluded), SavedView)
 
 
 def test_a_storage_whose_graph_outlives_the_step_is_not_moved_again(engine):
     tensor = torch.randn(1000)
     with engine.step():
-        packed = engine._hooks.pack(tensor)
+        packed = engine.hooks.pack(tensor)
         settle(engine)
     with engine.step():
-        again = engine._hooks.pack(tensor)
+        again = engine.hooks.pack(tensor)
         assert again.saved is packed.saved
     assert engine.statistics.offloaded_storages == 0
     assert engine.statistics.deduplicated_bytes == 4000

@@ -51,7 +51,7 @@ def test_several_directories_share_the_bytes(make_engine, write_gate, tmp_path):
     engine = make_engine(directories=directories)
 
     def let_writes_run(*_):
-        engine._dispatcher.drain()  # all are queued, each where the least was
+        engine.dispatcher.drain()  # all are queued, each where the least was
         write_gate.open.set()
 
     model.register_forward_hook(let_writes_run)
@@ -68,11 +68,10 @@ def test_a_large_storage_is_striped_over_the_directories(make_engine, tmp_path):
     engine = make_engine(directories=directories, verify="checksum")
     tensor = torch.randn(5 * MIB + 3)
     with engine.step():
-        packed = engine._hooks.pack(tensor)
-        engine._inflight.acquire(engine.inflight_bytes)  # returns when the write is done
-        engine._inflight.release(engine.inflight_bytes)
+        packed = engine.hooks.pack(tensor)
+        engine.wait_for_writes()
         assert [e.num_bytes > 8 * MIB for e in packed.saved.block.extents] == [True, True]
-        assert torch.equal(engine._hooks.unpack(packed), tensor)
+        assert torch.equal(engine.hooks.unpack(packed), tensor)
 
 
 def test_a_host_budget_of_zero_keeps_everything_where_it_is(make_engine):

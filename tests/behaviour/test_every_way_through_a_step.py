@@ -77,7 +77,7 @@ def test_backward_twice_through_one_graph(engine, check):
             with engine.backward(save_order):
                 (gradient,) = torch.autograd.grad(loss, x, retain_graph=not last)
             assert torch.equal(gradient, expected)
-            engine._dispatcher.drain()  # else the next pass may find what this one has used
+            engine.dispatcher.drain()  # else the next pass may find what this one has used
     assert engine.statistics.read_bytes >= 3 * engine.statistics.written_bytes
     model.train()
     del loss

@@ -54,7 +54,7 @@ def test_short_reads_and_writes_are_continued(engine, monkeypatch):
 @pytest.mark.parametrize("end_of_file", [True, False])
 def test_a_failed_read_names_rank_scope_place_and_errno(engine, monkeypatch, end_of_file):
     with engine.step():
-        packed = engine._hooks.pack(torch.randn(1024))
+        packed = engine.hooks.pack(torch.randn(1024))
         settle(engine)
 
         def fail(*_):
@@ -64,7 +64,7 @@ def test_a_failed_read_names_rank_scope_place_and_errno(engine, monkeypatch, end
 
         monkeypatch.setattr(file_module.os, "preadv", fail)
         with pytest.raises(StorageError) as raised:
-            engine._hooks.unpack(packed)
+            engine.hooks.unpack(packed)
     message = str(raised.value)
     for part in ("rank 0", "chunk 0 micro-batch 0", "offset 0", "length 4096", "Errno 5"):
         assert part in message

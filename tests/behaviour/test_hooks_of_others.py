@@ -42,7 +42,7 @@ def test_an_error_in_our_own_hook_is_not_taken_for_that(engine, monkeypatch):
     def fail(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(engine._cache, "add", fail)
+    monkeypatch.setattr(engine.cache, "add", fail)
     x = torch.randn(1000, requires_grad=True)
     with engine.step(), engine.forward(Scope()):
         y = x.exp()

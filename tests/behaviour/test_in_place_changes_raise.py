@@ -57,16 +57,16 @@ def test_change_of_another_tensor_at_the_same_version_is_no_error(engine):
 def test_what_a_node_changes_in_backward_is_an_error_for_the_next(engine, write_gate, on_tier):
     with engine.step():
         y = torch.randn(1000)
-        views = [engine._hooks.pack(tensor) for tensor in (y, y.view(10, 100))]
+        views = [engine.hooks.pack(tensor) for tensor in (y, y.view(10, 100))]
         del y
         if on_tier:
             write_gate.open.set()
             settle(engine)
-        first = engine._hooks.unpack(views[0])
+        first = engine.hooks.unpack(views[0])
         assert first._version == 0
         first.zero_()
         with pytest.raises(ChangedInPlaceError):
-            engine._hooks.unpack(views[1])
+            engine.hooks.unpack(views[1])
 
 
 @pytest.mark.parametrize("kind", ["small", "excluded", "conjugated", "inside of a large one"])
@@ -97,7 +97,8 @@ def test_change_of_a_part_that_is_too_small_to_move_raises_after_a_capture(make_
         engine.capture(Scope(), [loss], [x])
         with torch.no_grad():
             large.mul_(2)
-        with pytest.raises(ChangedInPlaceError, match=r"shape \(128, 640\)"):
+        # It has no hooks, so autograd itself sees the change.
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*\[128, 640\]"):
             loss.backward()
 
 

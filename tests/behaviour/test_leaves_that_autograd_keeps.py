@@ -75,7 +75,7 @@ def test_a_leaf_stays_because_moving_it_frees_nothing(engine: OffloadEngine) -> 
         def stayed(self, scope: Scope, storage: torch.UntypedStorage) -> None:
             stayed.append(storage.nbytes())
 
-    engine.observer = Observer()
+    engine.observe(Observer())
     x, seen = torch.randn(1000, requires_grad=True), []  # type: ignore[var-annotated]
     assert torch.equal(train(engine, x, seen), expected(x))
     assert seen == [True, False] and stayed == [4000]
@@ -136,4 +136,4 @@ def test_what_a_tier_has_is_on_it_and_nowhere_else(engine: OffloadEngine) -> Non
         settle(engine)
         record = save_order.last()
         assert record is not None and record.state is State.ON_TIER
-        assert record.take_back() is None
+        assert record.cancel_write() is None

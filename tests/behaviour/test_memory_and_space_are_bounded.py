@@ -20,14 +20,12 @@ from tests.support.models import Model, assert_same, run_step, settle, ssd
 def test_forward_waits_while_too_many_bytes_are_in_flight(make_engine, write_gate):
     engine = make_engine(io="buffered", inflight_bytes=8192)
     with engine.step():
-        packed = [engine._hooks.pack(torch.randn(1024)) for _ in range(2)]
+        packed = [engine.hooks.pack(torch.randn(1024)) for _ in range(2)]
         third: list[object] = []
-        thread = threading.Thread(
-            target=lambda: third.append(engine._hooks.pack(torch.randn(1024)))
-        )
+        thread = threading.Thread(target=lambda: third.append(engine.hooks.pack(torch.randn(1024))))
         thread.start()
         thread.join(timeout=0.2)
-        assert thread.is_alive() and engine._inflight.taken_bytes == 8192
+        assert thread.is_alive() and engine.writer.bytes_in_flight == 8192
         write_gate.open.set()
         thread.join(timeout=10)
         assert len(third) == 1
@@ -52,21 +50,21 @@ def test_an_interrupted_wait_leaves_nothing_in_flight(make_engine, monkeypatch):
     engine = make_engine(io="buffered", inflight_bytes=10_000)
     x = torch.randn(1000, requires_grad=True)
 
-    gather, gathered = SavedStorage.gather, []
+    copy_span, copied = SavedStorage.copy_span, []
 
-    def gather_and_be_interrupted(record):
-        gathered.append(1)
-        if len(gathered) == 2:  # the first has its place among the bytes in flight
+    def copy_and_be_interrupted(record):
+        copied.append(1)
+        if len(copied) == 2:  # the first has its place among the bytes in flight
             raise KeyboardInterrupt
-        gather(record)
+        copy_span(record)
 
-    monkeypatch.setattr(SavedStorage, "gather", gather_and_be_interrupted)
+    monkeypatch.setattr(SavedStorage, "copy_span", copy_and_be_interrupted)
     with engine.step():
         y = x.exp().exp().exp()
         with pytest.raises(KeyboardInterrupt):
             engine.capture(Scope(), [y], [x])
         settle(engine)
-        assert engine._inflight.taken_bytes == 0
+        assert engine.writer.bytes_in_flight == 0
     assert engine.statistics.written_bytes == 4000
 
 
@@ -91,17 +89,17 @@ def test_by_default_a_layer_is_in_flight_as_a_whole_and_the_next_one_waits_for_i
     with engine.step():
         layers = [a_layer() for _ in range(2)]
         engine.capture(Scope(), [layers[0][1]], [layers[0][0]])  # waits for nothing
-        assert engine._inflight.taken_bytes == engine.inflight_bytes == 5 * 4000
+        assert engine.writer.bytes_in_flight == engine.inflight_bytes == 5 * 4000
         thread = in_thread(lambda: engine.capture(Scope(), [layers[1][1]], [layers[1][0]]))
         thread.join(timeout=0.2)
-        assert thread.is_alive() and engine._inflight.taken_bytes == 5 * 4000
+        assert thread.is_alive() and engine.writer.bytes_in_flight == 5 * 4000
         write_gate.open.set()
         thread.join(timeout=10)
         settle(engine)
         with engine.forward(Scope()) as save_order:
             pass
         engine.prefetch(save_order)  # asks for less
-    assert engine.inflight_bytes == engine._prefetcher.limit_bytes == 5 * 4000
+    assert engine.inflight_bytes == 5 * 4000
     assert engine.statistics.written_bytes == 2 * 5 * 4000
 
 
@@ -111,15 +109,15 @@ def test_a_bound_that_was_asked_for_holds_however_large_a_layer_is(make_engine, 
         x, y = a_layer()
         thread = in_thread(lambda: engine.capture(Scope(), [y], [x]))
         thread.join(timeout=0.2)
-        assert thread.is_alive() and engine._inflight.taken_bytes == 8000
+        assert thread.is_alive() and engine.writer.bytes_in_flight == 8000
         write_gate.open.set()
         thread.join(timeout=10)
         settle(engine)
         with engine.forward(Scope()) as save_order:
-            packed = engine._hooks.pack(torch.randn(10_000))
+            packed = engine.hooks.pack(torch.randn(10_000))
         with engine.backward(save_order):
-            engine._hooks.unpack(packed)
-    assert engine.inflight_bytes == engine._prefetcher.limit_bytes == 10_000
+            engine.hooks.unpack(packed)
+    assert engine.inflight_bytes == 10_000
 
 
 @pytest.mark.parametrize("end", ["done", "failed", "refused", "not started", "used", "dropped"])
@@ -134,22 +132,22 @@ def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
     elif end == "not started":
         monkeypatch.setattr(ssd(engine), "begin_write", lambda _: 1 / 0)
     hold = threading.Event()
-    engine._dispatcher.submit(lambda: hold.wait(10))
+    engine.dispatcher.submit(lambda: hold.wait(10))
     with engine.step():
-        packed = [engine._hooks.pack(torch.full((1024,), 1.0)) for _ in range(2)]
-        assert engine._inflight.taken_bytes == 8192
+        packed = [engine.hooks.pack(torch.full((1024,), 1.0)) for _ in range(2)]
+        assert engine.writer.bytes_in_flight == 8192
         if end == "used":
-            engine._hooks.unpack(packed[1])
+            engine.hooks.unpack(packed[1])
         elif end == "dropped":
             packed.pop()
         hold.set()
-        engine._dispatcher.drain()  # both have begun before one has failed
+        engine.dispatcher.drain()  # both have begun before one has failed
         write_gate.open.set()
         settle(engine)
         in_the_end = State.ON_TIER if end in ("done", "used", "dropped") else State.IN_MEMORY
         assert packed[0].saved.state is in_the_end
         for view in packed:
-            assert torch.equal(engine._hooks.unpack(view), torch.full((1024,), 1.0))
+            assert torch.equal(engine.hooks.unpack(view), torch.full((1024,), 1.0))
         del packed, view
     num_kept = 2 if end in ("refused", "not started") else 0
     assert engine.statistics.rejected_bytes == num_kept * 4096
@@ -165,7 +163,7 @@ def test_what_no_tier_took_is_counted_step_by_step(engine, monkeypatch):
     monkeypatch.setattr(ssd(engine), "begin_write", lambda _: None)
     for _ in range(2):
         with engine.step():
-            packed = engine._hooks.pack(torch.randn(1024))
+            packed = engine.hooks.pack(torch.randn(1024))
             settle(engine)
             del packed
         assert engine.statistics.rejected_bytes == 4096
@@ -195,7 +193,7 @@ def test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back(engine, monk
 def test_a_write_that_could_not_start_keeps_nothing_alive(engine, monkeypatch):
     monkeypatch.setattr(ssd(engine), "begin_write", lambda _: 1 / 0)
     with engine.step():
-        packed = engine._hooks.pack(torch.randn(1000))
+        packed = engine.hooks.pack(torch.randn(1000))
         reference = weakref.ref(packed.saved)
         gc.disable()
         try:
@@ -210,9 +208,9 @@ def test_a_storage_larger_than_the_inflight_budget_still_goes(make_engine):
     engine = make_engine(io="buffered", inflight_bytes=4096)
     with engine.step():
         tensor = torch.randn(10_000)
-        packed = engine._hooks.pack(tensor)
+        packed = engine.hooks.pack(tensor)
         settle(engine)
-        assert torch.equal(engine._hooks.unpack(packed), tensor)
+        assert torch.equal(engine.hooks.unpack(packed), tensor)
 
 
 def test_over_the_ssd_budget_activations_stay_in_memory(make_engine, caplog):

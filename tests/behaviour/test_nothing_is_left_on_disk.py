@@ -27,7 +27,7 @@ def free_bytes(directory):
 
 
 def test_the_file_has_no_name_and_mode_0600(engine, tmp_path):
-    engine._hooks.pack(torch.randn(1000))
+    engine.hooks.pack(torch.randn(1000))
     settle(engine)
     assert os.listdir(tmp_path) == []
     status = os.fstat(ssd(engine).drives[0].file.fd)
@@ -43,7 +43,7 @@ def test_kill_9_in_mid_step_leaves_nothing(tmp_path):
                                min_bytes=1)
         engine = OffloadEngine(config, reserve_bytes={RESERVED})
         with engine.step():
-            packed = [engine._hooks.pack(torch.randn(1 << 20)) for _ in range(8)]
+            packed = [engine.hooks.pack(torch.randn(1 << 20)) for _ in range(8)]
             os.kill(os.getpid(), signal.SIGKILL)
         """
     )

@@ -151,19 +151,18 @@ def test_large_storages_striped_over_directories_come_back(make_simulated_engine
     engine = make_simulated_engine(directories=directories)
     with device.computing(), engine.step():
         tensor = torch.randn(3 * MIB + 5)
-        packed = engine._hooks.pack(tensor)
-        engine._inflight.acquire(engine.inflight_bytes)  # returns when the write is done
-        engine._inflight.release(engine.inflight_bytes)
+        packed = engine.hooks.pack(tensor)
+        engine.wait_for_writes()
         assert len(packed.saved.block.extents) == 2
         expected = tensor.clone()
         del tensor
-        assert torch.equal(engine._hooks.unpack(packed), expected)
+        assert torch.equal(engine.hooks.unpack(packed), expected)
 
 
 def test_without_waiting_for_writes_the_bytes_come_from_memory(make_simulated_engine, device):
     engine = make_simulated_engine()
     with device.computing(), engine.step():
         tensor = torch.randn(5000)
-        packed = engine._hooks.pack(tensor)
-        assert torch.equal(engine._hooks.unpack(packed), tensor)
+        packed = engine.hooks.pack(tensor)
+        assert torch.equal(engine.hooks.unpack(packed), tensor)
     assert engine.statistics.forwarded_bytes == tensor.nbytes

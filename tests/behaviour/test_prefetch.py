@@ -8,26 +8,28 @@ import torch
 
 from megatron.offload import Scope
 from megatron.offload.saved.record import SavedStorage, State
-from megatron.offload.transfer.prefetcher import Prefetcher, SaveOrder
+from megatron.offload.saved.save_order import SaveOrder
+from megatron.offload.tiers.budget import ByteBudget
+from megatron.offload.transfer.prefetcher import Prefetcher
 from tests.support.models import settle
 
 
 def save_on(engine, sizes):
     with engine.forward(Scope()) as save_order:
-        packed = [engine._hooks.pack(torch.full((size,), float(size))) for size in sizes]
+        packed = [engine.hooks.pack(torch.full((size,), float(size))) for size in sizes]
         settle(engine)
     return save_order, packed
 
 
 def on_their_way(engine, packed):
-    engine._dispatcher.drain()
+    engine.dispatcher.drain()
     return [index for index, view in enumerate(packed) if view.saved.state is not State.ON_TIER]
 
 
 @pytest.fixture(autouse=True)
 def no_stalls(monkeypatch):
     """Waits on a busy machine must not change the window under test."""
-    monkeypatch.setattr("megatron.offload.engine._NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("megatron.offload.transfer.reader._NOTICEABLE_S", float("inf"))
 
 
 def test_the_window_opens_at_the_first_use_and_moves_in_reverse_order(engine):
@@ -37,10 +39,10 @@ def test_the_window_opens_at_the_first_use_and_moves_in_reverse_order(engine):
         with engine.backward(save_order):
             assert on_their_way(engine, packed) == [5]
             for used in (5, 4, 3):
-                engine._hooks.unpack(packed.pop())
+                engine.hooks.unpack(packed.pop())
                 assert on_their_way(engine, packed) == [used - 2, used - 1]
             while packed:
-                engine._hooks.unpack(packed.pop())
+                engine.hooks.unpack(packed.pop())
     assert engine.statistics.read_bytes == 6 * 4096
 
 
@@ -52,8 +54,8 @@ def test_the_window_holds_two_of_the_largest_within_the_inflight_budget(
     with engine.step():
         save_order, packed = save_on(engine, [4096] + [1024] * 12)  # the largest has 16384 bytes
         with engine.backward(save_order):
-            engine._dispatcher.drain()  # it has heard of the pass before the first use
-            engine._hooks.unpack(packed.pop())
+            engine.dispatcher.drain()  # it has heard of the pass before the first use
+            engine.hooks.unpack(packed.pop())
             ahead = [packed[index].saved.num_bytes for index in on_their_way(engine, packed)]
             assert sum(ahead) == ahead_bytes
         del packed
@@ -67,8 +69,8 @@ def test_by_default_one_storage_is_read_while_one_waits_however_large_they_are(
     with engine.step():
         save_order, packed = save_on(engine, [2048] * 4)  # 8192 bytes each
         with engine.backward(save_order):
-            engine._dispatcher.drain()
-            engine._hooks.unpack(packed.pop())
+            engine.dispatcher.drain()
+            engine.hooks.unpack(packed.pop())
             assert on_their_way(engine, packed) == [1, 2]
         assert engine.inflight_bytes == 2 * 8192
         del packed
@@ -78,15 +80,15 @@ def test_a_storage_saved_twice_is_brought_back_for_its_last_save(engine):
     with engine.step():
         with engine.forward(Scope()) as save_order:
             shared = torch.ones(1024)
-            first = [engine._hooks.pack(shared), engine._hooks.pack(torch.zeros(1024))]
-            again = engine._hooks.pack(shared)
+            first = [engine.hooks.pack(shared), engine.hooks.pack(torch.zeros(1024))]
+            again = engine.hooks.pack(shared)
             del shared
             settle(engine)
         with engine.backward(save_order):
             assert again.saved is first[0].saved
             assert on_their_way(engine, first) == [0]
             for view, value in ((again, 1.0), (first[1], 0.0), (first[0], 1.0)):
-                assert torch.equal(engine._hooks.unpack(view), torch.full((1024,), value))
+                assert torch.equal(engine.hooks.unpack(view), torch.full((1024,), value))
         del view, again, first
     assert engine.statistics.read_bytes == 2 * 4096
     assert engine.statistics.deduplicated_bytes == 4096
@@ -95,7 +97,7 @@ def test_a_storage_saved_twice_is_brought_back_for_its_last_save(engine):
 def test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again():
     save_order = SaveOrder()
     save_order.largest_bytes = 1000
-    prefetcher = Prefetcher(lambda record, deadline: None, limit_bytes=10**6)
+    prefetcher = Prefetcher(lambda record, deadline: None, budget=ByteBudget(10**6))
     prefetcher.start(save_order)
     prefetcher.waited(1.0, 500.0)  # for the first storage no window would have helped
     assert prefetcher.window_bytes == 0
@@ -115,7 +117,7 @@ def test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again():
 def test_a_pass_that_was_prepared_is_not_begun_a_second_time():
     save_order = SaveOrder()
     save_order.largest_bytes = 1000
-    prefetcher = Prefetcher(lambda record, deadline: True, limit_bytes=10**6)
+    prefetcher = Prefetcher(lambda record, deadline: True, budget=ByteBudget(10**6))
     prefetcher.start(save_order, opens_at_once=True)
     assert prefetcher.window_bytes == 2000
     prefetcher.waited(1.0, 500.0)

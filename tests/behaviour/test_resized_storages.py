@@ -15,46 +15,46 @@ from tests.support.models import settle, ssd
 def test_freed_before_its_write_began_it_is_not_written(make_engine, write_gate):
     engine = make_engine(io="buffered", threads=1)
     with engine.step():
-        first = engine._hooks.pack(torch.zeros(1024))
+        first = engine.hooks.pack(torch.zeros(1024))
         write_gate.wait_for_arrival()
         tensor = torch.zeros(1 << 20)  # large: its memory is unmapped when it is freed
-        packed = engine._hooks.pack(tensor)
-        engine._dispatcher.drain()  # its write is queued
+        packed = engine.hooks.pack(tensor)
+        engine.dispatcher.drain()  # its write is queued
         tensor.untyped_storage().resize_(0)
         write_gate.open.set()
         settle(engine)
         assert not ssd(engine).degraded, "that is no fault of the drive"
         tensor.untyped_storage().resize_(4 << 20)
         tensor.detach().data.fill_(7.0)
-        assert torch.equal(engine._hooks.unpack(packed), torch.full((1 << 20,), 7.0))
-        assert torch.equal(engine._hooks.unpack(first), torch.zeros(1024))
+        assert torch.equal(engine.hooks.unpack(packed), torch.full((1 << 20,), 7.0))
+        assert torch.equal(engine.hooks.unpack(first), torch.zeros(1024))
 
 
 @pytest.mark.parametrize("mode", ["ssd", "host", "tiered"])
 def test_freed_before_its_write_was_queued_it_is_not_written(make_engine, caplog, mode):
     engine = make_engine(mode=mode, host_budget=64 << 20)
     hold = threading.Event()
-    engine._dispatcher.submit(lambda: hold.wait(10))
+    engine.dispatcher.submit(lambda: hold.wait(10))
     with engine.step():
         tensor = torch.zeros(1 << 20)
-        packed = engine._hooks.pack(tensor)
+        packed = engine.hooks.pack(tensor)
         tensor.untyped_storage().resize_(0)
         hold.set()
         settle(engine)
         assert packed.saved.state is State.IN_MEMORY and not caplog.records
         tensor.untyped_storage().resize_(4 << 20)
         tensor.detach().data.fill_(7.0)
-        assert torch.equal(engine._hooks.unpack(packed), torch.full((1 << 20,), 7.0))
+        assert torch.equal(engine.hooks.unpack(packed), torch.full((1 << 20,), 7.0))
     assert engine.statistics.written_bytes == engine.statistics.host_written_bytes == 0
 
 
 def test_freed_after_it_was_written_it_is_read(engine):
     tensor = torch.full((1024,), 3.0)
     with engine.step():
-        packed = engine._hooks.pack(tensor)
+        packed = engine.hooks.pack(tensor)
         settle(engine)
         tensor.untyped_storage().resize_(0)
-        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+        assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
     assert engine.statistics.read_bytes == 4096
 
 
@@ -72,7 +72,7 @@ def test_freed_while_it_is_written_it_is_as_it_was_filled_again(
     with engine.step():
         others: list[torch.Tensor] = []
         tensor = torch.full((1 << 20,), 7.0)
-        packed = engine._hooks.pack(tensor)
+        packed = engine.hooks.pack(tensor)
         write_gate.wait_for_arrival()
         tensor.untyped_storage().resize_(0)
         if is_filled_at_once:
@@ -81,7 +81,7 @@ def test_freed_while_it_is_written_it_is_as_it_was_filled_again(
         settle(engine)
         if not is_filled_at_once:
             fill_again()
-        assert torch.equal(engine._hooks.unpack(packed), torch.full((1 << 20,), 7.0))
+        assert torch.equal(engine.hooks.unpack(packed), torch.full((1 << 20,), 7.0))
         assert not ssd(engine).degraded, "that is no fault of the drive"
 
 
@@ -90,7 +90,7 @@ def test_freed_while_it_is_written_and_filled_again_elsewhere(make_engine, write
     num_bytes = 64 << 20  # more than the allocator keeps for reuse: what is freed is unmapped
     with engine.step():
         tensor = torch.full((num_bytes // 4,), 7.0)
-        packed = engine._hooks.pack(tensor)
+        packed = engine.hooks.pack(tensor)
         write_gate.wait_for_arrival()
         before = tensor.data_ptr()
         tensor.untyped_storage().resize_(0)
@@ -101,5 +101,5 @@ def test_freed_while_it_is_written_and_filled_again_elsewhere(make_engine, write
         del in_its_place  # now nothing is where the write reads from
         write_gate.open.set()
         settle(engine)
-        assert torch.equal(engine._hooks.unpack(packed), tensor)
+        assert torch.equal(engine.hooks.unpack(packed), tensor)
         assert not ssd(engine).degraded, "that is no fault of the drive"

@@ -34,7 +34,7 @@ class InFlight:
 
     def __init__(self, engine: OffloadEngine) -> None:
         self.peak_bytes = 0
-        self._budget = engine._inflight
+        self._writer = engine.writer
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -48,7 +48,7 @@ class InFlight:
 
     def _sample(self) -> None:
         while not self._ends.wait(0.001):
-            self.peak_bytes = max(self.peak_bytes, self._budget.taken_bytes)
+            self.peak_bytes = max(self.peak_bytes, self._writer.bytes_in_flight)
 
 
 @pytest.mark.parametrize("num_directories", [1, 2])

@@ -62,7 +62,7 @@ def test_an_exception_in_forward_while_writes_are_queued(
     hook.remove()
     write_gate.wait_for_arrival()
     del error
-    assert engine._inflight.taken_bytes > 0, "writes are still queued"
+    assert engine.writer.bytes_in_flight > 0, "writes are still queued"
     write_gate.open.set()
     assert_usable(engine, model, x)
 

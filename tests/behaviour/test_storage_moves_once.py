@@ -10,7 +10,7 @@ from tests.support.models import settle
 
 
 def pack_all(engine, tensors):
-    return [engine._hooks.pack(tensor) for tensor in tensors]
+    return [engine.hooks.pack(tensor) for tensor in tensors]
 
 
 def test_views_of_one_storage_are_written_once_and_come_back_in_shape(engine):
@@ -32,7 +32,7 @@ def test_views_of_one_storage_are_written_once_and_come_back_in_shape(engine):
         offsets = [view.storage_offset() for view in views]
         del base, views
         assert engine.statistics.offloaded_storages == 1
-        restored = [engine._hooks.unpack(view) for view in packed]
+        restored = [engine.hooks.unpack(view) for view in packed]
         assert len({tensor.untyped_storage()._cdata for tensor in restored}) == 1
     for tensor, wanted, stride, offset in zip(restored, expected, strides, offsets, strict=True):
         assert torch.equal(tensor, wanted) and tensor.dtype == wanted.dtype
@@ -52,7 +52,7 @@ def test_a_freed_storage_and_a_new_one_at_its_address_are_two(engine):
             settle(engine)
         assert len(seen) < 50, "the allocator never reused an address: the test shows nothing"
         for value, view in enumerate(packed):
-            assert torch.equal(engine._hooks.unpack(view), torch.full((1000,), float(value)))
+            assert torch.equal(engine.hooks.unpack(view), torch.full((1000,), float(value)))
 
 
 def test_a_storage_changed_between_two_saves_is_saved_twice(engine):
@@ -64,7 +64,7 @@ def test_a_storage_changed_between_two_saves_is_saved_twice(engine):
         (after,) = pack_all(engine, [tensor])
         settle(engine)
         assert engine.statistics.offloaded_storages == 2
-        assert torch.equal(engine._hooks.unpack(after), torch.ones(1000))
+        assert torch.equal(engine.hooks.unpack(after), torch.ones(1000))
         del before
 
 
@@ -85,17 +85,23 @@ def test_the_memory_is_really_given_up(engine):
     assert torch.equal(tensor.grad, 2 * (tensor.detach() * 2).exp())
 
 
+def pack_whole(engine, tensor):
+    """As the end of a layer does where several parts of a storage are needed together."""
+    move = engine.hooks.find_move(tensor, tensor.untyped_storage(), whole=True)
+    return engine.hooks.take(tensor, move)
+
+
 def test_parts_that_count_their_changes_apart_move_each(engine):
     """`unsafe_chunk` makes parts of one storage with a version counter each, all at 0."""
     whole = torch.zeros(2000)
     left, right = whole.unsafe_chunk(2)
     with engine.step():
         left.add_(1)
-        before = engine._hooks.pack_whole(left)
+        before = pack_whole(engine, left)
         settle(engine)
         right.add_(1)
-        after = engine._hooks.pack_whole(right)  # both have been changed once
+        after = pack_whole(engine, right)  # both have been changed once
         settle(engine)
         del whole, left, right  # or their memory would do
-        assert torch.equal(engine._hooks.unpack(after), torch.ones(1000))
-        assert torch.equal(engine._hooks.unpack(before), torch.ones(1000))
+        assert torch.equal(engine.hooks.unpack(after), torch.ones(1000))
+        assert torch.equal(engine.hooks.unpack(before), torch.ones(1000))

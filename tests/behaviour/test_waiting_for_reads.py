@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from megatron.offload import ChangedInPlaceError, Scope, StorageError
-from megatron.offload import engine as engine_module
 from megatron.offload.saved.record import SavedStorage, SavedView, State
+from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.transfer import Transfer
+from megatron.offload.transfer import reader as reader_module
 from tests.support.models import settle, ssd
 from tests.support.waiting import wait_until
 
@@ -24,7 +25,7 @@ from tests.support.waiting import wait_until
 def waits(engine, monkeypatch):
     """What the prefetcher is told of waits: seconds and bandwidth."""
     told = []
-    monkeypatch.setattr(engine._prefetcher, "waited", lambda *wait: told.append(wait))
+    monkeypatch.setattr(engine.reader.prefetcher, "waited", lambda *wait: told.append(wait))
     return told
 
 
@@ -37,21 +38,21 @@ def ranges(engine, monkeypatch):
         names.append(name)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(engine._device, "annotate", annotate)
+    monkeypatch.setattr(engine.reader._device, "annotate", annotate)
     return names
 
 
 def saved(engine, values):
     """Packed storages that only the tier has, and their save order."""
     with engine.forward(Scope()) as save_order:
-        packed = [engine._hooks.pack(torch.full((1024,), float(value))) for value in values]
+        packed = [engine.hooks.pack(torch.full((1024,), float(value))) for value in values]
         settle(engine)
     return save_order, packed
 
 
 @pytest.mark.parametrize("is_noticeable", [True, False])
 def test_a_read_that_is_waited_for_is_a_stall(engine, monkeypatch, waits, ranges, is_noticeable):
-    read, wait = UnlinkedFile.read, SavedStorage.wait_until_arrived
+    read, wait = UnlinkedFile.read, SavedStorage.wait_for_read
     compute_waits = threading.Event()
 
     def gated_read(*arguments):
@@ -63,12 +64,12 @@ def test_a_read_that_is_waited_for_is_a_stall(engine, monkeypatch, waits, ranges
         compute_waits.set()
         wait(record)
 
-    monkeypatch.setattr(engine_module, "_NOTICEABLE_S", 0.001 if is_noticeable else float("inf"))
+    monkeypatch.setattr(reader_module, "_NOTICEABLE_S", 0.001 if is_noticeable else float("inf"))
     monkeypatch.setattr(UnlinkedFile, "read", gated_read)
-    monkeypatch.setattr(SavedStorage, "wait_until_arrived", noted_wait)
+    monkeypatch.setattr(SavedStorage, "wait_for_read", noted_wait)
     with engine.step():
         _, (packed,) = saved(engine, [3.0])
-        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+        assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
     assert engine.statistics.stall_s > 0.01
     assert ranges == ["activation offload: wait for a read"]
     assert len(waits) == is_noticeable
@@ -80,10 +81,10 @@ def test_a_read_that_has_arrived_is_no_stall(engine, waits, ranges):
     with engine.step():
         save_order, (packed,) = saved(engine, [3.0])
         with engine.backward(save_order):
-            engine._dispatcher.drain()
-            packed.saved.wait_until_arrived()
+            engine.dispatcher.drain()
+            packed.saved.wait_for_read()
             assert packed.saved.state in (State.READING, State.RESTORED)
-            assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+            assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
     assert engine.statistics.read_bytes == 4096 and engine.statistics.forwarded_bytes == 0
     assert engine.statistics.stall_s == 0 and not waits and not ranges
 
@@ -92,13 +93,13 @@ def test_a_read_that_has_arrived_is_no_stall_before_its_tensors_are_built(engine
     may_build = threading.Event()
     with engine.step():
         save_order, (packed,) = saved(engine, [3.0])
-        engine._dispatcher.submit(lambda: may_build.wait(10))  # it neither reads ahead nor builds
+        engine.dispatcher.submit(lambda: may_build.wait(10))  # it neither reads ahead nor builds
         with engine.backward(save_order):
-            engine._reader.begin(packed.saved, 0.0)
-            packed.saved.wait_until_arrived()
-            assert not packed.ready and packed.saved.has_arrived
+            engine.reader.begin_read(packed.saved, 0.0)
+            packed.saved.wait_for_read()
+            assert not packed.built and packed.saved.has_arrived
             try:
-                assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+                assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
             finally:
                 may_build.set()
     assert engine.statistics.stall_s == 0 and not waits and not ranges
@@ -107,13 +108,13 @@ def test_a_read_that_has_arrived_is_no_stall_before_its_tensors_are_built(engine
 def test_memory_that_a_read_brought_back_is_not_counted_as_forwarded(engine):
     with engine.step():
         tensor = torch.ones(1024)
-        views = [engine._hooks.pack(tensor) for _ in range(2)]
+        views = [engine.hooks.pack(tensor) for _ in range(2)]
         del tensor
         settle(engine)
         for view in views:  # the second finds it restored
-            assert torch.equal(engine._hooks.unpack(view), torch.ones(1024))
-            engine._dispatcher.drain()
-            views[1].ready.clear()  # as if it were not made ready
+            assert torch.equal(engine.hooks.unpack(view), torch.ones(1024))
+            engine.dispatcher.drain()
+            views[1].built.clear()  # as if it were not made ready
     assert engine.statistics.read_bytes == 4096 and engine.statistics.forwarded_bytes == 0
 
 
@@ -129,17 +130,17 @@ def test_what_compute_and_the_read_ahead_want_at_once_is_read_once(engine, monke
     with engine.step():
         save_order, (packed,) = saved(engine, [3.0])
         with engine.backward(save_order):
-            assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
-            engine._dispatcher.drain()
+            assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
+            engine.dispatcher.drain()
     assert engine.statistics.read_bytes == 4096
 
 
 def test_only_who_starts_a_read_says_so(engine):
     with engine.step():
         _, (packed,) = saved(engine, [3.0])
-        begun = [engine._reader.begin(packed.saved, 0.0) for _ in range(2)]
+        begun = [engine.reader.begin_read(packed.saved, 0.0) for _ in range(2)]
         assert begun == [True, False]
-        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+        assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
 
 
 def test_what_was_read_ahead_is_handed_out_ready_made(engine, monkeypatch):
@@ -153,31 +154,35 @@ def test_what_was_read_ahead_is_handed_out_ready_made(engine, monkeypatch):
     with engine.step():
         save_order, (packed,) = saved(engine, [3.0])
         with engine.backward(save_order):
-            wait_until(lambda: packed.ready, "the read did not arrive")
-            tensor = engine._hooks.unpack(packed)
-            assert torch.equal(tensor, torch.full((1024,), 3.0)) and not packed.ready
-            again = engine._hooks.unpack(packed)  # of a graph that is retained
+            wait_until(lambda: packed.built, "the read did not arrive")
+            tensor = engine.hooks.unpack(packed)
+            assert torch.equal(tensor, torch.full((1024,), 3.0)) and not packed.built
+            again = engine.hooks.unpack(packed)  # of a graph that is retained
             assert torch.equal(again, tensor) and again is not tensor
-    assert threads == [engine._dispatcher._thread, threading.current_thread()]
+    assert threads == [engine.dispatcher._thread, threading.current_thread()]
 
 
 def test_the_use_of_what_is_ready_is_a_use(engine):
     with engine.step():
         save_order, (packed,) = saved(engine, [3.0])
         with engine.backward(save_order):
-            wait_until(lambda: packed.ready, "the read did not arrive")
-            engine._hooks.unpack(packed)
-            engine._dispatcher.drain()
+            wait_until(lambda: packed.built, "the read did not arrive")
+            engine.hooks.unpack(packed)
+            engine.dispatcher.drain()
             assert packed.is_used and packed.saved.state is State.ON_TIER
 
 
 def test_a_use_is_told_once_its_memory_is_held(engine, monkeypatch):
-    bring_back, used, calls = engine.bring_back, engine.used, []
-    monkeypatch.setattr(engine, "bring_back", lambda r: (calls.append("back"), bring_back(r))[1])
-    monkeypatch.setattr(engine, "used", lambda view: (calls.append("used"), used(view))[1])
+    wait, end_use, calls = engine.reader.wait_for_read, engine.reader.end_use, []
+    monkeypatch.setattr(
+        engine.reader, "wait_for_read", lambda record: (calls.append("back"), wait(record))[1]
+    )
+    monkeypatch.setattr(
+        engine.reader, "end_use", lambda view: (calls.append("used"), end_use(view))[1]
+    )
     with engine.step():
         _, (packed,) = saved(engine, [3.0])
-        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+        assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
     assert calls == ["back", "used"]
 
 
@@ -185,32 +190,32 @@ def test_what_is_ready_but_was_modified_is_not_handed_out(engine):
     with engine.step():
         tensor = torch.full((1024,), 3.0)
         with engine.forward(Scope()) as save_order:
-            packed = engine._hooks.pack(tensor.detach())
+            packed = engine.hooks.pack(tensor.detach())
             settle(engine)
         changed = packed._witness.detach()  # shares the version counter, as any view of it
         del tensor
         with engine.backward(save_order):
-            wait_until(lambda: packed.ready, "the read did not arrive")
+            wait_until(lambda: packed.built, "the read did not arrive")
             changed.add_(1)
             with pytest.raises(ChangedInPlaceError):
-                engine._hooks.unpack(packed)
+                engine.hooks.unpack(packed)
 
 
 def test_bytes_that_others_used_and_let_go_meanwhile_are_read_again(engine, monkeypatch):
-    end_reading, ends = SavedStorage.end_reading, []
+    end_read, ends = SavedStorage.end_read, []
 
     def come_late(record):
         if not ends:
-            end_reading(record)
+            end_read(record)
             record.view_used(packed)
             assert record.state is State.ON_TIER
-        ends.append(end_reading(record))
+        ends.append(end_read(record))
         return ends[-1]
 
     with engine.step():
         _, (packed,) = saved(engine, [3.0])
-        monkeypatch.setattr(SavedStorage, "end_reading", come_late)
-        assert torch.equal(engine._hooks.unpack(packed), torch.full((1024,), 3.0))
+        monkeypatch.setattr(SavedStorage, "end_read", come_late)
+        assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
     assert len(ends) == 2 and ends[0] is None
     assert engine.statistics.read_bytes == 2 * 4096
 
@@ -226,14 +231,14 @@ def test_a_read_ahead_that_failed_makes_nothing_ready(engine, monkeypatch):
         save_order, (packed,) = saved(engine, [3.0])
         monkeypatch.setattr(UnlinkedFile, "read", fail)
         with engine.backward(save_order):
-            engine._dispatcher.drain()
+            engine.dispatcher.drain()
             packed.saved._pending.add_done_callback(lambda _: ended.set())  # after the engine's own
             gate.set()
             assert ended.wait(10)
-            engine._dispatcher.drain()
-            assert packed.saved.state is State.READING and not packed.ready
+            engine.dispatcher.drain()
+            assert packed.saved.state is State.READING and not packed.built
             with pytest.raises(StorageError, match="Errno 5"):
-                engine._hooks.unpack(packed)
+                engine.hooks.unpack(packed)
 
 
 def test_a_read_that_was_cancelled_makes_nothing_ready(engine, monkeypatch):
@@ -241,8 +246,8 @@ def test_a_read_that_was_cancelled_makes_nothing_ready(engine, monkeypatch):
     transfer.cancel()
     with engine.step():
         _, (packed,) = saved(engine, [3.0])
-        end = engine._reader._end_of_read(weakref.ref(packed.saved))
-        monkeypatch.setattr(engine._dispatcher, "submit", submitted.append)
+        end = engine.reader._end_of_read(weakref.ref(packed.saved))
+        monkeypatch.setattr(engine.dispatcher, "submit", submitted.append)
         end(transfer)  # an error here would be logged by whoever cancelled it
         monkeypatch.undo()
         del packed
@@ -262,7 +267,7 @@ def test_a_record_that_died_meanwhile_is_not_made_ready(engine, monkeypatch, cap
         save_order, packed = saved(engine, [3.0])
         monkeypatch.setattr(UnlinkedFile, "read", held)
         with engine.backward(save_order):
-            engine._dispatcher.drain()
+            engine.dispatcher.drain()
             assert arrived.wait(10)
             packed[0].saved._pending.add_done_callback(lambda _: ended.set())
             weak = weakref.ref(packed[0].saved)
@@ -284,30 +289,30 @@ def test_the_starters_thread_alone_moves_the_read_ahead(engine, monkeypatch):
         return noted
 
     for name in ("start", "advance", "waited", "stop"):
-        call = getattr(engine._prefetcher, name)
-        monkeypatch.setattr(engine._prefetcher, name, noting(name, call))
+        call = getattr(engine.reader.prefetcher, name)
+        monkeypatch.setattr(engine.reader.prefetcher, name, noting(name, call))
     monkeypatch.setattr(SavedStorage, "has_arrived", False)
-    monkeypatch.setattr(engine_module, "_NOTICEABLE_S", -1.0)
+    monkeypatch.setattr(reader_module, "_NOTICEABLE_S", -1.0)
     with engine.step():
         save_order, packed = saved(engine, [3.0, 4.0])
-        engine._hooks.unpack(packed.pop())  # waits
+        engine.hooks.unpack(packed.pop())  # waits
         with engine.backward(save_order):
-            engine._hooks.unpack(packed.pop())
+            engine.hooks.unpack(packed.pop())
     assert len(threads) == 4
-    assert set.union(*threads.values()) == {engine._dispatcher._thread}
+    assert set.union(*threads.values()) == {engine.dispatcher._thread}
 
 
 def test_a_step_ends_when_no_thread_holds_what_it_wrote(engine, monkeypatch):
-    release, released = engine._inflight.release, []
+    release, released = ByteBudget.release, []
 
-    def linger(num_bytes):
-        release(num_bytes)
+    def linger(budget, num_bytes):
+        release(budget, num_bytes)
         if threading.current_thread() is not threading.main_thread():
             released.append(num_bytes)
             assert gate.wait(10)
 
     gate = threading.Event()
-    monkeypatch.setattr(engine._inflight, "release", linger)
+    monkeypatch.setattr(ByteBudget, "release", linger)
     try:
         with engine.step():
             _, packed = saved(engine, [3.0])
@@ -320,9 +325,9 @@ def test_a_step_ends_when_no_thread_holds_what_it_wrote(engine, monkeypatch):
 
 def test_what_compute_has_used_meanwhile_is_not_read_ahead_any_more(engine):
     with engine.step():
-        packed = engine._hooks.pack(torch.randn(1000))
+        packed = engine.hooks.pack(torch.randn(1000))
         settle(engine)
-        assert engine._hooks.unpack(packed).numel() == 1000
-        assert not engine._reader.begin(packed.saved, 1.0)  # the dispatcher was about to
-        assert engine._hooks.unpack(packed).numel() == 1000  # compute may always
+        assert engine.hooks.unpack(packed).numel() == 1000
+        assert not engine.reader.begin_read(packed.saved, 1.0)  # the dispatcher was about to
+        assert engine.hooks.unpack(packed).numel() == 1000  # compute may always
     assert engine.statistics.read_bytes == 2 * 4000

@@ -20,13 +20,13 @@ QUEUED, ON_TIER = State.QUEUED, State.ON_TIER
 @pytest.fixture
 def records(engine, monkeypatch):
     """All records of the engine, in the order in which they were made."""
-    add, made = engine._cache.add, []
+    add, made = engine.cache.add, []
 
     def noted(*arguments):
         made.append(add(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(engine._cache, "add", noted)
+    monkeypatch.setattr(engine.cache, "add", noted)
     yield made
     made.clear()
 
@@ -44,9 +44,9 @@ def leaf():
 
 
 def test_a_layer_is_handed_over_at_its_end_and_in_one_go(engine, monkeypatch, records):
-    submit, submitted = engine._dispatcher.submit, []
+    submit, submitted = engine.dispatcher.submit, []
     monkeypatch.setattr(
-        engine._dispatcher, "submit", lambda *work: (submitted.append(work), submit(*work))
+        engine.dispatcher, "submit", lambda *work: (submitted.append(work), submit(*work))
     )
     x = leaf()
     with engine.step():
@@ -54,20 +54,20 @@ def test_a_layer_is_handed_over_at_its_end_and_in_one_go(engine, monkeypatch, re
         engine.capture(Scope(), [y], [x])
         assert len(submitted) == 1
         assert states(engine, records) == [ON_TIER] * 3
-        packed = engine._hooks.pack(torch.randn(1000))  # after a layer, and outside of one
+        packed = engine.hooks.pack(torch.randn(1000))  # after a layer, and outside of one
         assert states(engine, records) == [ON_TIER] * 4
         del packed
 
 
 def test_what_a_layer_saved_before_an_error_is_written(engine, monkeypatch, records):
-    register = engine._register
+    take = engine.hooks.take
 
     def fail_later(*arguments):
         if records:
             raise ArithmeticError
-        register(*arguments)
+        return take(*arguments)
 
-    monkeypatch.setattr(engine, "_register", fail_later)
+    monkeypatch.setattr(engine.hooks, "take", fail_later)
     x = leaf()
     with engine.step():
         y = x.exp().exp()
@@ -94,7 +94,7 @@ def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(engine
 
 def test_threads_hand_over_what_they_saved_themselves(engine, monkeypatch, records):
     entered, go_on = threading.Event(), threading.Event()
-    add, x = engine._cache.add, leaf()
+    add, x = engine.cache.add, leaf()
 
     def noted(*arguments):
         record = add(*arguments)
@@ -111,7 +111,7 @@ def test_threads_hand_over_what_they_saved_themselves(engine, monkeypatch, recor
         kept.append(y)
         engine.capture(Scope(), [y], [])
 
-    monkeypatch.setattr(engine._cache, "add", noted)
+    monkeypatch.setattr(engine.cache, "add", noted)
     kept, layer = [], threading.Thread(target=compute, daemon=True)
     with engine.step():
         layer.start()
@@ -120,7 +120,7 @@ def test_threads_hand_over_what_they_saved_themselves(engine, monkeypatch, recor
             kept.append(x.exp())
             assert not layer.is_alive()
             assert states(engine, records) == [ON_TIER, QUEUED]
-        kept.append(engine._hooks.pack(torch.randn(1000)))
+        kept.append(engine.hooks.pack(torch.randn(1000)))
         assert states(engine, records) == [ON_TIER] * 3
         kept.clear()
 
@@ -141,8 +141,8 @@ def test_a_step_ends_when_all_of_it_has_been_started(engine, monkeypatch):
 
     def step():
         with engine.step():
-            engine._dispatcher.submit(lambda: hold.wait(10))
-            kept.append(engine._hooks.pack(torch.randn(1000)))
+            engine.dispatcher.submit(lambda: hold.wait(10))
+            kept.append(engine.hooks.pack(torch.randn(1000)))
 
     thread = call(step)
     thread.join(timeout=0.2)
@@ -156,9 +156,9 @@ def test_a_step_ends_when_all_of_it_has_been_started(engine, monkeypatch):
 def test_closing_starts_what_was_handed_over_before_the_tiers_close(offload_config, caplog):
     engine = OffloadEngine(offload_config(io="buffered"))
     fd, hold = ssd(engine).drives[0].file.fd, threading.Event()
-    engine._dispatcher.submit(lambda: hold.wait(10))
+    engine.dispatcher.submit(lambda: hold.wait(10))
     with caplog.at_level(logging.WARNING):
-        packed = engine._hooks.pack(torch.ones(1000))
+        packed = engine.hooks.pack(torch.ones(1000))
         closing = call(engine.close)
         closing.join(timeout=0.2)
         assert closing.is_alive() and os.fstat(fd)
@@ -169,15 +169,15 @@ def test_closing_starts_what_was_handed_over_before_the_tiers_close(offload_conf
 
 
 def test_bytes_count_as_in_flight_until_their_record_has_let_them_go(engine, monkeypatch):
-    end_writing, in_flight = SavedStorage.end_writing, []
+    end_write, in_flight = SavedStorage.end_write, []
 
     def noted(record, failed):
-        in_flight.append(engine._inflight.taken_bytes)
-        end_writing(record, failed)
+        in_flight.append(engine.writer.bytes_in_flight)
+        end_write(record, failed)
 
-    monkeypatch.setattr(SavedStorage, "end_writing", noted)
+    monkeypatch.setattr(SavedStorage, "end_write", noted)
     with engine.step():
-        packed = engine._hooks.pack(torch.randn(1000))
+        packed = engine.hooks.pack(torch.randn(1000))
         settle(engine)
         del packed
     assert in_flight == [4000]

@@ -17,7 +17,7 @@ def saved_in_a_step(engine, forward):
             engine.capture(Scope(), outputs, inputs)
             settle(engine)
         with engine.backward(save_order):
-            engine._dispatcher.drain()  # the read-ahead comes first
+            engine.dispatcher.drain()  # the read-ahead comes first
             sum(output.sum() for output in outputs).backward()
     return engine.statistics
 
@@ -68,7 +68,7 @@ def test_parameters_and_small_storages_stay_in_a_context_too(make_engine):
         y.backward()
         step = engine.statistics
         assert step.offloaded_storages == step.deduplicated_bytes == 0
-        assert step.forwarded_bytes == 0 and not engine._cache._entries
+        assert step.forwarded_bytes == 0 and not engine.cache._entries
 
 
 def test_what_is_more_than_its_bytes_stays_and_is_counted_step_by_step(engine):
@@ -106,6 +106,6 @@ def test_tensors_that_cannot_move_exactly_pass_through(engine):
         torch.empty(0),
         torch.empty(10, device="meta"),
     ):
-        packed = engine._hooks.pack(tensor)
+        packed = engine.hooks.pack(tensor)
         assert not isinstance(packed, SavedView)
-        assert engine._hooks.unpack(packed) is tensor
+        assert engine.hooks.unpack(packed) is tensor

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,18 +63,14 @@ class Model(torch.nn.Module):
 
 def ssd(engine: OffloadEngine) -> SsdTier:
     """The engine's SSD tier."""
-    tier = engine._tiers[Placement.SSD]
+    tier = engine.tiers[Placement.SSD]
     assert isinstance(tier, SsdTier)
     return tier
 
 
 def settle(engine: OffloadEngine, timeout_s: float = 10.0) -> None:
     """Waits until no write is queued or running, so that a test sees bytes on the tier."""
-    engine._dispatcher.drain()
-    deadline = time.monotonic() + timeout_s
-    while engine._inflight.taken_bytes:
-        assert time.monotonic() < deadline, "writes did not end"
-        time.sleep(0.001)
+    assert engine.wait_for_writes(timeout_s), "writes did not end"
 
 
 def run_step(

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.offload.tiers.budget import RateLimit
 from megatron.offload.tiers.io_threads import IoThreads
-from megatron.offload.tiers.transfer import Transfer, gather
+from megatron.offload.tiers.transfer import Transfer, when_all
 from tests.support.waiting import SOON_S, wait_until
 
 
@@ -154,7 +154,7 @@ def test_a_cancelled_transfer_gives_its_buffer_up_at_once() -> None:
 
 def test_cancelling_a_gathered_transfer_cancels_all_that_are_queued() -> None:
     parts = [Transfer(lambda: None) for _ in range(3)]
-    whole = gather(parts)
+    whole = when_all(parts)
     assert whole.cancel()
     assert whole.cancelled() and all(part.cancelled() for part in parts)
 

@@ -56,8 +56,8 @@ def written() -> SavedStorage:
     """A record whose bytes only the tier has."""
     record = SavedStorage(new_storage(), Scope(), 0)
     record.queue_write()
-    record.begin_writing("block", FakeTransfer())
-    record.end_writing(failed=False)
+    record.begin_write("block", FakeTransfer())
+    record.end_write(failed=False)
     assert record.state is State.ON_TIER
     return record
 
@@ -71,44 +71,44 @@ def test_a_write_that_ends_well_lets_the_memory_go() -> None:
     record = SavedStorage(storage, Scope(), 0)
     del storage
     record.queue_write()
-    record.begin_writing("block", FakeTransfer())
+    record.begin_write("block", FakeTransfer())
     assert not torch.UntypedStorage._expired(weak)
-    record.end_writing(failed=False)
+    record.end_write(failed=False)
     assert torch.UntypedStorage._expired(weak)
     torch.UntypedStorage._free_weak_ref(weak)
-    assert record.take_back() is None and record.block == "block"
+    assert record.cancel_write() is None and record.block == "block"
 
 
 def test_a_write_that_fails_leaves_the_bytes_and_gives_the_block_back() -> None:
     storage = new_storage()
     record = SavedStorage(storage, Scope(), 0)
     record.queue_write()
-    record.begin_writing("block", FakeTransfer())
-    record.end_writing(failed=True)
+    record.begin_write("block", FakeTransfer())
+    record.end_write(failed=True)
     assert record.state is State.IN_MEMORY and record.block is None
-    assert record.take_back() is storage
+    assert record.cancel_write() is storage
 
 
 def test_bytes_taken_back_in_mid_write_stay_when_the_write_ends() -> None:
     storage, transfer = new_storage(), FakeTransfer()
     record = SavedStorage(storage, Scope(), 0)
     record.queue_write()
-    record.begin_writing("block", transfer)
-    assert record.take_back() is storage and transfer.calls == ["cancel"]
+    record.begin_write("block", transfer)
+    assert record.cancel_write() is storage and transfer.calls == ["cancel"]
     assert record.block is None, "nobody will read what is being written"
-    record.end_writing(failed=False)
-    assert record.state is State.IN_MEMORY and record.take_back() is storage
+    record.end_write(failed=False)
+    assert record.state is State.IN_MEMORY and record.cancel_write() is storage
 
 
 def test_bytes_needed_before_their_write_began_are_not_written() -> None:
     storage, transfer = new_storage(), FakeTransfer()
     record = SavedStorage(storage, Scope(), 0)
     assert record.queue_write() is storage and record.memory_to_write() is storage
-    assert record.take_back() is storage and record.memory_to_write() is None
-    record.begin_writing("block", transfer)  # they were taken back in between
+    assert record.cancel_write() is storage and record.memory_to_write() is None
+    record.begin_write("block", transfer)  # they were taken back in between
     assert transfer.calls == ["cancel"] and record.block is None
-    record.end_writing(failed=False)
-    assert record.state is State.IN_MEMORY and record.take_back() is storage
+    record.end_write(failed=False)
+    assert record.state is State.IN_MEMORY and record.cancel_write() is storage
 
 
 @pytest.mark.parametrize("num_bytes", [0, 2 * NUM_BYTES])
@@ -118,23 +118,23 @@ def test_a_storage_that_was_resized_before_its_write_began_is_not_written(num_by
     record.queue_write()
     storage.resize_(num_bytes)
     assert record.memory_to_write() is None and record.state is State.IN_MEMORY
-    assert record.take_back() is storage
+    assert record.cancel_write() is storage
 
 
 def test_bytes_that_no_tier_takes_stay_in_memory() -> None:
     storage = new_storage()
     record = SavedStorage(storage, Scope(), 0)
     record.queue_write()
-    record.stay()
+    record.keep_in_memory()
     assert record.state is State.IN_MEMORY and record.memory_to_write() is None
-    assert record.take_back() is storage
+    assert record.cancel_write() is storage
 
 
 def test_a_write_that_nobody_took_back_goes_on() -> None:
     transfer = FakeTransfer()
     record = SavedStorage(new_storage(), Scope(), 0)
     record.queue_write()
-    record.begin_writing("block", transfer)
+    record.begin_write("block", transfer)
     assert record.state is State.WRITING and record.block == "block" and not transfer.calls
 
 
@@ -142,7 +142,7 @@ def test_the_begin_of_a_write_and_taking_back_exclude_each_other() -> None:
     record = SavedStorage(new_storage(), Scope(), 0)
     record.queue_write()
     thread = threading.Thread(
-        target=record.begin_writing, args=("block", FakeTransfer()), daemon=True
+        target=record.begin_write, args=("block", FakeTransfer()), daemon=True
     )
     with record._lock:  # as if the other one were at work
         thread.start()
@@ -156,18 +156,18 @@ def test_a_storage_that_was_resized_while_it_was_written_stays_in_memory() -> No
     storage = new_storage()
     record = SavedStorage(storage, Scope(), 0)
     record.queue_write()
-    record.begin_writing("block", FakeTransfer())
+    record.begin_write("block", FakeTransfer())
     storage.resize_(0)
-    record.end_writing(failed=False)
-    assert record.take_back() is storage and record.block is None
+    record.end_write(failed=False)
+    assert record.cancel_write() is storage and record.block is None
 
 
-@pytest.mark.parametrize("call", ["end_writing", "take_back"])
+@pytest.mark.parametrize("call", ["end_write", "cancel_write"])
 def test_the_end_of_a_write_and_taking_back_exclude_each_other(call: str) -> None:
     record = SavedStorage(new_storage(), Scope(), 0)
     record.queue_write()
-    record.begin_writing("block", FakeTransfer())
-    arguments = (False,) if call == "end_writing" else ()
+    record.begin_write("block", FakeTransfer())
+    arguments = (False,) if call == "end_write" else ()
     thread = threading.Thread(target=getattr(record, call), args=arguments, daemon=True)
     with record._lock:  # as if the other one were at work
         thread.start()
@@ -195,14 +195,14 @@ def test_a_new_view_and_the_last_use_exclude_each_other(written: SavedStorage) -
 @pytest.mark.parametrize("end", ["waited for", "made ready", "failed"])
 def test_the_end_of_a_read_and_its_uses_exclude_each_other(written: SavedStorage, end: str) -> None:
     transfer = FakeTransfer(OSError(5, "no") if end == "failed" else None)
-    written.begin_reading(new_storage(), transfer)
+    written.begin_read(new_storage(), transfer)
 
     def work() -> None:
         if end == "made ready":
-            written.make_ready(transfer)
+            written.build_views(transfer)
             return
         with contextlib.suppress(OSError):
-            written.end_reading()
+            written.end_read()
 
     thread = threading.Thread(target=work, daemon=True)
     with written._lock:  # as if the dispatcher were at a use
@@ -214,8 +214,8 @@ def test_the_end_of_a_read_and_its_uses_exclude_each_other(written: SavedStorage
 
 
 def test_the_last_use_and_taking_back_exclude_each_other(written: SavedStorage) -> None:
-    written.begin_reading(new_storage(), FakeTransfer())
-    written.end_reading()
+    written.begin_read(new_storage(), FakeTransfer())
+    written.end_read()
     view = SavedView(written, torch.empty(4))
     thread = threading.Thread(target=written.view_used, args=(view,), daemon=True)
     with written._lock:  # as if the read-ahead were looking
@@ -228,55 +228,55 @@ def test_the_last_use_and_taking_back_exclude_each_other(written: SavedStorage) 
 
 def test_bytes_that_are_being_read_are_given_out_only_after_the_wait(written: SavedStorage) -> None:
     memory, transfer = new_storage(), FakeTransfer()
-    written.begin_reading(memory, transfer)
-    assert written.state is State.READING and written.take_back() is None
+    written.begin_read(memory, transfer)
+    assert written.state is State.READING and written.cancel_write() is None
     assert transfer.calls == []
-    assert written.end_reading() is memory and transfer.calls == ["wait"]
-    assert written.take_back() is memory
+    assert written.end_read() is memory and transfer.calls == ["wait"]
+    assert written.cancel_write() is memory
 
 
 def test_a_read_has_arrived_when_its_transfer_is_done(written: SavedStorage) -> None:
     assert written.has_arrived, "there is none to wait for"
     transfer = FakeTransfer()
     transfer.is_done = False
-    written.begin_reading(new_storage(), transfer)
+    written.begin_read(new_storage(), transfer)
     assert not written.has_arrived
     transfer.is_done = True
     assert written.has_arrived and transfer.calls == []
 
 
 def test_who_waits_for_a_read_learns_of_its_error_at_the_end(written: SavedStorage) -> None:
-    written.wait_until_arrived()  # there is none
+    written.wait_for_read()  # there is none
     transfer = FakeTransfer(OSError(5, "no"))
-    written.begin_reading(new_storage(), transfer)
-    written.wait_until_arrived()
+    written.begin_read(new_storage(), transfer)
+    written.wait_for_read()
     assert transfer.calls == ["wait until done"] and written.state is State.READING
     with pytest.raises(OSError, match="no"):
-        written.end_reading()
+        written.end_read()
 
 
 def test_a_failed_read_leaves_nothing_behind_and_can_be_tried_again(written: SavedStorage) -> None:
     memory = new_storage()
     weak = memory._weak_ref()
-    written.begin_reading(memory, FakeTransfer(OSError(5, "no")))
+    written.begin_read(memory, FakeTransfer(OSError(5, "no")))
     del memory
     with pytest.raises(OSError, match="no"):
-        written.end_reading()
+        written.end_read()
     assert torch.UntypedStorage._expired(weak)
     torch.UntypedStorage._free_weak_ref(weak)
     assert written.state is State.ON_TIER and written.block == "block"
     memory = new_storage()
-    written.begin_reading(memory, FakeTransfer())
-    assert written.end_reading() is memory
+    written.begin_read(memory, FakeTransfer())
+    assert written.end_read() is memory
 
 
 def test_restored_memory_stays_until_the_last_view_was_used(written: SavedStorage) -> None:
     views = [SavedView(written, torch.empty(4)) for _ in range(2)]
     memory = new_storage()
     weak = memory._weak_ref()
-    written.begin_reading(memory, FakeTransfer())
+    written.begin_read(memory, FakeTransfer())
     del memory
-    written.end_reading()
+    written.end_read()
     written.view_used(views[0])
     assert written.state is State.RESTORED and not torch.UntypedStorage._expired(weak)
     written.view_used(views[1])
@@ -286,19 +286,19 @@ def test_restored_memory_stays_until_the_last_view_was_used(written: SavedStorag
 
 def read(record: SavedStorage) -> torch.UntypedStorage:
     memory, transfer = new_storage(), FakeTransfer()
-    record.begin_reading(memory, transfer)
-    record.make_ready(transfer)
+    record.begin_read(memory, transfer)
+    record.build_views(transfer)
     return memory
 
 
 def test_a_view_is_ready_after_a_read_once(written: SavedStorage) -> None:
     view = SavedView(written, torch.empty(4, 8)[1:].t())
-    assert view.take_ready() is None
+    assert view.take_built() is None
     memory = read(written)
-    tensor = view.take_ready()
+    tensor = view.take_built()
     assert tensor is not None and tensor.untyped_storage().data_ptr() == memory.data_ptr()
     assert (tensor.shape, tensor.stride(), tensor.storage_offset()) == ((8, 3), (1, 8), 8)
-    assert view.take_ready() is None and written.state is State.RESTORED
+    assert view.take_built() is None and written.state is State.RESTORED
 
 
 def test_a_view_that_was_used_is_not_made_ready(
@@ -311,7 +311,7 @@ def test_a_view_that_was_used_is_not_made_ready(
     )
     written.view_used(views[0])
     read(written)
-    assert views[0].take_ready() is None and views[1].take_ready() is not None
+    assert views[0].take_built() is None and views[1].take_built() is not None
     assert built == [views[1]]
 
 
@@ -319,18 +319,18 @@ def test_views_that_died_are_not_made_ready(written: SavedStorage) -> None:
     views = [SavedView(written, torch.empty(4)) for _ in range(2)]
     del views[0]
     read(written)
-    assert views[0].take_ready() is not None
+    assert views[0].take_built() is not None
 
 
 def test_what_was_used_and_let_go_is_not_made_ready(written: SavedStorage) -> None:
     view, other = (SavedView(written, torch.empty(4)) for _ in range(2))
     transfer = FakeTransfer()
-    written.begin_reading(new_storage(), transfer)
-    written.end_reading()
+    written.begin_read(new_storage(), transfer)
+    written.end_read()
     for _ in range(2):  # as in a graph that is retained
         written.view_used(view)
-    written.make_ready(transfer)
-    assert written.state is State.ON_TIER and not other.ready
+    written.build_views(transfer)
+    assert written.state is State.ON_TIER and not other.built
 
 
 def test_a_view_that_was_used_meanwhile_keeps_nothing(
@@ -346,7 +346,7 @@ def test_a_view_that_was_used_meanwhile_keeps_nothing(
     memory = read(written)
     weak = memory._weak_ref()
     del memory
-    assert not view.ready and torch.UntypedStorage._expired(weak)
+    assert not view.built and torch.UntypedStorage._expired(weak)
     torch.UntypedStorage._free_weak_ref(weak)
 
 
@@ -367,13 +367,13 @@ def test_bytes_that_were_read_and_used_by_others_are_to_be_read_again(
     view = SavedView(written, torch.empty(4))
     read(written)
     written.view_used(view)
-    assert written.end_reading() is None, "a thread that waited comes late"
+    assert written.end_read() is None, "a thread that waited comes late"
     assert written.state is State.ON_TIER
 
 
 def test_bytes_that_are_in_memory_for_good_need_no_read() -> None:
     storage = new_storage()
-    assert SavedStorage(storage, Scope(), 0).end_reading() is storage
+    assert SavedStorage(storage, Scope(), 0).end_read() is storage
 
 
 def test_a_view_and_its_last_use_exclude_each_other_when_it_is_made_ready(
@@ -395,9 +395,9 @@ def test_a_view_and_its_last_use_exclude_each_other_when_it_is_made_ready(
     with written._lock:  # as if the view were used now
         go_on.set()
         thread.join(timeout=0.1)
-        assert thread.is_alive() and not view.ready
+        assert thread.is_alive() and not view.built
     thread.join(timeout=10)
-    assert len(view.ready) == 1
+    assert len(view.built) == 1
 
 
 # -- Two reads, one after the other -------------------------------------------------------------
@@ -423,20 +423,20 @@ def test_the_end_of_a_read_is_not_taken_for_that_of_the_next(
     first, second = LateTransfer(), FakeTransfer()
 
     def use_it_and_read_it_again() -> None:
-        written.make_ready(first)
+        written.build_views(first)
         written.view_used(view)
         assert written.state is State.ON_TIER
-        written.begin_reading(new_storage(), second)
+        written.begin_read(new_storage(), second)
 
-    written.begin_reading(new_storage(), first)
+    written.begin_read(new_storage(), first)
     if is_waited_for:
         first.others = use_it_and_read_it_again
-        assert written.end_reading() is None, "what was read is not there any more"
+        assert written.end_read() is None, "what was read is not there any more"
     else:
         use_it_and_read_it_again()
-        written.make_ready(first)
+        written.build_views(first)
     assert written.state is State.READING and second.calls == []
-    assert not view.ready and written.take_back() is None
+    assert not view.built and written.cancel_write() is None
 
 
 def test_the_error_of_a_read_does_not_end_the_next(written: SavedStorage) -> None:
@@ -444,15 +444,15 @@ def test_the_error_of_a_read_does_not_end_the_next(written: SavedStorage) -> Non
 
     def fail_and_read_it_again() -> None:
         with pytest.raises(OSError, match="no"):
-            written.end_reading()
-        written.begin_reading(memory, second)
+            written.end_read()
+        written.begin_read(memory, second)
 
     memory, first.others = new_storage(), fail_and_read_it_again
-    written.begin_reading(new_storage(), first)
+    written.begin_read(new_storage(), first)
     with pytest.raises(OSError, match="no"):
-        written.end_reading()
+        written.end_read()
     assert written.state is State.READING
-    assert written.end_reading() is memory and second.calls == ["wait"]
+    assert written.end_read() is memory and second.calls == ["wait"]
 
 
 def test_the_error_of_a_read_keeps_nothing_alive(written: SavedStorage) -> None:
@@ -461,13 +461,13 @@ def test_the_error_of_a_read_keeps_nothing_alive(written: SavedStorage) -> None:
 
     transfer = Transfer(fail)
     transfer.run()
-    written.begin_reading(new_storage(), transfer)
+    written.begin_read(new_storage(), transfer)
     weak = weakref.ref(transfer)
     del transfer
     gc.disable()  # it must not need to find a circle
     try:
         with contextlib.suppress(OSError):
-            written.end_reading()
+            written.end_read()
         assert written.state is State.ON_TIER and weak() is None
     finally:
         gc.enable()
@@ -479,15 +479,15 @@ def test_the_error_of_a_read_keeps_nothing_alive(written: SavedStorage) -> None:
 def with_bytes_on_a_tier(storage: torch.UntypedStorage) -> SavedStorage:
     record = SavedStorage(storage, Scope(), 0)
     record.queue_write()
-    record.begin_writing("block", FakeTransfer())
-    record.end_writing(failed=False)
+    record.begin_write("block", FakeTransfer())
+    record.end_write(failed=False)
     return record
 
 
 def test_bytes_that_somebody_kept_need_no_read() -> None:
     storage = new_storage()
     record = with_bytes_on_a_tier(storage)
-    taken = record.take_back()
+    taken = record.cancel_write()
     assert taken is not None and taken.data_ptr() == storage.data_ptr()
     assert record.state is State.IN_MEMORY and record.block is None
 
@@ -497,7 +497,7 @@ def test_bytes_that_somebody_kept_and_resized_are_read(num_bytes: int) -> None:
     storage = new_storage()
     record = with_bytes_on_a_tier(storage)
     storage.resize_(num_bytes)
-    assert record.take_back() is None and record.state is State.ON_TIER
+    assert record.cancel_write() is None and record.state is State.ON_TIER
 
 
 # -- The end ------------------------------------------------------------------------------------
@@ -509,10 +509,10 @@ def test_a_record_that_dies_abandons_its_transfer_and_takes_no_lock(state: State
     transfer = FakeTransfer()
     record = SavedStorage(new_storage(), Scope(), 0)
     record.queue_write()
-    record.begin_writing("block", transfer)
+    record.begin_write("block", transfer)
     if state is State.READING:
-        record.end_writing(failed=False)
-        record.begin_reading(new_storage(), transfer)
+        record.end_write(failed=False)
+        record.begin_read(new_storage(), transfer)
     lock = record._lock
     with lock:
         del record
@@ -534,7 +534,7 @@ def test_of_a_part_a_copy_is_written_once_it_is_gathered() -> None:
     whole = torch.arange(100, dtype=torch.uint8)
     record = SavedStorage(whole.untyped_storage(), Scope(), 0, Span(10, 20))
     record.queue_write()
-    record.gather()
+    record.copy_span()
     written = record.memory_to_write()
     assert written is not None and written.tolist() == list(range(10, 30))
     assert written.data_ptr() != whole[10:].data_ptr()
@@ -545,7 +545,7 @@ def test_a_part_that_is_needed_before_it_is_gathered_is_one_of_the_storage() -> 
     record = SavedStorage(whole.untyped_storage(), Scope(), 0, Span(10, 20))
     view = SavedView(record, whole[10:30])
     record.queue_write()
-    memory = record.take_back()
-    record.gather()
+    memory = record.cancel_write()
+    record.copy_span()
     assert memory is not None and memory.data_ptr() == whole.data_ptr()
     assert view.rebuild(memory).data_ptr() == whole[10:].data_ptr()

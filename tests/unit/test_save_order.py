@@ -11,7 +11,9 @@ import torch
 
 from megatron.offload import Scope
 from megatron.offload.saved.record import SavedStorage, State
-from megatron.offload.transfer.prefetcher import Prefetcher, SaveOrder
+from megatron.offload.saved.save_order import SaveOrder
+from megatron.offload.tiers.budget import ByteBudget
+from megatron.offload.transfer.prefetcher import Prefetcher
 
 
 def on_tier(num_bytes: int = 64) -> SavedStorage:
@@ -45,7 +47,7 @@ def on_save_order(records: list[SavedStorage]) -> SaveOrder:
 
 def test_a_dropped_record_is_neither_held_nor_read() -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 1 << 20)
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
     records = [on_tier(64 + i) for i in range(3)]
     save_order, first = on_save_order(records), records[0]
     references = [weakref.ref(record) for record in records]
@@ -58,7 +60,7 @@ def test_a_dropped_record_is_neither_held_nor_read() -> None:
 
 def test_a_record_that_is_read_ahead_is_not_held() -> None:
     record = on_tier()
-    prefetcher = Prefetcher(Reads(), 1 << 20)
+    prefetcher = Prefetcher(Reads(), ByteBudget(1 << 20))
     prefetcher.start(on_save_order([record]))
     prefetcher.advance()
     reference = weakref.ref(record)
@@ -69,7 +71,7 @@ def test_a_record_that_is_read_ahead_is_not_held() -> None:
 
 def test_a_storage_dropped_while_it_was_ahead_leaves_the_window() -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 128)
+    prefetcher = Prefetcher(reads, ByteBudget(128))
     records = [on_tier(64 + i) for i in range(4)]
     prefetcher.start(on_save_order(records))
     prefetcher.advance()
@@ -81,7 +83,7 @@ def test_a_storage_dropped_while_it_was_ahead_leaves_the_window() -> None:
 
 def test_what_is_on_its_way_is_not_begun_again() -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 1 << 20)
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
     first, second = on_tier(1), on_tier(2)
     save_order = on_save_order([first, second, first, second])
     prefetcher.start(save_order)
@@ -92,7 +94,7 @@ def test_what_is_on_its_way_is_not_begun_again() -> None:
 
 def test_what_compute_began_itself_is_not_ahead() -> None:
     begun: list[SavedStorage] = []
-    prefetcher = Prefetcher(lambda record, _: bool(begun.append(record)), 1 << 20)
+    prefetcher = Prefetcher(lambda record, _: bool(begun.append(record)), ByteBudget(1 << 20))
     records = [on_tier() for _ in range(3)]
     prefetcher.start(on_save_order(records))
     prefetcher.advance()
@@ -107,7 +109,7 @@ def test_what_is_used_as_soon_as_it_was_begun_leaves_the_window() -> None:
             prefetcher.used(record)  # by compute, before this thread goes on
         return reads(record, number)
 
-    prefetcher = Prefetcher(begin, 1)  # one at a time
+    prefetcher = Prefetcher(begin, ByteBudget(1))  # one at a time
     records = [on_tier(64 + i) for i in range(3)]
     prefetcher.start(on_save_order(records))
     prefetcher.advance()
@@ -118,7 +120,7 @@ def test_what_is_used_as_soon_as_it_was_begun_leaves_the_window() -> None:
 
 def test_a_used_storage_makes_room_for_as_much_as_it_held() -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 1 << 20)
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
     records = [on_tier(100) for _ in range(10)]
     prefetcher.start(on_save_order(records))
     prefetcher.advance()
@@ -130,7 +132,7 @@ def test_a_used_storage_makes_room_for_as_much_as_it_held() -> None:
 
 def test_room_of_several_storages_is_used_for_one() -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 1 << 20)
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
     records = [on_tier(100), *(on_tier(50) for _ in range(5))]
     prefetcher.start(on_save_order(records))
     prefetcher.advance()
@@ -145,7 +147,7 @@ def test_room_of_several_storages_is_used_for_one() -> None:
 
 def test_each_backward_pass_begins_with_one_storage() -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 1 << 20)
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
     for num_passes in (1, 2):
         reads.sizes.clear()
         records = [on_tier() for _ in range(4)]
@@ -171,7 +173,7 @@ def uses(prefetcher: Prefetcher, records: list[SavedStorage]) -> list[bool]:
 
 
 def test_the_read_ahead_hears_of_the_first_use_and_whenever_half_of_the_window_was_used() -> None:
-    prefetcher = Prefetcher(Reads(), 1 << 20)
+    prefetcher = Prefetcher(Reads(), ByteBudget(1 << 20))
     sizes = [100] * 3 + [200] + [50] * 8
     records = [on_tier(size) for size in sizes]
     prefetcher.start(on_save_order(records))
@@ -181,7 +183,7 @@ def test_the_read_ahead_hears_of_the_first_use_and_whenever_half_of_the_window_w
 
 
 def test_a_storage_used_more_than_once_counts_once() -> None:
-    prefetcher = Prefetcher(Reads(), 1 << 20)
+    prefetcher = Prefetcher(Reads(), ByteBudget(1 << 20))
     records = [on_tier(100), *(on_tier(50) for _ in range(6))]
     prefetcher.start(on_save_order(records))
     prefetcher.used(on_tier())
@@ -202,7 +204,7 @@ def test_the_read_ahead_hears_when_all_was_used_however_little_that_is() -> None
 
 def test_the_read_ahead_hears_of_what_was_not_ahead_if_it_is_the_first_or_all_others_died() -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 1 << 20)
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
     records = [on_tier() for _ in range(6)]
     prefetcher.start(on_save_order(records))
     prefetcher.advance()
@@ -216,7 +218,7 @@ def test_the_read_ahead_hears_of_what_was_not_ahead_if_it_is_the_first_or_all_ot
 
 
 def test_the_read_ahead_hears_of_no_use_when_all_is_read() -> None:
-    prefetcher = Prefetcher(Reads(), 1 << 20)
+    prefetcher = Prefetcher(Reads(), ByteBudget(1 << 20))
     records = [on_tier() for _ in range(3)]
     prefetcher.start(on_save_order(records))
     prefetcher.advance()
@@ -226,7 +228,7 @@ def test_the_read_ahead_hears_of_no_use_when_all_is_read() -> None:
 @pytest.mark.parametrize("state", [State.QUEUED, State.WRITING, State.ON_TIER])
 def test_what_is_or_may_soon_be_away_is_brought_back(state: State) -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 1 << 20)
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
     record = on_tier()
     if state is not State.ON_TIER:
         record.state, record._memory = state, torch.UntypedStorage(64)
@@ -239,7 +241,7 @@ def test_what_is_or_may_soon_be_away_is_brought_back(state: State) -> None:
 @pytest.mark.parametrize("state", [State.IN_MEMORY, State.READING, State.RESTORED])
 def test_what_is_there_or_on_its_way_takes_no_room(state: State) -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 1 << 20)
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
     record = on_tier()
     record.state, record._memory = state, torch.UntypedStorage(64)
     save_order = on_save_order([record])
@@ -251,7 +253,7 @@ def test_what_is_there_or_on_its_way_takes_no_room(state: State) -> None:
 
 def test_what_was_used_before_its_turn_is_not_brought_back() -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 1 << 20)
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
     records = [on_tier(1), on_tier(2)]
     records[1].num_unused_views = 0
     prefetcher.start(on_save_order(records))
@@ -261,7 +263,7 @@ def test_what_was_used_before_its_turn_is_not_brought_back() -> None:
 
 def test_what_is_still_to_be_written_stays_in_memory_within_the_window() -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 1 << 20)
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
     records = [SavedStorage(torch.UntypedStorage(64), Scope(), 0) for _ in range(3)]
     for record in records:
         record.queue_write()
@@ -276,7 +278,7 @@ def test_what_is_still_to_be_written_stays_in_memory_within_the_window() -> None
 
 def test_a_read_that_cannot_begin_ends_the_read_ahead_of_its_pass() -> None:
     reads = Reads(MemoryError())
-    prefetcher = Prefetcher(reads, 1 << 20)
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
     records = [on_tier() for _ in range(3)]
     save_order = on_save_order(records)
     prefetcher.start(save_order)
@@ -292,7 +294,7 @@ def test_a_read_that_cannot_begin_ends_the_read_ahead_of_its_pass() -> None:
 
 def test_between_backward_passes_nothing_is_read() -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 1 << 20)
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
     records = [on_tier() for _ in range(3)]
     prefetcher.start(on_save_order(records))
     prefetcher.advance()

@@ -8,7 +8,7 @@ import torch
 
 from megatron.offload.tiers.tier import Block, TierStatistics
 from megatron.offload.tiers.tiered import TieredTier
-from megatron.offload.tiers.transfer import gather
+from megatron.offload.tiers.transfer import when_all
 
 
 class CountingTier:
@@ -34,10 +34,10 @@ class CountingTier:
         if over or self.refuses:
             return None
         self.used_bytes += num_bytes
-        return Block(self, num_bytes), gather([])
+        return Block(self, num_bytes), when_all([])
 
     def begin_read(self, block, deadline=0.0):
-        return torch.UntypedStorage(block.num_bytes), gather([])
+        return torch.UntypedStorage(block.num_bytes), when_all([])
 
     def free(self, block):
         self.used_bytes -= block.num_bytes

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.offload.tiers.budget import RateLimit
 from megatron.offload.tiers.io_threads import IoThreads
-from megatron.offload.tiers.transfer import Transfer, gather
+from megatron.offload.tiers.transfer import Transfer, when_all
 from tests.support.waiting import wait_until
 
 
@@ -213,21 +213,21 @@ def test_close_cancels_what_is_queued_and_waits_for_what_runs():
     assert done == ["running"] and queued.cancelled()
 
 
-def test_gathered_parts_are_done_together():
+def test_joined_transfers_are_done_together():
     parts = [Transfer(lambda: None) for _ in range(3)]
-    whole = gather(parts)
+    whole = when_all(parts)
     for part in parts:
         assert not whole.done()
         part.run()
     whole.wait()
 
 
-def test_gathered_parts_fail_if_one_does_and_only_when_all_have_ended():
+def test_joined_transfers_fail_if_one_does_and_only_when_all_have_ended():
     def fail():
         raise OSError(5, "one of them")
 
     parts = [Transfer(fail), Transfer(lambda: None)]
-    whole = gather(parts)
+    whole = when_all(parts)
     parts[0].run()
     assert not whole.done()
     parts[1].run()
@@ -235,16 +235,16 @@ def test_gathered_parts_fail_if_one_does_and_only_when_all_have_ended():
         whole.wait()
 
 
-def test_gathered_parts_are_cancelled_or_abandoned_together():
+def test_joined_transfers_are_cancelled_or_abandoned_together():
     parts = [Transfer(lambda: None) for _ in range(2)]
-    whole = gather(parts)
+    whole = when_all(parts)
     parts[0].run()
     assert not whole.cancel()  # one part has run already
     assert whole.done()
     with pytest.raises(concurrent.futures.CancelledError):
         whole.wait()
     parts = [Transfer(lambda: None) for _ in range(2)]
-    gather(parts).abandon()
+    when_all(parts).abandon()
     for part in parts:
         part.run()
         assert part.cancelled()

@@ -155,9 +155,9 @@ def _with_offload(
     with opened(OffloadEngine(config, device)) as engine:
         peak_bytes, left_bytes = peak_of(stack, device, engine)
         arena_bytes = sum(
-            tier.capacity_bytes for tier in engine._tiers.values() if isinstance(tier, HostTier)
+            tier.capacity_bytes for tier in engine.tiers.values() if isinstance(tier, HostTier)
         )
-        staging = getattr(engine._tiers.get(Placement.SSD), "_staging", None)
+        staging = getattr(engine.tiers.get(Placement.SSD), "_staging", None)
         return {
             "peak_bytes": peak_bytes,
             "left_bytes": max(left_bytes, 0),

@@ -190,7 +190,7 @@ class Stress:
 
     def _settle(self) -> None:
         deadline_s = time.monotonic() + _SETTLE_S
-        while self._engine._inflight.taken_bytes:
+        while self._engine.writer.bytes_in_flight:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"writes did not end within {_SETTLE_S:.0f} s")
             time.sleep(0.0005)

@@ -29,7 +29,7 @@ from megatron.offload import OffloadConfig, OffloadEngine, Placement, Policy, Sc
 from megatron.offload.config import MIB
 from megatron.offload.device.open import open_device
 from megatron.offload.placement.policy import FixedPolicy
-from megatron.offload.transfer.prefetcher import SaveOrder
+from megatron.offload.saved.save_order import SaveOrder
 
 _MODES = ("host", "ssd")
 _NUM_WARM_UP, _NUM_TRACED = 2, 2

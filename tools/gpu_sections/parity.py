@@ -94,7 +94,7 @@ def run_mode(trainee: Trainee, mode: str, settings: Settings) -> Outcome:
 def settle(engine: Any) -> None:
     """Waits until no write of an engine (None: offload is off) is queued or running."""
     deadline_s = time.monotonic() + _SETTLE_S
-    while engine is not None and engine._inflight.taken_bytes:
+    while engine is not None and engine.writer.bytes_in_flight:
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"writes did not end within {_SETTLE_S:.0f} s")
         time.sleep(0.001)

@@ -7,13 +7,10 @@ the middle of an operation, and this decides when what they took may be written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
-
 import torch
 
-from megatron.offload.capture.hooks import SavedTensorHooks
+from megatron.offload.capture.hooks import Packed, SavedTensorHooks
+from megatron.offload.transfer.writer import Outgoing, Writer
 
 
 class SavingContext(torch.autograd.graph.saved_tensors_hooks):
@@ -23,35 +20,28 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         hooks: take a tensor and bring it back.
-        collecting: while it lasts, what they take goes to the list that it is given.
-        hand_over: has such a list written.
+        writer: gets what an operation saved.
     """
 
-    def __init__(
-        self,
-        hooks: SavedTensorHooks,
-        collecting: Callable[[list[Any]], AbstractContextManager[None]],
-        hand_over: Callable[[list[Any]], None],
-    ) -> None:
+    def __init__(self, hooks: SavedTensorHooks, writer: Writer) -> None:
         super().__init__(self._pack, hooks.unpack)
         self._hooks = hooks
-        self._collecting = collecting
-        self._hand_over_all = hand_over
-        self._saved: list[Any] = []
+        self._writer = writer
+        self._saved: list[Outgoing] = []
         self._node_number = -1  # of the operation that saved last
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._hand_over()
+        self._submit()
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> Packed:
         node_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if node_number != self._node_number:
-            self._hand_over()
+            self._submit()
             self._node_number = node_number
-        with self._collecting(self._saved):
+        with self._writer.collect(self._saved):
             return self._hooks.pack(tensor)
 
-    def _hand_over(self) -> None:
+    def _submit(self) -> None:
         saved, self._saved = self._saved, []
-        self._hand_over_all(saved)
+        self._writer.submit(saved)

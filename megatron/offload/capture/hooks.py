@@ -2,20 +2,25 @@
 """Where an activation enters and where it comes back: `SavedTensorHooks.pack` and `unpack`.
 
 Autograd calls them: `pack` when it has saved a tensor, `unpack` when backward needs it. Both run in
-the thread of the operation. What happens in between is the engine's: it hands in the two verbs.
+the thread of the operation. In between the `Writer` takes the bytes away and the `Reader` brings
+them back.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
+from megatron.offload.placement.policy import Placement, Policy
 from megatron.offload.saved.cache import TensorCache, span_of
 from megatron.offload.saved.record import ResidentTensor, SavedStorage, SavedView, Span
-from megatron.offload.saved.scope import Scope
+from megatron.offload.stats.step_context import StepContext
+from megatron.offload.tiers.tier import Tier
+from megatron.offload.transfer.reader import Reader
+from megatron.offload.transfer.writer import Writer
 
 # A context in which no mode and no subclass intercepts torch's functions: ours are none of their
 # business, and they would see some thirty calls for each saved tensor.
@@ -26,70 +31,94 @@ PLAIN_TORCH = torch._C.DisableTorchFunction
 Packed = SavedView | ResidentTensor | torch.Tensor
 
 
-class Mover(Protocol):
-    """What the hooks ask of the engine."""
+class Move(NamedTuple):
+    """What is to move for a saved tensor, and where to."""
 
-    @property
-    def scope(self) -> Scope:
-        """Where in the step we are."""
-        ...
-
-    def tier_for(self, num_bytes: int) -> Any:
-        """The tier that the policy sends so many bytes of this scope to; None: they stay."""
-        ...
-
-    def saved(self, record: SavedStorage, tier: Any) -> None:
-        """A storage was saved, for the first time or, without a tier, by one more operation."""
-        ...
-
-    def bring_back(self, record: SavedStorage) -> torch.UntypedStorage:
-        """The record's bytes in memory, waiting for them if need be."""
-        ...
-
-    def used(self, view: SavedView) -> None:
-        """A view is about to be handed to backward."""
-        ...
+    storage: torch.UntypedStorage
+    span: Span | None  # of it; None: all
+    record: SavedStorage | None  # that has these bytes already; None: they are saved first now
+    tier: Tier
 
 
 class SavedTensorHooks:
-    """The pair of functions for `register_hooks` and `saved_tensors_hooks`."""
+    """The pair of functions for `register_hooks` and `saved_tensors_hooks`.
 
-    def __init__(self, cache: TensorCache, mover: Mover) -> None:
+    Args:
+        cache: knows which saved tensors are the same bytes, and which never move.
+        policy: chooses placements.
+        tiers: behind the placements that have one.
+        writer: takes new records away.
+        reader: brings them back.
+        step: where compute is.
+    """
+
+    def __init__(
+        self,
+        cache: TensorCache,
+        policy: Policy,
+        tiers: Mapping[Placement, Tier],
+        writer: Writer,
+        reader: Reader,
+        step: StepContext,
+    ) -> None:
         self._cache = cache
-        self._mover = mover
+        self._policy = policy
+        self._tiers = tiers
+        self._writer = writer
+        self._reader = reader
+        self._step = step
         # Held while a record is brought back, of which its state and the read-ahead expect one at
         # a time: several threads may run backward through one graph. Its holder may wait for a
         # read, which no thread that waits for the lock has to end. Taken before a record's lock.
         self._one_at_a_time = threading.Lock()
 
+    # -- Out --------------------------------------------------------------------------------------
+
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """What autograd keeps instead of `tensor`: a view record, or the tensor if it stays."""
+        """What autograd keeps instead of `tensor`: a view of a record, or it as it is."""
         with PLAIN_TORCH():
             storage = self._cache.movable(tensor)
-            return self._keep(tensor) if storage is None else self._take(tensor, storage)
+            move = None if storage is None else self.find_move(tensor, storage)
+            if move is not None:
+                return self.take(tensor, move)
+            return tensor if tensor.is_inference() else ResidentTensor(tensor, self._step.scope)
 
-    def pack_found(self, tensor: torch.Tensor) -> Packed:
-        """The same for a tensor that is known to be movable, without torch's modes in the way."""
-        return self._take(tensor, tensor.untyped_storage())
+    def find_move(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, *, whole: bool = False
+    ) -> Move | None:
+        """What is to move for a tensor; None if its policy keeps it in memory.
 
-    def pack_whole(self, tensor: torch.Tensor) -> Packed:
-        """The same if its whole storage is needed, by it and others together."""
-        return self._take(tensor, tensor.untyped_storage(), moves_whole=True)
-
-    def emptying(
-        self, pack: Callable[[torch.Tensor], Packed], leaf: torch.Tensor
-    ) -> Callable[[torch.Tensor], Packed]:
-        """`pack` for a leaf that nobody but autograd refers to: it gives its memory up.
-
-        See Note [Leaves] in `graph.py`.
+        Args:
+            tensor: that autograd saves.
+            storage: its storage, which can move.
+            whole: all of the storage is needed, by this tensor and others together.
         """
+        span: Span | None = None
+        record = self._cache.find(storage, span, tensor)
+        if record is None and not whole and is_small_part(tensor, storage):
+            span = span_of(tensor)
+            record = self._cache.find(storage, span, tensor)
+        num_bytes = storage.nbytes() if span is None else span.num_bytes
+        tier = self._tiers.get(self._policy.place(self._step.scope, num_bytes))
+        return None if tier is None else Move(storage, span, record, tier)
 
-        def pack_and_empty(tensor: torch.Tensor) -> Packed:
-            packed = pack(tensor)
-            leaf.data = leaf.new_empty(()).expand(leaf.shape)
-            return packed
+    def take(self, tensor: torch.Tensor, move: Move) -> SavedView:
+        """Carries out a move, and gives what autograd keeps instead of the tensor."""
+        step, record = self._step, move.record
+        if record is None:
+            record = self._cache.add(move.storage, move.span, tensor, step.scope)
+        view = SavedView(record, tensor)
+        if step.save_order is not None:
+            step.save_order.append(record)
+        if move.record is not None:
+            step.statistics.deduplicated_bytes += record.num_bytes
+            return view
+        if step.observer is not None:
+            step.observer.moves(step.scope, record.num_bytes)
+        self._writer.write(record, move.tier)
+        return view
 
-        return pack_and_empty
+    # -- Back -------------------------------------------------------------------------------------
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The saved tensor, bit for bit.
@@ -102,38 +131,18 @@ class SavedTensorHooks:
             with PLAIN_TORCH():
                 return packed.tensor() if isinstance(packed, ResidentTensor) else packed
         with PLAIN_TORCH():
-            tensor = packed.take_ready()
+            tensor = packed.take_built()
             if tensor is None:
                 packed.check_unchanged()
                 with self._one_at_a_time:
-                    tensor = packed.rebuild(self._mover.bring_back(packed.saved))
-        self._mover.used(packed)
+                    tensor = packed.rebuild(self._reader.wait_for_read(packed.saved))
+        self._reader.end_use(packed)
         return tensor
-
-    def _take(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, moves_whole: bool = False
-    ) -> Packed:
-        span: Span | None = None  # all of the storage
-        record, tier = self._cache.find(storage, span, tensor), None
-        if record is None and not moves_whole and is_small_part(tensor, storage):
-            span = span_of(tensor)
-            record = self._cache.find(storage, span, tensor)
-        if record is None:
-            tier = self._mover.tier_for(storage.nbytes() if span is None else span.num_bytes)
-            if tier is None:
-                return self._keep(tensor)
-            record = self._cache.add(storage, span, tensor, self._mover.scope)
-        view = SavedView(record, tensor)
-        self._mover.saved(record, tier)
-        return view
-
-    def _keep(self, tensor: torch.Tensor) -> Packed:
-        return tensor if tensor.is_inference() else ResidentTensor(tensor, self._mover.scope)
 
 
 def is_small_part(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a view covers so little of its storage that a copy of its span should move."""
-    # Cheap first: most saved tensors are all of their storage.
+    # The quick look first: most saved tensors are all of their storage.
     return (
         tensor.nbytes * 2 <= storage.nbytes() and span_of(tensor).num_bytes * 2 <= storage.nbytes()
     )

@@ -10,7 +10,7 @@ there, an equal address is the same storage: never a new one that happens to lie
 was. The bytes are also the same only if the version counter stands where it stood, and if it is the
 same counter: the parts that `unsafe_chunk` makes share a storage and count their changes apart.
 
-Note [Gathered views]
+Note [Copied spans]
 A view that covers a small part of a storage would drag all of it along. Its span, from its first
 byte to its last, is copied to a storage of its own instead, once the operation that saved it has
 ended, and that one moves. Where the storage itself is still alive when the view is needed, because
@@ -61,7 +61,7 @@ class TensorCache:
         self._entries: dict[tuple[int, Span | None], _Entry] = {}
         self._excluded: dict[int, StorageWeakRef] = {}
         self.long_lived: list[LongLived] = []  # learned so far
-        self.num_unsupported = 0  # saved tensors of the device that are more than their bytes
+        self._num_unsupported = 0  # saved tensors of the device that are more than their bytes
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors' storages never move: parameters, buffers, optimizer state, inputs."""
@@ -87,7 +87,7 @@ class TensorCache:
             or tensor.is_neg()
         ):
             if tensor.device == self._device and not isinstance(tensor, torch.nn.Parameter):
-                self.num_unsupported += 1
+                self._num_unsupported += 1
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0 or storage._cdata in self._excluded:
@@ -105,7 +105,7 @@ class TensorCache:
         if storage is None or (tensor.dim() == 0 and storage.nbytes() == tensor.itemsize):
             return None
         if tensor.__dict__ and any(_OF_COMPILER not in name for name in tensor.__dict__):
-            self.num_unsupported += 1
+            self._num_unsupported += 1
             return None
         return storage
 
@@ -155,6 +155,11 @@ class TensorCache:
         for cdata in [c for c, weak in self._excluded.items() if weak.expired()]:
             del self._excluded[cdata]
         return learned_bytes
+
+    def take_num_unsupported(self) -> int:
+        """Saved tensors that stayed because they are more than their bytes, since the last call."""
+        number, self._num_unsupported = self._num_unsupported, 0
+        return number
 
     def _note_long_lived(self, entry: _Entry, num_bytes: int) -> None:
         if len(self.long_lived) < _MOST_LONG_LIVED:

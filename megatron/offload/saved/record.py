@@ -63,7 +63,7 @@ class State(enum.Enum):
 
     IN_MEMORY = "in memory"  # created; write refused or failed; taken back before its end
     QUEUED = "to be written"  # queue_write from IN_MEMORY; nobody has started it yet
-    WRITING = "being written"  # begin_writing from QUEUED; memory still holds the bytes
+    WRITING = "being written"  # begin_write from QUEUED; memory still holds the bytes
     ON_TIER = "on a tier"  # write done; or every view used and the memory let go again
     READING = "being read"  # begin_read from ON_TIER
     RESTORED = "restored"  # read done: in memory and on a tier
@@ -72,7 +72,7 @@ class State(enum.Enum):
 class SavedStorage:
     """The bytes of one `untyped_storage` that autograd saved, however many views point into it.
 
-    Of a storage of which only a part was saved, the bytes of that part: see Note [Gathered views]
+    Of a storage of which only a part was saved, the bytes of that part: see Note [Copied spans]
     in `cache.py`.
 
     States change under `_lock`: threads that compute save and use, the dispatcher begins transfers,
@@ -116,7 +116,7 @@ class SavedStorage:
             self.state = State.QUEUED
             return self._memory
 
-    def gather(self) -> None:
+    def copy_span(self) -> None:
         """Takes a copy of the part that was saved, if it is a part, to be written in its place.
 
         For the thread that saved it, once the operation has ended.
@@ -139,7 +139,7 @@ class SavedStorage:
     def memory_to_write(self) -> torch.UntypedStorage | None:
         """The bytes, if they are still to be written; None if they were needed meanwhile.
 
-        Also None if somebody has freed them under everybody's hands: see `end_writing`.
+        Also None if somebody has freed them under everybody's hands: see `end_write`.
         """
         with self._lock:
             if self.state is not State.QUEUED:
@@ -150,13 +150,13 @@ class SavedStorage:
                 return None
             return self._memory
 
-    def stay(self) -> None:
+    def keep_in_memory(self) -> None:
         """No tier takes the bytes: they remain in memory."""
         with self._lock:
             if self.state is State.QUEUED:
                 self.state = State.IN_MEMORY
 
-    def begin_writing(self, block: Any, pending: Pending) -> None:
+    def begin_write(self, block: Any, pending: Pending) -> None:
         """A write of the bytes was started. If they were needed meanwhile, it is taken back."""
         with self._lock:
             if self.state is State.QUEUED:
@@ -165,7 +165,7 @@ class SavedStorage:
             assert self.state is State.IN_MEMORY, self.state
         pending.cancel()
 
-    def end_writing(self, failed: bool) -> None:
+    def end_write(self, failed: bool) -> None:
         """The write has ended (called by the I/O thread): let the memory go, unless it is needed.
 
         A failed or cancelled write leaves the bytes where they are.
@@ -173,7 +173,7 @@ class SavedStorage:
         memory = None  # freed when this frame ends, outside the lock
         with self._lock:
             if self.state is not State.WRITING:
-                return  # taken back by `take_back` meanwhile
+                return  # taken back by `cancel_write` meanwhile
             self._pending = None
             # Somebody may free a storage under everybody's hands and fill it again before its use
             # (recomputation does): then what was written may be anything, and memory is right.
@@ -190,7 +190,7 @@ class SavedStorage:
         alive = storage_if_alive(self.origin)
         return alive if alive is not None and _place_of(alive) == self._origin_place else None
 
-    def take_back(self) -> torch.UntypedStorage | None:
+    def cancel_write(self) -> torch.UntypedStorage | None:
         """The bytes in memory if they are still there, for good; None if only a tier has them.
 
         Cancels a queued write (forwarding): there is no use in writing what is needed now. A
@@ -212,12 +212,12 @@ class SavedStorage:
             memory = self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
         del copy
         if pending is not None:
-            # Outside the lock: cancelling calls `end_writing`, which finds nothing to do. A write
+            # Outside the lock: cancelling calls `end_write`, which finds nothing to do. A write
             # that has started goes on undisturbed, but nobody will read its block.
             pending.cancel()
         return memory
 
-    def begin_reading(self, memory: torch.UntypedStorage, pending: Pending) -> None:
+    def begin_read(self, memory: torch.UntypedStorage, pending: Pending) -> None:
         """A read of the bytes into `memory` was queued."""
         with self._lock:
             assert self.state is State.ON_TIER, self.state
@@ -225,17 +225,17 @@ class SavedStorage:
 
     @property
     def has_arrived(self) -> bool:
-        """The read under way has ended, well or badly: `end_reading` will not wait."""
+        """The read under way has ended, well or badly: `end_read` will not wait."""
         pending = self._pending
         return pending is None or pending.done()
 
-    def wait_until_arrived(self) -> None:
-        """Blocks until the read under way has ended, well or badly. `end_reading` says which."""
+    def wait_for_read(self) -> None:
+        """Blocks until the read under way has ended, well or badly. `end_read` says which."""
         pending = self._pending
         if pending is not None:
             pending.wait_until_done()
 
-    def end_reading(self) -> torch.UntypedStorage | None:
+    def end_read(self) -> torch.UntypedStorage | None:
         """Waits for the read; the restored bytes. None: others have used and released them.
 
         Raises:
@@ -257,7 +257,7 @@ class SavedStorage:
         finally:
             del pending  # an error refers to this frame, and the transfer to the error
 
-    def make_ready(self, ended: object) -> None:
+    def build_views(self, ended: object) -> None:
         """A read ended well. If nobody has waited for it, builds the tensors of all views.
 
         To do so takes longer than all the rest of `unpack`. The dispatcher has the time. By now,
@@ -274,7 +274,7 @@ class SavedStorage:
                 tensor = view.rebuild(memory)
                 with self._lock:
                     if not view.is_used:
-                        view.ready.append(tensor)
+                        view.built.append(tensor)
 
     def view_used(self, view: SavedView) -> None:
         """A view was handed to backward. After the last one the restored memory is let go.
@@ -285,7 +285,7 @@ class SavedStorage:
         restored, late = None, None  # freed when this frame ends, outside the lock
         with self._lock:
             view.is_used = True
-            late, view.ready = view.ready, []
+            late, view.built = view.built, []
             self.num_unused_views -= 1
             if self.num_unused_views <= 0 and self.state is State.RESTORED:
                 self.state, restored, self._memory = State.ON_TIER, self._memory, None
@@ -302,13 +302,13 @@ class SavedView:
 
     __slots__ = (
         *("_offset", "_shape", "_stride", "_version", "_witness", "__weakref__"),
-        *("is_used", "ready", "saved"),
+        *("is_used", "built", "saved"),
     )
 
     def __init__(self, saved: SavedStorage, tensor: torch.Tensor) -> None:
         self.saved = saved
         self.is_used = False
-        self.ready: list[torch.Tensor] = []  # the tensor, once its bytes were read; for one use
+        self.built: list[torch.Tensor] = []  # the tensor, once its bytes were read; for one use
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset()
@@ -323,12 +323,12 @@ class SavedView:
         if saved.witness is None:
             saved.witness = self._witness
 
-    def take_ready(self) -> torch.Tensor | None:
-        """The tensor, if it is ready and was not modified; nobody else gets the same one."""
+    def take_built(self) -> torch.Tensor | None:
+        """The tensor, if it is built and was not modified; nobody else gets the same one."""
         if self._witness._version != self._version:
             return None
         try:
-            return self.ready.pop()
+            return self.built.pop()
         except IndexError:
             return None
 

@@ -48,6 +48,11 @@ class ByteBudget:
             self.taken_bytes -= num_bytes
             self._changed.notify_all()
 
+    def wait_until_free(self, timeout_s: float | None = None) -> bool:
+        """Blocks until nothing is taken, or the time is over; whether nothing is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.taken_bytes == 0, timeout_s)
+
 
 class RateLimit:
     """Bounds bytes a second: who moves bytes charges for them, and waits until they are paid.

@@ -23,7 +23,7 @@ from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.staging import StagingPool
 from megatron.offload.tiers.striping import Lane, stripe
 from megatron.offload.tiers.tier import Block, TierStatistics
-from megatron.offload.tiers.transfer import Transfer, gather
+from megatron.offload.tiers.transfer import Transfer, when_all
 
 
 class SsdBlock(Block):
@@ -131,7 +131,7 @@ class SsdTier:
         if extents is None:
             return None
         block = SsdBlock(self, view.cut, extents)
-        return block, gather(
+        return block, when_all(
             [e.drive.begin_write(view, start, e, block) for start, e in _places(block)]
         )
 
@@ -140,7 +140,7 @@ class SsdTier:
     ) -> tuple[torch.UntypedStorage, Transfer]:
         """See `Tier.begin_read`."""
         target, view = self._access.for_reading(block.cut)
-        return target, gather(
+        return target, when_all(
             [e.drive.begin_read(view, start, e, block, deadline) for start, e in _places(block)]
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One read or write under way: `Transfer`, and `gather`, which makes one of several.
+"""One read or write under way: `Transfer`, and `when_all`, which makes one of several.
 
 Tiers hand them out, records and the prefetcher wait for them.
 """
@@ -91,11 +91,11 @@ class Transfer(Future[None]):
             self.exception()
 
 
-def gather(parts: Sequence[Transfer]) -> Transfer:
+def when_all(parts: Sequence[Transfer]) -> Transfer:
     """One transfer that is done when all parts are, and fails if any part failed."""
     if len(parts) == 1:
         return parts[0]
-    return _Gathered(parts) if parts else _ended()
+    return _WhenAll(parts) if parts else _ended()
 
 
 def _ended() -> Transfer:
@@ -104,7 +104,7 @@ def _ended() -> Transfer:
     return transfer
 
 
-class _Gathered(Transfer):
+class _WhenAll(Transfer):
     """Done when all parts are. The last part to end says how it went."""
 
     def __init__(self, parts: Sequence[Transfer]) -> None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings activations back before backward asks for them: `SaveOrder`, `Prefetcher`.
+"""Brings activations back before backward asks for them: `Prefetcher`.
 
-Every save is noted in a save order, one per micro-batch and model chunk; the engine says when the
-backward pass of one begins. Backward needs storages in reverse order of their last save, so the
-prefetcher walks the save order from its end. It holds no record alive.
+Backward needs storages in reverse order of their last save, so the prefetcher walks the save order
+of a forward pass from its end once its backward pass is next. It holds no record alive.
 
 It runs in the dispatcher's thread, behind the one that computes; that one says what it has used.
 """
@@ -17,35 +16,11 @@ import weakref
 from collections.abc import Callable
 
 from megatron.offload.saved.record import SavedReference, SavedStorage, State
+from megatron.offload.saved.save_order import SaveOrder
+from megatron.offload.tiers.budget import ByteBudget
 
 _AWAY = (State.QUEUED, State.WRITING, State.ON_TIER)  # from memory, or about to leave it
 _FORGETTING = 0.7  # of what was missing, from one backward pass to the next
-
-
-class SaveOrder:
-    """What one forward pass saved, in order. A storage saved again appears again."""
-
-    def __init__(self) -> None:
-        self._saves: list[SavedReference] = []
-        self.largest_bytes = 0
-
-    def append(self, record: SavedStorage) -> None:
-        """Notes a save."""
-        self._saves.append(weakref.ref(record))
-        self.largest_bytes = max(self.largest_bytes, record.num_bytes)
-
-    def last(self) -> SavedStorage | None:
-        """The latest save that is still there and of use; None at the save order's beginning."""
-        while self._saves:
-            record = self._saves[-1]()
-            if record is not None:
-                return record
-            self._saves.pop()
-        return None
-
-    def drop_last(self) -> None:
-        """Takes the latest save off the save order."""
-        self._saves.pop()
 
 
 class Prefetcher:
@@ -58,12 +33,15 @@ class Prefetcher:
     Args:
         begin_read: starts the read of a record that is on a tier, unless somebody else has; whether
             it did. The smaller the number that comes with it, the sooner it is needed.
-        limit_bytes: most bytes that are read, or being read, before anybody has used them.
+        budget: its limit is the most bytes that are read, or being read, before anybody has used
+            them. The same as for bytes on their way out.
     """
 
-    def __init__(self, begin_read: Callable[[SavedStorage, float], bool], limit_bytes: int) -> None:
+    def __init__(
+        self, begin_read: Callable[[SavedStorage, float], bool], budget: ByteBudget
+    ) -> None:
         self._begin_read = begin_read
-        self.limit_bytes = limit_bytes
+        self._budget = budget
         self._save_order: SaveOrder | None = None
         self._num_begun = 0
         self._missing_bytes = 0.0
@@ -122,7 +100,7 @@ class Prefetcher:
                 if self._ahead_bytes and wanted_bytes > self.window_bytes:
                     self._resume_after = self._num_that_hold(save_order.largest_bytes)
                     return
-                self._bring_back(record)
+                self._begin(record)
             save_order.drop_last()
         self._resume_after = math.inf
 
@@ -137,9 +115,9 @@ class Prefetcher:
         save_order = self._save_order
         if save_order is None or not self._has_used_one:
             return 0
-        return min(2 * save_order.largest_bytes + self._missing_bytes, self.limit_bytes)
+        return min(2 * save_order.largest_bytes + self._missing_bytes, self._budget.limit_bytes)
 
-    def _bring_back(self, record: SavedStorage) -> None:
+    def _begin(self, record: SavedStorage) -> None:
         """What is still in memory, because it was not written yet, stays there; else it is read."""
         # Noted first: compute may have it read, and let it die, before this thread goes on.
         reference = weakref.ref(record, self._died)
@@ -148,7 +126,9 @@ class Prefetcher:
         self._num_begun += 1
         is_ahead = False
         try:
-            is_ahead = record.take_back() is not None or self._begin_read(record, self._num_begun)
+            is_ahead = record.cancel_write() is not None or self._begin_read(
+                record, self._num_begun
+            )
         except BaseException:
             self._save_order = None  # out of memory, say; compute asks itself for what it needs
             raise

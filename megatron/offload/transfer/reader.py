@@ -18,19 +18,27 @@ import torch
 
 from megatron.offload.device.device import Device
 from megatron.offload.errors import StorageError
-from megatron.offload.saved.record import SavedReference, SavedStorage, State
+from megatron.offload.saved.record import SavedReference, SavedStorage, SavedView, State
+from megatron.offload.saved.save_order import SaveOrder
+from megatron.offload.stats.step_context import StepContext
+from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.transfer.dispatcher import Dispatcher
+from megatron.offload.transfer.prefetcher import Prefetcher
 
 _NOW = float("-inf")  # the deadline of a read that compute waits for
+_NOTICEABLE_S = 0.0002  # a shorter wait is the hand-over between threads
 
 
 class Reader:
-    """Of one engine. Its lock is held for a tenth of a millisecond, a record's lock under it.
+    """Brings records back: ahead of backward where it can, else while backward waits.
+
+    Its lock is held for a tenth of a millisecond, a record's lock under it.
 
     Args:
         device: that the memory is on.
-        dispatcher: its thread builds the tensors of what was read ahead.
-        stalled: is told which record compute has waited for, and how many seconds.
+        dispatcher: its thread reads ahead, and builds the tensors of what it has read.
+        inflight: its limit also bounds what is read ahead.
+        step: counts what is forwarded and how long compute waits.
         rank: global rank, for error messages.
     """
 
@@ -38,16 +46,30 @@ class Reader:
         self,
         device: Device,
         dispatcher: Dispatcher,
-        stalled: Callable[[SavedStorage, float], None],
+        inflight: ByteBudget,
+        *,
+        step: StepContext,
         rank: int,
     ) -> None:
+        self.prefetcher = Prefetcher(self.begin_read, inflight)
         self._device = device
         self._dispatcher = dispatcher
-        self._stalled = stalled
+        self._step = step
         self._rank = rank
         self._beginning = threading.Lock()
 
-    def begin(self, record: SavedStorage, deadline: float) -> bool:
+    # -- Ahead of backward ----------------------------------------------------------------------
+
+    def begin_prefetch(self, save_order: SaveOrder, opens_at_once: bool) -> None:
+        """The next backward pass is that of `save_order`. See `OffloadEngine.prefetch`."""
+        start = functools.partial(self.prefetcher.start, save_order, opens_at_once)
+        self._dispatcher.submit(start, self.prefetcher.advance)
+
+    def end_prefetch(self) -> None:
+        """The backward pass is over: nothing more is read ahead."""
+        self._dispatcher.submit(self.prefetcher.stop)
+
+    def begin_read(self, record: SavedStorage, deadline: float) -> bool:
         """Starts the read of a record, unless somebody else has; whether it did.
 
         Args:
@@ -61,7 +83,7 @@ class Reader:
                 return False  # compute has had it read itself meanwhile, and is done with it
             with self._device.use_stream(record.stream):
                 memory, transfer = record.block.tier.begin_read(record.block, deadline)
-            record.begin_reading(memory, transfer)
+            record.begin_read(memory, transfer)
         transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
         return True
 
@@ -70,24 +92,30 @@ class Reader:
 
         def end(transfer: Future[None]) -> None:
             if not transfer.cancelled() and transfer.exception() is None:
-                self._dispatcher.submit(functools.partial(_make_ready, reference, transfer))
+                self._dispatcher.submit(functools.partial(_build_views, reference, transfer))
 
         return end
 
-    def wait_for(self, record: SavedStorage) -> torch.UntypedStorage:
-        """The record's bytes in memory, for compute, which can do nothing else until then.
+    # -- In the thread that computes ------------------------------------------------------------
+
+    def wait_for_read(self, record: SavedStorage) -> torch.UntypedStorage:
+        """The record's bytes in memory: still there (forwarded), read ahead, or read now.
 
         Raises:
             StorageError: they could not be read.
         """
-        memory = None
+        forwarded = record.state not in (State.READING, State.RESTORED)
+        memory = record.cancel_write()
+        if memory is not None:
+            self._step.statistics.forwarded_bytes += record.num_bytes if forwarded else 0
+            return memory
         try:
             while memory is None:
                 if record.state is State.ON_TIER:
-                    self.begin(record, _NOW)
+                    self.begin_read(record, _NOW)
                 if not record.has_arrived:
                     self._stall(record)
-                memory = record.end_reading()
+                memory = record.end_read()
             return memory
         except Exception as error:
             raise StorageError(
@@ -97,16 +125,25 @@ class Reader:
             ) from error
 
     def _stall(self, record: SavedStorage) -> None:
-        """Waits until a read has ended, well or badly."""
+        """Waits until a read has ended, well or badly; the read-ahead is to look further then."""
         began = time.perf_counter()
         with self._device.annotate("activation offload: wait for a read"):
-            record.wait_until_arrived()
+            record.wait_for_read()
         waited_s = time.perf_counter() - began
-        self._stalled(record, waited_s)
+        self._step.statistics.stall_s += waited_s
+        if waited_s > _NOTICEABLE_S:
+            rate = record.block.tier.statistics.reads.bytes_per_s or 0.0
+            self._dispatcher.submit(functools.partial(self.prefetcher.waited, waited_s, rate))
+
+    def end_use(self, view: SavedView) -> None:
+        """A view goes to backward: after its last use the memory is free, what is next is read."""
+        view.saved.view_used(view)
+        if self.prefetcher.used(view.saved):
+            self._dispatcher.submit(self.prefetcher.advance)
 
 
 # Runs in the dispatcher's thread.
-def _make_ready(reference: SavedReference, ended: Future[None]) -> None:
+def _build_views(reference: SavedReference, ended: Future[None]) -> None:
     record = reference()
     if record is not None:
-        record.make_ready(ended)
+        record.build_views(ended)

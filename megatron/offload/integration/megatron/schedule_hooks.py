@@ -24,8 +24,8 @@ from megatron.offload.planner.profile.pipeline_schedule import (
     pipeline_schedule,
 )
 from megatron.offload.planner.profile.profiler import Profiler
+from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.saved.scope import Scope
-from megatron.offload.transfer.prefetcher import SaveOrder
 
 
 class ScheduleHooks:

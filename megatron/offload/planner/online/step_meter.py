@@ -68,14 +68,14 @@ class StepMeter:
         self.profiler.sizes.clear()
         if detailed:
             self.profiler.begin_step()
-            self._engine.observer = self.profiler
+            self._engine.observe(self.profiler)
         self._peak.begin_step()
         well = False
         try:
             yield
             well = True
         finally:
-            self._engine.observer = None
+            self._engine.observe(None)
             if detailed:
                 self.profiler.end_step(well=well)
         passes_s = time.perf_counter() - began_s

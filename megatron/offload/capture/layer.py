@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes over what a layer saved, at the end of its forward pass: `LayerCapture`.
+
+The engine calls it with the layer's inputs and outputs. It walks the part of the autograd graph
+between them and puts hooks on each saved tensor that is to move; the others it leaves as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megatron.offload.capture.hooks import (
+    PLAIN_TORCH,
+    Move,
+    Packed,
+    SavedTensorHooks,
+    needed_together,
+)
+from megatron.offload.saved.autograd_graph import (
+    is_kept_by_accumulator,
+    node_of,
+    saved_tensors_between,
+)
+from megatron.offload.saved.cache import TensorCache
+from megatron.offload.saved.scope import Scope
+from megatron.offload.stats.step_context import StepContext
+from megatron.offload.transfer.writer import Writer
+
+_HAS_HOOKS = "hooks have already been set"  # autograd's words: somebody else has taken this tensor
+
+
+class LayerCapture:
+    """Registers hooks on what layers saved, and has it written in one batch a layer.
+
+    Args:
+        hooks: for the saved tensors.
+        cache: knows what can move.
+        writer: gets what a layer saved together.
+        step: where compute is.
+    """
+
+    def __init__(
+        self, hooks: SavedTensorHooks, cache: TensorCache, writer: Writer, step: StepContext
+    ) -> None:
+        # Types of nodes that save copies of their own, see Note [Leaves] in `autograd_graph.py`.
+        self.copying_nodes: set[type] = set()
+        self._hooks = hooks
+        self._cache = cache
+        self._writer = writer
+        self._step = step
+
+    def capture(
+        self, scope: Scope, outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
+    ) -> None:
+        """See `OffloadEngine.capture`."""
+        with PLAIN_TORCH():
+            found = self._find(scope, outputs, list(inputs))
+            needed_whole = needed_together([(tensor, storage) for _, tensor, storage in found])
+            with self._writer.batch(), self._step.within(scope):
+                for saved, tensor, storage in found:
+                    whole = storage._cdata in needed_whole
+                    move = self._hooks.find_move(tensor, storage, whole=whole)
+                    if move is not None:
+                        self._register(saved, tensor, move)
+                    elif self._step.observer is not None:
+                        self._step.observer.stayed(scope, storage)
+
+    def _find(
+        self, scope: Scope, outputs: Iterable[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> list[tuple[Any, torch.Tensor, torch.UntypedStorage]]:
+        """What the layer saved that can move: saved tensor, tensor, storage."""
+        # A stage's input is held by the schedule until its backward: moving it frees nothing.
+        leaves = [t for t in inputs if node_of(t) is None and t.layout is torch.strided]
+        held = {t.untyped_storage()._cdata for t in leaves}
+        found = []
+        for node, saved, tensor in saved_tensors_between(outputs, inputs):
+            if tensor is None:
+                is_ours = saved.unpack_hook == self._hooks.unpack
+                self._step.statistics.already_hooked += not is_ours
+                continue
+            storage = self._cache.movable_if_saved(tensor)
+            if storage is None or storage._cdata in held:
+                continue
+            if type(node) in self.copying_nodes or not is_kept_by_accumulator(tensor):
+                found.append((saved, tensor, storage))
+            elif self._step.observer is not None:
+                self._step.observer.stayed(scope, storage)
+        return found
+
+    def _register(self, saved: Any, tensor: torch.Tensor, move: Move) -> None:
+        """Hooks one saved tensor: autograd calls `pack` at once, and `unpack` in backward."""
+        # Autograd keeps `pack` as long as the node, which the tensor keeps alive in turn.
+        for_once = [(tensor, move)]
+
+        def pack(same: torch.Tensor) -> Packed:
+            tensor, move = for_once.pop()
+            view = self._hooks.take(same, move)
+            if is_kept_by_accumulator(tensor):  # of a copying node: nobody else refers to the leaf
+                tensor.data = tensor.new_empty(()).expand(tensor.shape)
+            return view
+
+        try:
+            saved.register_hooks(pack, self._hooks.unpack)
+        except RuntimeError as error:
+            if _HAS_HOOKS not in str(error):
+                raise
+            self._step.statistics.already_hooked += 1

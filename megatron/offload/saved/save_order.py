@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one forward pass saved, in order: `SaveOrder`. Its backward pass needs it from the end.
+
+One for each micro-batch and model chunk. The hooks note every save, the prefetcher walks it back.
+It holds no record alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from megatron.offload.saved.record import SavedReference, SavedStorage
+
+
+class SaveOrder:
+    """What one forward pass saved, in order. A storage saved again appears again."""
+
+    def __init__(self) -> None:
+        self._saves: list[SavedReference] = []
+        self.largest_bytes = 0
+
+    def append(self, record: SavedStorage) -> None:
+        """Notes a save."""
+        self._saves.append(weakref.ref(record))
+        self.largest_bytes = max(self.largest_bytes, record.num_bytes)
+
+    def last(self) -> SavedStorage | None:
+        """The latest save that is still there and of use; None once there is none left."""
+        while self._saves:
+            record = self._saves[-1]()
+            if record is not None:
+                return record
+            self._saves.pop()
+        return None
+
+    def drop_last(self) -> None:
+        """Takes the latest save off."""
+        self._saves.pop()

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the step under way stands: `StepContext`. Whoever saves, writes and reads shares one.
+
+The engine moves it on; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron.offload.saved.observer import Observer
+from megatron.offload.saved.save_order import SaveOrder
+from megatron.offload.saved.scope import Scope
+from megatron.offload.stats.statistics import StepStatistics
+
+
+@dataclass
+class StepContext:
+    """The counters of a step, and the place in it that is computed now.
+
+    Attributes:
+        statistics: of the step under way, or of the last one.
+        scope: where in the step compute is.
+        save_order: of the forward pass under way; None outside of one.
+        observer: hears what layers save; None: nobody does.
+    """
+
+    statistics: StepStatistics = field(default_factory=StepStatistics)
+    scope: Scope = field(default_factory=Scope)
+    save_order: SaveOrder | None = None
+    observer: Observer | None = None
+
+    @contextlib.contextmanager
+    def forward(self, scope: Scope) -> Iterator[SaveOrder]:
+        """Around one forward pass, which fills the save order that it yields."""
+        outer = self.scope, self.save_order
+        order = SaveOrder()
+        self.scope, self.save_order = scope, order
+        try:
+            yield order
+        finally:
+            self.scope, self.save_order = outer
+
+    @contextlib.contextmanager
+    def within(self, scope: Scope) -> Iterator[None]:
+        """What is saved meanwhile belongs to this scope."""
+        outer, self.scope = self.scope, scope
+        try:
+            yield
+        finally:
+            self.scope = outer

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has new records written to their tiers, within a bound of bytes on their way: `Writer`.
+
+The hooks call `write` for each record; the thread that computes hands records to the dispatcher,
+whose thread starts the writes. Where the bytes go was decided before, and the tiers' threads move
+them. `Reader` is the way back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from megatron.offload.device.device import Device
+from megatron.offload.saved.record import SavedReference, SavedStorage
+from megatron.offload.stats.step_context import StepContext
+from megatron.offload.tiers.budget import ByteBudget
+from megatron.offload.tiers.tier import Tier
+from megatron.offload.transfer.dispatcher import Dispatcher
+
+
+class Outgoing(NamedTuple):
+    """A storage that is to be written."""
+
+    record: SavedReference
+    num_bytes: int
+    tier: Tier
+
+
+class _Batch(threading.local):
+    """Each thread's own: what it saves until it submits it; None: it submits at once."""
+
+    outgoing: list[Outgoing] | None = None
+
+
+class Writer:
+    """Writes records in the background. Forward waits only while too many bytes are on their way.
+
+    Args:
+        device: that the memory is on.
+        dispatcher: its thread starts the writes.
+        inflight: bounds the bytes that were submitted and have not arrived.
+        grows: whether the bound may be raised to what a layer saves: with less, forward would wait
+            at each layer's end for what it has just submitted, however fast the tiers are.
+        step: counts what is offloaded, rejected and waited for.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        dispatcher: Dispatcher,
+        inflight: ByteBudget,
+        *,
+        grows: bool,
+        step: StepContext,
+    ) -> None:
+        self._device = device
+        self._dispatcher = dispatcher
+        self._inflight = inflight
+        self._grows = grows
+        self._step = step
+        self._batch = _Batch()
+        self._rejected_bytes = self._num_rejected = 0  # by the tiers, in this step
+
+    # -- In the thread that computes ------------------------------------------------------------
+
+    def write(self, record: SavedStorage, tier: Tier) -> None:
+        """Has a new record written: at once, or with the batch of this thread.
+
+        Args:
+            record: in memory, its operation on the stream that the calling thread is on.
+            tier: that it goes to.
+        """
+        record.stream = self._device.current_stream()
+        record.queue_write()
+        self._step.statistics.offloaded_bytes += record.num_bytes
+        self._step.statistics.offloaded_storages += 1
+        outgoing = Outgoing(weakref.ref(record), record.num_bytes, tier)
+        if self._batch.outgoing is not None:
+            self._batch.outgoing.append(outgoing)
+        else:
+            self.submit([outgoing])
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """What this thread writes meanwhile is submitted together, at the end."""
+        outgoing: list[Outgoing] = []
+        try:
+            with self.collect(outgoing):
+                yield
+        finally:
+            self.submit(outgoing)
+
+    @contextlib.contextmanager
+    def collect(self, outgoing: list[Outgoing]) -> Iterator[None]:
+        """What this thread writes meanwhile goes to a list, for `submit`."""
+        outer, self._batch.outgoing = self._batch.outgoing, outgoing
+        try:
+            yield
+        finally:
+            self._batch.outgoing = outer
+
+    def submit(self, outgoing: list[Outgoing]) -> None:
+        """Gives records to the dispatcher. Waits while too many bytes are on their way."""
+        fitting: list[Outgoing] = []
+        try:
+            for one in outgoing:
+                record = one.record()
+                if record is not None:
+                    record.copy_span()
+                del record
+                if not self._inflight.try_acquire(one.num_bytes):
+                    self._dispatch(fitting)
+                    fitting = []
+                    self.make_room(sum(other.num_bytes for other in outgoing))
+                    began = time.perf_counter()
+                    self._inflight.acquire(one.num_bytes)
+                    self._step.statistics.write_wait_s += time.perf_counter() - began
+                fitting.append(one)
+        finally:  # also where somebody interrupts the wait
+            self._dispatch(fitting)
+
+    def make_room(self, num_bytes: int) -> None:
+        """Raises the bound on bytes in flight to so many, unless a bound was asked for."""
+        if self._grows and num_bytes > self._inflight.limit_bytes:
+            self._inflight.limit_bytes = num_bytes
+
+    def _dispatch(self, outgoing: list[Outgoing]) -> None:
+        if outgoing:
+            self._dispatcher.submit(*(functools.partial(self._begin_write, o) for o in outgoing))
+
+    # -- In the dispatcher's thread -------------------------------------------------------------
+
+    def _begin_write(self, outgoing: Outgoing) -> None:
+        record = outgoing.record()
+        memory = record.memory_to_write() if record is not None else None
+        if record is None or memory is None:  # nobody needs it any more, or somebody already does
+            self._inflight.release(outgoing.num_bytes)
+            return
+        started = None
+        try:
+            with self._device.use_stream(record.stream):
+                started = outgoing.tier.begin_write(memory)
+        finally:
+            if started is None:
+                record.keep_in_memory()
+                self._rejected_bytes += outgoing.num_bytes
+                self._num_rejected += 1
+                self._inflight.release(outgoing.num_bytes)
+        if started is not None:
+            block, transfer = started
+            record.begin_write(block, transfer)
+            transfer.add_done_callback(self._end_of_write(outgoing))
+
+    # -- In the thread of the tier that has moved the bytes -------------------------------------
+
+    def _end_of_write(self, outgoing: Outgoing) -> Callable[[Future[None]], None]:
+        """Tells the record, if it is still there, how its write ended. Keeps none alive."""
+
+        def end(transfer: Future[None]) -> None:
+            record = outgoing.record()
+            if record is not None:
+                record.end_write(failed=transfer.cancelled() or transfer.exception() is not None)
+            del record  # whoever hears that nothing is in flight may end the step
+            self._inflight.release(outgoing.num_bytes)
+
+        return end
+
+    # -- At the borders of a step ---------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """What the tiers reject from now on counts."""
+        self._rejected_bytes = self._num_rejected = 0
+
+    def end_step(self) -> None:
+        """What no tier took was not offloaded after all. Call when the dispatcher was drained."""
+        counted = self._step.statistics
+        counted.rejected_bytes = self._rejected_bytes
+        counted.offloaded_bytes -= self._rejected_bytes
+        counted.offloaded_storages -= self._num_rejected
+
+    def wait_for_writes(self, timeout_s: float | None = None) -> bool:
+        """Blocks until all that was submitted was written, or failed; whether it came to that."""
+        self._dispatcher.drain()
+        return self._inflight.wait_until_free(timeout_s)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes that were submitted and have not arrived yet."""
+        return self._inflight.taken_bytes
