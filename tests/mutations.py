@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes single errors in copies of the package and runs the test that must find each.
 
-    python tests/mutations.py [--only WORDS] [--jobs N] [--list] [--json FILE]
+    python tests/mutations.py [--only WORDS] [--jobs N] [--json FILE]
 
 The errors stand in `tests/mutation_tables`. First all of their tests run on an unchanged copy. Then
 each error gets a copy of its own, and its test has to fail there. Exit code 1 if one survives, or
@@ -22,8 +22,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,12 @@ NOT_SAID = "hangs, which the table does not say"
 
 @dataclass
 class Outcome:
-    """How a test ended. `error` is the exception's type, or what else ended it."""
+    """How a test ended."""
 
-    passed: bool
-    seconds: float
+    passed: bool = True
     skipped: str = ""  # the reason
-    error: str = ""
-    words: str = ""
+    error: str = ""  # the type of the first exception
+    words: str = ""  # of that exception
 
 
 @dataclass
@@ -91,16 +90,13 @@ class Reporter:
         self._file.with_suffix(".begun").touch()
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
-        if call.excinfo is None:
-            return
-        outcome = self.outcomes.setdefault(item.nodeid, Outcome(True, 0.0))
-        if not outcome.error:
+        outcome = self.outcomes.setdefault(item.nodeid, Outcome())
+        if call.excinfo is not None and not outcome.error:
             outcome.error = call.excinfo.typename
             outcome.words = (str(call.excinfo.value).splitlines() or [""])[0][:200]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        outcome = self.outcomes.setdefault(report.nodeid, Outcome(True, 0.0))
-        outcome.seconds += report.duration
+        outcome = self.outcomes.setdefault(report.nodeid, Outcome())
         if report.skipped:
             outcome.skipped = str(report.longrepr[2] if report.longrepr else "")
         outcome.passed &= not report.failed
@@ -233,8 +229,8 @@ def mutated_copy(unchanged: Path, target: Path, mutation: Mutation) -> None:
 
 def baseline(
     unchanged: Path, mutations: Sequence[Mutation], directory: Path, num_jobs: int
-) -> dict[str, Outcome]:
-    """Runs every named test once, without an error. Outcomes by name below `tests`."""
+) -> dict[str, str]:
+    """Runs every named test once, without an error. By test, why it was skipped, or nothing."""
     wanted = sorted({mutation.test for mutation in mutations})
     forks = []
     for number in range(num_jobs):
@@ -255,18 +251,15 @@ def baseline(
         outcomes |= {name.removeprefix("tests/"): outcome for name, outcome in found.items()}
         if failed := [name for name, outcome in found.items() if not outcome.passed]:
             raise RuntimeError(f"without any error these fail: {failed}\n{fork.log}")
-    return {test: merged(test, outcomes) for test in wanted}
+    return {test: why_skipped(test, outcomes) for test in wanted}
 
 
-def merged(test: str, outcomes: dict[str, Outcome]) -> Outcome:
-    """The outcome of a test with all its parameters."""
-    own = [o for name, o in outcomes.items() if name == test or name.startswith(f"{test}[")]
+def why_skipped(test: str, outcomes: dict[str, Outcome]) -> str:
+    """The reason if a test was skipped with all its parameters, else nothing."""
+    own = [o.skipped for name, o in outcomes.items() if name == test or name.startswith(f"{test}[")]
     if not own:
         raise RuntimeError(f"no test is called {test}")
-    skipped = [outcome.skipped for outcome in own if outcome.skipped]
-    return Outcome(
-        True, sum(o.seconds for o in own), skipped[0] if len(skipped) == len(own) else ""
-    )
+    return own[0] if all(own) else ""
 
 
 def verdict_of(fork: Fork, mutation: Mutation, code: int) -> tuple[str, str]:
@@ -318,11 +311,6 @@ def run_all(
             yield Result(mutation, verdict, fork.seconds, how)
 
 
-def chosen(words: str | None) -> list[Mutation]:
-    """The mutations whose names have these words."""
-    return [m for m in all_mutations() if words is None or words.lower() in str(m).lower()]
-
-
 def out_of_date(mutations: Sequence[Mutation]) -> list[str]:
     """What is wrong with the tables, in sentences."""
     wrong = []
@@ -335,26 +323,12 @@ def out_of_date(mutations: Sequence[Mutation]) -> list[str]:
     return wrong
 
 
-def table(results: Sequence[Result]) -> str:
-    """What became of each mutation and which test showed it, file by file, for people."""
-    width = max(len(result.mutation.name) for result in results)
-    lines = []
-    file = ""
-    for result in results:
-        mutation = result.mutation
-        if mutation.file != file:
-            file = mutation.file
-            lines.append(f"\n{file}")
-        row = f"{result.verdict:8} {result.seconds:5.1f} s  {mutation.name:{width}}"
-        lines.append(f"  {row}  {mutation.test}")
-    return "\n".join(lines)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", metavar="WORDS", help="those whose file or name has these words")
+    parser.add_argument(
+        "--only", metavar="WORDS", default="", help="those with these words in their row"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="tests at the same time (default: 2)")
-    parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
     return parser.parse_args()
 
@@ -363,13 +337,10 @@ def main() -> int:
     """See the top of the file."""
     arguments = parse_arguments()
     began = time.monotonic()
-    mutations = chosen(arguments.only)
+    mutations = [m for m in all_mutations() if arguments.only in "\t".join(astuple(m))]
     if not mutations:
         print(f"no mutation has the words {arguments.only!r}", file=sys.stderr)
         return 1
-    if arguments.list:
-        print(*(f"{mutation}  ->  {mutation.test}" for mutation in mutations), sep="\n")
-        return 0
     if wrong := out_of_date(mutations):
         print(*wrong, "the tables are out of date", sep="\n", file=sys.stderr)
         return 1
@@ -383,17 +354,13 @@ def main() -> int:
         unchanged = directory / "unchanged"
         copy_checkout(unchanged)
         try:
-            before = baseline(unchanged, mutations, directory, arguments.jobs)
+            skipped = baseline(unchanged, mutations, directory, arguments.jobs)
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
-        print(f"{len(before)} tests pass without an error ({time.monotonic() - began:.0f} s)")
-        results = [
-            Result(mutation, NOT_RUN, 0.0, before[mutation.test].skipped)
-            for mutation in mutations
-            if before[mutation.test].skipped
-        ]
-        runnable = [mutation for mutation in mutations if not before[mutation.test].skipped]
+        print(f"{len(skipped)} tests pass without an error ({time.monotonic() - began:.0f} s)")
+        results = [Result(m, NOT_RUN, 0.0, skipped[m.test]) for m in mutations if skipped[m.test]]
+        runnable = [mutation for mutation in mutations if not skipped[mutation.test]]
         for result in run_all(runnable, unchanged, directory, arguments.jobs):
             results.append(result)
             print(f"[{len(results):3}/{len(mutations)}] {result}", flush=True)
@@ -403,24 +370,22 @@ def main() -> int:
 
 
 def report(results: list[Result], file: Path | None, seconds: float) -> int:
-    """Prints the table and the sums; the exit code."""
-    order = {mutation: number for number, mutation in enumerate(all_mutations())}
-    results.sort(key=lambda result: order[result.mutation])
-    print(f"\n{table(results)}\n")
-    count: Callable[[str], int] = [result.verdict for result in results].count
-    for reason in sorted({result.how for result in results if result.verdict == NOT_RUN}):
+    """Prints who survived, and the sums; the exit code."""
+    by_verdict: dict[str, list[Result]] = {CAUGHT: [], SURVIVED: [], NOT_RUN: []}
+    for result in results:
+        by_verdict[result.verdict].append(result)
+    print("", *by_verdict[SURVIVED], sep="\n")
+    for reason in sorted({result.how for result in by_verdict[NOT_RUN]}):
         print(f"not run: {reason}")
-    print(
-        f"{count(CAUGHT)} caught, {count(SURVIVED)} survived, {count(NOT_RUN)} not run, "
-        f"in {seconds:.0f} s"
-    )
+    print(*(f"{len(those)} {verdict}" for verdict, those in by_verdict.items()), sep=", ", end=" ")
+    print(f"in {seconds:.0f} s")
     if file is not None:
         rows = [
             {**asdict(r.mutation), "verdict": r.verdict, "how": r.how, "seconds": r.seconds}
             for r in results
         ]
         file.write_text(json.dumps(rows, indent=1))
-    return 1 if count(SURVIVED) else 0
+    return 1 if by_verdict[SURVIVED] else 0
 
 
 if __name__ == "__main__":

@@ -1,72 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single errors in the package, each with the test that must find it: `Mutation`, `all_mutations`.
 
-`tests/mutations.py` makes them, one at a time, in a copy of the package. Each table has those of a
-file or two. An error that no test could see, because another line makes up for it or because it
-changes nothing, is left out, with the reason in its table.
+`tests/mutations.py` makes them, one at a time, in a copy of the package. A table (`*.tsv`) has
+those of a room, one a row: file, function, what goes wrong, old text, new text, how its test ends
+(`fails` or `hangs`), test. The old text stands in the function exactly once; `\\n` begins a line,
+indented as if the function began at the margin. Without a new text its lines are deleted.
+
+An error that no test could see, because another line makes up for it or because it changes nothing,
+is `left out`, with the reason in place of the test.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable
+import ast
+import functools
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 PACKAGE = "megatron/offload"
+COLUMNS = ["file", "function", "error", "old", "new", "ends", "test"]
+FAILS, HANGS, LEFT_OUT = "fails", "hangs", "left out"
+WHOLE_FILE = "-"  # in place of a function
+
+_Place = tuple[int, int, int]  # where it begins and ends, and by how much it is indented
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One error, made by exchanging whole lines.
+    """One error, made by exchanging a piece of a function or class.
 
     Args:
         file: where it is made, below the package.
-        name: what goes wrong, in words.
-        before: lines that the file has exactly once.
-        after: what to put in their place.
-        test: the test that must fail, as pytest names it, below `tests`.
-        hangs: it fails by never ending.
+        function: its qualified name, such as `Drive._write`.
+        error: what goes wrong, in words.
+        old: what the function has exactly once.
+        new: what to put in its place.
+        ends: how the test shows it: by failing or by never ending.
+        test: as pytest names it, below `tests`.
     """
 
     file: str
-    name: str
-    before: str
-    after: str
+    function: str
+    error: str
+    old: str
+    new: str
+    ends: str
     test: str
-    hangs: bool = False
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.name}"
+        return f"{self.file}: {self.error}"
+
+    @property
+    def hangs(self) -> bool:
+        return self.ends == HANGS
 
     def apply(self, source: str) -> str:
         """The file with the error.
 
         Raises:
-            ValueError: the lines are not there exactly once, so the table is out of date.
+            ValueError: the text is not there exactly once, so the table is out of date.
         """
-        before, after, source = f"\n{self.before}\n", f"\n{self.after}\n", f"\n{source}"
-        if (count := source.count(before)) != 1:
-            raise ValueError(f"{self}: its lines are in the file {count} times, not once")
-        return source.replace(before, after if self.after else "\n")[1:]
-
-
-Add = Callable[..., None]
-
-
-def table_of(file: str, mutations: list[Mutation]) -> Add:
-    """A function that adds mutations of one file; code starts on the line after the quotes."""
-
-    def add(name: str, before: str, after: str, test: str, *, hangs: bool = False) -> None:
-        code, error = (text.strip("\n").rstrip(" ").rstrip("\n") for text in (before, after))
-        mutations.append(Mutation(file, name, code, error, test, hangs))
-
-    return add
+        found = [
+            (source.index(old, start, end), old, indent)
+            for start, end, indent in _places(source).get(self.function, [])
+            for old in [_indented(self.old, indent)]
+            for _ in range(source.count(old, start, end))
+        ]
+        if len(found) != 1:
+            raise ValueError(f"{self}: its text is in {self.function} {len(found)} times, not once")
+        start, old, indent = found[0]
+        end = start + len(old)
+        if not self.new:
+            start, end = source.rindex("\n", 0, start) + 1, source.index("\n", end) + 1
+            if source[start:end].strip() != old:
+                raise ValueError(f"{self}: only whole lines can be deleted")
+        return source[:start] + _indented(self.new, indent) + source[end:]
 
 
 def all_mutations() -> list[Mutation]:
     """Those of all tables."""
-    found: list[Mutation] = []
-    for module in pkgutil.iter_modules(__path__):
-        found += importlib.import_module(f"{__name__}.{module.name}").MUTATIONS
-    return found
+    return [
+        mutation
+        for table in sorted(Path(__file__).parent.glob("*.tsv"))
+        for mutation in _rows(table)
+        if mutation.ends != LEFT_OUT
+    ]
+
+
+def _rows(table: Path) -> Iterator[Mutation]:
+    header, *lines = table.read_text().splitlines()
+    assert header.split("\t") == COLUMNS, f"{table.name} begins with {header}"
+    for line in lines:
+        fields = [re.sub(r"\\(.)", _unescaped, field) for field in line.split("\t")]
+        assert len(fields) == len(COLUMNS), f"{table.name}: a row has other columns: {line}"
+        mutation = Mutation(*fields)
+        assert mutation.ends in (FAILS, HANGS, LEFT_OUT), f"{mutation}: ends {mutation.ends!r}"
+        yield mutation
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    return "\n" if escape[1] == "n" else escape[1]
+
+
+def _indented(text: str, indent: int) -> str:
+    """The text with its lines, but for the first and blank ones, moved to the right."""
+    return re.sub(r"\n(?=[^\n])", "\n" + " " * indent, text)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(source: str) -> dict[str, list[_Place]]:
+    """Where the functions and classes of a file are, by their qualified names."""
+    lines = source.splitlines(keepends=True)
+    begins = [0]
+    for line in lines:
+        begins.append(begins[-1] + len(line))
+    places: dict[str, list[_Place]] = {WHOLE_FILE: [(0, len(source), 0)]}
+
+    def walk(parent: ast.AST, prefix: str) -> None:
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                first = min([node, *node.decorator_list], key=lambda part: part.lineno)
+                last = node.end_lineno or node.lineno
+                place = (begins[first.lineno - 1], begins[last], node.col_offset)
+                places.setdefault(prefix + node.name, []).append(place)
+                walk(node, f"{prefix}{node.name}.")
+            else:
+                walk(node, prefix)
+
+    walk(ast.parse(source), "")
+    return places

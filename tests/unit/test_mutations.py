@@ -7,8 +7,8 @@ import ast
 import functools
 from pathlib import Path
 
-from tests.mutation_tables import Mutation, all_mutations
-from tests.mutations import out_of_date
+from tests.mutation_tables import PACKAGE, Mutation, all_mutations
+from tests.mutations import ROOT, out_of_date
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -37,5 +37,5 @@ def test_every_mutation_names_a_test_that_is_there() -> None:
 def test_no_two_mutations_are_called_the_same_or_are_the_same() -> None:
     mutations = all_mutations()
     assert len({str(mutation) for mutation in mutations}) == len(mutations)
-    changes = {(mutation.file, mutation.before, mutation.after) for mutation in mutations}
+    changes = {(m.file, m.apply((ROOT / PACKAGE / m.file).read_text())) for m in mutations}
     assert len(changes) == len(mutations)
