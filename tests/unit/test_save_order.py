@@ -194,7 +194,7 @@ def test_a_storage_used_more_than_once_counts_once() -> None:
 
 def test_the_read_ahead_hears_when_all_was_used_however_little_that_is() -> None:
     reads = Reads()
-    prefetcher = Prefetcher(reads, 50)  # less than the largest
+    prefetcher = Prefetcher(reads, ByteBudget(50))  # less than the largest
     records = [on_tier(100), *(on_tier(20) for _ in range(5))]
     prefetcher.start(on_save_order(records))
     prefetcher.advance()
