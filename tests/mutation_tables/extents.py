@@ -7,7 +7,6 @@ from tests.mutation_tables import Mutation, table_of
 
 MUTATIONS: list[Mutation] = []
 
-PIECES = "unit/test_arena_pieces.py::"
 ARENA = "unit/test_arena.py::"
 EXTENTS = "unit/test_extents.py::"
 RANDOM_EXTENTS = EXTENTS + "test_random_lifetimes_never_overlap_and_coalesce_fully"
@@ -116,5 +115,5 @@ for side, line in (
         f"a range merges with a free one {side} it across a border",
         line,
         line.partition(" and ")[0] + ":",
-        PIECES + "test_extents_never_merge_across_a_border",
+        EXTENTS + "test_extents_never_merge_across_a_border",
     )

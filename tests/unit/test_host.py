@@ -306,14 +306,14 @@ def test_a_closed_tier_without_blocks_is_garbage():
     assert weak() is None
 
 
-def test_it_is_shown_to_people_with_its_budget(device, monkeypatch):
+def test_it_is_shown_to_people_with_its_budget(device, fake_cuda):
     tier = HostTier(12 * MIB)
     assert str(tier) == "host memory (12 MiB budget)"
     block = written(tier, storage_of(100, 1))
     assert str(block) == "host memory, offset 0, length 100"
     tier.close()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     device.pins_host_memory = True
-    pinned = HostTier(12 * MIB, device=device)  # registers nothing before it is needed
+    pinned = HostTier(12 * MIB, device=device)
+    assert not fake_cuda.pinned  # nothing before it is needed
     assert str(pinned) == "host memory (12 MiB budget, pinned)"
     pinned.close()
