@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import launch
 import pytest
-from launch import TINY, Outcome, run_trainer, train, train_once
 
 from megatron.offload.placement.plan import Plan, PlannedPart
 from megatron.offload.placement.plan_file import load_plans, save_plans
 from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.solver.solve import solve
+from tests.support import launch
+from tests.support.launch import TINY, Outcome, run_trainer, train, train_once
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launch import Outcome, run_trainer, train
 from trainer.arguments import parse_arguments
 from trainer.t5 import T5
+
+from tests.support.launch import Outcome, run_trainer, train
 
 MODELS = ("bert", "t5")
 DP2 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"

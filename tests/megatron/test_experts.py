@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import launch
 import pytest
-from launch import TINY, Outcome, run_trainer, train
 from test_matrix import flags_of
 from test_offload_is_bit_identical import ssd
+
+from tests.support import launch
+from tests.support.launch import TINY, Outcome, run_trainer, train
 
 STEPS = 4
 MOE = f"--num-experts 4 --moe-aux-loss-coeff 0.02 --disable-bias-linear --train-iters {STEPS}"

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import megatron.core
 import pytest
 import torch
-from launch import TINY, Outcome, run_trainer
 from tabulate import tabulate
+
+from tests.support.launch import TINY, Outcome, run_trainer
 
 STEPS = 5
 TIMEOUT_S = 120.0

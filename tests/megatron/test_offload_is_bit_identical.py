@@ -10,7 +10,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from launch import TINY, Outcome, Run, run_trainer, train, train_once
+
+from tests.support.launch import TINY, Outcome, Run, run_trainer, train, train_once
 
 STEPS = 4
 LAYOUTS = {

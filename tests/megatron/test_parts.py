@@ -10,12 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import TINY, Outcome, run_trainer, train
 from test_auto import auto
 
 from megatron.offload.placement.plan import Plan, PlannedPart
 from megatron.offload.placement.plan_file import save_plans
 from megatron.offload.placement.policy import Placement
+from tests.support.launch import TINY, Outcome, run_trainer, train
 
 STEPS = 4
 NUM_MICRO_BATCHES = 4

@@ -10,8 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import train
 from test_matrix import flags_of, nothing_leaks
+
+from tests.support.launch import train
 
 STEPS = 3
 NO_BIAS = "--disable-bias-linear"

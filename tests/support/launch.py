@@ -25,9 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fork_server import ForkedProcess, ForkServer
+from tests.support.fork_server import ForkedProcess, ForkServer
+from tests.support.processes import ROOT, our_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {name: ROOT / "examples" / f"pretrain_{name}.py" for name in ("gpt", "bert", "t5")}
 
 # Small enough that starting Python is the longest part of a test.
@@ -46,8 +46,8 @@ class Outcome:
     """How a run ended."""
 
     exit_codes: list[int]
-    output: str  # of all ranks
-    errors: str  # standard error of rank 0
+    output: str  # of all ranks, `our_lines`
+    errors: str  # standard error of rank 0, `our_lines`
     metrics: list[dict[str, Any]]
 
     def values(self, name: str) -> list[Any]:
@@ -150,7 +150,7 @@ class Run:
         return Outcome(
             exit_codes=[process.returncode for process in self.processes],
             output=self._output(),
-            errors=self._path(0, "err").read_text(),
+            errors=our_lines(self._path(0, "err").read_text()),
             metrics=self.metrics(),
         )
 
@@ -182,7 +182,7 @@ class Run:
         parts = []
         for rank in range(len(self.processes)):
             for stream in ("out", "err"):
-                text = self._path(rank, stream).read_text(errors="replace")
+                text = our_lines(self._path(rank, stream).read_text(errors="replace"))
                 parts.append(f"--- rank {rank} {stream}\n{text}")
         return "\n".join(parts)
 
