@@ -245,6 +245,26 @@ def _trained_once(flags: tuple[str, ...], world_size: int) -> Outcome:
     return train(shlex.join(flags), world_size=world_size)
 
 
+def assert_same_bits(one: Outcome, other: Outcome, num_steps: int) -> None:
+    """Every loss and gradient norm of so many steps, and the final weights."""
+    assert len(other.metrics) == num_steps
+    for name in ("step", "loss", "grad_norm", "losses", "model"):
+        assert [record.get(name) for record in one.metrics] == [
+            record.get(name) for record in other.metrics
+        ], name
+
+
+def nothing_leaks(steps: list[dict[str, Any]]) -> bool:
+    """Whether tiers were empty after each step, but for writes that their use has overtaken.
+
+    Such a write may still run when the step ends. It is gone in the next, a leak would stay.
+    """
+    used = [step["tier_used_bytes"] for step in steps]
+    return min(used) == 0 and all(
+        step["forwarded_bytes"] > 0 for step in steps if step["tier_used_bytes"]
+    )
+
+
 def rank_environment(added: dict[str, str]) -> dict[str, str]:
     """What a rank starts with: this process's, no GPU, loopback, this checkout's modules."""
     search = [added.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")]
