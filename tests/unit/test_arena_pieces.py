@@ -12,6 +12,7 @@ import pytest
 
 from megatron.offload.tiers import arena as arena_module
 from megatron.offload.tiers.arena import HostArena
+from megatron.offload.tiers.extents import ExtentAllocator
 from tests.support.fake_cuda import FakeCuda
 
 PAGE = mmap.PAGESIZE
@@ -30,15 +31,25 @@ def test_what_does_not_fit_takes_no_memory() -> None:
     arena.close()
 
 
-def test_a_range_can_be_freed_by_a_finalizer_that_interrupts_an_allocation() -> None:
+def test_a_range_can_be_freed_by_a_finalizer_that_interrupts_an_allocation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     arena = HostArena(32 * PAGE)
-    offset = arena.allocate(PAGE)
-    with arena._lock:
-        freeing = threading.Thread(target=arena.free, args=(offset,), daemon=True)
-        freeing.start()
-        freeing.join(timeout=2)
-        assert not freeing.is_alive()
-    assert arena.used_bytes == 0
+    first = arena.allocate(PAGE)
+    assert first is not None
+    allocate = ExtentAllocator.allocate
+
+    def interrupted(self: ExtentAllocator, num_bytes: int) -> int | None:
+        monkeypatch.undo()
+        arena.free(first)
+        return allocate(self, num_bytes)
+
+    monkeypatch.setattr(ExtentAllocator, "allocate", interrupted)
+    allocating = threading.Thread(target=arena.allocate, args=(PAGE,), daemon=True)
+    allocating.start()
+    allocating.join(timeout=2)
+    assert not allocating.is_alive()
+    assert arena.used_bytes == PAGE
     arena.close()
 
 
