@@ -13,6 +13,7 @@ import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine
 from megatron.offload.tiers.file import UnlinkedFile
+from tests.support.fake_cuda import FakeCuda
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,14 @@ def make_engine(
 def engine(make_engine: Callable[..., OffloadEngine]) -> OffloadEngine:
     """An engine that offloads every storage, in buffered mode so that every byte moves."""
     return make_engine(io="buffered")
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """torch sees CUDA, and two GPUs that compute nothing."""
+    fake = FakeCuda()
+    fake.install(monkeypatch)
+    return fake
 
 
 class Gate:

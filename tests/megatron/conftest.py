@@ -4,19 +4,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
+import preprocess_data
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-# The trainer is a directory of scripts, not an installed package; the launcher lies beside this.
-for directory in (ROOT / "examples", Path(__file__).parent):
-    if str(directory) not in sys.path:
-        sys.path.insert(0, str(directory))
-
-import preprocess_data  # noqa: E402
-from launch import TINY_LAYERS, Outcome, train  # noqa: E402
+from tests.support.launch import TINY_LAYERS, Outcome, train
 
 _TOKENIZERS = {
     "bert": "--tokenizer-type BertWordPieceLowerCase --vocab-size 200",

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import launch
 import pytest
-from launch import TINY, Outcome, run_trainer, train, train_once
 
 from megatron.offload.placement.plan import Plan, PlannedPart
 from megatron.offload.placement.plan_file import load_plans, save_plans
 from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.solver.solve import solve
+from tests.support import launch
+from tests.support.launch import TINY, assert_same_bits, run_trainer, train, train_once
+from tests.support.offload_flags import auto
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -28,27 +29,6 @@ LAYOUTS = {
 }
 
 
-def auto(directory: Path, *more: str) -> str:
-    """Flags that plan for as little memory as possible, however long a step then takes."""
-    return " ".join(
-        (
-            f"--activation-offload auto --activation-offload-dir {directory}",
-            "--activation-offload-min-bytes 1KiB",
-            *more,
-        )
-    )
-
-
-def assert_same_bits(planned: Outcome, off: Outcome, num_steps: int = STEPS) -> None:
-    """Every loss and gradient norm, and the final weights."""
-    assert len(off.metrics) == num_steps
-    for name in ("step", "loss", "grad_norm", "model"):
-        assert [record.get(name) for record in planned.metrics] == [
-            record.get(name) for record in off.metrics
-        ], name
-
-
-# The next test has TP2 too.
 @pytest.mark.parametrize("position", [pytest.param("TP2", marks=pytest.mark.slow), "PP2"])
 def test_auto_changes_no_bit(position: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[position]
@@ -61,7 +41,7 @@ def test_auto_changes_no_bit(position: str, tmp_path: Path) -> None:
         world_size=world_size,
         timeout_s=150,
     )
-    assert_same_bits(planned, train_once(flags, world_size=world_size))
+    assert_same_bits(planned, train_once(flags, world_size=world_size), STEPS)
     plans = load_plans(path)
     stages = 2 if "PP" in position else 1
     assert sorted(plans) == list(range(stages))
@@ -125,7 +105,7 @@ def test_ranks_that_share_layers_follow_the_same_plans_whatever_each_has_measure
         alone = [solve(profile, max_slowdown=1.0).placements for profile in profiles]
         assert alone[0] != alone[1], "each for itself would have planned the same"
     off = train(flags, world_size=world_size)
-    assert_same_bits(planned, off, num_steps=8)
+    assert_same_bits(planned, off, 8)
 
 
 def test_a_disk_that_becomes_slow_in_mid_run_is_planned_for_within_five_steps(
@@ -144,7 +124,7 @@ def test_a_disk_that_becomes_slow_in_mid_run_is_planned_for_within_five_steps(
     )
     plans = [record["offload"]["plans"] for record in slowed.metrics]
     assert plans[slow_after - 1] == 2 and plans[slow_after + 4] > 2
-    assert_same_bits(slowed, train(flags), num_steps=num_steps)
+    assert_same_bits(slowed, train(flags), num_steps)
 
 
 def mixed(stage: int, layers: range) -> Plan:
@@ -177,7 +157,7 @@ def test_a_plan_that_people_wrote_is_followed_from_the_first_step(
     planned = train(
         flags, auto(tmp_path, f"--activation-offload-plan {path}"), world_size=world_size
     )
-    assert_same_bits(planned, train_once(flags, world_size=world_size))
+    assert_same_bits(planned, train_once(flags, world_size=world_size), STEPS)
     for record in planned.metrics:
         step = record["offload"]
         # Of stage 0: layers 1 and 4 (1 with two stages), for each of four micro-batches.
@@ -245,6 +225,6 @@ def test_auto_plans_for_encoder_and_decoder_apart(tiny: dict[str, str], tmp_path
         model="t5",
         timeout_s=150,
     )
-    assert_same_bits(planned, train(flags, tiny=tiny["t5"], model="t5"))
+    assert_same_bits(planned, train(flags, tiny=tiny["t5"], model="t5"), STEPS)
     layers = [one.layer for one in load_plans(path)[0].parts]
     assert list(dict.fromkeys(layers)) == ["encoder.1", "encoder.2", "decoder.1", "decoder.2"]

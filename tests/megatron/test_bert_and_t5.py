@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launch import Outcome, run_trainer, train
 from trainer.arguments import parse_arguments
 from trainer.t5 import T5
+
+from tests.support.launch import Outcome, assert_same_bits, run_trainer, train
+from tests.support.offload_flags import ssd
 
 MODELS = ("bert", "t5")
 DP2 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -23,14 +25,6 @@ PP2 = "--pipeline-model-parallel-size 2"
 PP2_VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 EVALUATION = "--eval-interval 3 --eval-iters 2"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0 --lr 1e-3"
-
-
-def ssd(directory: Path) -> str:
-    """Flags that put every activation of more than a kilobyte on the disk."""
-    return (
-        f"--activation-offload ssd --activation-offload-dir {directory}"
-        " --activation-offload-min-bytes 1KiB"
-    )
 
 
 def assert_moved(outcome: Outcome, directory: Path) -> None:
@@ -63,10 +57,7 @@ def test_offload_changes_no_bit(
     flags = f"{layout} --train-iters 2"
     off = train(flags, tiny=tiny[model], model=model, world_size=2)
     offloaded = train(flags, ssd(tmp_path), tiny=tiny[model], model=model, world_size=2)
-    assert len(off.metrics) == 2
-    for name in ("loss", "grad_norm"):
-        assert offloaded.values(name) == off.values(name), name
-    assert offloaded.model == off.model
+    assert_same_bits(offloaded, off, 2)
     assert_moved(offloaded, tmp_path)
 
 

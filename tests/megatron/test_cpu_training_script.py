@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +19,13 @@ from megatron.offload import ConfigurationError
 from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
 
 TRAINING = "megatron.training.training"
+ENVIRONMENT = ("TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 @pytest.fixture(autouse=True)
 def off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test begins and ends with the runtime off."""
-    for name in cpu_training_script._ENVIRONMENT:
+    for name in ENVIRONMENT:
         monkeypatch.setenv(name, "")  # so that it is put back as it was, also where it was not
         monkeypatch.delenv(name)
     random_log = logging.getLogger("megatron.core.tensor_parallel.random")
@@ -52,6 +53,7 @@ def test_megatron_lm_starts_without_cuda(training: ModuleType) -> None:
     before = dict(vars(training))
     assert cpu_training_script.activate()
     assert training.initialize_megatron(args_defaults={}) is True
+    assert [os.environ[name] for name in ENVIRONMENT] == ["1", "1"]
     assert torch.cuda.get_device_properties("cuda:0").major == 8
     assert not torch.cuda.is_available()
     cpu_runtime.deactivate()
@@ -99,31 +101,51 @@ def test_a_training_module_of_another_kind_is_refused(training: ModuleType) -> N
         cpu_training_script.activate()
 
 
-def parser(*without: str) -> argparse.ArgumentParser:
+# Megatron-LM's flags for a machine without CUDA, and what it takes where they are not given.
+CPU_FLAGS = (
+    "--transformer-impl local --distributed-backend gloo --use-cpu-initialization"
+    " --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+    " --no-rope-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion"
+)
+
+
+def parser(*, has_rope_fusion: bool = True) -> argparse.ArgumentParser:
+    """As far as these flags go, that of Megatron-LM."""
     result = argparse.ArgumentParser()
-    for name, value, _ in cpu_training_script._DEFAULTS:
-        if name in without:
-            continue
-        if isinstance(value, bool):
-            action = "store_true" if value else "store_false"
-            result.add_argument(f"--x-{name}", dest=name, action=action)
-        else:
-            result.add_argument(f"--x-{name}", dest=name, default="needs CUDA")
+    result.add_argument("--transformer-impl", default="transformer_engine")
+    result.add_argument("--distributed-backend", default="nccl")
+    result.add_argument("--use-cpu-initialization", action="store_true")
+    result.add_argument("--no-persist-layer-norm", action="store_true")
+    fusions = ["gradient-accumulation", "masked-softmax", "bias-gelu", "bias-swiglu"]
+    for name in (*fusions, "bias-dropout"):
+        destination = f"{name.replace('-', '_')}_fusion"
+        result.add_argument(f"--no-{name}-fusion", action="store_false", dest=destination)
+    if has_rope_fusion:
+        result.add_argument("--no-rope-fusion", action="store_false", dest="apply_rope_fusion")
     return result
 
 
 def test_what_needs_cuda_is_off_by_default_and_flags_still_win() -> None:
+    expected = parser().parse_args(CPU_FLAGS.split())
     flags = parser()
+    assert flags.parse_args([]) != expected
     cpu_training_script.set_defaults(flags)
-    expected: dict[str, Any] = {name: value for name, value, _ in cpu_training_script._DEFAULTS}
-    assert vars(flags.parse_args([])) == expected
-    chosen = flags.parse_args(["--x-distributed_backend", "mpi"])
-    assert vars(chosen) == {**expected, "distributed_backend": "mpi"}
+    assert flags.parse_args([]) == expected
+    expected.distributed_backend = "mpi"
+    assert flags.parse_args(["--distributed-backend", "mpi"]) == expected
 
 
 def test_a_parser_without_such_a_flag_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="has no --no-rope-fusion, which a CPU needs"):
-        cpu_training_script.set_defaults(parser("apply_rope_fusion"))
+        cpu_training_script.set_defaults(parser(has_rope_fusion=False))
+
+
+def test_the_log_says_which_flags_are_set(
+    training: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        cpu_training_script.activate()
+    assert f"Megatron-LM gets {CPU_FLAGS} by default" in caplog.text
 
 
 def test_pipeline_stages_keep_what_gloo_may_still_read() -> None:

@@ -12,13 +12,14 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from launch import TINY, Outcome, train
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from trainer import data
 from trainer.arguments import parse_arguments
 from trainer.gpt import GPT
 from trainer.tokenizer import build_tokenizer
 from trainer.training import pretrain
+
+from tests.support.launch import TINY, Outcome, train
 
 NUM_RANKS = 3
 MICRO_BATCH_SIZE = 3

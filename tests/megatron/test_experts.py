@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import launch
 import pytest
-from launch import TINY, Outcome, run_trainer, train
-from test_matrix import flags_of
-from test_offload_is_bit_identical import ssd
+
+from tests.support import launch
+from tests.support.launch import TINY, assert_same_bits, run_trainer, train
+from tests.support.offload_flags import flags_of, ssd
 
 STEPS = 4
 MOE = f"--num-experts 4 --moe-aux-loss-coeff 0.02 --disable-bias-linear --train-iters {STEPS}"
@@ -39,13 +39,6 @@ LAYOUTS = {
 }
 
 
-def assert_same_bits(other: Outcome, off: Outcome) -> None:
-    assert len(off.metrics) == STEPS
-    for name in ("loss", "grad_norm", "losses"):
-        assert other.values(name) == off.values(name), name
-    assert other.model == off.model
-
-
 QUICK = ("EP2",)
 
 
@@ -59,7 +52,7 @@ def test_experts_give_the_same_bits(layout: str, tmp_path: Path) -> None:
     assert all(losses["load_balancing"] > 0 for losses in off.values("losses"))
     for placement in placements:
         outcome = train(MOE, flags, flags_of(placement, tmp_path, 4), world_size=world_size)
-        assert_same_bits(outcome, off)
+        assert_same_bits(outcome, off, STEPS)
         for step in outcome.values("offload"):
             assert (step["recomputed_layers"] > 0) is (placement in ("recompute", "mixed"))
             assert (step["offloaded_bytes"] > 0) is (placement != "recompute")
@@ -71,7 +64,7 @@ def test_both_ways_to_the_experts_train_the_same_model() -> None:
         train(MOE, EP2, f"--moe-token-dispatcher-type {name}", world_size=2)
         for name in ("allgather", "alltoall")
     )
-    assert_same_bits(one, two)
+    assert_same_bits(one, two, STEPS)
 
 
 def test_a_mixture_is_balanced_by_its_auxiliary_loss() -> None:

@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from fork_server import ForkServer
-from launch import Run, rank_environment, server
+
+from tests.support.fork_server import ForkServer
+from tests.support.launch import Run, rank_environment, server
+from tests.support.processes import ROOT, our_lines
 
 PROBE = """
 import json, os, sys
@@ -39,7 +41,7 @@ parallel_state.left = os.environ["LEFT"] = "from another launch"
 KILLED_CLIENT = """
 import os, sys
 from pathlib import Path
-from fork_server import ForkServer
+from tests.support.fork_server import ForkServer
 output, errors, script = map(Path, sys.argv[1:])
 server = ForkServer(script, (), os.environ)
 rank = server.start([str(script)], os.environ, output, errors)
@@ -112,7 +114,8 @@ def test_it_ends_like_a_new_interpreter(tmp_path: Path, source: str) -> None:
     for fresh in (True, False):
         code = script.run(fresh)
         # Tracebacks differ in the frames of the server.
-        ends.append((code, script.output.read_text(), script.errors.read_text().split("\n")[-2:]))
+        errors = our_lines(script.errors.read_text()).split("\n")[-2:]
+        ends.append((code, script.output.read_text(), errors))
     assert ends[0] == ends[1]
 
 
@@ -143,7 +146,7 @@ def test_nothing_outlives_a_client_that_was_killed(tmp_path: Path) -> None:
     for path in (script.output, script.errors):
         path.touch()
     command = [sys.executable, "-c", KILLED_CLIENT, *map(str, (script.output, script.errors))]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     client = subprocess.run(
         [*command, script.argv[0]], env=environment, stdout=subprocess.PIPE, timeout=30
     )

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import launch
 import pytest
-from fork_server import ForkServer
-from launch import TINY, Outcome, rank_environment, run_trainer
-from test_offload_is_bit_identical import ssd
+
+from tests.support import launch
+from tests.support.fork_server import ForkServer
+from tests.support.launch import TINY, Outcome, rank_environment, run_trainer
+from tests.support.offload_flags import ssd
 
 STEPS = 3
 # The import that megatron-core tries. Beside the scripts, so that it is found first.

@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 import megatron.core
 import pytest
 import torch
-from launch import TINY, Outcome, run_trainer
 from tabulate import tabulate
+
+from tests.support.launch import TINY, Outcome, nothing_leaks, run_trainer
+from tests.support.offload_flags import flags_of
 
 STEPS = 5
 TIMEOUT_S = 120.0
@@ -74,34 +76,6 @@ def why_not(cell: Cell) -> str | None:
     if cell.model == "T5" and "PP" in cell.layout:
         return "megatron-core has no pipeline parallelism for T5"
     return None
-
-
-def flags_of(placement: str, directory: Path, num_layers: int) -> str:
-    """Flags that place every activation of more than a kilobyte."""
-    mode = {"recompute": "ssd", "mixed": "tiered"}.get(placement, placement)
-    flags = f"--activation-offload {mode} --activation-offload-min-bytes 1KiB"
-    if mode != "host":
-        flags += f" --activation-offload-dir {directory}"
-    if mode != "ssd":
-        flags += " --activation-offload-host-budget " + ("1GiB" if mode == "host" else "256KiB")
-    if placement == "recompute":
-        flags += f" --activation-recompute-layers 1-{num_layers}"
-    elif placement == "mixed":  # kept in the last layer
-        flags += " --activation-recompute-layers 1 --activation-offload-layers 2"
-        if num_layers > 2:
-            flags += ",3"
-    return flags
-
-
-def nothing_leaks(steps: list[dict[str, Any]]) -> bool:
-    """Whether tiers were empty after each step, but for writes that their use has overtaken.
-
-    Such a write may still run when the step ends. It is gone in the next, a leak would stay.
-    """
-    used = [step["tier_used_bytes"] for step in steps]
-    return min(used) == 0 and all(
-        step["forwarded_bytes"] > 0 for step in steps if step["tier_used_bytes"]
-    )
 
 
 def complaint(placement: str, outcome: Outcome) -> str:

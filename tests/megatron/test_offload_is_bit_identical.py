@@ -10,7 +10,16 @@ import signal
 from pathlib import Path
 
 import pytest
-from launch import TINY, Outcome, Run, run_trainer, train, train_once
+
+from tests.support.launch import (
+    TINY,
+    Run,
+    assert_same_bits,
+    run_trainer,
+    train,
+    train_once,
+)
+from tests.support.offload_flags import ssd
 
 STEPS = 4
 LAYOUTS = {
@@ -34,23 +43,6 @@ LAYOUTS = {
 }
 
 
-def ssd(directory: Path) -> str:
-    """Flags that put every activation of more than a kilobyte on the disk."""
-    return (
-        f"--activation-offload ssd --activation-offload-dir {directory}"
-        " --activation-offload-min-bytes 1KiB"
-    )
-
-
-def assert_same_bits(offloaded: Outcome, off: Outcome) -> None:
-    """Every loss and gradient norm, and the final weights."""
-    assert len(off.metrics) == STEPS
-    for name in ("step", "loss", "grad_norm", "model"):
-        assert [record.get(name) for record in offloaded.metrics] == [
-            record.get(name) for record in off.metrics
-        ], name
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[layout]
@@ -60,7 +52,7 @@ def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
     # what the fork server has imported.
     fresh = layout == "DP2+distributed-optimizer"
     offloaded = train(flags, ssd(tmp_path), world_size=world_size, fresh=fresh)
-    assert_same_bits(offloaded, off)
+    assert_same_bits(offloaded, off, STEPS)
     for record in offloaded.metrics:
         # Bytes really left memory: they came from the disk, or were needed before the write ended.
         moved = record["offload"]
@@ -80,7 +72,7 @@ def test_layers_may_be_placed_one_by_one(layout: str, tmp_path: Path) -> None:
     # The last layer keeps everything.
     lists = " --activation-recompute-layers 1,3 --activation-offload-layers decoder.2"
     mixed = train(flags, ssd(tmp_path) + lists, world_size=world_size)
-    assert_same_bits(mixed, train_once(flags, world_size=world_size))
+    assert_same_bits(mixed, train_once(flags, world_size=world_size), STEPS)
     for step in (record["offload"] for record in mixed.metrics):
         assert step["recomputed_layers"] > 0 and step["offloaded_bytes"] > 0
 
@@ -104,7 +96,7 @@ def test_the_other_modes_change_no_bit_either(mode: str, layout: str, tmp_path: 
         f" --activation-offload-dir {directories[0]},{directories[1]}"
     )
     offloaded = train(model, offload, world_size=world_size)
-    assert_same_bits(offloaded, train_once(model, world_size=world_size))
+    assert_same_bits(offloaded, train_once(model, world_size=world_size), STEPS)
     moved = [record["offload"] for record in offloaded.metrics]
     uses_host, uses_ssd = not mode.startswith("ssd"), not mode.startswith("host")
     assert (sum(step["host_read_bytes"] for step in moved) > 0) is uses_host

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import launch
 import pytest
-from fork_server import ForkServer
-from launch import SCRIPTS, TINY, Outcome, rank_environment, run_trainer
 
 import megatron.offload
+from tests.support import launch
+from tests.support.fork_server import ForkServer
+from tests.support.launch import SCRIPTS, TINY, Outcome, rank_environment, run_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = SCRIPTS["gpt"]
@@ -34,7 +34,7 @@ import contextlib, importlib, os, pathlib, runpy, sys
 
 from megatron.offload.engine import OffloadEngine
 
-install = importlib.import_module("megatron.offload.integration.megatron.connect")
+connect = importlib.import_module("megatron.offload.integration.megatron.connect")
 
 HERE = pathlib.Path(__file__).parent
 passes = []  # save orders, kept so that no two have the same id
@@ -45,21 +45,21 @@ def note(name, *values):
         print(*values, file=file)
 
 
-def of(save order):  # which pass filled it
-    return next((scope for known, scope in passes if known is save order), "no forward pass")
+def of(save_order):  # which pass filled it
+    return next((scope for known, scope in passes if known is save_order), "no forward pass")
 
 
 forward, capture = OffloadEngine.forward, OffloadEngine.capture
 prefetch, backward = OffloadEngine.prefetch, OffloadEngine.backward
-place_layer, decorate = OffloadEngine.place_layer, install.decorate
+place_layer, decorate = OffloadEngine.place_layer, connect.decorate
 
 
 @contextlib.contextmanager
 def noted_forward(self, scope):
     note("calls", "forward begins", scope)
-    with forward(self, scope) as save order:
-        passes.append((save order, scope))
-        yield save order
+    with forward(self, scope) as save_order:
+        passes.append((save_order, scope))
+        yield save_order
     note("calls", "forward ends", scope)
 
 
@@ -69,17 +69,17 @@ def noted_capture(self, scope, outputs, inputs):
     capture(self, scope, outputs=outputs, inputs=inputs)
 
 
-def noted_prefetch(self, save order, *, opens_at_once=False):
-    note("calls", "prefetch", of(save order), opens_at_once)
-    prefetch(self, save order, opens_at_once=opens_at_once)
+def noted_prefetch(self, save_order, *, opens_at_once=False):
+    note("calls", "prefetch", of(save_order), opens_at_once)
+    prefetch(self, save_order, opens_at_once=opens_at_once)
 
 
 @contextlib.contextmanager
-def noted_backward(self, save order):
-    note("calls", "backward begins", of(save order))
-    with backward(self, save order):
+def noted_backward(self, save_order):
+    note("calls", "backward begins", of(save_order))
+    with backward(self, save_order):
         yield
-    note("calls", "backward ends", of(save order))
+    note("calls", "backward ends", of(save_order))
 
 
 def noted_place_layer(self, scope):
@@ -96,7 +96,7 @@ def noted_decorate():
 
 OffloadEngine.forward, OffloadEngine.capture = noted_forward, noted_capture
 OffloadEngine.prefetch, OffloadEngine.backward = noted_prefetch, noted_backward
-OffloadEngine.place_layer, install.decorate = noted_place_layer, noted_decorate
+OffloadEngine.place_layer, connect.decorate = noted_place_layer, noted_decorate
 sys.argv[0] = SCRIPT
 sys.path[0] = str(pathlib.Path(SCRIPT).parent)
 runpy.run_path(SCRIPT, run_name="__main__")
@@ -246,15 +246,13 @@ print([name for name in added if name.partition(".")[0] in ("torch", "numpy", "c
 """
     ours = "megatron.offload"
     packages = ["megatron", ours, f"{ours}.integration", f"{ours}.integration.megatron"]
-    names = [*packages, f"{ours}.integration.megatron.calls"]
+    names = [*packages, f"{ours}.integration.megatron.decorators"]
     assert python(code, ROOT).splitlines() == [str(names), "[]"]
 
 
 def test_the_package_has_its_names_whoever_imports_what_first() -> None:
     package = importlib.import_module("megatron.offload.integration.megatron")
-    file = importlib.import_module(f"{package.__name__}.install")
-    assert package.install is file.install
-    setattr(package, "install", file)  # noqa: B010, as the import of a file does at its end
+    file = importlib.import_module(f"{package.__name__}.connect")
     assert package.install is file.install
     for module in (package, megatron.offload):
         assert set(module.__all__) <= set(dir(module))

@@ -12,7 +12,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import train
 
 from megatron.offload import cli
 from megatron.offload.placement.plan_file import load_plans
@@ -20,6 +19,7 @@ from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.projection.hardware import DriveSpec, GpuSpec, Hardware
 from megatron.offload.planner.projection.model import Parallelism, Transformer
 from megatron.offload.planner.projection.projection import Projection, project
+from tests.support.launch import train
 
 MIN_BYTES = 1024  # statistics of norms and most log-sum-exps of this tiny model are smaller
 LAYERS = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "dtype": "fp32"}

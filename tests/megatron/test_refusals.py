@@ -22,9 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import ROOT, TINY, run_trainer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from refused import OFFLOAD, OTHER_VERSION, SETTINGS, SSD, TABLE, Row
 from trainer.gpt import GPT
 from trainer.start import start
 from trainer.training import pretrain
@@ -33,15 +31,18 @@ from megatron.offload import ConfigurationError, OffloadConfig, launch
 from megatron.offload.integration.megatron import cpu_training_script, install
 from megatron.offload.integration.megatron.connect import _REFUSED_SETTINGS, _REFUSED_WRAPPERS
 from megatron.offload.integration.megatron.training_script import _FLAGS
+from tests.megatron.refused import OFFLOAD, OTHER_VERSION, SETTINGS, SSD, TABLE, Row
+from tests.support.launch import TINY, run_trainer
 from tests.support.megatron_lm import FakeMegatronLm
 from tests.support.megatron_lm import settings as launcher_settings
+from tests.support.processes import ROOT
 
 MEGATRON = "megatron/offload/integration/megatron"
 # Where refusals stand: the file, and the functions in it that are tested elsewhere.
 SEARCHED = {
     "megatron/offload/config.py": (),
     "megatron/offload/layer_set.py": (),
-    f"{MEGATRON}/install.py": ("check_wrappers",),  # below: it needs a model
+    f"{MEGATRON}/connect.py": ("check_wrappers",),  # below: it needs a model
     "examples/trainer/experts.py": (),
     "examples/trainer/arguments.py": ("check_megatron_core_version",),  # in test_trainer_errors.py
 }
@@ -139,7 +140,7 @@ def test_every_statement_that_refuses_has_a_row(
     for row in TABLE:
         lines.update(reached(refuse(row, tmp_path)))
     with pytest.raises(ConfigurationError, match="choose one of off") as refused:
-        OffloadConfig(mode="save_order")  # argparse is faster where it is a flag
+        OffloadConfig(mode="tape")  # argparse is faster where it is a flag
     lines.update(reached(refused.value))
     capsys.readouterr()
     missing = [

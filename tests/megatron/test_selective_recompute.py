@@ -10,8 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import train
-from test_matrix import flags_of, nothing_leaks
+
+from tests.support.launch import assert_same_bits, nothing_leaks, train
+from tests.support.offload_flags import flags_of
 
 STEPS = 3
 NO_BIAS = "--disable-bias-linear"
@@ -54,15 +55,10 @@ def test_selective_recomputation_and_offload_give_the_same_bits(case: str, tmp_p
     selective = f"{model} --recompute-granularity selective --recompute-modules {modules}"
     # Not all of Megatron's own recomputation is bit-identical to none: RMSNorm's is not.
     own = train(selective, world_size=world_size)
-    assert len(own.metrics) == STEPS
     whole = train(model, flags_of("ssd", tmp_path, 4), world_size=world_size)
     for placement in placements:
         outcome = train(selective, flags_of(placement, tmp_path, 4), world_size=world_size)
-        for name in ("loss", "grad_norm", "losses"):
-            assert [record.get(name) for record in outcome.metrics] == [
-                record.get(name) for record in own.metrics
-            ], (placement, name)
-        assert outcome.model == own.model, placement
+        assert_same_bits(outcome, own, STEPS)
         assert nothing_leaks(outcome.values("offload"))
         for step, without in zip(outcome.values("offload"), whole.values("offload"), strict=True):
             assert step["offloaded_bytes"] > 0

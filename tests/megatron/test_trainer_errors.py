@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import TINY, Run, run_trainer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from trainer.gpt import GPT
 from trainer.training import pretrain
+
+from tests.support.launch import TINY, Run, run_trainer
 
 PREFIX = "error: "
 

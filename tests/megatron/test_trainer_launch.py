@@ -12,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from launch import ROOT, TINY, Outcome, Run, train
+from tests.support.launch import TINY, Outcome, Run, train
+from tests.support.processes import ROOT
 
 FIELDS = {
     "step",

@@ -11,7 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import Outcome, train
+
+from tests.support.launch import Outcome, train
 
 RELATIVE_TOLERANCE = 1e-5
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"

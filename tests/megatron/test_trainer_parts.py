@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import TINY
 from trainer import arguments, training
 from trainer.attention import _DropoutAttention, _DropoutMask
 from trainer.data import SampleOrder
@@ -19,6 +18,7 @@ from trainer.gpt import GPT
 from trainer.metrics import MetricsFile, StepRecord
 
 from megatron.offload.integration.megatron.estimate import activation_bytes
+from tests.support.launch import TINY
 
 
 def order(first_sample: int, rank: int, num_ranks: int = 2, num_samples: int = 10) -> SampleOrder:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import pytest
-from launch import Outcome, train
+
+from tests.support.launch import Outcome, train
 
 
 @pytest.mark.parametrize(

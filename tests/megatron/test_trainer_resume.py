@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import TINY, Outcome, run_trainer, train
+
+from tests.support.launch import TINY, Outcome, run_trainer, train
 
 
 def test_prolonged_run_is_bit_identical_on_one_rank(tmp_path: Path, one_process: Outcome) -> None:

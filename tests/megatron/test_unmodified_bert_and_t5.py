@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from test_unmodified_megatron_lm import CHECKOUT, Run, offload, run_script
-from test_unmodified_megatron_lm import pytestmark as needs_a_checkout
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+
+from tests.support.megatron_lm_checkout import CHECKOUT, Run, needs_a_checkout, offload, run_script
 
 pytestmark = needs_a_checkout
 
@@ -42,7 +42,7 @@ LAYOUTS = {
 }
 
 
-def instructions_of(model: str) -> Path:
+def script_of(model: str) -> Path:
     """At the root of the checkout, or where later releases have it."""
     places = [CHECKOUT / f"pretrain_{model}.py", CHECKOUT / f"examples/{model}/pretrain_{model}.py"]
     return next(place for place in places if place.is_file())
@@ -83,9 +83,7 @@ def pretrain(model: str, mode: str, directory: Path, data: list[str]) -> Run:
     num_ranks, layout = LAYOUTS[model]
     flags = [*SIZES.split(), *MODELS[model].split(), *layout.split(), *data]
     flags += ["--save", str(directory), "--data-cache-path", str(directory / "index")]
-    return run_script(
-        instructions_of(model), num_ranks, directory, *flags, *offload(mode, directory)
-    )
+    return run_script(script_of(model), num_ranks, directory, *flags, *offload(mode, directory))
 
 
 @pytest.mark.parametrize("model", MODELS)

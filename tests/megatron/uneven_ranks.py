@@ -22,7 +22,7 @@ from megatron.offload.placement.plan import Plan  # noqa: E402
 from megatron.offload.placement.plan_file import plans_to_json  # noqa: E402
 from megatron.offload.placement.plan_policy import PlannedPolicy  # noqa: E402
 from megatron.offload.planner.online.drift import Drift  # noqa: E402
-from megatron.offload.planner.online.step_meter import Measurement  # noqa: E402
+from megatron.offload.planner.online.step_meter import StepMeter  # noqa: E402
 from megatron.offload.planner.profile.stage_profile import StageProfile  # noqa: E402
 
 RANK = int(os.environ["RANK"])
@@ -44,12 +44,12 @@ def slower(profile: StageProfile) -> StageProfile:
 
 def connect() -> None:
     """Changes what this rank measures, and writes what becomes of it."""
-    measured, follow = Measurement.profile, PlannedPolicy.follow
+    measured, follow = StepMeter.profile, PlannedPolicy.follow
     profiles: list[StageProfile] = []
     plans: list[Plan] = []
     num_noticed = 0
 
-    def profile(self: Measurement, *args: Any, **more: Any) -> StageProfile:
+    def profile(self: StepMeter, *args: Any, **more: Any) -> StageProfile:
         found = measured(self, *args, **more)
         profiles.append(slower(found) if RANK else found)
         path = DIRECTORY / f"profile{len(profiles)}-rank{RANK}.json"
@@ -66,7 +66,7 @@ def connect() -> None:
         (DIRECTORY / f"plan{len(plans)}-rank{RANK}.json").write_text(plans_to_json([plan]))
         follow(self, plan)
 
-    Measurement.profile = profile  # type: ignore[method-assign]
+    StepMeter.profile = profile  # type: ignore[method-assign]
     Drift.cause = notice_once  # type: ignore[method-assign]
     PlannedPolicy.follow = write  # type: ignore[method-assign]
 

@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 
-from megatron.offload.transfer import dispatcher as dispatcher_module
 from megatron.offload.transfer.dispatcher import Dispatcher
 
 
@@ -21,6 +20,10 @@ def dispatcher():
     dispatcher.close()
 
 
+def threads_of(name):
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
 def test_work_is_done_in_order_and_in_another_thread(dispatcher):
     done = []
     for index in range(0, 100, 2):
@@ -29,19 +32,18 @@ def test_work_is_done_in_order_and_in_another_thread(dispatcher):
             lambda i=index + 1: done.append((i, threading.current_thread())),
         )
     dispatcher.drain()
-    assert done == [(index, dispatcher._thread) for index in range(100)]
-    assert dispatcher._thread.name == "dispatcher under test"
-    assert dispatcher._thread.daemon, "a process that forgets to close it ends all the same"
+    (thread,) = threads_of("dispatcher under test")
+    assert done == [(index, thread) for index in range(100)]
+    assert thread.daemon, "a process that forgets to close it ends all the same"
 
 
 @pytest.mark.parametrize("call", ["drain", "close"])
-def test_draining_and_closing_wait_for_what_was_submitted(dispatcher, monkeypatch, call):
-    monkeypatch.setattr(dispatcher_module, "_LOOK_S", 0.001)
+def test_draining_and_closing_wait_for_what_was_submitted(dispatcher, call):
     hold = threading.Event()
     dispatcher.submit(lambda: hold.wait(10))
     waiting = threading.Thread(target=getattr(dispatcher, call), daemon=True)
     waiting.start()
-    waiting.join(timeout=0.2)
+    waiting.join(timeout=0.2)  # it has looked by then whether the thread is still there
     assert waiting.is_alive()
     hold.set()
     waiting.join(timeout=10)
@@ -109,5 +111,5 @@ def test_closing_does_what_was_submitted_first():
     dispatcher, done = Dispatcher("closed"), []
     dispatcher.submit(lambda: done.append(True))
     dispatcher.close()
-    assert done == [True] and not dispatcher._thread.is_alive()
+    assert done == [True] and threads_of("closed") == []
     dispatcher.drain()  # returns at once

@@ -21,6 +21,7 @@ from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import WHOLE
 from megatron.offload.tiers import host
 from megatron.offload.tiers.host import HostTier
+from tests.support.waiting import wait_until
 
 PAGE = mmap.PAGESIZE
 
@@ -56,6 +57,7 @@ class GatedDevice(CpuDevice):
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
+        self.arrived = threading.Semaphore(0)  # one for each copy that has come to the gate
         self.error: Exception | None = None
         self.copied: list[int] = []
 
@@ -72,6 +74,7 @@ class GatedDevice(CpuDevice):
         super().copy_from_host(address, target, after, part)
 
     def _pass(self, source: int) -> None:
+        self.arrived.release()
         assert self.gate.wait(timeout=10)
         if self.error is not None:
             raise self.error
@@ -220,13 +223,16 @@ def test_a_zero_budget_takes_nothing_and_complains_of_nothing(caplog):
     tier.close()
 
 
-def test_a_tier_that_could_not_grow_within_its_budget_is_degraded(caplog):
-    tier = HostTier(4 * PAGE)
-    tier._arena.growth_failed = True  # as after a failed registration, which has warned
+def test_a_tier_that_could_not_grow_within_its_budget_is_degraded(caplog, device, fake_cuda):
+    device.pins_host_memory = True
+    fake_cuda.accepts = 0
+    tier = HostTier(4 * PAGE, device=device)
     with caplog.at_level(logging.WARNING):
         assert tier.begin_write(storage_of(1, 1)) is None
+        assert tier.begin_write(storage_of(1, 1)) is None
     assert tier.degraded and "cannot grow" in str(tier)
-    assert not caplog.records
+    (record,) = caplog.records  # of the arena; the tier has nothing to add
+    assert "could not be pinned" in record.getMessage()
     tier.close()
 
 
@@ -266,9 +272,9 @@ def test_the_read_that_is_needed_first_goes_first(device):
     blocks = [written(tier, storage_of(PAGE, value)) for value in range(3)]
     device.gate.clear()
     device.copied.clear()
+    device.arrived = threading.Semaphore(0)
     running = tier.begin_write(storage_of(PAGE, 9))
-    while tier._threads._writes:  # until the thread has taken it
-        pass
+    assert device.arrived.acquire(timeout=10)
     reads = [
         tier.begin_read(blocks[value], deadline) for value, deadline in ((0, 2), (1, 0), (2, 1))
     ]
@@ -283,12 +289,10 @@ def test_closing_cancels_what_is_queued_and_refuses_more(device):
     device.gate.clear()
     tier = HostTier(64 * PAGE, num_threads=1, device=device)
     started = [tier.begin_write(storage_of(PAGE, value)) for value in range(3)]
-    while len(tier._threads._writes) > 2:  # until the thread has taken the first
-        pass
+    assert device.arrived.acquire(timeout=10)  # the thread has taken the first
     closing = threading.Thread(target=tier.close, daemon=True)
     closing.start()
-    while not started[2][1].cancelled():
-        pass
+    wait_until(started[2][1].cancelled, "what is queued was not cancelled")
     device.gate.set()
     closing.join(timeout=10)
     assert started[0][1].done() and not started[0][1].cancelled()
@@ -306,14 +310,14 @@ def test_a_closed_tier_without_blocks_is_garbage():
     assert weak() is None
 
 
-def test_it_is_shown_to_people_with_its_budget(device, monkeypatch):
+def test_it_is_shown_to_people_with_its_budget(device, fake_cuda):
     tier = HostTier(12 * MIB)
     assert str(tier) == "host memory (12 MiB budget)"
     block = written(tier, storage_of(100, 1))
     assert str(block) == "host memory, offset 0, length 100"
     tier.close()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     device.pins_host_memory = True
-    pinned = HostTier(12 * MIB, device=device)  # registers nothing before it is needed
+    pinned = HostTier(12 * MIB, device=device)
+    assert not fake_cuda.pinned  # nothing before it is needed
     assert str(pinned) == "host memory (12 MiB budget, pinned)"
     pinned.close()

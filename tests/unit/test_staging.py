@@ -8,63 +8,32 @@ import logging
 import threading
 
 import pytest
-import torch
 
-from megatron.offload.device import cuda as cuda_module
 from megatron.offload.tiers.staging import PIECE_BYTES, StagingPool
+from tests.support.fake_cuda import FakeCuda
 
 
-class Runtime:
-    """CUDA's runtime, as far as pinning goes."""
-
-    def __init__(self) -> None:
-        self.pinned: dict[int, int] = {}
-        self.refuses = False
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        if not self.refuses:
-            self.pinned[address] = num_bytes
-        return int(self.refuses)
-
-    def cudaHostUnregister(self, address: int) -> int:
-        ctypes.string_at(address, 1)  # would end the process if it were unmapped
-        del self.pinned[address]
-        return 0
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    runtime = Runtime()
-
-    def check(result: int) -> None:
-        if result:
-            raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", check)
-    monkeypatch.setattr(cuda_module, "_forget_error", lambda: None)
-    return runtime
-
-
-def test_buffers_are_pinned_at_once_and_unpinned_at_the_end(runtime: Runtime) -> None:
+def test_buffers_are_pinned_at_once_and_unpinned_at_the_end(fake_cuda: FakeCuda) -> None:
     pool = StagingPool(3, pinned=True)
-    assert list(runtime.pinned.values()) == [3 * PIECE_BYTES] and pool.size_bytes == 3 * PIECE_BYTES
+    assert (
+        list(fake_cuda.pinned.values()) == [3 * PIECE_BYTES] and pool.size_bytes == 3 * PIECE_BYTES
+    )
     with pool.buffer() as address:
-        (start,) = runtime.pinned
+        (start,) = fake_cuda.pinned
         assert start <= address <= start + 2 * PIECE_BYTES
         ctypes.memset(address, 1, PIECE_BYTES)
     pool.close()
-    assert not runtime.pinned
+    assert not fake_cuda.pinned
 
 
 def test_where_the_system_refuses_to_pin_buffers_are_pageable_and_it_is_said(
-    runtime: Runtime, caplog: pytest.LogCaptureFixture
+    fake_cuda: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime.refuses = True
+    fake_cuda.accepts = 0
     with caplog.at_level(logging.WARNING):
         pool = StagingPool(2, pinned=True)
     assert "are pageable memory" in caplog.text and "ulimit -l" in caplog.text
+    assert not fake_cuda.has_error  # else torch would raise it at its next kernel
     with pool.buffer() as first, pool.buffer() as second:
         ctypes.memset(first, 1, PIECE_BYTES)
         ctypes.memset(second, 2, PIECE_BYTES)

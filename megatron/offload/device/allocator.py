@@ -37,7 +37,7 @@ _MIMALLOC_ENVIRONMENT = {
 
 
 def allocator_environment() -> dict[str, str]:
-    """Environment variables to start a process on a CPU with, so that freed memory is freed."""
+    """Environment variables with which a process on a CPU gives freed memory back."""
     library = _mimalloc_library()
     if library is None:
         return dict(_GLIBC_ENVIRONMENT)
@@ -54,7 +54,7 @@ def return_freed_memory() -> None:
 
 
 def allocator_name() -> str:
-    """The allocator that this process runs on."""
+    """Names the memory allocator that this process runs on, for people."""
     return MIMALLOC if hasattr(ctypes.CDLL(None), "mi_collect") else "the C library's malloc"
 
 

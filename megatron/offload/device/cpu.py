@@ -28,66 +28,66 @@ class CpuDevice:
     pins_host_memory = False
 
     def current_stream(self) -> None:
-        """Nothing is ever queued."""
+        """None: operations are done when they return, so a CPU has no streams."""
 
     def use_stream(self, stream: None) -> contextlib.AbstractContextManager[Any]:
-        """See `Device`."""
+        """A context that does nothing: a CPU has no streams."""
         return contextlib.nullcontext()
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
-        """See `Device`."""
+        """Fresh host memory of `num_bytes`, contents undefined."""
         return torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
 
     def record_event(self) -> None:
-        """Nothing is ever queued."""
+        """None: whatever came before has been done."""
 
     def wait_for_event(self, event: None) -> None:
-        """Nothing is ever queued."""
+        """Returns at once: whatever came before has been done."""
 
     def copy_to_host(
         self, source: torch.UntypedStorage, address: int, after: None, part: slice = WHOLE
     ) -> None:
-        """See `Device`. Releases the interpreter lock meanwhile."""
+        """Copies the bytes `part` of a storage to `address`, without the interpreter lock."""
         start, stop, _ = part.indices(source.nbytes())
         ctypes.memmove(address, source.data_ptr() + start, stop - start)
 
     def copy_from_host(
         self, address: int, target: torch.UntypedStorage, after: None, part: slice = WHOLE
     ) -> None:
-        """See `Device`. Releases the interpreter lock meanwhile."""
+        """Fills the bytes `part` of a storage from `address`, without the interpreter lock."""
         start, stop, _ = part.indices(target.nbytes())
         ctypes.memmove(target.data_ptr() + start, address, stop - start)
 
     def allocated_bytes(self) -> int:
-        """The resident set."""
+        """Bytes of the process's resident set."""
         return _status_bytes("VmRSS")
 
     def reset_peak(self) -> None:
-        """The kernel tracks the peak, so short ones are not missed."""
+        """Has the kernel track the resident set's peak from now on; short peaks are not missed."""
         _CLEAR_REFS.write_text(_RESET_PEAK)
 
     def peak_bytes(self) -> int:
-        """The resident set's peak."""
+        """The most bytes of the resident set since `reset_peak`."""
         return _status_bytes("VmHWM")
 
     def return_freed_memory(self) -> None:
-        """See `allocator.py`."""
+        """Makes the allocator return to the system what it keeps for reuse."""
         return_freed_memory()
 
     def free_bytes(self) -> int:
-        """Of the machine or the container: other processes may take it too."""
+        """Bytes that the machine or the container has left; other processes may take them too."""
         return memory_limit().available_bytes
 
     def timestamp(self) -> float:
-        """See `Device`."""
+        """Seconds on a clock that only goes forward."""
         return time.perf_counter()
 
     def seconds_between(self, earlier: float, later: float) -> float:
-        """See `Device`."""
+        """Seconds from one timestamp to another."""
         return later - earlier
 
     def annotate(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """See `Device`."""
+        """A range with this name in torch's profiler, as a context."""
         return torch.profiler.record_function(name)
 
 

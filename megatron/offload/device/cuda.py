@@ -21,7 +21,7 @@ from megatron.offload.device.device import WHOLE, memory_at
 
 
 class CudaDevice:
-    """See `Device` for the calls. Thread-safe."""
+    """A CUDA GPU, with a stream of its own for copies in either direction. Thread-safe."""
 
     is_host = False
     pins_host_memory = True
@@ -33,25 +33,25 @@ class CudaDevice:
         self._load = torch.cuda.Stream(self.device)  # host to device, while backward computes
 
     def current_stream(self) -> torch.cuda.Stream:
-        """See `Device`."""
+        """The CUDA stream that the calling thread is on, on this GPU."""
         return torch.cuda.current_stream(self.device)
 
     def use_stream(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
-        """See `Device`."""
+        """Puts the calling thread on a CUDA stream, as a context."""
         return torch.cuda.stream(stream)
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
-        """See `Device`. Belongs to the current stream, as what compute allocates on it does."""
+        """Fresh device memory of `num_bytes` that belongs to the calling thread's stream."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def record_event(self) -> torch.cuda.Event:
-        """See `Device`."""
+        """An event in the calling thread's stream, recorded now; who waits for it sleeps."""
         event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def wait_for_event(self, event: torch.cuda.Event) -> None:
-        """See `Device`. The thread sleeps."""
+        """Blocks the calling thread, asleep, until the GPU has passed an event."""
         with torch.cuda.device(self.device):  # see `_copy`
             event.synchronize()
 
@@ -62,7 +62,7 @@ class CudaDevice:
         after: torch.cuda.Event,
         part: slice = WHOLE,
     ) -> None:
-        """See `Device`."""
+        """Copies the bytes `part` of a storage to `address`, after an event. Returns when done."""
         content = _bytes_of(source)[part]
         self._copy(_bytes_at(address, content.nbytes), content, self._store, after)
 
@@ -73,20 +73,20 @@ class CudaDevice:
         after: torch.cuda.Event,
         part: slice = WHOLE,
     ) -> None:
-        """See `Device`."""
+        """Fills the bytes `part` of a storage from `address`, after an event. Returns when done."""
         content = _bytes_of(target)[part]
         self._copy(content, _bytes_at(address, content.nbytes), self._load, after)
 
     def allocated_bytes(self) -> int:
-        """What tensors take; the allocator's reserve does not count."""
+        """Bytes that tensors take on this GPU, without what the allocator holds for reuse."""
         return torch.cuda.memory_allocated(self.device)
 
     def reset_peak(self) -> None:
-        """See `Device`. For this object alone: others read torch's counters too."""
+        """Starts `peak_bytes` anew for this object alone: others read torch's counters too."""
         self._peak.reset()
 
     def peak_bytes(self) -> int:
-        """See `Device`."""
+        """The most bytes that tensors took at any moment since `reset_peak`."""
         return self._peak.peak_bytes()
 
     @functools.cached_property
@@ -94,29 +94,29 @@ class CudaDevice:
         return shared_counters().reader(self.device.index)
 
     def return_freed_memory(self) -> None:
-        """Nothing to do: `allocated_bytes` counts no freed memory."""
+        """Does nothing: `allocated_bytes` counts no freed memory."""
 
     def free_bytes(self) -> int:
-        """What the driver has left, and what the allocator holds for reuse."""
+        """Bytes that the driver has left, and those that the allocator holds for reuse."""
         free, _ = torch.cuda.mem_get_info(self.device)
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + held
 
     def timestamp(self) -> torch.cuda.Event:
-        """See `Device`."""
+        """An event with a time, in the calling thread's stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.current_stream())
         return event
 
     def seconds_between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
-        """See `Device`."""
+        """Seconds that the GPU took from one event to another. Waits until it has passed both."""
         earlier.synchronize()
         later.synchronize()
         return float(earlier.elapsed_time(later)) / 1000.0
 
     @contextlib.contextmanager
     def annotate(self, name: str) -> Iterator[None]:
-        """Both in NVTX (Nsight) and in torch's profiler."""
+        """A range with this name in NVTX (Nsight) and in torch's profiler, as a context."""
         with torch.profiler.record_function(name), torch.cuda.nvtx.range(name):
             yield
 
@@ -154,7 +154,7 @@ def has_cuda() -> bool:
 
 
 def all_properties() -> list[Any]:
-    """Of each CUDA device, what torch tells of it. Raises whatever a broken driver raises."""
+    """What torch tells of each CUDA device. Raises whatever a broken driver raises."""
     return [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
 
 

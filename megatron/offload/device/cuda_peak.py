@@ -22,7 +22,10 @@ _PEAK = "peak"
 
 
 class SharedCounters:
-    """torch's peak counters, shared. Made once for a process: it replaces torch's functions."""
+    """torch's peak counters, shared by readers and by all others who read or reset them.
+
+    Made once for a process: it replaces torch's functions.
+    """
 
     def __init__(self) -> None:
         memory = torch.cuda.memory
@@ -38,7 +41,7 @@ class SharedCounters:
                 setattr(module, function.__name__, function)
 
     def reader(self, index: int) -> PeakReader:
-        """A new one, for the GPU of that number. Its peak counts from now on."""
+        """Makes a reader for the GPU with that number; its peak counts from now on."""
         reader = PeakReader(self, index)
         with self._lock:
             self._readers.add(reader)
@@ -46,7 +49,7 @@ class SharedCounters:
         return reader
 
     def reset(self, reader: PeakReader) -> None:
-        """For this reader alone."""
+        """Starts the peak anew for one reader; nobody else notices."""
         with self._lock:
             stats = self._remember(reader.index)
             self._of_others[reader.index] = _with_peaks(stats, self._of_others.get(reader.index))
@@ -54,18 +57,18 @@ class SharedCounters:
             self._reset(reader.index)
 
     def peak_bytes(self, reader: PeakReader) -> int:
-        """Since the reader's last reset."""
+        """The most bytes of tensors at any moment since the reader's last reset."""
         with self._lock:
             return max(reader.remembered_bytes, _peak_of(self._stats(reader.index)))
 
     def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
-        """torch's function: the peaks are those since others have reset them."""
+        """Stands in for torch's function: its peaks are those since others have reset them."""
         with self._lock:
             stats = self._stats(device)
             return _with_peaks(stats, self._of_others.get(_index(device)) if stats else None)
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """torch's function: readers do not notice."""
+        """Stands in for torch's function: readers do not notice the reset."""
         with self._lock:
             index = _index(device)
             self._remember(index)
@@ -82,7 +85,10 @@ class SharedCounters:
 
 
 class PeakReader:
-    """Of one GPU, made by `SharedCounters.reader`."""
+    """Reads the peak of one GPU's allocated memory, as if nobody else reset it.
+
+    Made by `SharedCounters.reader`.
+    """
 
     def __init__(self, counters: SharedCounters, index: int) -> None:
         self.index = index
@@ -90,7 +96,7 @@ class PeakReader:
         self._counters = counters
 
     def reset(self) -> None:
-        """`peak_bytes` counts from now on."""
+        """Makes `peak_bytes` count from now on."""
         self._counters.reset(self)
 
     def peak_bytes(self) -> int:
@@ -100,7 +106,7 @@ class PeakReader:
 
 @functools.cache
 def shared_counters() -> SharedCounters:
-    """The ones of this process."""
+    """The counters of this process; the first call replaces torch's functions."""
     return SharedCounters()
 
 

@@ -65,13 +65,27 @@ class Device(Protocol):
     def copy_to_host(
         self, source: torch.UntypedStorage, address: int, after: Any, part: slice = WHOLE
     ) -> None:
-        """Copies a part of a storage's bytes to host memory, after an event. Returns when done."""
+        """Copies a part of a storage's bytes to host memory, after an event. Returns when done.
+
+        Args:
+            source: on this device.
+            address: of host memory, where the part's first byte goes.
+            after: from `record_event`; no byte is read before the device has passed it.
+            part: bytes of the storage, with a step of 1; what lies beyond its end is left out.
+        """
         ...
 
     def copy_from_host(
         self, address: int, target: torch.UntypedStorage, after: Any, part: slice = WHOLE
     ) -> None:
-        """Fills a part of a storage's bytes from host memory, after an event. Returns when done."""
+        """Fills a part of a storage's bytes from host memory, after an event. Returns when done.
+
+        Args:
+            address: of host memory, where the part's first byte comes from.
+            target: on this device.
+            after: from `record_event`; no byte is written before the device has passed it.
+            part: bytes of the storage, with a step of 1; what lies beyond its end is left out.
+        """
         ...
 
     def allocated_bytes(self) -> int:
@@ -79,7 +93,7 @@ class Device(Protocol):
         ...
 
     def reset_peak(self) -> None:
-        """`peak_bytes` counts from now on."""
+        """Makes `peak_bytes` count from now on."""
         ...
 
     def peak_bytes(self) -> int:
@@ -99,7 +113,7 @@ class Device(Protocol):
         ...
 
     def seconds_between(self, earlier: Any, later: Any) -> float:
-        """From one timestamp to another, as the device saw it. Waits until it has passed both."""
+        """Seconds between two timestamps, as the device saw it. Waits until it has passed both."""
         ...
 
     def annotate(self, name: str) -> contextlib.AbstractContextManager[Any]:

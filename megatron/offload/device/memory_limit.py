@@ -26,7 +26,7 @@ _V2_CACHE = ("active_file", "inactive_file")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The tightest limit, in bytes.
+    """The tightest limit on this process's host memory.
 
     Args:
         total_bytes: what this process and its neighbours under the same limit may use in all.
@@ -42,7 +42,9 @@ class MemoryLimit:
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit:
-    """Reads the limit now; `available_bytes` changes from moment to moment.
+    """Reads how much host memory this process may use now.
+
+    `available_bytes` changes from moment to moment.
 
     Args:
         root: where `proc` and the cgroup file systems are found.

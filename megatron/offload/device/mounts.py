@@ -25,7 +25,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 class FileSystemKind(enum.Enum):
-    """What matters about a file system here."""
+    """What kind of storage a file system is on, as far as speed and space go."""
 
     LOCAL = "local"
     NETWORK = "network or user-space"
@@ -35,7 +35,7 @@ class FileSystemKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of mountinfo.
+    """A mounted file system: one line of `/proc/self/mountinfo`.
 
     Args:
         device_number: `major:minor`; an anonymous one where the file system has several devices.
@@ -75,7 +75,7 @@ class BlockDevice:
 
 
 def parse_mountinfo(text: str) -> list[Mount]:
-    """The mounts in the order in which they were made. Lines that cannot be read are left out."""
+    """Reads mounts in the order in which they were made; leaves out lines that make no sense."""
     mounts = []
     for line in text.splitlines():
         before, _, after = line.partition(" - ")
@@ -123,7 +123,7 @@ def num_numa_nodes(sys: Path = SYS) -> int:
 
 
 def pci_numa_node(address: str, sys: Path = SYS) -> int | None:
-    """The node of a PCI device such as `0000:3b:00.0`."""
+    """The memory node of a PCI device such as `0000:3b:00.0`; None: the kernel does not say."""
     return _node(sys / "bus/pci/devices" / address.lower() / "numa_node")
 
 

@@ -12,7 +12,7 @@ from megatron.offload.errors import ConfigurationError
 
 
 def open_device(device: torch.device | str) -> Device:
-    """The layer for a torch device.
+    """Makes the `Device` that stands for a torch device.
 
     Raises:
         ConfigurationError: there is none for its kind.

@@ -35,7 +35,7 @@ class Endurance:
         self._warned = False
 
     def add_step(self, written_bytes: Mapping[str, int], seconds: float) -> None:
-        """A step is over: bytes that this rank wrote to each directory, wall time since the last.
+        """Counts a finished step: bytes that this rank wrote to each directory, and its wall time.
 
         Time between steps counts too: a drive rests while nobody writes.
         """
@@ -53,7 +53,7 @@ class Endurance:
         return self._rated_bytes * self._seconds / written / YEAR_S
 
     def warning(self) -> str | None:
-        """A sentence, once, if a drive lasts less than a year at this pace."""
+        """A sentence if a drive lasts less than a year at this pace, said once; None otherwise."""
         if self._warned or self._num_steps < _SETTLED_STEPS or self._seconds < _SETTLED_S:
             return None
         lives = {d: years for d in self._written if (years := self.life_years(d)) is not None}
@@ -72,7 +72,7 @@ class Endurance:
         )
 
     def lines(self) -> list[str]:
-        """For the summary at the end: a line for each drive."""
+        """Lines for the summary at the end, one for each drive."""
         lines = []
         for directory, written in self._written.items():
             years = self.life_years(directory)
@@ -85,7 +85,7 @@ class Endurance:
 
 
 def format_span(years: float) -> str:
-    """`3.2 years`, `14 days`, `5 hours`."""
+    """Writes a time for people: `3.2 years`, `14 days`, `5.0 hours`."""
     if years >= 1:
         return f"{years:.1f} years" if years < 100 else f"{years:.0f} years"
     days = years * 365.25

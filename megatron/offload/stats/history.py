@@ -25,7 +25,7 @@ class StepHistory:
         self._num_steps = 0
 
     def add(self, step: StepStatistics) -> None:
-        """Notes a finished step."""
+        """Adds a finished step's counters."""
         self._num_steps += 1
         if self._num_steps == 2:
             self._steps.clear()  # the first step is not like the others: files grow, caches fill

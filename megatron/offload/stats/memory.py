@@ -18,7 +18,7 @@ from megatron.offload.device.device import Device
 
 
 class PeakMemory:
-    """Peak growth of device memory within a step, in bytes."""
+    """Measures how far device memory grows within a step, in bytes."""
 
     NUM_BASE_STEPS = 2
 
@@ -28,7 +28,7 @@ class PeakMemory:
         self._num_steps = 0
 
     def begin_step(self) -> None:
-        """Call before the forward pass."""
+        """Takes the base that growth is measured against; call it before the forward pass."""
         if self._num_steps < self.NUM_BASE_STEPS:
             self._device.return_freed_memory()
             self._base_bytes = self._device.allocated_bytes()
@@ -38,5 +38,5 @@ class PeakMemory:
         self._device.reset_peak()
 
     def end_step(self) -> int:
-        """Call after the backward pass. The most bytes above the base at any moment since."""
+        """The most bytes above the base since `begin_step`; call it after the backward pass."""
         return max(self._device.peak_bytes() - self._base_bytes, 0)

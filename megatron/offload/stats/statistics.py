@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class StepStatistics:
-    """Counters of one step of one rank. Bytes of activations unless said otherwise."""
+    """Counters of one step of one rank; bytes of activations unless said otherwise."""
 
     offloaded_bytes: int = 0  # handed to a tier
     offloaded_storages: int = 0
@@ -32,5 +32,5 @@ class StepStatistics:
     long_lived_bytes: int = 0  # found in this step to outlive it: excluded from now on
 
     def as_dict(self) -> dict[str, int | float]:
-        """Plain numbers for `metrics.jsonl`."""
+        """The counters by name, as plain numbers for `metrics.jsonl`."""
         return dataclasses.asdict(self)

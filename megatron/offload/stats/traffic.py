@@ -11,7 +11,7 @@ from megatron.offload.tiers.tier import Tier
 
 
 class Traffic:
-    """Bytes to and from each tier, of one step.
+    """Counts the bytes that went to and came from each tier in one step.
 
     Args:
         tiers: those that hold bytes, without the one that only chooses among the others.
@@ -22,11 +22,11 @@ class Traffic:
         self._before: dict[Placement, tuple[int, int]] = {}
 
     def begin_step(self) -> None:
-        """What is moved from now on counts."""
+        """Starts counting: what was moved before does not belong to the step."""
         self._before = self._moved_bytes()
 
     def end_step(self, step: StepStatistics) -> None:
-        """Fills the step's counters that tell of the tiers."""
+        """Fills in the step's counters of bytes and bandwidths of the tiers."""
         moved = {
             placement: (written - self._before[placement][0], read - self._before[placement][1])
             for placement, (written, read) in self._moved_bytes().items()

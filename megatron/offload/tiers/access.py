@@ -29,7 +29,7 @@ class View(Protocol):
     cut: Cut  # only the body goes to the drive
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[Any, None, None]:
-        """A part of the body, from `start` bytes on, in order. Each piece lasts until the next.
+        """Yields the memory of a part of the body, in order; each piece lasts until the next.
 
         Raises:
             RuntimeError: as `check`.
@@ -37,7 +37,7 @@ class View(Protocol):
         ...
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[Any, None, None]:
-        """Memory for a part of the body, in order, to be filled before the next is asked for.
+        """Yields memory for a part of the body, in order; each piece is filled before the next.
 
         When the iterators of all parts have come to their ends, the storage holds the bytes.
         """
@@ -49,14 +49,14 @@ class View(Protocol):
 
 
 class Access(Protocol):
-    """Makes views. Called by threads that compute."""
+    """How a tier gets views of storages: in place, or staged. Called by threads that compute."""
 
     def for_writing(self, source: torch.UntypedStorage) -> View:
-        """A view of a storage whose producer may still be queued on the device."""
+        """Makes a view of a storage whose producer may still be queued on the device."""
         ...
 
     def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
-        """A fresh storage, and the view that fills it. `cut`: of the view that was written."""
+        """Makes a fresh storage and the view that fills it; `cut` is that of the written view."""
         ...
 
 
@@ -72,11 +72,11 @@ class InPlace:
         self._allocator_aligns = True  # until it is seen not to
 
     def for_writing(self, source: torch.UntypedStorage) -> View:
-        """See `Access`. The edges are copied now."""
+        """Makes a view of the tensor's own memory; the edges beside the body are copied now."""
         return _InPlaceView(source, cut(source.data_ptr(), source.nbytes(), self._alignment))
 
     def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
-        """See `Access`. The target is aligned like the source was, so the same cut fits it."""
+        """Makes a storage aligned as its source was, so that the same cut fits it, and its view."""
         target = self._new_storage(cut)
         address = target.data_ptr()
         if cut.head:
@@ -116,7 +116,9 @@ class _InPlaceView:
 
 
 class Staged:
-    """Host buffers between the device and the drives. See Note [Staging in pieces].
+    """Host buffers between the device and the drives, for devices with memory of their own.
+
+    See Note [Staging in pieces].
 
     The device's memory is let go when the drive has the last byte, and not when the device has been
     copied from: at no time is there a whole copy. To keep one would take page-locked memory for all
@@ -137,14 +139,14 @@ class Staged:
         self._pool = pool
 
     def for_writing(self, source: torch.UntypedStorage) -> View:
-        """See `Access`. The body is the whole storage, filled up to what the files ask for."""
+        """Makes a view whose body is the whole storage, filled up to what the files ask for."""
         granule = self._alignment.offset
         body_bytes = -(-source.nbytes() // granule) * granule
         cut = Cut(source.nbytes(), b"", body_bytes, b"")
         return _StagedView(source, cut, self._device, self._pool)
 
     def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
-        """See `Access`."""
+        """Makes a storage on the device, and the view that fills it through host buffers."""
         target = self._device.new_storage(cut.num_bytes)
         return target, _StagedView(target, cut, self._device, self._pool)
 

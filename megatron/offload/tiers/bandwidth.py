@@ -42,7 +42,7 @@ class BandwidthMeter:
 
     @contextlib.contextmanager
     def moving(self, num_bytes: int) -> Iterator[None]:
-        """Around a transfer that has nothing more to wait for. Its bytes count unless it fails."""
+        """A context around a transfer that waits for nothing; its bytes count unless it fails."""
         with self._lock:
             self._count_time()
             self._running += 1
@@ -62,7 +62,7 @@ class BandwidthMeter:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Over the last seconds that it was busy; None before anything has moved."""
+        """Bytes a second over the last seconds of work; None before anything has moved."""
         with self._lock:
             if not self._recent_bytes or not self._recent_s:
                 return None

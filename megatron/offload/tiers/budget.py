@@ -43,7 +43,7 @@ class ByteBudget:
             self.taken_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Gives `num_bytes` back."""
+        """Gives back `num_bytes` that `acquire` or `try_acquire` took, and wakes those who wait."""
         with self._changed:
             self.taken_bytes -= num_bytes
             self._changed.notify_all()
@@ -73,14 +73,14 @@ class RateLimit:
             return max(self._paid_at - time.monotonic(), 0.0)
 
     def charge(self, num_bytes: int) -> None:
-        """A transfer of `num_bytes` starts."""
+        """Notes that a transfer of `num_bytes` starts."""
         with self._lock:
             start = max(self._paid_at, time.monotonic())
             self._paid_at = start + num_bytes / self.bytes_per_s
 
 
 class SpaceBudget:
-    """Bounds the space that files may take together. Not given back: files only grow."""
+    """Bounds the space that several files may take together; it comes back only if unused."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._left_bytes = limit_bytes  # None: as much as the disks hold

@@ -15,7 +15,7 @@ Checksum = Callable[[memoryview], int]
 
 
 def load_checksum() -> Checksum:
-    """The checksum function.
+    """Returns the function that computes the 64-bit XXH3 checksum of a memoryview.
 
     Raises:
         ConfigurationError: the package that computes it is not installed.

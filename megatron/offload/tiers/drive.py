@@ -71,19 +71,19 @@ class DriveFile(Protocol):
     size_bytes: int
 
     def grow(self, num_bytes: int) -> None:
-        """Allocates so much more. Raises OSError and stays as it was."""
+        """Allocates `num_bytes` more at the file's end. Raises OSError and stays as it was."""
         ...
 
     def write(self, body: Any, offset: int) -> None:
-        """Writes all of `body`. Raises OSError."""
+        """Writes all of `body` at `offset` bytes into the file. Raises OSError."""
         ...
 
     def read(self, body: Any, offset: int) -> None:
-        """Fills all of `body`. Raises OSError."""
+        """Fills all of `body` from `offset` bytes into the file. Raises OSError."""
         ...
 
     def close(self) -> None:
-        """Frees the space."""
+        """Closes the file, which frees its space on the disk."""
         ...
 
 
@@ -184,7 +184,7 @@ class Drive:
     def begin_read(
         self, view: View, start: int, extent: Extent, owner: object, deadline: float
     ) -> Transfer:
-        """Starts to fill that part of a view's body."""
+        """Starts to fill the part of a view's body that begins at `start`, from `extent`."""
 
         def work(_: object = owner) -> None:
             self._read(view, start, extent)

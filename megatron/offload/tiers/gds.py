@@ -59,7 +59,7 @@ class DeviceMemory:
 
 
 class GdsFile:
-    """An unlinked file that kvikio reads and writes. See `DriveFile` for the calls.
+    """An unlinked file that kvikio reads and writes straight from device memory; a `DriveFile`.
 
     Raises:
         ConfigurationError: the directory cannot work, or kvikio cannot open a file in it.
@@ -115,7 +115,9 @@ class GdsFile:
 
 
 class GdsTier(SsdTier):
-    """Device memory on SSDs. See `Tier` for the calls and `SsdTier` for all other arguments.
+    """A tier that moves device memory to SSDs and back, if possible without host memory.
+
+    Takes the arguments of `SsdTier`.
 
     It sets two of kvikio's process-wide defaults: at least as many threads as this tier has I/O
     threads (kvikio starts with 1 for all), and reads past the page cache in compatibility mode.

@@ -23,7 +23,9 @@ _NOT_GDS = "use --activation-offload-io auto"
 
 @dataclass(frozen=True)
 class GdsStatus:
-    """It speaks for the machine; for files that GPUDirect cannot serve, kvikio uses host memory.
+    """Whether GPUDirect Storage works on this machine, and why not where it does not.
+
+    It speaks for the machine; for files that GPUDirect cannot serve, kvikio uses host memory.
 
     Args:
         available: kvikio can be used.
@@ -44,7 +46,7 @@ class GdsStatus:
 
 
 def gds_status(has_gpu: bool) -> GdsStatus:
-    """Asks kvikio and cuFile.
+    """Asks kvikio and cuFile whether this machine has GPUDirect Storage.
 
     Args:
         has_gpu: activations are on a CUDA device.

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostBlock(Block):
-    """One storage's bytes: a range of the arena."""
+    """Where the host tier keeps the bytes of one storage: a range of the arena."""
 
     def __init__(self, tier: HostTier, offset: int, num_bytes: int) -> None:
         super().__init__(tier, num_bytes)
@@ -36,7 +36,7 @@ class HostBlock(Block):
 
 
 class HostTier:
-    """Host memory within a budget. See `Tier` for the calls.
+    """A tier in host memory, within a budget.
 
     Args:
         budget_bytes: most bytes that it may ever hold; 0: it takes nothing.
@@ -69,7 +69,7 @@ class HostTier:
 
     @property
     def degraded(self) -> bool:
-        """Memory was refused although budget was left."""
+        """Whether memory was refused although budget was left."""
         return self._arena.growth_failed
 
     @property
@@ -79,11 +79,11 @@ class HostTier:
 
     @property
     def capacity_bytes(self) -> int:
-        """The arena's present size; it grows up to the budget."""
+        """Bytes that the arena has grown to, taken or free; it grows up to the budget."""
         return self._arena.size_bytes
 
     def begin_write(self, source: torch.UntypedStorage) -> tuple[HostBlock, Transfer] | None:
-        """See `Tier.begin_write`."""
+        """Starts to copy a whole storage to host memory; None if the budget is used up."""
         num_bytes = source.nbytes()
         offset = self._arena.allocate(num_bytes)
         if offset is None:
@@ -101,7 +101,7 @@ class HostTier:
     def begin_read(
         self, block: HostBlock, deadline: float = 0.0
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """See `Tier.begin_read`."""
+        """Starts to copy a block into a fresh storage on the device."""
         assert block.offset is not None, "the block was freed"
         target = self._device.new_storage(block.num_bytes)
         address = self._arena.address(block.offset)
@@ -115,7 +115,7 @@ class HostTier:
         return target, self._threads.submit_read(work, deadline)
 
     def free(self, block: HostBlock) -> None:
-        """See `Tier.free`."""
+        """Gives a block's range back to the arena. Takes no lock: finalizers call it."""
         offset, block.offset = block.offset, None
         if offset is not None:
             self._arena.free(offset)

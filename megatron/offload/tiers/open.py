@@ -31,7 +31,7 @@ def open_tiers(
     reserve_bytes: int,
     num_local_ranks: int,
 ) -> dict[Placement, Tier]:
-    """A tier for every placement that the mode allows.
+    """Opens a tier for every placement that the mode allows; the tiers by placement.
 
     Args:
         config: must have offload enabled.
@@ -70,7 +70,9 @@ def open_tiers(
 
 
 def check_tiers(config: OffloadConfig, *, reserve_bytes: int, num_local_ranks: int) -> None:
-    """Everything about the tiers that can be found wrong before training. Arguments as above.
+    """Checks everything about the tiers that can be found wrong before training.
+
+    Takes the arguments of `open_tiers`.
 
     Raises:
         ConfigurationError: as `open_tiers`.

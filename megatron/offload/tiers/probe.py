@@ -31,7 +31,7 @@ Move = Callable[[memoryview, int], None]
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Of one queue depth: how many blocks were on their way at once."""
+    """What a drive achieved with `depth` blocks on their way at once."""
 
     depth: int
     write_bytes_per_s: float

@@ -27,7 +27,7 @@ from megatron.offload.tiers.transfer import Transfer, when_all
 
 
 class SsdBlock(Block):
-    """One storage's bytes: extents that hold the body, the edges in memory."""
+    """Where the SSD tier keeps one storage's bytes: its body in extents, its edges in memory."""
 
     def __init__(self, tier: SsdTier, cut: Cut, extents: list[Extent]) -> None:
         super().__init__(tier, cut.num_bytes)
@@ -39,7 +39,7 @@ class SsdBlock(Block):
 
 
 class SsdTier:
-    """Unlinked files on one or several mount points. See `Tier` for the calls.
+    """A tier in unlinked files on one or several mount points, over which storages are striped.
 
     Args:
         directories: existing directories, each on an SSD of its own.
@@ -102,7 +102,7 @@ class SsdTier:
 
     @property
     def statistics(self) -> TierStatistics:
-        """Sums over the drives. Their bandwidths add up: they work side by side."""
+        """What the drives moved, added up; bandwidths too: the drives work side by side."""
         return TierStatistics(
             writes=BandwidthMeter.side_by_side([d.statistics.writes for d in self.drives]),
             reads=BandwidthMeter.side_by_side([d.statistics.reads for d in self.drives]),
@@ -111,7 +111,7 @@ class SsdTier:
 
     @property
     def degraded(self) -> bool:
-        """A drive is full or failed."""
+        """Whether a drive is full or has failed."""
         return any(drive.health is not Health.GOOD for drive in self.drives)
 
     @property
@@ -121,11 +121,11 @@ class SsdTier:
 
     @property
     def capacity_bytes(self) -> int:
-        """The files' present size; they grow up to the budget."""
+        """Bytes that the files have grown to, taken or free; they grow up to the budget."""
         return sum(drive.file.size_bytes for drive in self.drives)
 
     def begin_write(self, source: torch.UntypedStorage) -> tuple[SsdBlock, Transfer] | None:
-        """See `Tier.begin_write`."""
+        """Starts to write a whole storage to the drives; None if they are full or have failed."""
         view = self._access.for_writing(source)
         extents = self._allocate(view.cut.body_bytes)
         if extents is None:
@@ -138,14 +138,14 @@ class SsdTier:
     def begin_read(
         self, block: SsdBlock, deadline: float = 0.0
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """See `Tier.begin_read`."""
+        """Starts to read a block into a fresh storage; the smallest deadline goes first."""
         target, view = self._access.for_reading(block.cut)
         return target, when_all(
             [e.drive.begin_read(view, start, e, block, deadline) for start, e in _places(block)]
         )
 
     def free(self, block: SsdBlock) -> None:
-        """See `Tier.free`."""
+        """Gives a block's extents back to their drives. Takes no lock: finalizers call it."""
         extents, block.extents = block.extents, []
         for extent in extents:
             extent.free()

@@ -16,14 +16,16 @@ MIN_STRIPE_BYTES = 4 * MIB  # smaller parts cost an operation and gain no time
 
 
 class Lane(NamedTuple):
-    """A drive as the striping sees it."""
+    """A drive as the striping sees it: its speed, and what waits for it."""
 
     bytes_per_s: float | None  # measured; None: not yet
     queued_bytes: int
 
 
 def stripe(num_bytes: int, lanes: Sequence[Lane], granule: int) -> list[int]:
-    """Bytes for each lane: multiples of `granule`, but for the last part, that add up.
+    """Shares a storage out to drives so that all end together: bytes for each, in order.
+
+    The parts add up; each but the last is a multiple of `granule`.
 
     Args:
         num_bytes: what to spread.

@@ -19,7 +19,7 @@ from megatron.offload.tiers.transfer import Transfer
 
 
 class Block:
-    """Where a tier keeps the bytes of one storage. Tiers derive their own kind."""
+    """Where a tier keeps the bytes of one storage; each tier derives its own kind."""
 
     def __init__(self, tier: Tier, num_bytes: int) -> None:
         self.tier = tier
@@ -48,7 +48,7 @@ class Tier(Protocol):
 
     @property
     def degraded(self) -> bool:
-        """A write failed or the disk is full: what is there can be read, the rest is bounded."""
+        """Whether a write failed or the disk is full; what is there can be read all the same."""
         ...
 
     @property

@@ -18,7 +18,7 @@ from megatron.offload.tiers.transfer import Transfer
 
 
 class TieredTier:
-    """Host memory and SSDs side by side. See `Tier` for the calls.
+    """A tier made of others, host memory and SSDs as a rule, which it uses side by side.
 
     Args:
         tiers: at least one; closed with this one.
@@ -33,7 +33,7 @@ class TieredTier:
 
     @property
     def statistics(self) -> TierStatistics:
-        """Sums over the tiers. Their bandwidths add up: they work side by side."""
+        """What all tiers moved, added up; bandwidths too: the tiers work side by side."""
         each = [tier.statistics for tier in self.tiers]
         return TierStatistics(
             writes=BandwidthMeter.side_by_side([one.writes for one in each]),
@@ -43,28 +43,31 @@ class TieredTier:
 
     @property
     def degraded(self) -> bool:
-        """One of the tiers is."""
+        """Whether one of the tiers is degraded."""
         return any(tier.degraded for tier in self.tiers)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes taken by live blocks, in all tiers."""
+        """Bytes taken by live blocks, over all tiers."""
         return sum(tier.used_bytes for tier in self.tiers)
 
     @property
     def capacity_bytes(self) -> int:
-        """What the tiers have room for at present, together."""
+        """Bytes that all tiers have room for at present, taken or free."""
         return sum(tier.capacity_bytes for tier in self.tiers)
 
     @property
     def limit_bytes(self) -> int | None:
-        """What the tiers may ever hold, together; None: no bound is known."""
+        """Bytes that all tiers may ever hold; None: one of them has no known bound."""
         limits = [tier.limit_bytes for tier in self.tiers]
         known = [limit for limit in limits if limit is not None]
         return sum(known) if len(known) == len(limits) else None
 
     def begin_write(self, source: torch.UntypedStorage) -> tuple[Block, Transfer] | None:
-        """See `Tier.begin_write`. The tier that is furthest behind its share comes first."""
+        """Starts to write a storage to the tier that is furthest behind its share, or to the next.
+
+        None if every tier is full or failed.
+        """
         num_bytes = source.nbytes()
         used = [tier.used_bytes for tier in self.tiers]
         self._peak_bytes = max(self._peak_bytes, sum(used) + num_bytes)
@@ -82,15 +85,15 @@ class TieredTier:
     def begin_read(
         self, block: Block, deadline: float = 0.0
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """See `Tier.begin_read`."""
+        """Starts to read a block into a fresh storage, from the tier that it was written to."""
         return block.tier.begin_read(block, deadline)
 
     def free(self, block: Block) -> None:
-        """See `Tier.free`."""
+        """Gives a block's space back to its tier. Takes no lock: finalizers call it."""
         block.tier.free(block)
 
     def close(self) -> None:
-        """Closes all tiers."""
+        """Closes each tier: queued transfers are cancelled, those under way end first."""
         for tier in self.tiers:
             tier.close()
 

@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, Future
 
 
 class Transfer(Future[None]):
-    """A transfer that may be queued, running or done. `done()`, `cancel()` as in `Future`.
+    """One read or write, which may be queued, running or done; a `Future` without a result.
 
     Args:
         work: moves the bytes. Dropped, and with it the buffer that it holds, before anybody is
@@ -46,7 +46,7 @@ class Transfer(Future[None]):
             self.set_result(None)
 
     def fail(self, reason: str) -> None:
-        """Its thread is gone: whoever waits gets an OSError instead of waiting for ever."""
+        """Ends it with an OSError because its thread is gone, so that nobody waits for ever."""
         self._work = None
         if not self.done():
             self.set_exception(OSError(errno.ECANCELED, reason))
@@ -60,11 +60,11 @@ class Transfer(Future[None]):
 
     @property
     def is_unwanted(self) -> bool:
-        """Cancelled or abandoned: running it will move nothing."""
+        """Whether it was cancelled or abandoned, so that running it will move nothing."""
         return self._abandoned or self.cancelled()
 
     def abandon(self) -> None:
-        """Nobody wants it any more: a thread that finds it still queued cancels it.
+        """Says that nobody wants it any more: a thread that finds it still queued cancels it.
 
         Safe in a finalizer, unlike `cancel`, which takes locks.
         """

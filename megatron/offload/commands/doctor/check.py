@@ -21,7 +21,7 @@ _MARGIN = 13  # before the values, besides the names: two spaces, status, two, n
 
 
 class Status(enum.Enum):
-    """How good or bad; only `PROBLEM` keeps the given flags from working."""
+    """How good or bad a check ended; only `PROBLEM` keeps the given flags from working."""
 
     OK = "ok"
     INFO = "info"
@@ -39,7 +39,7 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class Check:
-    """One line.
+    """One thing that was looked at: what was found, how good it is, and what to do about it.
 
     Args:
         value: what was found, in words; sizes are rounded.
@@ -59,7 +59,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Section:
-    """Checks under a heading."""
+    """A heading and the checks below it."""
 
     title: str
     checks: Sequence[Check]
@@ -67,7 +67,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was checked.
+    """All that `doctor` found, in sections, and the verdict on it.
 
     Args:
         subject: what the verdict is about: `these flags` or `activation offload`.
@@ -85,7 +85,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """One line that says whether it can work on this machine, and what is in the way."""
         subject = self.subject[0].upper() + self.subject[1:]
         problems, warnings = self._names(Status.PROBLEM), self._names(Status.WARNING)
         if problems:
@@ -100,7 +100,12 @@ class Diagnosis:
         return ", ".join(dict.fromkeys(check.name for check in checks if check.status is status))
 
     def as_text(self, colour: bool = False, width: int = 100) -> str:
-        """For people."""
+        """The sections and the verdict as lines for people.
+
+        Args:
+            colour: of the status words, for terminals.
+            width: of the lines, in characters.
+        """
         names = [check.name for part in self.sections for check in part.checks]
         indent = " " * (max(map(len, names), default=0) + _MARGIN)
         lines = []
@@ -122,7 +127,7 @@ class Diagnosis:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        """For programs. Sizes in bytes, rates in bytes per second."""
+        """The checks and the verdict as JSON; sizes in bytes, rates in bytes per second."""
         checks = [
             {
                 "section": part.title,
@@ -140,7 +145,7 @@ class Diagnosis:
 
 
 def in_words(error: ConfigurationError) -> tuple[str, str]:
-    """What happened, and what to do: the last part of this package's messages."""
+    """Splits one of this package's messages into what happened and what to do."""
     value, mark, advice = str(error).removeprefix(PREFIX).rpartition("; ")
     return (value, advice) if mark else (advice, "see megatron-offload doctor --help")
 

@@ -48,7 +48,7 @@ def directory_checks(
     gpu_nodes: Sequence[int | None],
     measures_bandwidth: bool,
 ) -> list[Check]:
-    """Everything about one directory; one line where it cannot be used at all.
+    """Checks a directory and the disk beneath it; one line where it cannot be used at all.
 
     Args:
         mount: what it is on; None if unknown.

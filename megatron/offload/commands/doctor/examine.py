@@ -37,7 +37,7 @@ _MOUNTINFO = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True)
 class Flags:
-    """What was asked for, also where `OffloadConfig` refuses it.
+    """The offload flags that were given, also those that `OffloadConfig` refuses.
 
     Args:
         is_chosen: a directory was given; else the current one is looked at.
@@ -58,7 +58,7 @@ class Flags:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Flags:
-        """With a directory, `off` (the default) is taken for `ssd`."""
+        """Reads the flags; with a directory, `off` (the default) is taken for `ssd`."""
         directories, mode = args.activation_offload_dir, args.activation_offload
         return cls(
             mode="ssd" if mode == "off" and directories else mode,
@@ -77,7 +77,7 @@ def examine(
     supported_megatron: Sequence[str],
     measures_bandwidth: bool = True,
 ) -> Diagnosis:
-    """Looks at everything, and measures each directory's bandwidth for a few seconds.
+    """Checks the machine, and measures each directory's bandwidth for a few seconds.
 
     Args:
         args: parsed flags of `OffloadConfig.add_arguments`.

@@ -26,7 +26,7 @@ _PCI_PARTS = ("domain", "bus", "device")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device."""
+    """A CUDA device as `doctor` shows it."""
 
     name: str
     memory_bytes: int
@@ -35,7 +35,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cuda:
-    """What this process sees of CUDA.
+    """What this process sees of CUDA: devices, versions, or why there are none.
 
     Args:
         driver: version of NVIDIA's kernel driver; None: it is not loaded.
@@ -77,7 +77,7 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def cuda_checks(cuda: Cuda) -> list[Check]:
-    """The devices, or why there are none."""
+    """One check for each CUDA device, or one that says why there are none."""
     facts = {"driver": cuda.driver, "runtime": cuda.runtime}
     if cuda.gpus:
         checks = [
@@ -117,7 +117,7 @@ def cuda_checks(cuda: Cuda) -> list[Check]:
 
 
 def direct_storage_check(found: GdsStatus, is_wanted: bool) -> Check:
-    """Whether bytes go from device to SSD without host memory, and if not, why."""
+    """Checks whether bytes go from device to SSD without host memory, and if not, says why."""
     if found.is_gpudirect:
         status = Status.OK
     elif is_wanted:

@@ -38,7 +38,7 @@ _OPTIONAL = (
 
 
 def memory_checks(limit: MemoryLimit, has_gpu: bool) -> list[Check]:
-    """How much memory this process may use and lock, and how large a file may be."""
+    """Checks how much memory this process may use and lock, and how large a file may be."""
     facts = {
         "total_bytes": limit.total_bytes,
         "available_bytes": limit.available_bytes,
@@ -97,7 +97,7 @@ def _file_size_check() -> Check:
 
 
 def allocator_check(has_gpu: bool) -> Check:
-    """Whether freed activations leave the process. Matters where tensors are in host memory."""
+    """Checks whether freed activations leave the process, where tensors are in host memory."""
     name, environment = "allocator", allocator_environment()
     facts = {"in_use": allocator_name(), "environment": environment}
     if has_gpu:
@@ -131,7 +131,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def version_checks(installed: dict[str, str], supported_megatron: Sequence[str]) -> list[Check]:
-    """Python, torch, megatron-core, and what is optional."""
+    """Checks the versions of Python, torch, megatron-core, and of what is optional."""
     checks = [
         _at_least("python", platform.python_version(), _MIN_PYTHON, "use a newer Python"),
         _at_least("torch", str(torch.__version__), _MIN_TORCH, "pip install --upgrade torch"),
@@ -151,7 +151,7 @@ def version_checks(installed: dict[str, str], supported_megatron: Sequence[str])
 
 
 def megatron_check(version: str | None, supported: Sequence[str]) -> Check:
-    """Whether the hooks are known to fit this megatron-core."""
+    """Checks whether the hooks are known to fit this megatron-core."""
     name, install = "megatron-core", f"pip install megatron-core=={supported[-1]}"
     facts = {"version": version, "supported": list(supported)}
     if version is None:
@@ -165,7 +165,7 @@ def megatron_check(version: str | None, supported: Sequence[str]) -> Check:
 
 
 def megatron_version(installed: dict[str, str]) -> str | None:
-    """Of the megatron-core that an import would find: a checkout may win over a wheel."""
+    """The version of the megatron-core that an import would find: a checkout may come first."""
     try:
         spec = importlib.util.find_spec("megatron.core")
     except (ImportError, ValueError):
@@ -182,6 +182,7 @@ def megatron_version(installed: dict[str, str]) -> str | None:
 
 
 def version_of(name: str, installed: dict[str, str]) -> str | None:
+    """The version of an installed package, also of one built for a CUDA release (`name-cu13`)."""
     matches = [found for found in installed if found == name or found.startswith(f"{name}-cu")]
     return installed[min(matches, key=len)] if matches else None
 

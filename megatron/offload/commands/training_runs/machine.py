@@ -39,7 +39,7 @@ def machine_facts(offload_dir: Path) -> dict[str, Any]:
 
 
 def in_a_line(machine: dict[str, Any]) -> str:
-    """The facts that a table is printed with."""
+    """The facts that stand above a table of figures, as one line."""
     return (
         f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, "
         f"{machine['memory_bytes'] / GIB:.0f} GiB, {machine['offload_filesystem']}, "

@@ -20,7 +20,7 @@ _V = TypeVar("_V")
 
 
 class RunError(Exception):
-    """The comparison cannot be made; the message is the sentence to print."""
+    """A comparison that cannot be made; the message is the sentence to print."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """As written in tables and in file names."""
+        """The variant as written in tables and in file names."""
         return f"{self.placement}@{self.allocator}"
 
 
 def settled_steps(steps: Sequence[dict[str, Any]], skip: int) -> list[dict[str, Any]]:
-    """The steps that count: all without the first `skip`; with `auto` those of its last plan.
+    """The steps that count: all after the first `skip`; with `auto`, those of its last plan.
 
     Of these the first does not count, after which the plan was made: it shows the plan's prediction
     but did not follow it; nor do the `skip` steps after that.
@@ -53,7 +53,7 @@ def settled_steps(steps: Sequence[dict[str, Any]], skip: int) -> list[dict[str, 
 
 @dataclass(frozen=True)
 class Run:
-    """One training that was measured.
+    """One training that was measured, and the figures that are drawn from it.
 
     Attributes:
         round: in which it ran.
@@ -68,31 +68,31 @@ class Run:
     first_turn: int | None = None
 
     def settled_steps(self, skip: int) -> list[dict[str, Any]]:
-        """Those that count: of `settled_steps` the ones in turns, if turns were taken."""
+        """The steps that count: see the function; only those in turns, if turns were taken."""
         settled = settled_steps(self.steps, skip)
         return settled if self.first_turn is None else [s for s in settled if self._turn(s) >= 0]
 
     def step_time_s(self, skip: int) -> float:
-        """Median step time of the steps that count."""
+        """Median time of the steps that count, in seconds."""
         return median(step["step_time_s"] for step in self.settled_steps(skip))
 
     def times_by_turn(self, skip: int) -> dict[int, float]:
-        """Step times by turn; of trainings that took none, the median as that of turn 0."""
+        """Step times in seconds by turn; of a training that took none, its median as turn 0."""
         if self.first_turn is None:
             return {0: self.step_time_s(skip)}
         return {self._turn(step): step["step_time_s"] for step in self.settled_steps(skip)}
 
     def tokens_per_s(self, skip: int) -> float:
-        """Tokens of a step by its median time."""
+        """Tokens per second: those of a step by the median step time."""
         tokens = (s["tokens_per_s"] * s["step_time_s"] for s in self.settled_steps(skip))
         return median(tokens) / self.step_time_s(skip)
 
     def peak_bytes(self, skip: int) -> int:
-        """Largest activation peak of the first stage, in the steps that count."""
+        """The largest activation peak of the first stage in the steps that count, in bytes."""
         return max(step["peak_activation_bytes_rank0"] for step in self.settled_steps(skip))
 
     def offload_median(self, name: str, skip: int) -> float:
-        """Median per step of a figure of the offload engine; 0 where it was off."""
+        """The median per step of one of the engine's counters; 0 where offload was off."""
         return median(step.get("offload", {}).get(name, 0) for step in self.settled_steps(skip))
 
     def _turn(self, step: dict[str, Any]) -> int:
@@ -149,7 +149,10 @@ def first_difference(
 
 
 def paired_ratio(runs: Sequence[Run], base: Sequence[Run], skip: int) -> float | None:
-    """Median over rounds, and turns, of step time / fastest base of the same; None without one."""
+    """Step time over that of the fastest base in the same round and turn; the median of all.
+
+    None where no base ran beside.
+    """
     ratios = []
     for run in runs:
         peers = [peer.times_by_turn(skip) for peer in base if peer.round == run.round]

@@ -72,7 +72,7 @@ def allocators_of(placement: str, *, both: bool) -> list[str]:
 
 
 def read_metrics(path: Path) -> Steps:
-    """The lines of a metrics.jsonl; a last line without an end is still being written."""
+    """Reads the lines of a metrics.jsonl, but for a last one that is still being written."""
     if not path.exists():
         return []
     text = path.read_text()
@@ -81,7 +81,7 @@ def read_metrics(path: Path) -> Steps:
 
 @dataclass(frozen=True)
 class Trainer:
-    """A training that is started again and again.
+    """Starts a training again and again, with other flags each time.
 
     Attributes:
         script: of the trainer.
@@ -107,7 +107,7 @@ class Trainer:
         on_steps: Callable[[int], object] = lambda number: None,
         enough: Callable[[Steps], bool] = lambda steps: False,
     ) -> Steps:
-        """Trains once; its steps.
+        """Runs one training to its end, or until it has shown enough; its steps.
 
         Args:
             name: for people.
@@ -118,7 +118,7 @@ class Trainer:
             enough: whether the training may end before its last step.
 
         Raises:
-            TrialError: it failed, or did nothing for too long.
+            RunError: it failed, or did nothing for too long.
         """
         with self.start(name, flags, allocator, folder) as training:
             training.run(on_steps, enough)
@@ -165,7 +165,7 @@ class Trainer:
 
 
 class Training:
-    """One that was started by a `Trainer`; as a context, it is ended with it."""
+    """A training that a `Trainer` has started; as a context, it is ended with it."""
 
     def __init__(
         self, name: str, process: subprocess.Popen[bytes], folder: Path, patience_s: float
@@ -187,7 +187,7 @@ class Training:
         on_steps: Callable[[int], object] = lambda number: None,
         enough: Callable[[Steps], bool] = lambda steps: False,
     ) -> None:
-        """Until it ends or has shown enough. See `Trainer.train`."""
+        """Waits until the training ends or has shown enough; see `Trainer.train`."""
         while not enough(self.steps) and self.step():
             on_steps(len(self.steps))
         on_steps(len(self.steps))
@@ -196,7 +196,7 @@ class Training:
         """Waits for another step, which a training `in_turns` takes now; False: it has ended.
 
         Raises:
-            TrialError: it failed, or did nothing for too long.
+            RunError: it failed, or did nothing for too long.
         """
         if self._process.stdin is not None:
             self._process.send_signal(signal.SIGCONT)
@@ -228,7 +228,7 @@ class Training:
             time.sleep(_POLL_S)
 
     def end(self) -> None:
-        """Ends it, unless it has ended itself."""
+        """Ends the training's processes, unless they have ended by themselves."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -240,7 +240,7 @@ class Training:
 
     @property
     def resident_bytes(self) -> int:
-        """Of its process now; 0 if it has ended."""
+        """Bytes of the process's resident set now; 0 if it has ended."""
         try:
             pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
         except OSError:
@@ -277,7 +277,7 @@ def _environment(allocator: str) -> dict[str, str]:
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> Any:
-    """A group of the trainer's own flags, named as there; the group, for more of them.
+    """Adds the trainer's own flags to a parser; the group, for more of them.
 
     Args:
         defaults: of `num_layers`, `seq_length` and `vocab_size`.

@@ -62,7 +62,7 @@ _REFUSED_WRAPPERS = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel"
 
 
 class MegatronHooks:
-    """What Megatron's functions call; see `calls.TrainingHooks`."""
+    """What Megatron's decorated functions call: a `decorators.TrainingHooks`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class MegatronOffload:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around the forward and backward passes of one training step (not evaluation)."""
+        """A context around the passes of one training step, forward and backward, no evaluation."""
         if self._engine is None or self._calls is None:
             yield
             return
@@ -122,7 +122,7 @@ class MegatronOffload:
             self._count_drive_writes(self._engine)
 
     def pause(self) -> None:
-        """What follows until the next step is no part of training: evaluation, a checkpoint.
+        """Says that what follows until the next step is no training: evaluation, a checkpoint.
 
         Without it the planner takes all that is between two steps for a part of them.
         """
@@ -241,7 +241,7 @@ def install(
 def check(
     config: OffloadConfig, settings: Any, *, reserve_bytes: int = 0, num_local_ranks: int = 1
 ) -> None:
-    """Everything that can be found wrong before a model is built.
+    """Checks everything that can be found wrong before a model is built.
 
     Args:
         config: what the flags ask for.

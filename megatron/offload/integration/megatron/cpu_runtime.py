@@ -181,7 +181,7 @@ def _norm_for_sequence_parallel(original: Callable[..., Any]) -> Callable[..., A
 
 @dataclass(frozen=True)
 class Redirection:
-    """One symbol and what it means on a CPU.
+    """One symbol of another package, and what stands in for it on a CPU.
 
     Attributes:
         owner: Import path of the module, or `module:Class`, that holds the symbol.
@@ -196,7 +196,7 @@ class Redirection:
     reason: str
 
     def resolve_owner(self) -> Any:
-        """The module or class to change."""
+        """Imports the module, or finds the class, whose attribute is redirected."""
         module, _, attribute = self.owner.partition(":")
         owner = importlib.import_module(module)
         return getattr(owner, attribute) if attribute else owner

@@ -99,7 +99,7 @@ def end_groups() -> None:
 
 
 def keep_sent_tensors(model_chunks: Iterable[torch.nn.Module]) -> None:
-    """Pipeline stages keep a tensor that they have sent.
+    """Makes pipeline stages keep a tensor that they have sent.
 
     Megatron-LM frees its storage after the send has begun, which a CUDA stream puts in order; gloo
     may still be reading it.

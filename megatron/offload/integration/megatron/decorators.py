@@ -15,7 +15,7 @@ Function = Callable[..., Any]
 
 
 class TrainingHooks(Protocol):
-    """Takes part in a training. `forward` and so on are Megatron's own functions, undecorated."""
+    """What the decorated functions call; `forward` and `step` are Megatron's own functions."""
 
     def layer(self, forward: Function, layer: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs a layer's forward and returns its result."""
@@ -35,7 +35,7 @@ _connection: TrainingHooks | None = None
 
 
 def connect(connection: TrainingHooks | None) -> None:
-    """From now on the decorated functions call this one, or nobody."""
+    """Has the decorated functions call `connection` from now on, or nobody if it is None."""
     global _connection
     _connection = connection
 
@@ -46,7 +46,7 @@ def is_decorated(function: Function) -> bool:
 
 
 def around_layer(forward: Function) -> Function:
-    """Decorates `TransformerLayer.forward`."""
+    """Decorates `TransformerLayer.forward`: the connection, if there is one, runs the layer."""
 
     @functools.wraps(forward)
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def around_layer(forward: Function) -> Function:
 
 
 def around_forward_step(step: Function) -> Function:
-    """Decorates `schedules.forward_step`."""
+    """Decorates `schedules.forward_step`: the connection, if there is one, runs the pass."""
 
     @functools.wraps(step)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ def around_forward_step(step: Function) -> Function:
 
 
 def around_backward_step(step: Function) -> Function:
-    """Decorates `schedules.backward_step`."""
+    """Decorates `schedules.backward_step`: the connection, if there is one, runs the pass."""
 
     @functools.wraps(step)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ class LayerHooks:
         engine.copying_nodes.add(CheckpointWithoutOutputFunction._backward_cls)
 
     def close(self) -> None:
-        """Takes what it put there off the model."""
+        """Takes off the model what was put there to find the middle of its layers."""
         if self._division is not None:
             self._division.close()
 
@@ -66,7 +66,14 @@ class LayerHooks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """See `calls.TrainingHooks`."""
+        """Runs a layer as it is placed: recomputed in backward, or with what it saved taken over.
+
+        Args:
+            forward: Megatron's own, undecorated.
+            layer: one of the model's; any other just runs.
+            args: of `forward`, without the layer.
+            kwargs: of `forward`.
+        """
         engine, name = self._engine, self._names.get(layer)
         # No save order: not inside a forward pass that backward will follow, e.g. a recomputation.
         if name is None or engine.save_order is None or not torch.is_grad_enabled():

@@ -20,7 +20,7 @@ ATTENTION, MLP = "attention", "mlp"
 
 
 class LayerDivision:
-    """Tells of the middle of the layer that runs.
+    """Tells where the running layer's attention ends and its MLP begins.
 
     Args:
         layers: with a module `pre_mlp_layernorm`, or they are not divided.
@@ -37,7 +37,7 @@ class LayerDivision:
 
     @contextlib.contextmanager
     def watching(self, reached: Callable[[torch.Tensor], None]) -> Iterator[None]:
-        """Around a layer's forward: calls `reached` once, with the tensor in the middle.
+        """A context around a layer's forward: calls `reached` once, with the tensor in the middle.
 
         Not where autograd does not know that tensor: then there is nothing to divide at.
         """

@@ -19,7 +19,7 @@ from megatron.offload.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class PatchPoint:
-    """One function, looked up by name in its module whenever it is called.
+    """A function of another package that can be replaced, by the module and name it is called by.
 
     Attributes:
         module: import path of the module whose attribute is replaced.
@@ -32,7 +32,7 @@ class PatchPoint:
     parameters: tuple[str, ...]
 
     def find(self) -> Callable[..., Any]:
-        """The function as it is.
+        """The function that stands there now.
 
         Raises:
             ConfigurationError: it is not there, or lacks a parameter.
@@ -51,7 +51,7 @@ class PatchPoint:
         return function
 
     def replace(self, replacement: Callable[..., Any]) -> Callable[[], None]:
-        """Puts a function in its place; the result puts the original back."""
+        """Puts another function there; the result, a function, puts the original back."""
         original = self.find()
         owner, name = self._place()
         setattr(owner, name, replacement)

@@ -25,7 +25,7 @@ _PERIOD_STEPS = 4
 
 
 class ProcessGroupConsensus:
-    """See `RankConsensus`. Collectives of small tensors on the device that trains.
+    """Consensus over process groups: collectives of small tensors on the device that trains.
 
     Args:
         groups: ask one after the other; all that share a rank with each other agree.
@@ -39,7 +39,7 @@ class ProcessGroupConsensus:
         self.period_steps = _PERIOD_STEPS if self._groups and device.type != "cpu" else 1
 
     def means(self, values: Sequence[float]) -> list[float]:
-        """See `RankConsensus`."""
+        """The mean of each value over the groups, the same bits on all their ranks."""
         result = list(values)
         for group in self._groups:
             sums = self._reduced(result, dist.ReduceOp.SUM, group)
@@ -49,14 +49,14 @@ class ProcessGroupConsensus:
         return result
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """See `RankConsensus`."""
+        """The largest of each value over the groups."""
         result = list(values)
         for group in self._groups:
             result = self._reduced(result, dist.ReduceOp.MAX, group)
         return result
 
     def of_all(self, value: Any) -> list[Any]:
-        """See `RankConsensus`."""
+        """The values of all ranks of the run, in the order of their ranks."""
         values = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
@@ -69,7 +69,11 @@ class ProcessGroupConsensus:
 
 
 def consensus_of(device: torch.device) -> RankConsensus:
-    """That of this rank's model-parallel groups."""
+    """Makes the consensus among the ranks that hold parts of the same layers as this one.
+
+    Args:
+        device: where the groups' backend takes tensors.
+    """
     if not dist.is_initialized():
         return SingleRank()
     groups = [parallel_state.get_tensor_and_context_parallel_group()]
@@ -79,7 +83,7 @@ def consensus_of(device: torch.device) -> RankConsensus:
 
 
 def stage_of(model_chunks: Sequence[torch.nn.Module], settings: Any, num_local_ranks: int) -> Stage:
-    """This rank's stage.
+    """Describes this rank's stage of the pipeline, for the planner.
 
     Args:
         model_chunks: in the order of their numbers.

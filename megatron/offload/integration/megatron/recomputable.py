@@ -10,7 +10,7 @@ from typing import Any
 
 
 def why_not_recomputed(settings: Any) -> str:
-    """What keeps layers with these settings (a `TransformerConfig`) from it; empty: nothing does.
+    """Why layers with these settings (a `TransformerConfig`) cannot be recomputed; empty: they can.
 
     A clause that goes on from "cannot recompute".
     """

@@ -19,13 +19,13 @@ from megatron.offload.integration.megatron.layer_split import ATTENTION, MLP
 Function = Callable[..., Any]
 
 # What `TransformerLayer.forward` calls one after the other. The tensor between them is the middle
-# of `parts.py`; a residual connection lies inside of one or the other, so gradients are summed in
-# the same order as without recomputation.
+# of `layer_split.py`; a residual connection lies inside of one or the other, so gradients are
+# summed in the same order as without recomputation.
 _METHODS = {ATTENTION: "_forward_attention", MLP: "_forward_mlp"}
 
 
 def recomputed(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function that runs again in backward.
+    """Calls a function so that it saves its inputs only and runs again in backward.
 
     Megatron's checkpoint takes tensors by position only.
     """
@@ -54,7 +54,7 @@ def has_parts(layer: torch.nn.Module) -> bool:
 def recomputing(
     layer: torch.nn.Module, parts: Iterable[str], noted: Callable[[str, Function], Function]
 ) -> Iterator[None]:
-    """Around a layer's forward, some of whose parts are recomputed.
+    """A context around a layer's forward in which some of its parts are recomputed in backward.
 
     Args:
         layer: see `has_parts`.
@@ -72,7 +72,7 @@ def recomputing(
 
 @contextlib.contextmanager
 def replaced(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
-    """One module has something else under a name, be it a method or a module in it."""
+    """A context in which a module has something else under a name, be it a method or a module."""
     own = vars(module)
     before = {name: own[name]} if name in own else {}
     own[name] = value

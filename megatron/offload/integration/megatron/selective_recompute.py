@@ -39,56 +39,56 @@ from megatron.offload.saved.autograd_graph import saved_tensors_between
 
 
 class OpRunner(Protocol):
-    """How an operation runs."""
+    """Runs one operation of a layer in a way of its own: recomputed in backward, or timed."""
 
     def run(self, function: Function, *tensors: Any) -> Any:
-        """Its result, which `used` is told of."""
+        """Runs an operation whose result is used only once, of which `used` is told; its result."""
         ...
 
     def used(self, after: torch.Tensor) -> None:
-        """What was made of its result, and the only thing that was."""
+        """Says that `after` was made of the result of `run`, and nothing else was."""
         ...
 
     def run_inside(self, function: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Likewise where the result stays whatever becomes of the operation."""
+        """Runs an operation whose result stays in memory whatever becomes of the operation."""
         ...
 
 
 class Recompute:
-    """In backward once more. Its result's memory is given back in between."""
+    """Runs an operation once more in backward; its result's memory is free in between."""
 
     def __init__(self, noted: Callable[[Function], Function]) -> None:
         self._noted = noted
         self._checkpoint = CheckpointWithoutOutput(fp8=None)
 
     def run(self, function: Function, *tensors: Any) -> Any:
-        """See `OpRunner`."""
+        """Runs an operation and keeps its inputs, to run it again in backward."""
         return self._checkpoint.checkpoint(self._noted(function), *tensors)
 
     def used(self, after: torch.Tensor) -> None:
-        """See `OpRunner`."""
+        """Gives the result's memory back until backward comes to `after`."""
         self._checkpoint.discard_output_and_register_recompute(after)
 
     def run_inside(self, function: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """See `OpRunner`."""
+        """Runs an operation so that it saves its inputs only; its result stays."""
         return recomputed(self._noted(function), args, kwargs)
 
 
 class Timed:
-    """As usual. The profiler hears how long it took and what it saved."""
+    """Runs an operation as usual; the profiler hears how long it took and what it saved."""
 
     def __init__(self, profiler: Profiler, timings: LayerTimings, part: str) -> None:
         self._profiler, self._marks, self._part = profiler, timings, part
 
     def run(self, function: Function, *tensors: Any) -> Any:
-        """See `OpRunner`."""
+        """Runs an operation and tells the profiler of it, its result counted as given back."""
         return self._run(function, tensors, {}, result_stays=False)
 
     def used(self, after: torch.Tensor) -> None:
-        """See `OpRunner`."""
+        """Does nothing: the result stays in memory."""
 
     def run_inside(self, function: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """See `OpRunner`."""
+        """Runs an operation and tells the profiler of it, its result not counted."""
         return self._run(function, args, kwargs, result_stays=True)
 
     def _run(
@@ -119,11 +119,11 @@ class Timed:
 def operating(
     layer: torch.nn.Module, runners: Mapping[str, Callable[[], OpRunner]]
 ) -> Iterator[None]:
-    """Around a layer's forward: the selective operations of some of its parts run in other ways.
+    """A context around a layer's forward in which operations of some of its parts run otherwise.
 
     Args:
         layer: any; without such operations nothing happens.
-        ways: for each of those parts what makes a `OpRunner`, one for each operation.
+        runners: what makes an `OpRunner` for each operation, by part.
     """
     with contextlib.ExitStack() as stack:
         for part, new in runners.items():

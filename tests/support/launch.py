@@ -25,9 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fork_server import ForkedProcess, ForkServer
+from tests.support.fork_server import ForkedProcess, ForkServer
+from tests.support.processes import ROOT, our_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {name: ROOT / "examples" / f"pretrain_{name}.py" for name in ("gpt", "bert", "t5")}
 
 # Small enough that starting Python is the longest part of a test.
@@ -46,8 +46,8 @@ class Outcome:
     """How a run ended."""
 
     exit_codes: list[int]
-    output: str  # of all ranks
-    errors: str  # standard error of rank 0
+    output: str  # of all ranks, `our_lines`
+    errors: str  # standard error of rank 0, `our_lines`
     metrics: list[dict[str, Any]]
 
     def values(self, name: str) -> list[Any]:
@@ -150,7 +150,7 @@ class Run:
         return Outcome(
             exit_codes=[process.returncode for process in self.processes],
             output=self._output(),
-            errors=self._path(0, "err").read_text(),
+            errors=our_lines(self._path(0, "err").read_text()),
             metrics=self.metrics(),
         )
 
@@ -182,7 +182,7 @@ class Run:
         parts = []
         for rank in range(len(self.processes)):
             for stream in ("out", "err"):
-                text = self._path(rank, stream).read_text(errors="replace")
+                text = our_lines(self._path(rank, stream).read_text(errors="replace"))
                 parts.append(f"--- rank {rank} {stream}\n{text}")
         return "\n".join(parts)
 
@@ -243,6 +243,26 @@ def train_once(*lines: str, world_size: int = 1) -> Outcome:
 @functools.cache
 def _trained_once(flags: tuple[str, ...], world_size: int) -> Outcome:
     return train(shlex.join(flags), world_size=world_size)
+
+
+def assert_same_bits(one: Outcome, other: Outcome, num_steps: int) -> None:
+    """Every loss and gradient norm of so many steps, and the final weights."""
+    assert len(other.metrics) == num_steps
+    for name in ("step", "loss", "grad_norm", "losses", "model"):
+        assert [record.get(name) for record in one.metrics] == [
+            record.get(name) for record in other.metrics
+        ], name
+
+
+def nothing_leaks(steps: list[dict[str, Any]]) -> bool:
+    """Whether tiers were empty after each step, but for writes that their use has overtaken.
+
+    Such a write may still run when the step ends. It is gone in the next, a leak would stay.
+    """
+    used = [step["tier_used_bytes"] for step in steps]
+    return min(used) == 0 and all(
+        step["forwarded_bytes"] > 0 for step in steps if step["tier_used_bytes"]
+    )
 
 
 def rank_environment(added: dict[str, str]) -> dict[str, str]:
