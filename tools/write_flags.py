@@ -21,22 +21,24 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 _HEAD = """\
 # Flags
 
-Generated from the fields of `OffloadConfig` in `megatron/offload/config.py`; do not edit. After a change
-there:
+Generated from the fields of `OffloadConfig` in `megatron/offload/config.py`; do not edit. After a
+change there:
 
 ```bash
 .venv/bin/python tools/write_flags.py
 ```
 
-The launcher, the bundled trainer and `megatron-offload doctor` take these flags beside their own. Sizes are
-bytes or a number with a unit: `1048576`, `512MiB`, `40GiB`. Where no default is given, the flag is not set.
-`./examples/pretrain_gpt.sh` starts with `--activation-offload ssd --activation-offload-dir runs/offload`.
-All other flags are the trainer's and have Megatron-LM's names: `./examples/pretrain_gpt.sh --help`.
+The launcher, the bundled trainer and `megatron-offload doctor` take these flags beside their own.
+Sizes are bytes or a number with a unit: `1048576`, `512MiB`, `40GiB`.
+
+`./examples/pretrain_gpt.sh` starts with `--activation-offload ssd` and
+`--activation-offload-dir runs/offload`. All other flags are the trainer's and have Megatron-LM's
+names: `./examples/pretrain_gpt.sh --help`.
 
 | flag | default | meaning |
 |---|---|---|
 """
-_DEFAULT = re.compile(r"\s*Default: (.+)\.$")
+_DEFAULT = re.compile(r"\s*Default: (.+?)\.(?=\s|$)")
 
 
 def flags_page() -> str:
@@ -50,11 +52,16 @@ def _row(action: Any) -> str:
     """A flag's line: its name and values, its default, its help without the default."""
     meaning, default = str(action.help), "none"
     if found := _DEFAULT.search(meaning):
-        meaning, default = meaning[: found.start()], found[1]
+        meaning, default = meaning[: found.start()] + meaning[found.end() :], found[1]
         if action.default not in (None, ()):
             default = f"`{default}`"
+    meaning = re.sub(r"--[a-z][a-z-]*[a-z]", r"`\g<0>`", meaning.removesuffix(".") + ".")
+    for choice in action.choices or ():  # each on a line of its own
+        meaning = re.sub(rf"(?:^|(?<=\.) ){choice}: ", f"<br>`{choice}`: ", meaning)
+    meaning = meaning.removeprefix("<br>")
+    meaning = meaning[0].upper() + meaning[1:]
     values = "{" + ",".join(action.choices) + "}" if action.choices else action.metavar
-    cells = (f"`{action.option_strings[0]} {values}`", default, meaning.removesuffix(".") + ".")
+    cells = (f"`{action.option_strings[0]} {values}`", default, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
