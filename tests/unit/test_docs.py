@@ -40,7 +40,7 @@ PAGES = sorted(
 )
 NOT_OURS = {"megatron/__init__.py", "pretrain_*.py"}  # never here; Megatron-LM's
 TOP_FOLDERS = "docs|examples|megatron|patches|tests|tools"
-LANGUAGES = {"bash", "text", "mermaid", "python"}
+LANGUAGES = {"bash", "text", "python"}
 
 # For each command the first row that fits: what it looks like, and the test that runs it or what it
 # needs. A test that runs the program with other sizes or flags counts; the flags are checked below.
@@ -407,6 +407,11 @@ def test_files_that_the_text_names_are_there() -> None:
             is_here = any(list(place.glob(name)) for place in (*places, page.parent))
             if not is_here and ("/" in name or name not in names):
                 missing.append(f"{page.relative_to(ROOT)}: {name}")
+    for block in BLOCKS:  # the drawing
+        if block.page.name == "architecture.md":
+            for name in re.findall(r"\b[\w/]+\.py\b", block.text):
+                if not (ROOT / "megatron/offload" / name).exists():
+                    missing.append(f"{block.page.name}:{block.line}: {name}")
     assert not missing, "\n".join(missing)
 
 
