@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What README.md and docs/ say is so: commands and their flags, links, names of files, the flags.
+
+A block of commands is fenced as `bash`. Each of them is in `COMMANDS`: with the test that runs it,
+or with what it needs that a test does not have. Their flags are given to their parsers here;
+nothing is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from torch.distributed.run import get_args_parser
+from trainer.arguments import parse_arguments
+from trainer.experts import add_arguments as add_expert_arguments
+from write_flags import PAGE as FLAGS_PAGE
+from write_flags import flags_page
+
+from megatron.offload import cli
+from megatron.offload.config import OffloadConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "patches/*.md")
+    for path in ROOT.glob(pattern)
+)
+NOT_OURS = {"megatron/__init__.py", "pretrain_*.py"}  # never here; Megatron-LM's
+TOP_FOLDERS = "docs|examples|megatron|patches|tests|tools"
+LANGUAGES = {"bash", "text", "python"}
+
+# For each command the first row that fits: what it looks like, and the test that runs it or what it
+# needs. A test that runs the program with other sizes or flags counts; the flags are checked below.
+COMMANDS: tuple[tuple[str, str], ...] = (
+    (r"^pip install|^docker |^source ", "needs: the network, docker or a shell of your own"),
+    (r"^torchrun|^srun ", "tests/megatron/test_unmodified_megatron_lm.py::"
+     "test_losses_weights_and_optimizer_are_bit_identical"),
+    (r"pytest tests/megatron/test_unmodified_", "needs: a Megatron-LM checkout"),
+    (r"pytest tests/megatron/test_matrix\.py --full-matrix", "needs: 24 minutes"),
+    (r"^\./tests/run\.sh|^\.venv/bin/python tests/mutations", "needs: minutes; it runs the tests"),
+    (r"^\./examples/pretrain_gpt\.sh --help", "needs: nothing; it shows what is parsed below"),
+    (r"^\./examples/pretrain_gpt\.sh .*--activation-offload auto",
+     "tests/megatron/test_auto.py::test_auto_changes_no_bit"),
+    (r"NPROC_PER_NODE=2 \./examples/pretrain_gpt\.sh",
+     "tests/megatron/test_offload_is_bit_identical.py::"
+     "test_offload_changes_no_bit"),
+    (r"^\./examples/pretrain_gpt\.sh",
+     "tests/unit/test_docs.py::test_the_first_command_checks_its_flags_and_starts"),
+    (r"^\./examples/pretrain_(bert|t5)\.sh",
+     "tests/megatron/test_bert_and_t5.py::test_offload_changes_no_bit"),
+    (r"examples/cluster/train\.sh",
+     "tests/megatron/test_cluster_examples.py::test_flags_pass_the_trainers_checks"),
+    (r"sbatch .*examples/cluster/train\.sbatch",
+     "tests/megatron/test_cluster_examples.py::test_a_slurm_job_starts_each_node_with_its_number"),
+    (r"megatron-offload doctor", "tests/unit/test_doctor.py::test_a_directory_is_taken_for_ssd"),
+    (r"megatron-offload plan",
+     "tests/unit/test_plan_command.py::test_a_plan_stands_beside_what_else_could_be_done"),
+    (r"megatron-offload rok", "tests/unit/test_rok.py::test_the_trainer_itself"),
+    (r"megatron-offload report",
+     "tests/unit/test_report_command.py::test_runs_are_compared_with_the_first"),
+    (r"tools/preprocess_data\.py .*--split-sentences",
+     "tests/unit/test_preprocess_data.py::test_split_sentences_makes_one_sequence_per_sentence"),
+    (r"tools/preprocess_data\.py",
+     "tests/unit/test_preprocess_data.py::test_text_comes_back_exactly"),
+    (r"tools/compare_placements\.py",
+     "tests/unit/test_compare_placements.py::test_a_whole_comparison"),
+    (r"tools/write_flags\.py", "tests/unit/test_docs.py::test_the_flags_page_is_up_to_date"),
+    (r"tools/compare_prediction\.py", "needs: 15 minutes"),
+    (r"tools/compare_slow_disk\.py", "needs: 8 minutes"),
+    (r"tools/bench_planning\.py", "needs: minutes"),
+    (r"tools/bench_hooks\.py", "needs: minutes"),
+    (r"tools/bench_storage\.py", "tests/unit/test_bench_storage.py::test_a_tiny_benchmark"),
+    (r"tools/soak_storage\.py", "tests/unit/test_bench_storage.py::test_a_tiny_soak"),
+    (r"tools/check_solver\.py", "needs: minutes"),
+    (r"tools/project_scaling\.py",
+     "tests/unit/test_projection.py::test_writes_at_scale_stay_near_the_published_bound_and_fall"),
+    (r"tools/plot_placements\.py", "tests/unit/test_docs.py::test_the_picture_can_be_drawn"),
+    (r"tools/apply_patches\.py",
+     "tests/unit/test_apply_patches.py::"
+     "test_applied_twice_is_applied_once_and_reverted_is_as_before"),
+    (r"^for patch in .*(git apply|patch -p1)",
+     "tests/unit/test_apply_patches.py::test_by_hand_gives_the_same_bytes"),
+)  # fmt: skip
+
+
+class Block(NamedTuple):
+    """Fenced lines of a page."""
+
+    page: Path
+    line: int  # of the fence
+    language: str
+    text: str
+
+
+class Command(NamedTuple):
+    """A command of a page, on one line."""
+
+    page: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}: {self.text}"
+
+    @property
+    def words(self) -> list[str]:
+        """Without the environment in front and the comment behind."""
+        words = shlex.split(self.text, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        return words
+
+
+def blocks_of(page: Path, text: str) -> Iterator[Block]:
+    """The fenced blocks; indented ones begin with four spaces after an empty line."""
+    fence: tuple[int, str] | None = None
+    inside: list[str] = []
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if fence is not None and line.strip() == "```":
+            yield Block(page, *fence, "\n".join(inside))
+            fence, inside = None, []
+        elif fence is not None:
+            inside.append(line)
+        elif line.startswith("```"):
+            fence = number, line.removeprefix("```").strip()
+        elif line.startswith("    ") and not lines[number - 2].strip():
+            rest = lines[number - 1 :]
+            end = next((n for n, one in enumerate(rest) if one and one[:4] != "    "), len(rest))
+            yield Block(page, number - 1, "indented", "\n".join(one[4:] for one in rest[:end]))
+    assert fence is None, f"{page}: the block of line {fence} has no end"
+
+
+def commands_in(block: Block) -> Iterator[Command]:
+    """One for each line, with those that a backslash continues."""
+    start, text = 0, ""
+    for number, line in enumerate(block.text.splitlines(), start=block.line + 1):
+        start = start or number
+        text += line.strip()
+        if text.endswith("\\"):
+            text = text.removesuffix("\\")
+            continue
+        if text and not text.startswith("#"):
+            yield Command(block.page, start, text)
+        start, text = 0, ""
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page, page.read_text())]
+ALL_COMMANDS = [one for block in BLOCKS if block.language == "bash" for one in commands_in(block)]
+
+
+def row_of(command: str) -> tuple[str, str] | None:
+    return next((row for row in COMMANDS if re.search(row[0], command)), None)
+
+
+# -- Commands -----------------------------------------------------------------------------------
+
+
+def test_every_block_says_what_it_is() -> None:
+    """A command in a block of another kind would go unnoticed."""
+    # Made by the test of the matrix.
+    blocks = [one for one in BLOCKS if one.page.name != "matrix.md"]
+    wrong = [f"{one.page.name}:{one.line}" for one in blocks if one.language not in LANGUAGES]
+    assert not wrong, f"fence these blocks, as one of {sorted(LANGUAGES)}: {wrong}"
+
+
+def test_every_command_is_run_by_a_test_or_says_what_it_needs() -> None:
+    missing = [str(one) for one in ALL_COMMANDS if row_of(one.text) is None]
+    assert not missing, "\n".join(["add to COMMANDS of this file:", *missing])
+    assert len(ALL_COMMANDS) > 50
+
+
+def test_every_row_is_of_use() -> None:
+    used = {row_of(one.text) for one in ALL_COMMANDS}
+    idle = [
+        pattern for pattern, _ in COMMANDS if not any(row and row[0] == pattern for row in used)
+    ]
+    assert not idle, f"no command looks like {idle}"
+
+
+@pytest.mark.parametrize("how", sorted({how for _, how in COMMANDS}))
+def test_the_tests_that_run_commands_are_there(how: str) -> None:
+    if how.startswith("needs: "):
+        assert len(how) > len("needs: ")
+        return
+    path, _, name = how.partition("::")
+    nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+    assert name in [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
+
+
+class _ParsedError(Exception):
+    """The flags were understood, and the program is not to go on."""
+
+
+@pytest.fixture
+def only_parses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Runs a program until it has parsed its flags, and fails where it does not get there."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_leave(self: argparse.ArgumentParser, args=None, namespace=None) -> None:  # type: ignore[no-untyped-def]
+        parse(self, args, namespace)
+        raise _ParsedError
+
+    def run(program: Callable[[], object]) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_leave)
+            with pytest.raises(_ParsedError):
+                program()
+
+    return run
+
+
+def _flags_of_launch(words: Sequence[str]) -> None:
+    """torchrun's are understood by torchrun, and ours by us; the script's are Megatron-LM's."""
+    started = get_args_parser().parse_args(list(words))
+    assert started.training_script == "megatron.offload.launch" and started.module
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    OffloadConfig.add_arguments(parser)
+    ours, others = parser.parse_known_args(started.training_script_args[1:])
+    assert isinstance(OffloadConfig.from_args(ours), OffloadConfig)
+    assert not [word for word in others if word.startswith("--activation-")]
+
+
+def _main_of(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
+    """A tool's `main`, with these arguments on the command line."""
+
+    def run() -> object:
+        sys.argv = [str(path), *arguments]
+        return runpy.run_path(str(path), run_name="tool")["main"]()
+
+    return run
+
+
+def _program_of(words: Sequence[str]) -> Callable[[], object] | None:
+    """What parses the flags of a command; None: not one of ours."""
+    program, rest = words[0], list(words[1:])
+    if program.endswith("python") and rest[0].startswith("tools/"):
+        return _main_of(ROOT / rest[0], rest[1:])
+    if program.startswith("tools/") and program.endswith(".py"):
+        return _main_of(ROOT / program, rest)
+    if program.endswith("megatron-offload"):
+        return functools.partial(cli.main, rest)
+    if re.search(r"examples/pretrain_\w+\.sh$", program):
+        if "--help" in rest:
+            return None
+        adders = (OffloadConfig.add_arguments, add_expert_arguments)
+        return functools.partial(parse_arguments, "", rest, adders)
+    return None
+
+
+def test_the_flags_of_commands_are_understood(
+    only_parses: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)  # put back at the end
+    num_parsed = 0
+    for command in ALL_COMMANDS:
+        words = command.words
+        try:
+            if "torchrun" in words:
+                _flags_of_launch(words[words.index("torchrun") + 1 :])
+            elif (program := _program_of(words)) is not None:
+                only_parses(program)
+            else:
+                continue
+        except (SystemExit, Exception) as error:
+            raise AssertionError(f"{command}\nis not understood: {error!r}") from error
+        num_parsed += 1
+    assert num_parsed > 40
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["megatron-offload", "doctor", "--no-such-flag"],
+        ["python", "tools/write_flags.py", "--no-such-flag"],
+        ["./examples/pretrain_gpt.sh", "--activation-offload", "tape"],
+    ],
+)
+def test_flags_that_are_not_there_are_noticed(
+    words: list[str],
+    only_parses: Callable[[Callable[[], object]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    program = _program_of(words)
+    assert program is not None
+    with pytest.raises(SystemExit) as left:
+        only_parses(program)
+    assert left.value.code == 2
+
+
+def test_files_that_commands_name_are_there() -> None:
+    """Programs, settings and tests; what a command writes or a person brings may be missing."""
+    missing = []
+    for command in ALL_COMMANDS:
+        for word in command.words:
+            if re.match(rf"(\./)?({TOP_FOLDERS})/", word) and not list(ROOT.glob(word)):
+                missing.append(f"{command}: {word}")
+    assert not missing, "\n".join(missing)
+
+
+def test_options_of_pytest_are_there() -> None:
+    ours = "".join(path.read_text() for path in ROOT.glob("tests/**/conftest.py"))
+    for command in ALL_COMMANDS:
+        if "pytest" in command.words:
+            for word in command.words:
+                assert not word.startswith("--") or f'"{word}"' in ours, command
+
+
+def test_the_first_command_checks_its_flags_and_starts() -> None:
+    """`./examples/pretrain_gpt.sh` up to the point where training would begin."""
+    done = subprocess.run(
+        ["./examples/pretrain_gpt.sh", "--train-iters", "20", "--mock-data", "--validate-only"],
+        cwd=ROOT,
+        env={**os.environ, "MEGATRON_OFFLOAD_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_picture_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [str(ROOT / f"docs/results/placements-{one}.json") for one in ("h512-24layers",)]
+    tool = next(ROOT.glob("tools/plot*placements.py"), ROOT / "tools/plot/placements.py")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert _main_of(tool, [*results, "--output", str(tmp_path / "a.png")])() == 0
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_python_in_the_docs_compiles_and_imports_what_is_there() -> None:
+    blocks = [block for block in BLOCKS if block.language == "python"]
+    assert blocks
+    for block in blocks:
+        for node in ast.walk(ast.parse(block.text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron."):
+                module = importlib.import_module(node.module or "")
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{block.page.name}: {alias.name}"
+
+
+# -- Pages --------------------------------------------------------------------------------------
+
+
+def test_the_flags_page_is_up_to_date() -> None:
+    assert FLAGS_PAGE.read_text() == flags_page(), "run tools/write_flags.py"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def prose_of(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What a link to a heading of the page may name, as GitHub makes it."""
+    anchors: list[str] = []
+    for heading in re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE):
+        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        anchors.append(f"{anchor}-{anchors.count(anchor)}" if anchor in anchors else anchor)
+    return set(anchors)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^()\s]+)\)", prose_of(page)):
+        path, _, anchor = link.partition("#")
+        if re.match(r"https?:", link):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists():
+            broken.append(f"{link}: there is no such file")
+        elif anchor and anchor not in anchors_of(target):
+            broken.append(f"{link}: there is no such heading; {sorted(anchors_of(target))}")
+    assert not broken, "\n".join(broken)
+
+
+def test_files_that_the_text_names_are_there() -> None:
+    places = [ROOT / place for place in (".", "megatron/offload", "megatron/offload/planner")]
+    names = {path.name for path in ROOT.glob("[!.]*/**/*.*")}
+    missing = []
+    for page in PAGES:
+        if page.parent.name == "patches":  # speaks of Megatron's files
+            continue
+        for name in re.findall(r"`([\w./*-]+)`", prose_of(page)):
+            is_source = re.search(r"\.(py|sh|sbatch|yaml|md)$", name)
+            if name in NOT_OURS or not (is_source or re.match(f"({TOP_FOLDERS})/", name)):
+                continue
+            is_here = any(list(place.glob(name)) for place in (*places, page.parent))
+            if not is_here and ("/" in name or name not in names):
+                missing.append(f"{page.relative_to(ROOT)}: {name}")
+    for block in BLOCKS:  # the drawing
+        if block.page.name == "architecture.md":
+            for name in re.findall(r"\b[\w/]+\.py\b", block.text):
+                if not (ROOT / "megatron/offload" / name).exists():
+                    missing.append(f"{block.page.name}:{block.line}: {name}")
+    assert not missing, "\n".join(missing)
+
+
+def test_the_order_of_pages_leaves_none_out() -> None:
+    """Every page of docs/ is reached by links from the README."""
+    reached, to_read = set(), [ROOT / "README.md"]
+    while to_read:
+        page = to_read.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        for link in re.findall(r"\]\(([^()\s#]+\.md)(?:#[^()\s]*)?\)", prose_of(page)):
+            if not link.startswith("http"):
+                to_read.append((page.parent / link).resolve())
+    assert reached >= set(PAGES)

@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/flags.md, the page of all offload flags, from the fields of `OffloadConfig`.
+
+    tools/write_flags.py            # after a change in megatron/offload/config.py
+
+`tests/unit/test_docs.py` fails where the page differs from the fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron.offload.config import OffloadConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+_HEAD = """\
+# Flags
+
+Generated from the fields of `OffloadConfig` in `megatron/offload/config.py`; do not edit. After a
+change there:
+
+```bash
+.venv/bin/python tools/write_flags.py
+```
+
+The launcher, the bundled trainer and `megatron-offload doctor` take these flags beside their own.
+Sizes are bytes or a number with a unit: `1048576`, `512MiB`, `40GiB`.
+
+`./examples/pretrain_gpt.sh` starts with `--activation-offload ssd` and
+`--activation-offload-dir runs/offload`. All other flags are the trainer's and have Megatron-LM's
+names: `./examples/pretrain_gpt.sh --help`.
+
+| flag | default | meaning |
+|---|---|---|
+"""
+_DEFAULT = re.compile(r"\s*Default: (.+?)\.(?=\s|$)")
+
+
+def flags_page() -> str:
+    """The text of docs/flags.md."""
+    parser = argparse.ArgumentParser(add_help=False)
+    OffloadConfig.add_arguments(parser)
+    return _HEAD + "".join(f"{_row(action)}\n" for action in parser._actions)
+
+
+def _row(action: Any) -> str:
+    """A flag's line: its name and values, its default, its help without the default."""
+    meaning, default = str(action.help), "none"
+    if found := _DEFAULT.search(meaning):
+        meaning, default = meaning[: found.start()] + meaning[found.end() :], found[1]
+        if action.default not in (None, ()):
+            default = f"`{default}`"
+    meaning = re.sub(r"--[a-z][a-z-]*[a-z]", r"`\g<0>`", meaning.removesuffix(".") + ".")
+    for choice in action.choices or ():  # each on a line of its own
+        meaning = re.sub(rf"(?:^|(?<=\.) ){choice}: ", f"<br>`{choice}`: ", meaning)
+    meaning = meaning.removeprefix("<br>")
+    meaning = meaning[0].upper() + meaning[1:]
+    values = "{" + ",".join(action.choices) + "}" if action.choices else action.metavar
+    cells = (f"`{action.option_strings[0]} {values}`", default, meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def main() -> int:
+    """Writes the page; the exit code."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    PAGE.write_text(flags_page())
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
