@@ -10,7 +10,7 @@ from typing import Any
 
 import compare_placements
 import pytest
-from comparison import format_table, parse_placements, summarize
+from compare_placements import format_table, parse_placements, summarize
 
 from megatron.offload.commands.training_runs.run import (
     Difference,

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What measuring, planning and following a plan cost, apart from what the plan makes of the step.
 
-    bench_planning.py --json planning.json          # about 2 minutes on 2 cores
+    tools/bench/planning.py --json planning.json          # about 2 minutes on 2 cores
 
-The benchmark GPT of bench_hooks.py, trained with `--activation-offload auto`. As there, the time
-spent in the planner's own code is taken directly, because two runs differ by more than that:
+The benchmark GPT of hooks.py beside this, trained with `--activation-offload auto`. As there, the
+time spent in the planner's own code is taken directly, because two runs differ by more than that:
 - following_fraction: of a step that follows its plan, the median of such steps. Budget: 1 %.
 - measuring_fraction: of a step that is noted in detail for a profile.
 - first_plan_s: seconds, once, for the profile, the solver's process and its answer.
@@ -29,10 +29,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_hooks import ROOT, Stopwatch, train
-from compare_placements import machine_facts
+from hooks import ROOT, Stopwatch, train
 from tabulate import tabulate
 
+from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.placement.plan_policy import PlannedPolicy
 from megatron.offload.planner.online.planner import Phase, Planner
 from megatron.offload.planner.profile.profiler import Profiler
@@ -161,7 +161,7 @@ def main() -> int:
     print(table(result))
     if args.json:
         values = {
-            "command": shlex.join(["bench_planning.py", *sys.argv[1:]]),
+            "command": shlex.join(["tools/bench/planning.py", *sys.argv[1:]]),
             "machine": machine_facts(args.dir),
             **result,
         }

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares what `--activation-offload auto` predicts with what then happens.
 
-    compare_prediction.py --json result.json
-    compare_prediction.py --only PP2 --steps 30
+    tools/check/prediction.py --json result.json
+    tools/check/prediction.py --only PP2 --steps 30
 
 Each configuration (model size, pipeline stages, a cap on the SSD's write bandwidth) trains once,
 with the plan for the least memory within `--slowdown`. Predicted and measured are those of the
@@ -41,7 +41,7 @@ from megatron.offload.commands.training_runs.run import RunError, settled_steps
 from megatron.offload.commands.training_runs.trainer import TRAINER, Trainer
 from megatron.offload.config import format_size
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = {
     "h256 4 layers": "--hidden-size 256 --num-layers 4 --num-attention-heads 8 --seq-length 256",
     "h512 8 layers": "--hidden-size 512 --num-layers 8 --num-attention-heads 8 --seq-length 256",
@@ -129,7 +129,7 @@ def result_of(configuration: Configuration, steps: Sequence[dict[str, Any]]) -> 
     """Reads the lines of a metrics.jsonl.
 
     Raises:
-        TrialError: too few steps followed any plan.
+        RunError: too few steps followed any plan.
     """
     num_plans = steps[-1]["offload"]["plans"] if steps else 0
     judged = [
@@ -204,7 +204,7 @@ def run(configuration: Configuration, args: argparse.Namespace, folder: Path) ->
     """Trains once.
 
     Raises:
-        TrialError: it failed.
+        RunError: it failed.
     """
     flags = [
         *configuration.flags(),
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             results.append(run(one, args, work / str(number)))
         except RunError as error:
-            print(f"compare_prediction: error: {error}", file=sys.stderr, flush=True)
+            print(f"prediction.py: error: {error}", file=sys.stderr, flush=True)
             num_failed += 1
             continue
         print(table(results[-1:]).splitlines()[-1], flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/compare_slow_disk.py: what is read from the runs, and what does not hold."""
+"""tools/check/slow_disk.py: what is read from the runs, and what does not hold."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import pytest
-from compare_slow_disk import MOST_STEPS, Run, in_words, order_of_round, table, verdict_of
-from slow_disk import Lane
+from check.slow_disk import MOST_STEPS, Run, in_words, order_of_round, table, verdict_of
+from check.train_on_slow_disk import Lane
 
 AFTER, TAIL = 6, 3
 

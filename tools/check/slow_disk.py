@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether `--activation-offload auto` gets over a disk that becomes slow in the middle of a run.
 
-    compare_slow_disk.py --json result.json          # about 7 minutes a round on 2 cores
+    tools/check/slow_disk.py --json result.json          # about 7 minutes a round on 2 cores
 
 The same training three ways, in rounds whose order turns: `off`; `slow`, planned for a disk that
 has the low rate from the start; `slowed`, on a disk that gets it after step `--after`, when the two
-plans have been made that are made in any case (after steps 3 and 11). See slow_disk.py for what
-makes the disk slow. Step times are medians of the last `--tail` steps.
+plans have been made that are made in any case (after steps 3 and 11). train_on_slow_disk.py, beside
+this, says what makes the disk slow. Step times are medians of the last `--tail` steps.
 
 Exit code: 0 `slowed` planned a third time within 5 steps, ended at most 5 % slower than `slow` (the
 median over the rounds), and losses, gradient norms and weights of all runs are the same bits; 1 one
@@ -30,14 +30,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from compare_placements import machine_facts
 from tabulate import tabulate
 
+from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.commands.training_runs.run import COMPARED_FIELDS
 from megatron.offload.config import format_size
 from megatron.offload.device.allocator import allocator_environment
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ("off", "slow", "slowed")
 MOST_STEPS, MOST_RATIO = 5, 1.05
 PLANS_IN_ANY_CASE = 2
@@ -162,7 +162,7 @@ def run(variant: str, round_: int, args: argparse.Namespace, work: Path) -> Run:
         *("--activation-offload-min-bytes", "64KiB"),
     ]
     command = [
-        *(sys.executable, str(ROOT / "tools" / "slow_disk.py"), "--rate", args.rate),
+        *(sys.executable, str(ROOT / "tools/check/train_on_slow_disk.py"), "--rate", args.rate),
         *("--after", str(args.after if variant == "slowed" else 0)),
         *(["--only-writes"] if args.only_writes and variant != "off" else []),
         *("--", *shlex.split(args.model), "--mock-data", "--eval-iters", "0"),
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--rate", default="50MB/s", help="of the slow disk (50MB/s)")
-    parser.add_argument("--only-writes", action="store_true", help="see slow_disk.py")
+    parser.add_argument("--only-writes", action="store_true", help="see train_on_slow_disk.py")
     parser.add_argument(
         "--after", type=int, default=14, help="the step that it gets slow after (14)"
     )
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 runs.append(run(variant, round_, args, work))
                 print(table(runs[-1:], args.tail).splitlines()[-1], flush=True)
     except (ComparisonError, subprocess.TimeoutExpired) as error:
-        print(f"compare_slow_disk: error: {error}", file=sys.stderr)
+        print(f"slow_disk.py: error: {error}", file=sys.stderr)
         return 2
     verdict = verdict_of(runs, args.after, args.tail)
     arguments = sys.argv[1:] if argv is None else argv
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None:
         values = {
             "date": datetime.date.today().isoformat(),
-            "command": shlex.join(["compare_slow_disk.py", *arguments]),
+            "command": shlex.join(["tools/check/slow_disk.py", *arguments]),
             "machine": {**machine_facts(args.dir), "load": os.getloadavg()},
             "holds": verdict.holds,
             **asdict(verdict),

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the planner's solver with the best of all plans on random small stages.
 
-    check_solver.py                                    # 200 instances, some minutes
-    check_solver.py --instances 50 --seed 7 --json a.json
+    tools/check/solver.py                                    # 200 instances, some minutes
+    tools/check/solver.py --instances 50 --seed 7 --json a.json
 
 An instance has up to seven layers, each kept, recomputed, or moved to host memory or an SSD; some
 have fewer layers of two parts, of which one may be recomputed alone, or its selective operations.

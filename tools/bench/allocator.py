@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the extent allocator of the SSD tier: time per operation and space lost to fragments.
 
-    bench_allocator.py                                   # a million operations, some seconds
-    bench_allocator.py --operations 100000 --json a.json
-    bench_allocator.py --extents 10000                   # more of them alive at the same time
+    tools/bench/allocator.py                             # a million operations, some seconds
+    tools/bench/allocator.py --operations 100000 --json a.json
+    tools/bench/allocator.py --extents 10000             # more of them alive at the same time
 
 Extents of 1 to 64 MiB (evenly distributed on a logarithmic scale) are allocated and freed in random
 order around a steady number of live ones: harder than training, where each step asks for the sizes

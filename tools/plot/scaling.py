@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What offload of all activations asks of drives as models and clusters grow.
 
-    tools/project_scaling.py --json scaling.json
+    tools/plot/scaling.py --json scaling.json
 
 Prints three tables in Markdown: models and layouts with published step times (arXiv 2205.05198,
 table 5); the same batch on more GPUs (layouts of arXiv 2104.04473, table 2); single layers without

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a GPT on an SSD that is slow from the start, or becomes slow in the middle of the run.
 
-    slow_disk.py --rate 50MB/s --after 7 -- --activation-offload auto ...    # flags of the trainer
+    tools/check/train_on_slow_disk.py --rate 50MB/s --after 7 -- FLAGS OF THE TRAINER
 
 What is slow is the storage: reads and writes of the SSD tier's files take as long as at that rate,
 each direction by itself, as under a control group's `io.max`. The planner is not told and has to
 measure it. With `--only-writes` it is the tier's own `--activation-offload-write-limit` that
-changes instead. compare_slow_disk.py and the tests call this; a run with all flags of the trainer
-is otherwise the one of examples/pretrain_gpt.py.
+changes instead. slow_disk.py, beside this, and the tests call it; otherwise the run is that of
+examples/pretrain_gpt.py with the same flags.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.offload.config import parse_rate
 from megatron.offload.placement.policy import Placement
 from megatron.offload.tiers.file import UnlinkedFile
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT / "examples") not in sys.path:
     sys.path.insert(0, str(ROOT / "examples"))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plots what compare_placements.py measured: memory against speed, one point for each placement.
 
-    tools/plot_placements.py docs/results/placements-*.json --output placements.png
+    tools/plot/placements.py docs/results/placements-*.json --output placements.png
 
 Left is less memory, up is faster: the recompute-offload-keep (ROK) picture of SSDTrain,
 arXiv 2408.10013.

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What capturing activations costs, apart from moving them.
 
-    bench_hooks.py --json hooks.json          # about 4 minutes on 2 cores
-    bench_hooks.py --steps 200 --train-iters 3
+    tools/bench/hooks.py --json hooks.json          # about 4 minutes on 2 cores
+    tools/bench/hooks.py --steps 200 --train-iters 3
 
 Four figures:
 - keep_overhead_fraction: the benchmark GPT (hidden 1024, 8 layers, megatron-core) trained with
@@ -53,7 +53,7 @@ from megatron.offload.saved.record import SavedView, State
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.traffic import Traffic
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 MOST_OVERHEAD, MOST_PACK_UNPACK_US = 0.005, 20.0
@@ -304,7 +304,7 @@ def main() -> int:
         return 0
     costs, in_training = (in_a_process_of_its_own(part, args) for part in ("pack", "training"))
     result = {
-        "command": shlex.join(["bench_hooks.py", *sys.argv[1:]]),
+        "command": shlex.join(["tools/bench/hooks.py", *sys.argv[1:]]),
         "machine": machine_facts(args.dir),
         "keep_overhead_fraction": in_a_process_of_its_own("keep", args),
         "pack_unpack_us_median": statistics.median(costs),

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/compare_prediction.py: what is compared, and how the figures of a run are read."""
+"""tools/check/prediction.py: what is compared, and how the figures of a run are read."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from compare_prediction import (
+from check.prediction import (
     Configuration,
     Followed,
     Result,
