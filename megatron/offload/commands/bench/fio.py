@@ -1,31 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_storage.py compares the tiers with: `Fio` for drives, `Memcpy` for host memory.
+"""What tiers with a drive are compared with: `Fio`, on a file of its own beside the tier's.
 
-fio works on one file that is allocated and written once, as the tier's own file is, with direct
-I/O: io_uring, or libaio where the kernel or a container forbids io_uring. `parse_sample` reads what
-it reports. A piece of work that was timed is a `Sample`, ours as well as theirs.
+The file is allocated and written once, as the tier's own is. fio uses direct I/O: io_uring, or
+libaio where the kernel or a container forbids io_uring. `parse_sample` reads what it reports.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import ctypes
-import itertools
 import json
-import mmap
 import os
 import re
-import resource
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from megatron.offload.commands.bench.sample import Sample
+from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.config import KIB, MIB, format_size
 from megatron.offload.device.allocator import allocator_environment
 
@@ -35,52 +27,8 @@ LAYOUT_BLOCK_BYTES = 4 * MIB
 LAYOUT_DEPTH = 4
 
 
-class FioError(Exception):
+class FioError(RunError):
     """fio cannot be used; the message says why."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One timed piece: what was moved, how long that took and the processor time it cost."""
-
-    num_bytes: int
-    wall_s: float
-    cpu_s: float
-
-    @property
-    def gbps(self) -> float:
-        """GB a second, both directions together."""
-        return self.num_bytes / self.wall_s / 1e9
-
-    @property
-    def cpu_s_per_gb(self) -> float:
-        """User and system seconds for each GB, of all threads."""
-        return self.cpu_s / self.num_bytes * 1e9
-
-
-class Stopwatch:
-    """Wall time, and processor time of the whole process, from now on."""
-
-    def __init__(self) -> None:
-        self._cpu_s = self._process_cpu_s()
-        self._started = time.perf_counter()
-
-    def stop(self, num_bytes: int) -> Sample:
-        """What it took to move so many bytes."""
-        wall_s = time.perf_counter() - self._started
-        return Sample(num_bytes, wall_s, self._process_cpu_s() - self._cpu_s)
-
-    @staticmethod
-    def _process_cpu_s() -> float:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return usage.ru_utime + usage.ru_stime
-
-
-def random_storage(num_bytes: int) -> torch.UntypedStorage:
-    """A storage as training has them, of bytes that nothing can compress."""
-    content = torch.empty(num_bytes, dtype=torch.uint8)
-    content[: num_bytes // 8 * 8].view(torch.int64).random_()  # eight times as fast as bytes
-    return content.untyped_storage()
 
 
 def parse_sample(output: str) -> Sample:
@@ -235,43 +183,6 @@ def _family(pid: int) -> list[int]:
     except OSError:
         children = []
     return [pid, *map(int, children)]
-
-
-class Memcpy:
-    """The least that copies to host memory cost: memmove in `depth` threads, huge pages."""
-
-    def __init__(self, block_bytes: int, num_blocks: int, depth: int) -> None:
-        self._block_bytes = block_bytes
-        self._num_blocks = num_blocks
-        self._buffers = [random_storage(block_bytes) for _ in range(depth)]
-        memory = mmap.mmap(-1, block_bytes * num_blocks)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = (ctypes.c_char * len(memory)).from_buffer(memory)
-        self.run("write", None)
-
-    def run(self, operation: str, seconds: float | None) -> Sample:
-        """One timed piece: all blocks once, or over and over for `seconds`."""
-        watch = Stopwatch()
-        end = None if seconds is None else time.perf_counter() + seconds
-        depth = len(self._buffers)
-        with concurrent.futures.ThreadPoolExecutor(depth) as threads:
-            counts = threads.map(lambda index: self._copy(index, operation, end), range(depth))
-            return watch.stop(sum(counts) * self._block_bytes)
-
-    # Runs in one thread for each buffer; waits for nothing.
-    def _copy(self, index: int, operation: str, end: float | None) -> int:
-        buffer, start = self._buffers[index].data_ptr(), ctypes.addressof(self._memory)
-        places = range(index, self._num_blocks, len(self._buffers))
-        num_copied = 0
-        for place in places if end is None else itertools.cycle(places):
-            if end is not None and time.perf_counter() >= end:
-                break
-            memory = start + place * self._block_bytes
-            is_read = operation == "read" or (operation == "mixed" and num_copied % 2 == 1)
-            target, source = (buffer, memory) if is_read else (memory, buffer)
-            ctypes.memmove(target, source, self._block_bytes)
-            num_copied += 1
-        return num_copied
 
 
 def fio_environment(environment: Mapping[str, str], huge_pages: bool) -> dict[str, str]:

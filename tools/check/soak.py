@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes and reads many bytes through the storage tiers, checks each one, watches memory.
 
-    soak_storage.py --directory /mnt/nvme/soak --total 1TB --json soak.json
-    soak_storage.py --host-budget 1GiB --total 100GB        # host memory and SSD side by side
-    soak_storage.py --total 2GB --write-limit 500MB/s
+    tools/check/soak.py --directory /mnt/nvme/soak --total 1TB --json soak.json
+    tools/check/soak.py --host-budget 1GiB --total 100GB    # host memory and SSD side by side
+    tools/check/soak.py --total 2GB --write-limit 500MB/s
 
 Works in phases like a training step: storages are made one at a time and written, up to --window
 bytes; when all are written they are read back in reverse order, at most --inflight bytes ahead,
@@ -32,12 +32,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
-from bench_storage import Parser, restart_with_allocator, size_type
-from compare_placements import ROOT
 from tqdm import tqdm
 
+from megatron.offload.commands.bench.arguments import size_type
+from megatron.offload.commands.bench.command import restart_with_allocator
 from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.config import MIB, format_size, parse_rate
 from megatron.offload.device.allocator import allocator_name, return_freed_memory
@@ -50,6 +51,7 @@ from megatron.offload.tiers.tier import Block, Tier
 from megatron.offload.tiers.tiered import TieredTier
 from megatron.offload.tiers.transfer import Transfer
 
+ROOT = Path(__file__).resolve().parents[2]
 NUM_WARM_UP = 16  # storages
 PATTERN_BYTES = 64 * MIB  # random; a storage's content is a piece of it
 WORD_BYTES = 8
@@ -311,10 +313,17 @@ def _rate(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports a bad flag in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line; flags that training has too are named alike."""
-    parser = Parser(
-        prog="soak_storage.py",
+    parser = _Parser(
+        prog="soak.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of bench_storage.py: rounds, figures, and the ratios that sum them up.
+"""The arithmetic of the benchmark: `Round`, `MeasuredPoint`, and the ratios that sum points up.
 
-Nothing here measures, prints or reads a file.
+`command.py` fills points in and hands them on as plain values. Nothing here measures or prints.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from fio import Sample
-
-from megatron.offload.config import MIB
+from megatron.offload.commands.bench.arguments import (
+    HEADLINE_BLOCK_BYTES,
+    MAX_CPU_RATIO,
+    MIN_BANDWIDTH_RATIO,
+)
+from megatron.offload.commands.bench.sample import Sample
 
 OPERATIONS = ("write", "read", "mixed")
-HEADLINE_BLOCK_BYTES = 4 * MIB
-MIN_BANDWIDTH_RATIO, MAX_CPU_RATIO = 0.95, 1.5
 HOW_COMPUTED = (
-    "Ratios are the tier's figure divided by the reference's within a round, median over the "
+    "Ratios are what the tier reached over what the reference did within a round, median over the "
     "rounds, for blocks of 4 MiB in order at --headline-depth. Bandwidth: bytes of both directions "
     "over wall time, above 1 is faster. cpu: processor seconds for each byte, below 1 is cheaper; "
     "cpu_ratio is the largest of the three operations. null: not measured or not compared."
@@ -61,23 +62,23 @@ class MeasuredPoint:
         }
 
     def as_result(self) -> dict[str, Any]:
-        """For JSON, the table and the plot."""
+        """Plain values, for JSON, the table and the picture."""
         values = {value: self.compared(value) for value in ("gbps", "cpu_s_per_gb")}
         return asdict(self) | values
 
 
-def headline(figures: Sequence[MeasuredPoint], tier: str, depth: int) -> dict[str, float | None]:
+def headline(points: Sequence[MeasuredPoint], tier: str, depth: int) -> dict[str, float | None]:
     """A tier's ratios at 4 MiB blocks and one depth; see `HOW_COMPUTED`."""
     chosen = {
-        figure.operation: figure
-        for figure in figures
-        if (figure.tier, figure.block_bytes, figure.depth) == (tier, HEADLINE_BLOCK_BYTES, depth)
+        point.operation: point
+        for point in points
+        if (point.tier, point.block_bytes, point.depth) == (tier, HEADLINE_BLOCK_BYTES, depth)
     }
-    name = next((figure.reference for figure in chosen.values() if figure.reference), "fio")
+    name = next((point.reference for point in chosen.values() if point.reference), "fio")
 
     def ratios(value: str) -> list[float | None]:
         found = (chosen.get(operation) for operation in OPERATIONS)
-        return [figure.compared(value)["ratio"] if figure else None for figure in found]
+        return [point.compared(value)["ratio"] if point else None for point in found]
 
     bandwidth, cpu = ratios("gbps"), ratios("cpu_s_per_gb")
     known = [ratio for ratio in cpu if ratio is not None]

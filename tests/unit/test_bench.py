@@ -1,29 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/bench_storage.py and tools/soak_storage.py: their arithmetic, and tiny runs of both."""
+"""`megatron-offload bench`: its arithmetic on made-up samples, and tiny runs beside a fake fio."""
 
 from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import bench_storage
-import fio
-import plot_storage
 import pytest
-import soak_storage
 import torch
-from fio import Fio, FioError, Sample, fio_environment, parse_sample
-from storage_figures import OPERATIONS, MeasuredPoint, Round, headline, shortfalls
+from plot import storage as plot_storage
 
-from megatron.offload.config import GIB, MIB
+from megatron.offload import cli
+from megatron.offload.commands.bench import command, fio, picture
+from megatron.offload.commands.bench.fio import Fio, FioError, fio_environment, parse_sample
+from megatron.offload.commands.bench.point import (
+    OPERATIONS,
+    MeasuredPoint,
+    Round,
+    headline,
+    shortfalls,
+)
+from megatron.offload.commands.bench.sample import Sample
+from megatron.offload.commands.bench.text import format_table
+from megatron.offload.config import MIB
 from megatron.offload.device.allocator import allocator_environment
-from megatron.offload.tiers.file import UnlinkedFile
 
 
 def job(**changes: Any) -> str:
@@ -165,11 +169,11 @@ def test_fio_falls_back_to_libaio(tmp_path: Path, fake_fio: Path) -> None:
 
 
 def bench(tmp_path: Path, *more: str) -> int:
-    """The tool's exit code after a tiny run."""
+    """The command's exit code after a tiny run."""
     flags = ["--directory", str(tmp_path / "drive"), "--size", "48MiB", "--pairs", "1"]
     flags += ["--blocks", "4MiB", "--depths", "4", "--json", str(tmp_path / "out.json"), *more]
     try:
-        return bench_storage.main(flags)
+        return cli.main(["bench", *flags])
     except SystemExit as stop:
         assert isinstance(stop.code, int)
         return stop.code
@@ -215,7 +219,7 @@ def test_every_tier_is_shown(
     assert len(result["figures"]) == 4 * 3
     shown = capsys.readouterr().out
     assert "fio-9: libaio, direct=1" in shown
-    assert plot_storage.format_table(result["figures"][-3:]) in shown
+    assert format_table(result["figures"][-3:]) in shown
     result["figures"] = result["figures"][:3]
     (tmp_path / "out.json").write_text(json.dumps(result))
     picture = tmp_path / "out.png"
@@ -238,115 +242,39 @@ def test_timed_pieces_end_in_time(tmp_path: Path, fake_fio: Path) -> None:
         (["--pairs", "0"], "must be above 0"),
         (["--depths", "1", "--require"], "--require needs"),
         (["--plot", "nowhere/out.png"], "no such folder"),
+        (["--io", "gds"], "add --device cuda"),
+        (["--device", "cuda"], "torch sees no CUDA device; use --device cpu"),
     ],
 )
 def test_bad_flags(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], complaint: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    complaint: str,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench(tmp_path, *flags) == 2
     assert complaint in capsys.readouterr().err
 
 
-def test_tools_start_again_with_the_allocator_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_starts_again_with_the_allocator_once(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, str]] = []
-    monkeypatch.setattr(bench_storage.os, "execve", lambda *a: started.append(a[2]))
+    monkeypatch.setattr(command.os, "execve", lambda *a: started.append(a[2]))
     for name in allocator_environment():
         monkeypatch.delenv(name, raising=False)
-    bench_storage.restart_with_allocator()
+    command.restart_with_allocator()
     assert len(started) == 1
     assert started[0].items() >= allocator_environment().items()
-    monkeypatch.setattr(bench_storage.os, "environ", started[0])
-    bench_storage.restart_with_allocator()
+    monkeypatch.setattr(command.os, "environ", started[0])
+    command.restart_with_allocator()
     assert len(started) == 1
 
 
-@pytest.fixture(autouse=True)
-def torch_threads() -> Iterator[None]:
-    """The soak runs torch on one thread."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def soak(tmp_path: Path, *more: str) -> int:
-    """The tool's exit code after writing and reading a few MiB."""
-    flags = ["--directory", str(tmp_path / "drive"), "--total", "64MiB", "--window", "16MiB"]
-    flags += ["--storage-bytes", "1MiB", "--json", str(tmp_path / "soak.json"), *more]
-    return soak_storage.main(flags)
-
-
-@pytest.mark.parametrize(
-    "flags", [[], ["--verify", "--inflight", "4MiB", "--margin", "10000"], ["--host-budget=8MiB"]]
-)
-def test_a_tiny_soak(tmp_path: Path, flags: list[str]) -> None:
-    assert soak(tmp_path, *flags) == 0
-    result = json.loads((tmp_path / "soak.json").read_text())
-    assert result["passed"]
-    assert result["written_bytes"] == result["read_bytes"] == 64 * MIB
-    assert result["largest_free_bytes"] == result["file_bytes"] >= 16 * MIB
-
-
-def test_soak_notices_one_wrong_bit(
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    read = UnlinkedFile.read
-
-    def corrupt(self: UnlinkedFile, body: Any, offset: int) -> None:
-        read(self, body, offset)
-        body[len(body) // 2] ^= 1
-
-    monkeypatch.setattr(UnlinkedFile, "read", corrupt)
-    assert soak(tmp_path) == 1
-    shown = capsys.readouterr().out
-    assert "other bytes came back" in shown
-    assert shown.endswith("FAIL\n")
-
-
-def test_soak_reports_a_failed_transfer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(self: UnlinkedFile, body: Any, offset: int) -> None:
-        raise OSError(errno.EIO, "the drive is gone")
-
-    monkeypatch.setattr(UnlinkedFile, "write", fail)
-    assert soak(tmp_path) == 1
-    assert "the drive is gone" in capsys.readouterr().out
-
-
-def test_soak_fails_beyond_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    watch = soak_storage.ResidentMemory
-    for growth_bytes, exit_code in ((67 * MIB, 0), (68 * MIB, 1)):
-        monkeypatch.setattr(watch, "growth_bytes", lambda _, n=growth_bytes: n)
-        assert soak(tmp_path, "--inflight", "64MiB") == exit_code
-    assert "memory grew by 68 MiB, expected at most 67.2 MiB" in capsys.readouterr().out
-
-
-def test_memory_that_was_given_back_is_seen() -> None:
-    memory = soak_storage.ResidentMemory()
-    with mmap.mmap(-1, 64 * MIB) as block:  # an allocator may have as much to hand
-        block.write(b"1" * (64 * MIB))
-    assert memory.growth_bytes() >= 60 * MIB
-
-
-def test_every_storage_differs() -> None:
-    content = soak_storage.Content(MIB, seed=1)
-    storages = [content.make(index) for index in range(3)]
-    assert content.matches(2, storages[2])
-    assert not any(content.matches(index, storages[2]) for index in (0, 1, 3))
-    assert not soak_storage.Content(MIB, seed=2).matches(2, storages[2])
-
-
-@pytest.mark.parametrize(
-    "flags", [["--storage-bytes", "12"], ["--window", "1KiB"], ["--total", "much"]]
-)
-def test_soak_refuses_bad_flags(tmp_path: Path, flags: list[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        soak(tmp_path, *flags)
-    assert stop.value.code == 2
-
-
-def test_defaults_are_the_documented_ones() -> None:
-    args = soak_storage.make_parser().parse_args([])
-    assert (args.total, args.window, args.inflight) == (100 * 10**9, GIB, 512 * MIB)
+    monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)
+    assert bench(tmp_path, "--plot", str(tmp_path / "out.png")) == 2
+    assert "--plot needs matplotlib, which is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
