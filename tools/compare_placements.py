@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -213,6 +214,12 @@ def make_parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--placements", default="off,recompute,ssd", help="default: off,recompute,ssd"
     )
+    compare.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda where there is one",
+    )
     compare.add_argument("--rounds", type=int, default=3)
     compare.add_argument("--skip-steps", type=int, default=2, help="warm-up steps left out")
     compare.add_argument("--activation-offload-dir", type=Path, default=ROOT / "runs/offload")
@@ -227,6 +234,8 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--rounds must be at least 1 and --train-iters above --skip-steps")
     if args.json and not args.json.resolve().parent.is_dir():
         parser.error(f"--json: no such folder: {args.json.resolve().parent}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device; use --device cpu")
     if not args.trainer.is_file():
         parser.error(f"trainer not found: {args.trainer}")
     if args.work_dir is None:
@@ -237,7 +246,9 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 def compare(args: argparse.Namespace, command: list[str]) -> int:
     """Runs everything, prints the table; returns 1 if any run differs, else 0."""
-    variants = parse_placements(args.placements, both_allocators=not torch.cuda.is_available())
+    variants = parse_placements(args.placements, both_allocators=args.device == "cpu")
+    if args.device == "cpu" and torch.cuda.is_available():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the trainer takes a GPU where there is one
     args.activation_offload_dir.mkdir(parents=True, exist_ok=True)
     flags = [
         *("--micro-batch-size", str(args.micro_batch_size), "--train-iters", str(args.train_iters)),

@@ -12,9 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
-    path
-    for path in (ROOT / "tools").rglob("*.py")
-    if '__name__ == "__main__"' in path.read_text() and path.name != "gpu_check.py"
+    path for path in (ROOT / "tools").rglob("*.py") if '__name__ == "__main__"' in path.read_text()
 )
 
 
@@ -33,6 +31,6 @@ def test_help_says_what_a_script_does(
 
 
 def test_there_are_scripts() -> None:
-    assert {"hooks.py", "solver.py", "placements.py", "compare_placements.py"} <= {
+    assert {"hooks.py", "solver.py", "placements.py", "compare_placements.py", "gpu_check.py"} <= {
         path.name for path in SCRIPTS
     }

@@ -21,6 +21,8 @@ Four figures:
 - rss_growth_bytes_per_1000_steps, and the same for live Python objects: a small model, all of its
   activations through the SSD, from step 200 on.
 
+With --device cuda the tensors are the GPU's; the limits stay the same.
+
 Exit code: 0 as promised (0.5 %, 20 us both ways, no growth), 1 not, 2 it could not be measured.
 """
 
@@ -29,6 +31,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -125,7 +128,9 @@ def keep_overhead(args: argparse.Namespace, metrics: Path) -> float:
 def pack_unpack_us(args: argparse.Namespace) -> list[float]:
     """Microseconds for each of many tensors, one after the other."""
     torch.set_num_threads(1)
-    engine = OffloadEngine(OffloadConfig(mode="ssd", directories=(args.dir,), min_bytes=1))
+    engine = OffloadEngine(
+        OffloadConfig(mode="ssd", directories=(args.dir,), min_bytes=1), args.device
+    )
     hooks, costs = engine._hooks, []
 
     def seconds(function: Callable[[Any], Any], argument: Any) -> tuple[float, Any]:
@@ -137,7 +142,7 @@ def pack_unpack_us(args: argparse.Namespace) -> list[float]:
         outgoing: list[Any] = []
         with engine.step():
             with engine.forward(Scope()) as save_order, engine._collecting(outgoing):
-                tensors = [torch.zeros(1024) for _ in range(LOOP_LENGTH)]
+                tensors = [torch.zeros(1024, device=args.device) for _ in range(LOOP_LENGTH)]
                 packed = [seconds(hooks.pack_found, tensor) for tensor in tensors]
                 share, _ = seconds(engine._hand_over, outgoing)
                 del tensors
@@ -212,9 +217,10 @@ def pack_unpack_in_training_us(args: argparse.Namespace, metrics: Path) -> list[
 def growth(args: argparse.Namespace) -> dict[str, float]:
     """Resident memory and live objects that 1000 steps of a small model leave behind."""
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
-    x = torch.randn(64, 256)
+    model.to(args.device)
+    x = torch.randn(64, 256, device=args.device)
     config = OffloadConfig(mode="ssd", directories=(args.dir,), min_bytes=1)
-    engine = OffloadEngine(config)
+    engine = OffloadEngine(config, args.device)
     process = psutil.Process()
     samples: list[tuple[int, int, int]] = []
     for step in tqdm(range(WARM_STEPS + args.steps + 1), unit="step", disable=None):
@@ -261,7 +267,7 @@ def in_a_process_of_its_own(part: str, args: argparse.Namespace) -> Any:
     """Each part trains from a fresh start: wrapped functions and allocators are not shared."""
     command = [sys.executable, __file__, "--part", part, "--dir", str(args.dir)]
     command += ["--train-iters", str(args.train_iters), "--steps", str(args.steps)]
-    command += ["--loops", str(args.loops)]
+    command += ["--loops", str(args.loops), "--device", args.device]
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
         done = subprocess.run([*command, "--json", result.name], check=False, capture_output=True)
         if done.returncode:
@@ -292,12 +298,23 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000, help="of the small model")
     parser.add_argument("--loops", type=int, default=50, help=f"of {LOOP_LENGTH} tensors in a row")
     parser.add_argument("--pairs", type=int, default=0, help="whole runs with and without hooks")
+    has_cuda = torch.cuda.is_available()
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if has_cuda else "cpu",
+        help="default: cuda where there is one",
+    )
     parser.add_argument("--dir", type=Path, default=ROOT / "runs/offload", help="on an SSD")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     parser.add_argument(
         "--part", choices=("keep", "pack", "training", "growth"), help=argparse.SUPPRESS
     )
     args = parser.parse_args()
+    if args.device == "cuda" and not has_cuda:
+        parser.error("--device cuda: torch sees no CUDA device")
+    if args.device == "cpu" and has_cuda:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the trainer takes a GPU where there is one
     args.dir.mkdir(parents=True, exist_ok=True)
     if args.part:
         args.json.write_text(json.dumps(measure_part(args)))

@@ -2,13 +2,12 @@
 """Models of megatron-core as a trainer builds and runs them: `start_megatron`, `Trainee`.
 
 GPT, BERT and T5 with core's own (local) layers, and a Llama-like GPT with torch's fused attention;
-wrapped for data parallelism, run by megatron-core's schedule, on random tokens. The sections
-`parity` and `compare` make them. Nothing here knows of offload.
+wrapped for data parallelism, run by megatron-core's schedule, on random tokens. The section
+`parity` makes them. Nothing here knows of offload.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import warnings
@@ -19,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_sections.settings import Size
+from check.gpu.settings import Size
 from megatron.offload.integration.megatron import cpu_runtime
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 Batch = dict[str, torch.Tensor]
+_DROPOUT = 0.1
 
 
 def start_megatron(device: torch.device, seed: int) -> None:
@@ -54,121 +54,96 @@ def seed_everything(seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def config_of(size: Size, dtype: torch.dtype, dropout: float, **changes: Any) -> Any:
-    """A TransformerConfig."""
+def config_of(size: Size, dtype: torch.dtype, **changes: Any) -> Any:
+    """A TransformerConfig of this shape, with dropout."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(
-        num_layers=size.num_layers,
-        hidden_size=size.hidden,
-        ffn_hidden_size=changes.pop("ffn_hidden_size", 4 * size.hidden),
-        num_attention_heads=size.num_heads,
-        attention_dropout=dropout,
-        hidden_dropout=dropout,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        gradient_accumulation_fusion=False,
-        **changes,
-    )
+    values = {
+        "num_layers": size.num_layers,
+        "hidden_size": size.hidden,
+        "ffn_hidden_size": 4 * size.hidden,
+        "num_attention_heads": size.num_heads,
+        "attention_dropout": _DROPOUT,
+        "hidden_dropout": _DROPOUT,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "gradient_accumulation_fusion": False,
+    }
+    return TransformerConfig(**{**values, **changes})
 
 
-def _gpt(size: Size, vocab_size: int, dtype: torch.dtype, dropout: float) -> torch.nn.Module:
+def _gpt(size: Size, dtype: torch.dtype, **common: Any) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    return GPTModel(
-        config=config_of(size, dtype, dropout),
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=vocab_size,
-        max_sequence_length=size.seq_length,
-        share_embeddings_and_output_weights=True,
-    )
+    spec = get_gpt_layer_local_spec()
+    return GPTModel(config_of(size, dtype), spec, **common)
 
 
-def _llama(size: Size, vocab_size: int, dtype: torch.dtype, dropout: float) -> torch.nn.Module:
+def _llama(size: Size, dtype: torch.dtype, **common: Any) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    from trainer.attention import SdpaAttention  # calls torch's fused kernel
 
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = fused_attention()
-    return GPTModel(
-        config=config_of(
-            size,
-            dtype,
-            dropout,
-            ffn_hidden_size=8 * size.hidden // 3 // 64 * 64 or 64,
-            num_query_groups=max(size.num_heads // 4, 1),
-            normalization="RMSNorm",
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            add_bias_linear=False,
-        ),
-        transformer_layer_spec=spec,
-        vocab_size=vocab_size,
-        max_sequence_length=size.seq_length,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+    spec.submodules.self_attention.submodules.core_attention = SdpaAttention
+    config = config_of(
+        size,
+        dtype,
+        ffn_hidden_size=8 * size.hidden // 3 // 64 * 64 or 64,
+        num_query_groups=max(size.num_heads // 4, 1),
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
     )
+    common |= {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+    return GPTModel(config, spec, **common)
 
 
-def _bert(size: Size, vocab_size: int, dtype: torch.dtype, dropout: float) -> torch.nn.Module:
+def _bert(size: Size, dtype: torch.dtype, **common: Any) -> torch.nn.Module:
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
-    return BertModel(
-        config=config_of(size, dtype, dropout),
-        num_tokentypes=0,
-        transformer_layer_spec=bert_layer_local_spec,
-        vocab_size=vocab_size,
-        max_sequence_length=size.seq_length,
-        add_binary_head=False,
-        share_embeddings_and_output_weights=True,
-    )
+    config, num_tokentypes = config_of(size, dtype), 0
+    return BertModel(config, num_tokentypes, bert_layer_local_spec, add_binary_head=False, **common)
 
 
-def _t5(size: Size, vocab_size: int, dtype: torch.dtype, dropout: float) -> torch.nn.Module:
+def _t5(size: Size, dtype: torch.dtype, **common: Any) -> torch.nn.Module:
+    from megatron.core.models.T5 import t5_spec
     from megatron.core.models.T5.t5_model import T5Model
-    from megatron.core.models.T5.t5_spec import (
-        get_t5_decoder_with_local_block_spec,
-        get_t5_encoder_with_local_block_spec,
-    )
 
     return T5Model(
-        config=config_of(size, dtype, dropout),
-        encoder_config=config_of(size, dtype, dropout),
-        transformer_encoder_layer_spec=get_t5_encoder_with_local_block_spec(size.num_layers),
-        transformer_decoder_layer_spec=get_t5_decoder_with_local_block_spec(size.num_layers),
-        vocab_size=vocab_size,
-        max_sequence_length=size.seq_length,
-        share_embeddings_and_output_weights=True,
+        config_of(size, dtype),
+        config_of(size, dtype),
+        t5_spec.get_t5_encoder_with_local_block_spec(size.num_layers),
+        t5_spec.get_t5_decoder_with_local_block_spec(size.num_layers),
+        **common,
     )
 
 
 BUILDERS = {"GPT": _gpt, "Llama-like": _llama, "BERT": _bert, "T5": _t5}
 
 
-def fused_attention() -> type:
-    """The example trainer's core attention, which calls torch's fused kernel."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    from trainer.attention import SdpaAttention
-
-    return SdpaAttention
-
-
 class Trainee:
     """A model under megatron-core's data parallelism and schedule.
 
     Args:
-        kind: a key of `BUILDERS`, for the model's inputs.
-        model: on the device.
-        size: its shape.
+        kind: a key of `BUILDERS`.
+        size: shape of the model and its micro-batches.
+        dtype: of its weights and activations.
         vocab_size: of its embedding.
+        device: where it is trained.
     """
 
-    def __init__(self, kind: str, model: Any, size: Size, vocab_size: int) -> None:
+    def __init__(
+        self, kind: str, size: Size, dtype: torch.dtype, vocab_size: int, device: torch.device
+    ) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -177,13 +152,17 @@ class Trainee:
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.transformer.module import Float16Module
 
+        model: Any = BUILDERS[kind](
+            size,
+            dtype,
+            vocab_size=vocab_size,
+            max_sequence_length=size.seq_length,
+            share_embeddings_and_output_weights=True,
+        ).to(device)
         self.kind = kind
         self.size = size
         self.config = model.config
         self.model = model
-        self.around_forward: Callable[[], contextlib.AbstractContextManager[Any]] = (
-            contextlib.nullcontext
-        )
         self.after_forward: Callable[[], None] = lambda: None
         wrapped = Float16Module(model.config, model) if model.config.bf16 else model
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
@@ -191,24 +170,8 @@ class Trainee:
         self.chunk.train()
         self.config.finalize_model_grads_func = finalize_model_grads
         self._vocab_size = vocab_size
-        self._device = next(model.parameters()).device
+        self._device = device
         self._forward_backward = get_forward_backward_func(pp_size=1, vp_size=None)
-
-    @classmethod
-    def build(
-        cls,
-        kind: str,
-        size: Size,
-        *,
-        vocab_size: int,
-        dtype: torch.dtype,
-        dropout: float,
-        device: torch.device,
-    ) -> Trainee:
-        """A model of a kind in `BUILDERS`."""
-        return cls(
-            kind, BUILDERS[kind](size, vocab_size, dtype, dropout).to(device), size, vocab_size
-        )
 
     @property
     def num_parameters(self) -> int:
@@ -253,8 +216,7 @@ class Trainee:
 
     def _forward_step(self, batches: Iterator[Batch], chunk: torch.nn.Module) -> Any:
         batch = next(batches)
-        with self.around_forward():
-            output = self._call(batch, chunk)
+        output = self._call(batch, chunk)
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             self.after_forward()

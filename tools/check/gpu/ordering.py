@@ -18,18 +18,17 @@ from typing import Any
 
 import torch
 
-from gpu_sections.delays import CarelessDevice, Delays
-from gpu_sections.result import Section, gib
-from gpu_sections.settings import Settings
+from check.gpu.delays import CarelessDevice, Delays
+from check.gpu.result import Section
+from check.gpu.settings import Settings, settle
 from megatron.offload import ConfigurationError, OffloadConfig, OffloadEngine, Scope
-from megatron.offload.config import MIB
+from megatron.offload.config import MIB, format_size
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
 from megatron.offload.tiers.gds_status import gds_status
 
 _SIZES = (2, 510, 4094, 4096, 4098, 65_538, MIB, 3 * MIB + 18, 8 * MIB, 24 * MIB + 6)
 _SCRIBBLE = 0xDB
-_SETTLE_S = 30.0
 _REOPEN_S = 4.0  # an engine's window and threads stay for so long
 
 MODES: dict[str, dict[str, Any]] = {
@@ -156,7 +155,7 @@ class Stress:
     def _backward(self, save_order: Any, link: torch.Tensor) -> None:
         engine, chance = self._engine, self._chance
         if self._careless or chance.random() < 0.7:
-            self._settle()  # everything reaches its tier, else much is needed before it has
+            settle(engine)  # everything reaches its tier, else much is needed before it has
         kind = chance.random()
         if kind < 0.05 and not self._careless:
             return  # the graph is dropped
@@ -188,21 +187,8 @@ class Stress:
         """Takes memory of that size, very likely the one that was just given up."""
         torch.full((num_bytes,), _SCRIBBLE, dtype=torch.uint8, device=self._device)
 
-    def _settle(self) -> None:
-        deadline_s = time.monotonic() + _SETTLE_S
-        while self._engine._inflight.taken_bytes:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"writes did not end within {_SETTLE_S:.0f} s")
-            time.sleep(0.0005)
 
-
-def stress(
-    settings: Settings,
-    name: str,
-    seconds: float,
-    report: Callable[[Tally], None],
-    careless: bool = False,
-) -> Tally:
+def stress(settings: Settings, name: str, seconds: float, careless: bool = False) -> Tally:
     """Passes of one mode until the time is up, with a new engine every few seconds.
 
     Raises:
@@ -225,7 +211,6 @@ def stress(
             test = Stress(engine, device, chance.randrange(1 << 30), careless)
             while True:
                 test.one_pass(tally)
-                report(tally)
                 if time.monotonic() >= reopen_s:
                     break
         finally:
@@ -239,18 +224,14 @@ def run(settings: Settings, section: Section) -> None:
     seconds = settings.stress_s / len(MODES)
     rows: list[list[str]] = []
     section.data["modes"] = {}
-    for place, name in enumerate(MODES):
-
-        def show(tally: Tally, name: str = name, place: int = place) -> None:
-            section.progress.show(place / len(MODES), f"{name}: {tally.storages} storages")
-
+    for name in MODES:
         if name == "gds":
             status = gds_status(has_gpu=settings.on_gpu)
             if not status.available:
                 section.skip(name, str(status))
                 continue
         try:
-            tally = stress(settings, name, seconds, show)
+            tally = stress(settings, name, seconds)
         except ConfigurationError as error:
             section.skip(name, str(error))
             continue
@@ -260,13 +241,13 @@ def run(settings: Settings, section: Section) -> None:
                 name,
                 str(tally.passes),
                 str(tally.storages),
-                gib(tally.compared_bytes),
-                gib(tally.offloaded_bytes),
-                gib(tally.forwarded_bytes),
+                format_size(tally.compared_bytes),
+                format_size(tally.offloaded_bytes),
+                format_size(tally.forwarded_bytes),
                 str(len(tally.wrong)),
             ]
         )
-        headers = ["mode", "passes", "storages", "compared GiB", "offloaded GiB", "forwarded GiB"]
+        headers = ["mode", "passes", "storages", "compared", "offloaded", "forwarded"]
         headers.append("wrong")
         section.table("Storages whose every byte was compared", headers, rows)
         wrong = f"; the first: {tally.wrong[0]}" if tally.wrong else ""
@@ -277,7 +258,6 @@ def run(settings: Settings, section: Section) -> None:
             f"(seed {settings.seed}){wrong}",
         )
     _control(settings, section)
-    _check_contexts(settings, section)
 
 
 def _control(settings: Settings, section: Section) -> None:
@@ -286,29 +266,10 @@ def _control(settings: Settings, section: Section) -> None:
     if not settings.on_gpu:
         section.skip(name, "on a CPU nothing is queued that could be missed")
         return
-    tally = stress(settings, "host", 1.0, lambda _: None, careless=True)
+    tally = stress(settings, "host", 1.0, careless=True)
     section.data["without waits"] = asdict(tally)
     section.check(
         name,
         bool(tally.wrong),
         f"with copies that wait for nothing, {len(tally.wrong)} of {tally.storages} storages wrong",
-    )
-
-
-def _check_contexts(settings: Settings, section: Section) -> None:
-    """A thread that forgets which GPU it works for takes memory on the first one."""
-    name = "no other GPU is touched"
-    if not settings.on_gpu or torch.cuda.device_count() < 2:
-        section.skip(name, "needs two GPUs")
-        return
-    has_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext")  # noqa: B009
-    others = [
-        index
-        for index in range(torch.cuda.device_count())
-        if index != settings.device.index and has_context(index)
-    ]
-    section.check(
-        name,
-        not others,
-        f"working on {settings.device}, this process has a context on {others or 'no other GPU'}",
     )

@@ -13,16 +13,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from gpu_sections.models import BUILDERS, Trainee, seed_everything, start_megatron
-from gpu_sections.result import Section
-from gpu_sections.settings import Settings, Size
+from check.gpu.models import BUILDERS, Trainee, seed_everything, start_megatron
+from check.gpu.result import Section
+from check.gpu.settings import Settings, Size, settle
 from megatron.offload import OffloadConfig
 from megatron.offload.config import KIB, MIB, format_size
 from megatron.offload.integration.megatron import install
@@ -31,7 +30,6 @@ MODES = ("off", "ssd", "host", "tiered")
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _NUM_MICROBATCHES = 2
 _NUM_STEPS = 2
-_SETTLE_S = 60.0
 
 
 @dataclass
@@ -91,35 +89,17 @@ def run_mode(trainee: Trainee, mode: str, settings: Settings) -> Outcome:
     return outcome
 
 
-def settle(engine: Any) -> None:
-    """Waits until no write of an engine (None: offload is off) is queued or running."""
-    deadline_s = time.monotonic() + _SETTLE_S
-    while engine is not None and engine._inflight.taken_bytes:
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"writes did not end within {_SETTLE_S:.0f} s")
-        time.sleep(0.001)
-
-
-def check_model(
-    kind: str, dtype: str, settings: Settings, section: Section, show: Callable[[str], None]
-) -> list[str]:
+def check_model(kind: str, dtype: str, settings: Settings, section: Section) -> list[str]:
     """All modes of one model. The row of the table."""
     name = f"{kind} {dtype}"
     size = Size(1024, 2 if settings.quick else 4, 512, 2) if settings.on_gpu else Size(64, 2, 32, 2)
     seed_everything(settings.seed)
-    trainee = Trainee.build(
-        kind,
-        size,
-        vocab_size=8192 if settings.on_gpu else 128,
-        dtype=_DTYPES[dtype],
-        dropout=0.1,
-        device=settings.device,
-    )
-    show(f"{name} off")
+    vocab_size = 8192 if settings.on_gpu else 128
+    trainee = Trainee(kind, size, _DTYPES[dtype], vocab_size, settings.device)
     reference = run_mode(trainee, "off", settings)
     difference = reference.first_difference(run_mode(trainee, "off", settings))
-    figures: dict[str, Any] = {"off": {"difference": difference}}
-    section.data[name] = {"size": str(size), "parameters": trainee.num_parameters, "modes": figures}
+    found: dict[str, Any] = {"off": {"difference": difference}}
+    section.data[name] = {"size": str(size), "parameters": trainee.num_parameters, "modes": found}
     if not section.check(
         f"{name}: off equals off",
         difference is None,
@@ -130,12 +110,11 @@ def check_model(
         return [name, str(size), "not repeatable", *[""] * 4]
     words, offloaded, read, forwarded = [], 0, 0, 0
     for mode in MODES[1:]:
-        show(f"{name} {mode}")
         outcome = run_mode(trainee, mode, settings)
         difference = outcome.first_difference(reference)
         moved = outcome.bytes_of("offloaded_bytes")
         back = outcome.bytes_of("read_bytes", "host_read_bytes")
-        figures[mode] = {"difference": difference, "steps": outcome.moved}
+        found[mode] = {"difference": difference, "steps": outcome.moved}
         words.append("identical" if difference is None else "DIFFERENT")
         offloaded, read = offloaded + moved, read + back
         forwarded += outcome.bytes_of("forwarded_bytes")
@@ -168,13 +147,9 @@ def run(settings: Settings, section: Section) -> None:
     headers += ["offloaded", "read back", "forwarded"]
     rows: list[list[str]] = []
     with _deterministic():
-        for place, (kind, dtype) in enumerate(cases):
-
-            def show(what: str, place: int = place) -> None:
-                section.progress.show(place / len(cases), what)
-
+        for kind, dtype in cases:
             try:
-                rows.append(check_model(kind, dtype, settings, section, show))
+                rows.append(check_model(kind, dtype, settings, section))
             except Exception as error:  # the next model may work
                 section.check(f"{kind} {dtype}", False, f"{type(error).__name__}: {error}")
             gc.collect()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stack of plain transformer layers whose saved bytes can be counted by hand: `Stack`.
 
-The sections `memory` and `overlap` train it with and without an engine. Everything that a step
+The section `memory` trains it with and without an engine. Everything that a step
 needs beside activations exists before it begins: input, a probe that makes a loss, all gradients.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from gpu_sections.settings import Size
+from check.gpu.settings import Size
 from megatron.offload import OffloadEngine, Scope
 
 

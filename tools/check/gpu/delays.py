@@ -23,7 +23,7 @@ class Delays:
 
     def __init__(self, device: Device, chance: random.Random) -> None:
         self._chance = chance
-        self._on_gpu = device.device.type == "cuda"
+        self._device = device.device
         self._copy_streams = [device._store, device._load] if isinstance(device, CudaDevice) else []
 
     def compute(self, at_least: float = 0.0) -> None:
@@ -39,8 +39,9 @@ class Delays:
                     self._sleep(self._chance.random())
 
     def _sleep(self, fraction: float) -> None:
-        if self._on_gpu:
-            torch.cuda._sleep(int(fraction * _LONGEST_CYCLES))
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):  # not always the current one
+                torch.cuda._sleep(int(fraction * _LONGEST_CYCLES))
 
 
 class CarelessDevice(CudaDevice):

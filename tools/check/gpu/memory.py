@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from gpu_sections.result import Section, ratio
-from gpu_sections.settings import Settings, Size
-from gpu_sections.stack import Stack, opened
+from check.gpu.result import Section
+from check.gpu.settings import Settings, Size
+from check.gpu.stack import Stack, opened
 from megatron.offload import OffloadConfig, OffloadEngine
 from megatron.offload.config import KIB, MIB, format_size
 from megatron.offload.device.device import Device
@@ -70,7 +70,6 @@ def run(settings: Settings, section: Section) -> None:
     terms = stack.bound_terms(inflight_bytes, _MIN_BYTES)
     terms["slack"] = _GPU_SLACK_BYTES if settings.on_gpu else _CPU_SLACK_BYTES
     bound_bytes = sum(terms.values())
-    section.progress.show(0.0, "off")
     keep_bytes, _ = peak_of(stack, device, None)
     section.data |= {
         "size": str(size),
@@ -93,7 +92,7 @@ def run(settings: Settings, section: Section) -> None:
         [
             "counted by hand",
             format_size(stack.saved_bytes),
-            ratio(stack.saved_bytes, keep_bytes),
+            f"{stack.saved_bytes / keep_bytes:.3f}",
             "",
             "",
             "",
@@ -108,12 +107,11 @@ def run(settings: Settings, section: Section) -> None:
         f"by hand {format_size(stack.saved_bytes)}, peak of off {format_size(keep_bytes)}; "
         f"gradients may add {format_size(extra_bytes + terms['slack'])}",
     )
-    for place, mode in enumerate(MODES):
-        section.progress.show((place + 1) / (len(MODES) + 2), mode)
-        figures = _with_offload(stack, device, mode, 2 * stack.saved_bytes, settings)
-        section.data["modes"][mode] = figures
-        peak_bytes = figures["peak_bytes"]
-        rows.append(_row(mode, figures, keep_bytes))
+    for mode in MODES:
+        found = _with_offload(stack, device, mode, 2 * stack.saved_bytes, settings)
+        section.data["modes"][mode] = found
+        peak_bytes = found["peak_bytes"]
+        rows.append(_row(mode, found, keep_bytes))
         section.check(
             f"{mode}: device memory falls below the bound",
             peak_bytes <= bound_bytes < keep_bytes,
@@ -122,22 +120,21 @@ def run(settings: Settings, section: Section) -> None:
         )
         section.check(
             f"{mode}: nothing is left after a step",
-            figures["left_bytes"] <= (MIB if settings.on_gpu else _CPU_SLACK_BYTES)
-            and figures["statistics"]["tier_used_bytes"] == 0,
-            f"{format_size(figures['left_bytes'])} more on the device than before, "
-            f"{figures['statistics']['tier_used_bytes']} bytes on the tiers",
+            found["left_bytes"] <= (MIB if settings.on_gpu else _CPU_SLACK_BYTES)
+            and found["statistics"]["tier_used_bytes"] == 0,
+            f"{format_size(found['left_bytes'])} more on the device than before, "
+            f"{found['statistics']['tier_used_bytes']} bytes on the tiers",
         )
-        _check_host(section, mode, figures)
-    section.progress.show(0.9, "host with a small budget")
+        _check_host(section, mode, found)
     small_bytes = stack.saved_bytes // 2 // MIB * MIB
-    figures = _with_offload(stack, device, "host", small_bytes, settings)
-    section.data["small host budget"] = figures
-    rows.append(_row("host, half the budget", figures, keep_bytes))
-    _check_host(section, "host, half the budget", figures)
+    found = _with_offload(stack, device, "host", small_bytes, settings)
+    section.data["small host budget"] = found
+    rows.append(_row("host, half the budget", found, keep_bytes))
+    _check_host(section, "host, half the budget", found)
     section.check(
         "what does not fit into the host budget stays on the device",
-        figures["statistics"]["rejected_bytes"] > 0 and figures["peak_bytes"] < keep_bytes,
-        f"{format_size(figures['statistics']['rejected_bytes'])} of a step stayed",
+        found["statistics"]["rejected_bytes"] > 0 and found["peak_bytes"] < keep_bytes,
+        f"{format_size(found['statistics']['rejected_bytes'])} of a step stayed",
     )
     section.table(
         "Peak of a step above the state before it",
@@ -149,15 +146,15 @@ def run(settings: Settings, section: Section) -> None:
 def _with_offload(
     stack: Stack, device: Device, mode: str, host_bytes: int, settings: Settings
 ) -> dict[str, Any]:
-    """Figures of one mode."""
+    """What was measured in one mode."""
     resident_bytes = _resident_bytes()
     config = config_of(mode, 8 * stack.unit_bytes, host_bytes, settings.directory)
     with opened(OffloadEngine(config, device)) as engine:
         peak_bytes, left_bytes = peak_of(stack, device, engine)
         arena_bytes = sum(
-            tier.capacity_bytes for tier in engine._tiers.values() if isinstance(tier, HostTier)
+            tier.capacity_bytes for tier in engine.tiers.values() if isinstance(tier, HostTier)
         )
-        staging = getattr(engine._tiers.get(Placement.SSD), "_staging", None)
+        staging = getattr(engine.tiers.get(Placement.SSD), "_staging", None)
         return {
             "peak_bytes": peak_bytes,
             "left_bytes": max(left_bytes, 0),
@@ -170,28 +167,28 @@ def _with_offload(
         }
 
 
-def _check_host(section: Section, mode: str, figures: dict[str, Any]) -> None:
+def _check_host(section: Section, mode: str, found: dict[str, Any]) -> None:
     """The arena within its budget; the process grows by what the arenas account for."""
-    budget, arena = figures["host_budget_bytes"], figures["host_arena_bytes"]
-    growth = figures["resident_growth_bytes"]
-    expected = arena + figures["staging_bytes"] + _HOST_SLACK_BYTES
+    budget, arena = found["host_budget_bytes"], found["host_arena_bytes"]
+    growth = found["resident_growth_bytes"]
+    expected = arena + found["staging_bytes"] + _HOST_SLACK_BYTES
     section.check(
         f"{mode}: host memory stays within its budget",
         # On a CPU the activations themselves are in the resident set.
-        arena <= budget and (figures["is_on_host"] or growth <= expected),
+        arena <= budget and (found["is_on_host"] or growth <= expected),
         f"arena {format_size(arena)} of {format_size(budget)}, staging "
-        f"{format_size(figures['staging_bytes'])}; the process grew by {format_size(growth)}",
+        f"{format_size(found['staging_bytes'])}; the process grew by {format_size(growth)}",
     )
 
 
-def _row(mode: str, figures: dict[str, Any], keep_bytes: int) -> list[str]:
+def _row(mode: str, found: dict[str, Any], keep_bytes: int) -> list[str]:
     return [
         mode,
-        format_size(figures["peak_bytes"]),
-        ratio(figures["peak_bytes"], keep_bytes),
-        format_size(figures["statistics"]["offloaded_bytes"]),
-        format_size(figures["host_arena_bytes"]),
-        format_size(figures["host_budget_bytes"]),
+        format_size(found["peak_bytes"]),
+        f"{found['peak_bytes'] / keep_bytes:.3f}",
+        format_size(found["statistics"]["offloaded_bytes"]),
+        format_size(found["host_arena_bytes"]),
+        format_size(found["host_budget_bytes"]),
     ]
 
 

@@ -2,7 +2,7 @@
 """What a section found: `Section` with its `Check`s and `Table`s, and how they are printed.
 
 A section fills one in while it runs and saves it after every entry, so that what was found before a
-crash is not lost. The command turns them into text, Markdown and JSON.
+crash is not lost, and gpu_check.py can print a check as soon as it is there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_sections.progress import Progress
+from tabulate import tabulate
 
 _WORDS = {True: "pass", False: "FAIL", None: "skip"}
 
@@ -39,28 +39,13 @@ class Table:
     headers: list[str]
     rows: list[list[str]]
 
-    def as_text(self) -> str:
-        """For a terminal."""
-        lines = [self.headers, *self.rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.headers))]
-        rule = ["-" * width for width in widths]
-        return "\n".join(
-            [self.title, *(_aligned(line, widths) for line in (self.headers, rule, *self.rows))]
+    def as_text(self, style: str = "simple") -> str:
+        """Title and cells, in one of tabulate's styles."""
+        align = ("left", *["right"] * (len(self.headers) - 1))
+        cells = tabulate(
+            self.rows, self.headers, tablefmt=style, colalign=align, disable_numparse=True
         )
-
-    def as_markdown(self) -> str:
-        """For a document."""
-        rule = ["---", *["---:"] * (len(self.headers) - 1)]
-        lines = (self.headers, rule, *self.rows)
-        return "\n".join([f"{self.title}:", "", *(f"| {' | '.join(line)} |" for line in lines)])
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (
-        cell.rjust(width) if column else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-    )
-    return "  ".join([first, *others]).rstrip()
+        return f"{self.title}:\n\n{cells}"
 
 
 @dataclass
@@ -69,7 +54,7 @@ class Section:
 
     Args:
         name: of the section.
-        data: figures as plain numbers, for JSON.
+        data: measured values as plain numbers, for JSON.
     """
 
     name: str
@@ -79,7 +64,6 @@ class Section:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.progress = Progress(self.name)
         self.when_changed: Callable[[], None] = lambda: None
 
     def check(self, name: str, passed: bool, detail: str) -> bool:
@@ -106,30 +90,20 @@ class Section:
 
     @property
     def verdict(self) -> str:
-        """For the overview."""
+        """One line for the overview."""
         count = [sum(c.passed is kind for c in self.checks) for kind in (True, False, None)]
-        word = _WORDS[not self.failed]
+        word = _WORDS[False if self.failed else True if count[0] else None]
         return f"{word}  {count[0]} passed, {count[1]} failed, {count[2]} skipped"
 
-    def as_text(self) -> str:
-        """For a terminal."""
-        parts = [f"== {self.name} ({self.seconds:.0f} s)"]
-        parts += [table.as_text() + "\n" for table in self.tables]
-        return "\n".join([*parts, *map(str, self.checks)])
-
     def as_markdown(self) -> str:
-        """For a document."""
-        parts = [f"## {self.name}", *(table.as_markdown() for table in self.tables)]
+        """Tables and checks, for a document."""
+        parts = [f"## {self.name}", *(table.as_text("github") for table in self.tables)]
         parts.append("\n".join(f"- {check}" for check in self.checks) or "- nothing was found")
         return "\n\n".join(parts)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Section:
-        """The inverse of `as_dict`."""
+        """The inverse of `dataclasses.asdict`."""
         checks = [Check(**check) for check in values["checks"]]
         tables = [Table(**table) for table in values["tables"]]
         return cls(values["name"], checks, tables, values["data"], values["seconds"])
@@ -138,7 +112,7 @@ class Section:
 def save(sections: Sequence[Section], path: Path) -> None:
     """Writes them all; whoever reads meanwhile sees the former state or this one."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps([section.as_dict() for section in sections]))
+    temporary.write_text(json.dumps([asdict(section) for section in sections]))
     os.replace(temporary, path)
 
 
@@ -147,13 +121,3 @@ def load(path: Path) -> list[Section]:
     if not path.exists():
         return []
     return [Section.from_dict(values) for values in json.loads(path.read_text())]
-
-
-def gib(num_bytes: float) -> str:
-    """GiB for a table."""
-    return f"{num_bytes / (1 << 30):.2f}"
-
-
-def ratio(value: float, base: float | None) -> str:
-    """A quotient for a table; nothing without a base."""
-    return f"{value / base:.3f}" if base else ""
