@@ -21,7 +21,7 @@
 #                   kernel module nvidia-fs, -e NVIDIA_GDS=enabled has the container toolkit pass its
 #                   devices in. `megatron-offload doctor` says whether it works
 # io_uring          is forbidden by Docker's default seccomp profile, and this package does not use it.
-#                   Only tools/bench_storage.py asks fio for it, and goes on with libaio
+#                   Only `megatron-offload bench` asks fio for it, and goes on with libaio
 # examples/cluster/ has the same as a compose file, and the Slurm job for enroot with pyxis.
 ARG BASE
 FROM ${BASE}

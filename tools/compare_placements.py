@@ -21,27 +21,149 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import shlex
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import NoReturn
 
 import torch
-from comparison import format_table, parse_placements, summarize
+from tabulate import tabulate
 from tqdm import tqdm
 
 from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
-from megatron.offload.commands.training_runs.run import Run, RunError, Variant, order_of_round
+from megatron.offload.commands.training_runs.run import (
+    Difference,
+    Run,
+    RunError,
+    Variant,
+    first_difference,
+    order_of_round,
+    paired_ratio,
+)
 from megatron.offload.commands.training_runs.trainer import (
     PLACEMENT_FLAGS,
     Trainer,
     add_training_arguments,
+    allocators_of,
     training_flags,
 )
 from megatron.offload.device.allocator import allocator_environment
 
 ROOT = Path(__file__).resolve().parent.parent
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one variant over all rounds."""
+
+    variant: Variant
+    identical: bool
+    step_time_s: float
+    time_ratio: float | None  # to the faster off, paired by round
+    peak_bytes: float
+    peak_ratio: float | None  # to the smaller off
+    written_bytes: float
+    read_bytes: float
+    stall_s: float
+
+
+def parse_placements(text: str, both_allocators: bool) -> list[Variant]:
+    """Variants from "off,recompute,ssd"; "off@default" names a single one.
+
+    Raises:
+        RunError: an unknown name.
+    """
+    variants: list[Variant] = []
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        placement, _, allocator = name.partition("@")
+        if placement not in PLACEMENT_FLAGS or allocator not in ("", "default", "offload"):
+            raise RunError(
+                f"unknown placement {name!r}; choose from {', '.join(PLACEMENT_FLAGS)}, "
+                "optionally with @default or @offload"
+            )
+        allocators = [allocator] if allocator else allocators_of(placement, both=both_allocators)
+        variants += [Variant(placement, each) for each in allocators]
+    if not variants:
+        raise RunError("--placements names no placement")
+    return list(dict.fromkeys(variants))
+
+
+def summarize(
+    variants: Sequence[Variant], runs: Sequence[Run], skip: int
+) -> tuple[list[Row], list[Difference]]:
+    """The table's rows, and the first difference of each run that differs from the first run.
+
+    The reference is the first `off` run, or the first run where `off` is not compared.
+    """
+    off = [run for run in runs if run.variant.placement == "off"]
+    reference = (off or list(runs))[0]
+    differences = [diff for run in runs if (diff := first_difference(reference, run))]
+    off_peaks = [
+        median(run.peak_bytes(skip) for run in off if run.variant == variant)
+        for variant in {run.variant for run in off}
+    ]
+    rows = []
+    for variant in variants:
+        own = [run for run in runs if run.variant == variant]
+        peak = median(run.peak_bytes(skip) for run in own)
+        rows.append(
+            Row(
+                variant=variant,
+                identical=all(first_difference(reference, run) is None for run in own),
+                step_time_s=median(run.step_time_s(skip) for run in own),
+                time_ratio=paired_ratio(own, off, skip),
+                peak_bytes=peak,
+                peak_ratio=peak / min(off_peaks) if off_peaks and min(off_peaks) else None,
+                written_bytes=median(run.offload_median("written_bytes", skip) for run in own),
+                read_bytes=median(run.offload_median("read_bytes", skip) for run in own),
+                stall_s=median(run.offload_median("stall_s", skip) for run in own),
+            )
+        )
+    return rows, differences
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """The table that is printed."""
+
+    def ratio(value: float | None) -> str:
+        return "" if value is None else f"{value:.3f}"
+
+    return tabulate(
+        [
+            (
+                row.variant.placement,
+                row.variant.allocator,
+                "identical" if row.identical else "DIFFERENT",
+                f"{row.step_time_s:.3f}",
+                ratio(row.time_ratio),
+                f"{row.peak_bytes / MIB:,.1f}",
+                ratio(row.peak_ratio),
+                f"{row.written_bytes / MIB:,.1f}",
+                f"{row.read_bytes / MIB:,.1f}",
+                f"{row.stall_s:.3f}",
+            )
+            for row in rows
+        ],
+        headers=(
+            "placement",
+            "allocator",
+            "loss, grad norm",
+            "step s",
+            "/ off",
+            "peak MiB",
+            "/ off",
+            "written MiB/step",
+            "read MiB/step",
+            "stall s/step",
+        ),
+        disable_numparse=True,
+        colalign=("left", "left", "left", *["right"] * 7),
+    )
 
 
 def run_trainer(
@@ -50,7 +172,7 @@ def run_trainer(
     """Trains once in a process of its own.
 
     Raises:
-        TrialError: The trainer failed or reported too few steps.
+        RunError: the trainer failed or reported too few steps.
     """
     bar.set_description(f"round {round_ + 1}/{args.rounds} {variant.name}")
     before, name = bar.n, f"{variant.name} in round {round_ + 1}"
@@ -92,6 +214,12 @@ def make_parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--placements", default="off,recompute,ssd", help="default: off,recompute,ssd"
     )
+    compare.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda where there is one",
+    )
     compare.add_argument("--rounds", type=int, default=3)
     compare.add_argument("--skip-steps", type=int, default=2, help="warm-up steps left out")
     compare.add_argument("--activation-offload-dir", type=Path, default=ROOT / "runs/offload")
@@ -106,6 +234,8 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--rounds must be at least 1 and --train-iters above --skip-steps")
     if args.json and not args.json.resolve().parent.is_dir():
         parser.error(f"--json: no such folder: {args.json.resolve().parent}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device; use --device cpu")
     if not args.trainer.is_file():
         parser.error(f"trainer not found: {args.trainer}")
     if args.work_dir is None:
@@ -116,7 +246,9 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 def compare(args: argparse.Namespace, command: list[str]) -> int:
     """Runs everything, prints the table; returns 1 if any run differs, else 0."""
-    variants = parse_placements(args.placements, both_allocators=not torch.cuda.is_available())
+    variants = parse_placements(args.placements, both_allocators=args.device == "cpu")
+    if args.device == "cpu" and torch.cuda.is_available():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the trainer takes a GPU where there is one
     args.activation_offload_dir.mkdir(parents=True, exist_ok=True)
     flags = [
         *("--micro-batch-size", str(args.micro_batch_size), "--train-iters", str(args.train_iters)),

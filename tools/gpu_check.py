@@ -1,26 +1,24 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and measures activation offload on a machine with a CUDA GPU.
+"""Checks activation offload on a machine with a CUDA GPU: right bytes, right bits, less memory.
 
-    gpu_check.py --quick                               everything, sized for about 3 minutes
-    gpu_check.py --json gpu.json --markdown gpu.md     everything, sized for about 20
-    gpu_check.py --only ordering --stress-seconds 600
-    gpu_check.py --only overlap --trace trace.json     look at it with https://ui.perfetto.dev
-    gpu_check.py --only compare --sizes 8192x6x2048x4,4096x8x8192x1
+    tools/gpu_check.py --quick                               sized for about 2 minutes
+    tools/gpu_check.py --json gpu.json --markdown gpu.md     sized for about 8
+    tools/gpu_check.py --only ordering --stress-seconds 600
 
 Sections, each in a process of its own, each with lines that say pass, FAIL or skip:
 
   ordering   every byte that comes back is compared, while all streams lag behind at random
+  two_gpus   work on one GPU touches no other; engines of two GPUs in one process, in turn
   parity     losses and gradients of GPT, BERT and T5 with offload off and on, bit for bit
   memory     the peak falls below a bound derived term by term; host memory stays in its budget
-  overlap    how much of the copy time is hidden under kernels, and how much is a stall
-  bandwidth  copies (pinned or not), host memory, SSD and GPUDirect, in one direction and in both
-  compare    step time and peak of keep, recomputation, torch's save_on_cpu, host, ssd and tiered
 
-It needs torch and this checkout, and megatron-core for parity and compare; no network. What kvikio
-would do is skipped without it. Results are written after every section, so that a run that is cut
-short leaves what it has found. --dry-run-cpu tries the script out without a GPU, at sizes that
-measure nothing.
+It needs torch and this checkout, and megatron-core for parity; no network. Results are written
+after every section, so that a run that is cut short leaves what it has found. --dry-run-cpu tries
+the script out without a GPU, at sizes that prove nothing.
+
+How fast it is say others: tools/compare_placements.py (step time and peak of a training),
+megatron-offload bench --device cuda (the tiers), tools/bench/hooks.py --device cuda (the hooks).
 
 Exit code: 0 nothing failed, 1 something did, 2 it could not be run.
 """
@@ -38,6 +36,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,18 +47,20 @@ for folder in (ROOT / "tools", ROOT):  # nothing has to be installed
         sys.path.insert(0, str(folder))
 
 import torch  # noqa: E402
-from gpu_sections.machine import machine_facts, summary_lines  # noqa: E402
-from gpu_sections.progress import Progress  # noqa: E402
-from gpu_sections.result import Section, load, save  # noqa: E402
-from gpu_sections.settings import SECTIONS, Settings, Size  # noqa: E402
+from check.gpu.result import Section, load, save  # noqa: E402
+from check.gpu.settings import SECTIONS, Settings  # noqa: E402
 
+from megatron.offload.commands.doctor.gpu import find_cuda  # noqa: E402
+from megatron.offload.commands.training_runs.machine import (  # noqa: E402
+    in_a_line,
+    machine_facts,
+)
 from megatron.offload.device.allocator import allocator_environment  # noqa: E402
+from megatron.offload.tiers.gds_status import gds_status  # noqa: E402
 
 NO_GPU = "needs a CUDA GPU; on a CPU use tools/compare_placements.py"
-SIZES = "4096x16x2048x4,8192x6x2048x4,12288x3x1024x8"
-QUICK_SIZES = "4096x8x2048x4"
-CPU_SIZES = "64x2x32x2"
 _LOG_LINES = 12  # of a section that died
+_POLL_S = 0.2
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -73,22 +75,13 @@ def make_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--only", type=_names, default=SECTIONS, metavar="NAME,...", help=f"of {','.join(SECTIONS)}"
     )
-    what.add_argument("--quick", action="store_true", help="fewer models, sizes, rounds, seconds")
+    what.add_argument("--quick", action="store_true", help="fewer models, smaller ones, less time")
     what.add_argument(
-        "--dry-run-cpu", action="store_true", help="on the CPU, at sizes that measure nothing"
+        "--dry-run-cpu", action="store_true", help="on the CPU, at sizes that prove nothing"
     )
     what.add_argument(
         "--stress-seconds", type=_seconds, help="of ordering; default: 60, quick 15, CPU 2"
     )
-    what.add_argument(
-        "--sizes",
-        type=_sizes,
-        metavar="HxLxSxB,...",
-        help="of compare: hidden x layers x sequence length x micro-batch size; "
-        f"default, for GPUs of 80 GB and more: {SIZES}; quick: {QUICK_SIZES}",
-    )
-    what.add_argument("--rounds", type=_count, help="of compare; default: 3, quick 2, CPU 1")
-    what.add_argument("--steps", type=_count, help="of compare in a round; default: 4, quick 2")
     what.add_argument("--seed", type=int, default=1, help="of everything random; default: 1")
     where = parser.add_argument_group("where")
     where.add_argument(
@@ -109,7 +102,6 @@ def make_parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("results")
     output.add_argument("--json", type=Path, metavar="FILE", help="everything, machine included")
     output.add_argument("--markdown", type=Path, metavar="FILE", help="tables for docs/results/")
-    output.add_argument("--trace", type=Path, metavar="FILE", help="Chrome trace of overlap, host")
     for name in ("--worker", "--result"):  # how the command calls itself
         parser.add_argument(name, help=argparse.SUPPRESS)
     return parser
@@ -117,21 +109,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """What the sections read."""
-    cpu, quick = args.dry_run_cpu, args.quick
-    last = torch.cuda.device_count() - 1
-    index = last if args.device is None else args.device
-    default_sizes = CPU_SIZES if cpu else QUICK_SIZES if quick else SIZES
+    cpu = args.dry_run_cpu
+    index = torch.cuda.device_count() - 1 if args.device is None else args.device
     return Settings(
         device=torch.device("cpu") if cpu else torch.device("cuda", index),
         directory=args.directory,
-        quick=quick,
+        quick=args.quick,
         seed=args.seed,
-        stress_s=args.stress_seconds or (2.0 if cpu else 15.0 if quick else 60.0),
-        sizes=args.sizes or _sizes(default_sizes),
-        rounds=args.rounds or (1 if cpu else 2 if quick else 3),
-        num_steps=args.steps or (1 if cpu else 2 if quick else 4),
-        limit_s=args.limit_seconds,
-        trace=args.trace,
+        stress_s=args.stress_seconds or (2.0 if cpu else 15.0 if args.quick else 60.0),
     )
 
 
@@ -143,7 +128,7 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--dry-run-cpu is for machines without a GPU; use --quick")
     if args.device is not None and not 0 <= args.device < torch.cuda.device_count():
         parser.error(f"--device {args.device}: there are {torch.cuda.device_count()} GPUs")
-    for name in ("json", "markdown", "trace"):
+    for name in ("json", "markdown"):
         path = getattr(args, name)
         if path is not None and not path.resolve().parent.is_dir():
             parser.error(f"--{name}: no such folder: {path.resolve().parent}")
@@ -156,43 +141,80 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 def run_sections(args: argparse.Namespace, argv: list[str]) -> int:
     """Runs the sections in processes, prints and writes what they found; the exit code."""
     settings = settings_of(args)
-    machine = machine_facts(settings.device, settings.directory)
+    machine = _machine(settings)
     command = shlex.join(["tools/gpu_check.py", *argv]).replace(f"{ROOT}/", "")
-    print("\n".join(summary_lines(machine)), flush=True)
+    print(in_a_line(machine), flush=True)
     # On a CPU nothing that one section breaks would harm the next.
     groups = [list(args.only)] if args.dry_run_cpu else [[name] for name in args.only]
     found: list[Section] = []
     for names in groups:
-        for section in run_group(names, settings, argv):
-            found.append(section)
-            print(f"\n{section.as_text()}", flush=True)
+        sections = _run_group(names, settings, args.limit_seconds, argv)
+        found += sections
+        for section in sections:
+            for table in section.tables:
+                print(f"\n{section.name}: {table.as_text()}", flush=True)
         write_results(args, command, machine, found)
     print("\n== overview")
     for section in found:
-        print(f"{section.name:<10} {section.verdict}")
+        print(f"{section.name:<10} {section.verdict} in {section.seconds:.0f} s")
     return 1 if any(section.failed for section in found) else 0
 
 
-def run_group(names: list[str], settings: Settings, argv: list[str]) -> list[Section]:
-    """Runs sections in one process; what it left, however it ended."""
+def _machine(settings: Settings) -> dict[str, Any]:
+    """What the results depend on."""
+    facts = machine_facts(settings.directory)
+    if settings.on_gpu:
+        found, properties = find_cuda(), torch.cuda.get_device_properties(settings.device)
+        facts |= {
+            "gpu_memory_bytes": properties.total_memory,
+            "gpu_capability": f"{properties.major}.{properties.minor}",
+            "num_gpus": torch.cuda.device_count(),
+            "driver": found.driver,
+            "cuda": found.runtime,
+            "gpudirect": str(gds_status(has_gpu=True)),
+        }
+    return facts
+
+
+def _run_group(
+    names: list[str], settings: Settings, limit_s: float, argv: list[str]
+) -> list[Section]:
+    """Runs sections in one process, printing each line as it comes; what it left when it ended."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, str(Path(__file__).resolve()), *argv]
         command += ["--worker", ",".join(names), "--result", str(result)]
-        limit_s = settings.limit_s * len(names)
-        process = subprocess.Popen(command, env=worker_environment(settings.on_gpu))
+        limit_s *= len(names)
+        deadline_s = time.monotonic() + limit_s
+        print(f"\n== {', '.join(names)}", flush=True)
+        num_printed = 0
+        with result.with_suffix(".log").open("w") as log:
+            process = subprocess.Popen(
+                command, env=worker_environment(settings.on_gpu), stdout=log, stderr=log
+            )
         try:
-            process.wait(timeout=limit_s)
+            while process.poll() is None and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+                num_printed = _print_checks(load(result), num_printed)
             reason = f"its process ended with exit code {process.returncode}"
-        except subprocess.TimeoutExpired:
-            reason = f"it did not end within {limit_s:.0f} s (--limit-seconds)"
+            if process.poll() is None:
+                reason = f"it did not end within {limit_s:g} s (--limit-seconds)"
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        log = result.with_suffix(".log")
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        return completed(names, load(result), process.returncode == 0, reason, lines)
+        lines = result.with_suffix(".log").read_text(errors="replace").splitlines()
+        sections = completed(names, load(result), process.returncode == 0, reason, lines)
+        _print_checks(sections, num_printed)
+        return sections
+
+
+def _print_checks(sections: Sequence[Section], num_printed: int) -> int:
+    """Prints the lines that are new; how many there are now."""
+    checks = [check for section in sections for check in section.checks]
+    for check in checks[num_printed:]:
+        print(check, flush=True)
+    return len(checks)
 
 
 def completed(
@@ -222,13 +244,7 @@ def worker_environment(on_gpu: bool) -> dict[str, str]:
 
 
 def work(args: argparse.Namespace) -> int:
-    """In the section's own process: runs it, saves after every line, and never raises."""
-    result = Path(args.result)
-    # Everything that is printed goes to a file; only the progress bar stays on the terminal.
-    screen = os.fdopen(os.dup(2), "w")
-    with result.with_suffix(".log").open("w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    """In the sections' own process: runs them, saves after every line, and never raises."""
     settings = settings_of(args)
     if settings.on_gpu:
         torch.cuda.set_device(settings.device)
@@ -237,23 +253,21 @@ def work(args: argparse.Namespace) -> int:
     sections: list[Section] = []
     for name in args.worker.split(","):
         section = Section(name)
-        section.progress = Progress(name, screen)
-        section.when_changed = lambda: save(sections, result)
+        section.when_changed = lambda: save(sections, Path(args.result))
         sections.append(section)
         warnings = _Warnings()
         logging.getLogger("megatron.offload").addHandler(warnings)
         began_s = time.monotonic()
         try:
-            importlib.import_module(f"gpu_sections.{name}").run(settings, section)
+            importlib.import_module(f"check.gpu.{name}").run(settings, section)
         except Exception as error:
             traceback.print_exc()
             section.data["traceback"] = traceback.format_exc()
             section.check("no error", False, f"{type(error).__name__}: {error}")
         section.seconds = time.monotonic() - began_s
         section.data["warnings"] = warnings.messages
-        section.progress.close()
         logging.getLogger("megatron.offload").removeHandler(warnings)
-        save(sections, result)
+        section.when_changed()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0
@@ -281,14 +295,14 @@ def write_results(
             "command": command,
             "machine": machine,
             "passed": not any(section.failed for section in found),
-            "sections": {section.name: section.as_dict() for section in found},
+            "sections": {section.name: asdict(section) for section in found},
         }
         # No folder of this machine in a file that may be committed.
         text = json.dumps(result, indent=1).replace(f"{ROOT}/", "")
         args.json.write_text(text + "\n")
     if args.markdown:
-        parts = ["# GPU check", "\n".join(f"{line}  " for line in summary_lines(machine))]
-        parts += [f"    {command}", *(section.as_markdown() for section in found)]
+        parts = ["# GPU check", in_a_line(machine), f"    {command}"]
+        parts += [section.as_markdown() for section in found]
         args.markdown.write_text("\n\n".join(parts).replace(f"{ROOT}/", "") + "\n")
 
 
@@ -307,20 +321,6 @@ def _names(text: str) -> tuple[str, ...]:
             f"unknown section {', '.join(unknown) or text!r}; choose from {', '.join(SECTIONS)}"
         )
     return tuple(name for name in SECTIONS if name in names)
-
-
-def _sizes(text: str) -> tuple[Size, ...]:
-    try:
-        return tuple(Size.parse(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _count(text: str) -> int:
-    count = int(text) if text.isdecimal() else 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return count
 
 
 def _seconds(text: str) -> float:

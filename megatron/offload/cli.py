@@ -4,6 +4,7 @@
 megatron-offload doctor [--activation-offload-dir DIR ...] [--json]
 megatron-offload plan (--profile FILE | --hardware GPU --num-layers N ...) [--output PLAN.json]
 megatron-offload rok [--micro-batch-sizes N,...] [--budgets N] [--check]
+megatron-offload bench [--directory DIR] [--quick] [--json FILE] [--plot FILE]
 megatron-offload report runs/NAME/metrics.jsonl [...]
 """
 
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.offload.commands.bench import arguments as benchmark
 from megatron.offload.commands.doctor.examine import examine
 from megatron.offload.commands.plan import arguments as planning
 from megatron.offload.commands.report import compare_runs
@@ -61,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     curve.add_arguments(rok)
+    bench = commands.add_parser(
+        "bench",
+        help="measure bandwidth and processor time of the storage tiers, beside fio",
+        description=benchmark.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    benchmark.add_arguments(bench)
     report = commands.add_parser(
         "report",
         help="table of runs: losses, step time, peak activation memory, bytes moved",
@@ -78,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(args)
         if args.command == "rok":
             return _rok(args, sys.argv[1:] if argv is None else argv)
+        if args.command == "bench":
+            return _bench(args, argv)
         print(compare_runs(args.metrics))
     except (ConfigurationError, RunError) as error:
         print(f"megatron-offload: error: {error}", file=sys.stderr)
@@ -105,6 +116,19 @@ def _doctor(args: argparse.Namespace) -> int:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(found.as_text(colour, min(shutil.get_terminal_size((100, 24)).columns, 100)))
     return 0 if found.works else 1
+
+
+def _bench(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    """Exit code 0: measured; 1: --require is not met. A process of its own starts itself again."""
+    benchmark.check_arguments(args)
+    from megatron.offload.commands.bench.command import restart_with_allocator, run
+
+    if argv is None and args.device == "cpu":
+        restart_with_allocator()
+    try:
+        return run(args, ["megatron-offload", *(sys.argv[1:] if argv is None else argv)])
+    except KeyboardInterrupt:
+        return 130
 
 
 def _rok(args: argparse.Namespace, argv: Sequence[str]) -> int:

@@ -111,7 +111,7 @@ def test_ranks_that_share_layers_follow_the_same_plans_whatever_each_has_measure
 def test_a_disk_that_becomes_slow_in_mid_run_is_planned_for_within_five_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(launch.SCRIPTS, "slow disk", ROOT / "tools" / "slow_disk.py")
+    monkeypatch.setitem(launch.SCRIPTS, "slow disk", ROOT / "tools/check/train_on_slow_disk.py")
     slow_after, num_steps = 12, 17  # the second plan, with which it has settled, is of step 11
     # Steps that are long enough for the rate of their writes to be judged, also on a fast machine.
     flags = f"--train-iters {num_steps} --global-batch-size 16"

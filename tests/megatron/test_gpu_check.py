@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/gpu_check.py: its refusals, its arithmetic on made-up figures, and a dry run on the CPU."""
+"""tools/gpu_check.py: what it rejects, what its sections notice, and a dry run on the CPU."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import gpu_check
 import pytest
 import torch
-from gpu_sections import ordering, stack
-from gpu_sections.compare import Run, cells, model_flops, order_of_round, summarize, within_rounds
-from gpu_sections.overlap import layers_that_fit
-from gpu_sections.parity import Outcome, same_bits
-from gpu_sections.result import Section, load, save
-from gpu_sections.settings import Settings, Size
-from gpu_sections.timeline import WAIT, Timeline, common, length, union
-from gpu_sections.variants import VARIANTS
+from check.gpu import ordering, stack, two_gpus
+from check.gpu.parity import Outcome, same_bits
+from check.gpu.result import Check, Section, load, save
+from check.gpu.settings import Settings, Size
 
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import WHOLE
@@ -48,10 +44,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence(
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--only", "ordering,speed"], "unknown section 'speed'; choose from ordering, parity"),
-        (["--sizes", "4096x16"], "write hidden x layers x sequence length x micro-batch size"),
-        (["--sizes", "100x2x32x2"], "a hidden size that 64 divides"),
-        (["--rounds", "0"], "not a positive whole number"),
+        (["--only", "ordering,speed"], "unknown section 'speed'; choose from ordering, two_gpus"),
         (["--stress-seconds", "soon"], "not a positive number of seconds"),
         (["--dry-run-cpu", "--json", "nowhere/out.json"], "no such folder"),
         (["--dry-run-cpu", "--device", "99"], "--device 99: there are"),
@@ -69,123 +62,6 @@ def test_bad_flags_are_one_sentence(
     assert complaint in error and len(error.splitlines()) == 1
 
 
-# -- What ran at the same time --------------------------------------------------------------------
-
-
-def test_unions_and_what_they_have_in_common() -> None:
-    assert union([(5, 6), (1, 3), (2, 4), (3, 3), (6, 7)]) == [(1, 4), (5, 7)]
-    assert length(union([(5, 6), (1, 3), (2, 4)])) == 4
-    assert common([(0, 2), (3, 9)], [(1, 4), (5, 6), (8, 12)]) == [(1, 2), (3, 4), (5, 6), (8, 9)]
-    assert common([], [(1, 2)]) == []
-
-
-def event(category: str, name: str, begin_s: float, end_s: float, **args: Any) -> dict[str, Any]:
-    """As torch's profiler writes it."""
-    times = {"ts": begin_s * 1e6, "dur": (end_s - begin_s) * 1e6}
-    return {"ph": "X", "cat": category, "name": name, "args": args, **times}
-
-
-STORE, LOAD = "Memcpy DtoH (Device -> Pinned)", "Memcpy HtoD (Pinned -> Device)"
-
-
-def test_overlap_is_the_part_of_the_copy_time_under_kernels() -> None:
-    timeline = Timeline.from_events(
-        [
-            event("kernel", "gemm", 0, 10),
-            event("kernel", "other stream", 8, 12),
-            event("gpu_memcpy", STORE, 2, 6, bytes=1 << 20),
-            event("gpu_memcpy", LOAD, 11, 15, bytes=1 << 20),
-            event("gpu_memcpy", STORE, 30, 40, bytes=8),  # a loss
-            event("user_annotation", WAIT, 9, 15),
-            event("gpu_user_annotation", WAIT, 0, 40),
-            event("cpu_op", "aten::mm", 0, 40),
-            {"ph": "M", "name": "process_name"},
-        ]
-    )
-    figures = timeline.figures()
-    assert figures["compute_s"] == pytest.approx(12)
-    assert figures["span_s"] == pytest.approx(15) and figures["idle_s"] == pytest.approx(3)
-    assert (figures["store_overlap"], figures["load_overlap"]) == (
-        pytest.approx(1.0),
-        pytest.approx(0.25),
-    )
-    assert figures["overlap"] == pytest.approx(5 / 8)
-    assert figures["hidden_s"] == pytest.approx(5) and figures["exposed_s"] == pytest.approx(3)
-    # The thread waited for 6 s; for 3 of them the GPU had something else to do.
-    assert figures["wait_s"] == pytest.approx(6) and figures["stall_s"] == pytest.approx(3)
-
-
-def test_without_copies_there_is_no_overlap_to_speak_of() -> None:
-    figures = Timeline.from_events([event("kernel", "gemm", 0, 1)]).figures()
-    assert figures["overlap"] is None and figures["copy_s"] == 0
-
-
-def test_layers_fit_while_their_copies_take_half_of_the_forward_pass() -> None:
-    off = {"compute_s": 6.0}  # forward: 2 s, half of it: 1 s
-    assert layers_that_fit(off, {"store_s": 8.0}, 16) == 2
-    assert layers_that_fit(off, {"store_s": 800.0}, 16) == 1
-    assert layers_that_fit(off, {"store_s": 0.1}, 16) == 16
-    assert layers_that_fit(off, {"store_s": 0.0}, 16) == 1
-
-
-# -- Comparing ------------------------------------------------------------------------------------
-
-
-def run(variant: str, round_: int, seconds: float, peak: int = 100, **changes: Any) -> Run:
-    values: dict[str, Any] = {"stall_s": 0.0, "offloaded_bytes": 0, "losses": [2.0, 3.0]}
-    return Run(variant, round_, [seconds], peak, **{**values, **changes})
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    # The machine is twice as slow in round 1: unpaired medians would show 1.3 / 1.
-    keep = [run("keep", 0, 1.0), run("keep", 1, 2.0), run("keep", 2, 1.0)]
-    ssd = [run("ssd", 0, 1.1), run("ssd", 1, 2.4), run("ssd", 2, 1.3)]
-    assert within_rounds(ssd, keep, "step_s") == pytest.approx(1.2)
-    assert within_rounds(ssd, [], "step_s") is None
-
-
-def test_a_row_has_medians_rates_and_whether_the_loss_is_keeps() -> None:
-    runs = [
-        *(run("keep", 0, 2.0, peak=100), run("keep", 1, 2.0, peak=100)),
-        *(run("ssd", 0, 2.0, peak=30, stall_s=0.5), run("ssd", 1, 3.0, peak=50, stall_s=0.1)),
-        *(run("host", 0, 4.0, losses=[2.0, 3.5]), run("host", 1, 4.0)),
-        Run("tiered", 0, [], 0, 0.0, 0, [], "out of device memory"),
-    ]
-    rows = {row.variant: row for row in summarize(VARIANTS, runs, tokens=10, flops=1e12)}
-    ssd = rows["ssd"]
-    assert (ssd.step_s, ssd.time_ratio, ssd.peak_bytes) == (2.5, 1.25, 40)
-    assert ssd.peak_ratio == pytest.approx(0.4) and ssd.stall_s == pytest.approx(0.3)
-    assert (ssd.tokens_per_s, ssd.flops_per_s) == (4.0, 4e11)
-    assert ssd.same_loss and rows["host"].same_loss is False
-    assert cells(rows["host"])[1] == "DIFFERENT"
-    assert cells(rows["tiered"])[1] == "out of device memory"
-    assert rows["save_on_cpu"].failure == "it did not run"
-
-
-def test_where_keep_does_not_fit_there_are_no_ratios_and_losses_are_still_compared() -> None:
-    runs = [
-        Run("keep", 0, [], 0, 0.0, 0, [], "out of device memory"),
-        run("ssd", 0, 2.0),
-        run("host", 0, 2.0, losses=[9.0]),
-    ]
-    rows = {row.variant: row for row in summarize(VARIANTS, runs, tokens=10, flops=1.0)}
-    assert rows["ssd"].time_ratio is None and rows["ssd"].same_loss
-    assert rows["host"].same_loss is False
-
-
-def test_every_variant_is_first_in_turn() -> None:
-    orders = [order_of_round(round_) for round_ in range(len(VARIANTS))]
-    assert {order[0] for order in orders} == set(VARIANTS)
-    assert all(len(set(order)) == len(VARIANTS) for order in orders)
-
-
-def test_flops_are_those_of_every_matrix_product() -> None:
-    size, vocab = Size(512, 3, 64, 2), 1000
-    tokens, h, s = 128, 512, 64
-    products = 2 * tokens * (12 * h * h + 2 * s * h) * 3 + 2 * tokens * h * vocab
-    assert model_flops(size, vocab) == pytest.approx(3 * products)  # backward is twice forward
-
-
 # -- What a section finds -------------------------------------------------------------------------
 
 
@@ -197,12 +73,15 @@ def test_sections_survive_the_way_through_a_file(tmp_path: Path) -> None:
     section.check("it falls", True, "by a lot")
     section.skip("gds", "no kvikio")
     (found,) = load(tmp_path / "result.json")
-    assert found.as_dict() == section.as_dict() and not found.failed
+    assert asdict(found) == asdict(section) and not found.failed
     assert found.verdict == "pass  1 passed, 0 failed, 1 skipped"
-    assert "a longer name  0.25" in found.as_text()
+    assert found.tables[0].as_text().splitlines()[-1].split() == ["a", "longer", "name", "0.25"]
+    document = found.as_markdown()
     assert (
-        "| off | 1.00 |" in found.as_markdown() and "- skip  gds: no kvikio" in found.as_markdown()
+        "| a longer name | 0.25 |" in " ".join(document.split())
+        and "- skip  gds: no kvikio" in document
     )
+    assert Section("two_gpus", [Check("engines", None, "one GPU")]).verdict.startswith("skip")
     section.check("it is right", False, "it is not")
     assert section.failed and load(tmp_path / "result.json")[0].failed
 
@@ -234,7 +113,7 @@ def test_bits_are_compared_and_not_numbers() -> None:
 
 def settings(tmp_path: Path) -> Settings:
     device = torch.device("cpu")
-    return Settings(device, tmp_path, True, 1, 0.1, (), 1, 1, 60.0, None)
+    return Settings(device, tmp_path, quick=True, seed=1, stress_s=0.1)
 
 
 class Forgetful(CpuDevice):
@@ -250,10 +129,22 @@ def test_the_stress_sees_bytes_that_do_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ordering, "_SIZES", (4098, 65_538))
-    good = ordering.stress(settings(tmp_path), "host", 0.1, lambda _: None)
+    good = ordering.stress(settings(tmp_path), "host", 0.1)
     assert good.passes and good.compared_bytes and not good.wrong
     monkeypatch.setattr(ordering, "open_device", lambda _: Forgetful())
-    bad = ordering.stress(settings(tmp_path), "host", 0.1, lambda _: None)
+    bad = ordering.stress(settings(tmp_path), "host", 0.1)
+    assert bad.wrong
+
+
+def test_engines_in_turn_see_bytes_that_do_not_come_back_on_one_of_the_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ordering, "_SIZES", (4098, 65_538))
+    monkeypatch.setattr(two_gpus, "_NUM_PASSES", 3)
+    devices = iter([CpuDevice(), Forgetful()])
+    monkeypatch.setattr(two_gpus, "open_device", lambda _: next(devices))
+    good, bad = two_gpus.in_turn([torch.device("cpu")] * 2, "host", tmp_path, seed=1)
+    assert good.passes == bad.passes == 3 and good.compared_bytes and not good.wrong
     assert bad.wrong
 
 
@@ -286,22 +177,32 @@ def test_a_dry_run_on_the_cpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     offload, out, table = tmp_path / "offload", tmp_path / "out.json", tmp_path / "out.md"
-    flags = ["--dry-run-cpu", "--quick", "--only", "compare,parity,memory"]
+    flags = ["--dry-run-cpu", "--quick", "--only", "memory,parity,two_gpus"]
     flags += ["--directory", str(offload), "--json", str(out), "--markdown", str(table)]
     code = exit_code(*flags)
     printed = capsys.readouterr().out
     assert code == 0, printed
     result = json.loads(out.read_text())
-    assert list(result["sections"]) == ["parity", "memory", "compare"] and result["passed"]
+    assert list(result["sections"]) == ["two_gpus", "parity", "memory"] and result["passed"]
     assert result["machine"]["gpu"] is None and result["machine"]["cores"] >= 1
+    assert printed.count("skip  engines of two GPUs: needs two GPUs, there are 0") == 1
     for kind in ("GPT", "Llama-like", "BERT", "T5"):
         for mode in ("ssd", "host", "tiered"):
             assert f"pass  {kind} bf16: {mode}: losses and gradients are the same bits" in printed
-    rows = result["sections"]["compare"]["data"]["sizes"]["64x2x32x2"]["rows"]
-    assert [row["variant"] for row in rows] == [variant.name for variant in VARIANTS]
-    assert all(row["same_loss"] for row in rows)
+    for mode in ("host", "ssd", "tiered"):
+        assert printed.count(f"pass  {mode}: device memory falls below the bound") == 1
     assert f"{gpu_check.ROOT}/" not in out.read_text() + table.read_text()
     assert list(offload.iterdir()) == []
+
+
+def test_a_section_that_takes_too_long_is_ended_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    flags = ["--dry-run-cpu", "--only", "memory", "--limit-seconds", "0.3"]
+    assert exit_code(*flags, "--directory", str(tmp_path)) == 1
+    assert "it did not end within 0.3 s (--limit-seconds)" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

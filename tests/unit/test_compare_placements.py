@@ -10,7 +10,7 @@ from typing import Any
 
 import compare_placements
 import pytest
-from comparison import format_table, parse_placements, summarize
+from compare_placements import format_table, parse_placements, summarize
 
 from megatron.offload.commands.training_runs.run import (
     Difference,
@@ -196,6 +196,22 @@ def test_a_whole_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert result["machine"]["cores"] >= 1
 
 
+@pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("cuda", None)])
+def test_the_trainer_sees_no_gpu_where_a_cpu_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, visible: str | None
+) -> None:
+    monkeypatch.setattr(compare_placements.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compare_placements, "machine_facts", lambda _: {})
+    monkeypatch.setattr(compare_placements, "in_a_line", lambda _: "a machine")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # what it was is put back afterwards
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert compare(tmp_path, "", "--device", device, "--placements", "off,ssd") == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert len(result["summary"]) == (3 if device == "cpu" else 2)  # off on both allocators
+    for run in result["runs"]:
+        assert run["steps"][0]["environment"].get("CUDA_VISIBLE_DEVICES") == visible
+
+
 def test_a_different_loss_gives_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,10 +236,16 @@ def test_a_failing_trainer_is_quoted(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--placements", "tape"], "unknown placement 'tape'"),
         (["--trainer", "nowhere.py"], "trainer not found"),
         (["--json", "nowhere/out.json"], "no such folder"),
+        (["--device", "cuda"], "torch sees no CUDA device; use --device cpu"),
     ],
 )
 def test_bad_flags(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], complaint: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    complaint: str,
 ) -> None:
+    monkeypatch.setattr(compare_placements.torch.cuda, "is_available", lambda: False)
     assert compare(tmp_path, "", *flags) == 2
     assert complaint in capsys.readouterr().err

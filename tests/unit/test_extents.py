@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from bench_allocator import churn
+from bench.allocator import churn
 from hypothesis import given
 from hypothesis import strategies as st
 

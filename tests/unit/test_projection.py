@@ -8,8 +8,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import project_scaling
 import pytest
+from plot import scaling
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.plan import Plan
@@ -98,21 +98,21 @@ def test_the_head_keeps_logits_in_fp32() -> None:
 
 @pytest.mark.parametrize(
     ("name", "shape", "parallel", "published"),
-    project_scaling.WEAK,
-    ids=[one[0] for one in project_scaling.WEAK],
+    scaling.WEAK,
+    ids=[one[0] for one in scaling.WEAK],
 )
 def test_published_step_times_come_out_within_five_percent(
     name: str, shape: tuple[int, int, int], parallel: Parallelism, published: float
 ) -> None:
     hardware = Hardware(GpuSpec.load("a100"), DriveSpec.load("p5800x"), 4)
-    profile = project(Projection(project_scaling.as_published(shape), parallel, hardware))
+    profile = project(Projection(scaling.as_published(shape), parallel, hardware))
     assert keep_step_s(profile) == pytest.approx(published, rel=0.05)
 
 
 def test_530_g_parameters_on_2240_a100_reach_the_published_share_of_peak() -> None:
     # arXiv 2205.05198, abstract: 54.2 % model FLOPs utilization. The reduction of gradients over
     # the eight copies of the model is not projected, so that this is a bound from above.
-    model = project_scaling.as_published((105, 20480, 128))
+    model = scaling.as_published((105, 20480, 128))
     parallel = Parallelism(1, 2240, 8, 35, 3, 8, True)
     hardware = Hardware(GpuSpec.load("a100"), DriveSpec.load("p5800x"), 4)
     step_s = keep_step_s(project(Projection(model, parallel, hardware)))
@@ -133,7 +133,7 @@ def test_large_models_on_h100_reach_the_published_share_of_peak() -> None:
 class TestWhatSsdTrainPublishes:
     """arXiv 2408.10013: at most 12.1 GB/s for each A100 at scale, less as systems grow."""
 
-    result = project_scaling.tables("p5800x", 4)
+    result = scaling.tables("p5800x", 4)
 
     def test_writes_at_scale_stay_near_the_published_bound_and_fall(self) -> None:
         large = [one for one in self.result["weak"] if one["gpus"] >= 64]

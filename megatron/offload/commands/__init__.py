@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `megatron-offload` does: doctor, plan, rok, report."""
+"""What `megatron-offload` does: doctor, bench, plan, rok, report."""

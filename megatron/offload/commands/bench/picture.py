@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark's picture: `draw`. The only user of matplotlib in this room.
+
+`command.py` calls it for --plot, `tools/plot/storage.py` for a file that --json has written. Bars
+are medians over the rounds, whiskers the smallest and the largest round.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.offload.config import format_size
+from megatron.offload.errors import ConfigurationError
+
+OURS, THEIRS = "tab:blue", "tab:gray"
+LABELS = {"gbps": "GB/s  (more is better)", "cpu_s_per_gb": "CPU s/GB  (less is better)"}
+
+
+def check_matplotlib() -> None:
+    """Raises ConfigurationError, a sentence, where nothing could be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            "--plot needs matplotlib, which is not installed; pip install matplotlib, or leave it "
+            "out"
+        )
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draws two rows of panels for each tier, one panel for each operation.
+
+    Args:
+        result: what `--json` writes.
+        path: PNG or SVG, by its ending.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    tiers = list(dict.fromkeys(each["tier"] for each in result["figures"]))
+    operations = list(dict.fromkeys(each["operation"] for each in result["figures"]))
+    groups = len({(each["block_bytes"], each["depth"]) for each in result["figures"]})
+    figure, all_axes = plt.subplots(
+        2 * len(tiers),
+        len(operations),
+        figsize=(len(operations) * max(2.8, 0.5 * groups + 0.8), 5 * len(tiers) + 0.8),
+        squeeze=False,
+        sharey="row",
+    )
+    for row, (tier, value) in enumerate((tier, value) for tier in tiers for value in LABELS):
+        own = [each for each in result["figures"] if each["tier"] == tier]
+        for axes, operation in zip(all_axes[row], operations, strict=True):
+            chosen = [each for each in own if each["operation"] == operation]
+            _draw_bars(axes, chosen, value)
+            _mark_blocks(axes, chosen)
+            if value == "gbps":
+                axes.set_title(f"{tier}: {operation}")
+            else:
+                axes.set_xlabel("queue depth and block size", labelpad=15, fontsize=8)
+        all_axes[row][0].set_ylim(0, 1.15 * max(_highest(each, value) for each in own))
+        all_axes[row][0].set_ylabel(LABELS[value])
+        all_axes[row][-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    machine = result["machine"]
+    figure.suptitle(
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['offload_filesystem']}; "
+        "numbers are tier / reference",
+        fontsize=9,
+    )
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.15 / figure.get_figheight()))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _draw_bars(axes: Any, points: Sequence[dict[str, Any]], value: str) -> None:
+    """Ours and the reference side by side for each block size and depth, their ratio above."""
+    aside = 0.2 if points[0]["reference"] else 0.0
+    for offset, part, color in ((-aside, "ours", OURS), (aside, "reference", THEIRS)):
+        bars = [
+            (place + offset, each[value][part], *_range(each["rounds"], part, value))
+            for place, each in enumerate(points)
+            if each[value][part] is not None
+        ]
+        if bars:
+            places, heights, lows, highs = zip(*bars, strict=True)
+            label = "tier" if part == "ours" else points[0]["reference"]
+            axes.bar(places, heights, 0.4, color=color, label=label)
+            axes.vlines(places, lows, highs, color="black", linewidth=0.8)
+    for place, each in enumerate(points):
+        compared = each[value]
+        if compared["ratio"] is not None:
+            axes.annotate(
+                f"{compared['ratio']:.2f}",
+                (place, _highest(each, value)),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7.5,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
+            )
+    axes.set_xticks(range(len(points)), [str(each["depth"]) for each in points])
+    room = max(2 - len(points), 0) / 2 + 0.5  # a single pair of bars is not to fill the panel
+    axes.set_xlim(-room, len(points) - 1 + room)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _mark_blocks(axes: Any, points: Sequence[dict[str, Any]]) -> None:
+    """The block size below the depths that belong to it, and a line between two sizes."""
+    sizes = [each["block_bytes"] for each in points]
+    for size in dict.fromkeys(sizes):
+        first, num = sizes.index(size), sizes.count(size)
+        axes.annotate(
+            format_size(size),
+            (first + (num - 1) / 2, 0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, -19),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize=9,
+        )
+        if first:
+            axes.axvline(first - 0.5, color="black", linewidth=0.6, alpha=0.5)
+
+
+def _highest(point: dict[str, Any], value: str) -> float:
+    """The upper end of the higher whisker."""
+    parts = ["ours", "reference"] if point["reference"] else ["ours"]
+    return max(_range(point["rounds"], part, value)[1] for part in parts)
+
+
+def _range(rounds: Sequence[dict[str, Any]], part: str, value: str) -> tuple[float, float]:
+    """Smallest and largest round."""
+    values = []
+    for sample in (each[part] for each in rounds):
+        duration = sample["wall_s"] if value == "gbps" else sample["cpu_s"]
+        gigabytes = sample["num_bytes"] / 1e9
+        values.append(gigabytes / duration if value == "gbps" else duration / gigabytes)
+    return min(values), max(values)

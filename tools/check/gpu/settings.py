@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of gpu_check.py was asked for: `Settings`; the `Size` of a model; `settle`.
+
+The command line makes the settings, every section reads them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SECTIONS = ("ordering", "two_gpus", "parity", "memory")
+_SETTLE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shape of a model and of its micro-batch."""
+
+    hidden: int
+    num_layers: int
+    seq_length: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.hidden}x{self.num_layers}x{self.seq_length}x{self.micro_batch}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.seq_length * self.micro_batch
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of 128, as large models have them; of 64 where that does not divide."""
+        return self.hidden // (128 if self.hidden % 128 == 0 else 64)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a section needs to know."""
+
+    device: torch.device
+    directory: Path  # on the SSD
+    quick: bool
+    seed: int
+    stress_s: float
+
+    @property
+    def on_gpu(self) -> bool:
+        """Else this only tries the script out."""
+        return self.device.type == "cuda"
+
+
+def settle(engine: Any) -> None:
+    """Waits until no write of an engine (None: offload is off) is queued or running.
+
+    Raises:
+        TimeoutError: one did not end.
+    """
+    deadline_s = time.monotonic() + _SETTLE_S
+    while engine is not None and engine._inflight.taken_bytes:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"writes did not end within {_SETTLE_S:.0f} s")
+        time.sleep(0.0005)
