@@ -26,6 +26,7 @@ from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.connect import SUPPORTED_VERSIONS
+from megatron.offload.planner.libraries import check_libraries
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "doctor":
             return _doctor(args)
         if args.command == "plan":
-            from megatron.offload.commands.plan.command import run  # brings scipy
+            check_libraries("megatron-offload plan")
+            from megatron.offload.commands.plan.command import run  # brings scipy and numba
 
             return run(args)
         if args.command == "rok":

@@ -49,7 +49,7 @@ def test_a_file_keeps_the_plans_of_all_stages(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["plan.json"]
 
 
-def test_a_file_has_a_line_for_each_group() -> None:
+def test_a_file_has_a_line_for_each_part() -> None:
     lines = plans_to_json([plan(0), plan(1)]).splitlines()
     assert sum('"placement": "ssd"' in line for line in lines) == 6
     assert all(line.count('"placement"') <= 1 for line in lines)
@@ -100,7 +100,7 @@ def test_a_plan_of_something_else_is_refused(
         plan().check(layers, tiers)
 
 
-def test_a_group_that_there_is_not_is_refused() -> None:
+def test_a_part_that_there_is_not_is_refused() -> None:
     parts = (dataclasses.replace(plan().parts[0], part="mpl"), *plan().parts)
     with pytest.raises(ConfigurationError, match=r"a part 'mpl' of decoder\.1; expected one of"):
         Plan(parts).check(LAYERS, [Placement.SSD])
@@ -164,16 +164,27 @@ def test_a_plan_that_was_edited_by_hand_is_read() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        ('"chunk": 0', '"chunk": "0"', "chunk is '0'"),
-        ('"chunk": 0', '"chunk": true', "chunk is True"),
-        ('"layer": "decoder.0"', '"layer": ["decoder.0"]', "layer is"),
-        ('"stage": 0', '"stage": [0]', "stage is"),
-        ('"movable_bytes": 8', '"movable_bytes": "8MiB"', "movable_bytes is '8MiB'"),
-        ('"reason": ""', '"reason": null', "reason is None"),
-        ('"step_s": 1.0', '"step_s": "1"', "step_s is '1'"),
-        ('"placement": "ssd"', '"placement": "sdd"', "mlp of decoder.0 has placement 'sdd'"),
+        (
+            '"chunk": 0',
+            '"chunk": "0"',
+            "Expected `int`, got `str` - at `$.stages[0].parts[1].chunk`",
+        ),
+        ('"chunk": 0', '"chunk": true', "got `bool` - at `$.stages[0].parts[1].chunk` in {"),
+        ('"layer": "decoder.0"', '"layer": ["decoder.0"]', "$.stages[0].parts[1].layer"),
+        ('"stage": 0', '"stage": [0]', "Expected `int`, got `array` - at `$.stages[0].stage`"),
+        ('"movable_bytes": 8', '"movable_bytes": "8MiB"', '"mlp", "placement": "ssd", "movable_by'),
+        ('"reason": ""', '"reason": null', "Expected `str`, got `null`"),
+        ('"step_s": 1.0', '"step_s": "1"', "Expected `float`, got `str`"),
+        (
+            '"placement": "ssd"',
+            '"placement": "sdd"',
+            '"layer": "decoder.0", "part": "mlp"',
+        ),
+        ('"placement": "ssd"', '"placement": "sdd"', "expected keep, recompute, host or ssd"),
+        ('"reason": ""', '"raeson": ""', "nothing is called 'raeson'"),
         ('"part": "mlp"', '"part": "attention"', "attention of decoder.0 in chunk 0 is there 2"),
-        ('"stages": [', '"levels": [', "'stages' is missing"),
+        ('"stages": [', '"levels": [', "nothing is called 'levels'"),
+        ('"version": 1', '"goal": 1', "'version' is missing"),
     ],
 )
 def test_what_was_edited_wrongly_is_named(before: str, after: str, words: str) -> None:
@@ -185,6 +196,16 @@ def test_what_was_edited_wrongly_is_named(before: str, after: str, words: str) -
     edited = after.join(text.rsplit(before, 1))
     with pytest.raises(ConfigurationError, match=re.escape(words)):
         plans_from_json(edited)
+
+
+def test_a_plan_in_the_words_of_earlier_releases_is_read() -> None:
+    parts = (
+        PlannedPart(0, "decoder.0", "mlp", Placement.SSD, 8),
+        PlannedPart(0, "decoder.0", "mlp-selective", Placement.RECOMPUTE, 2),
+    )
+    text = plans_to_json([Plan(parts)]).replace('"parts"', '"groups"').replace('"part"', '"group"')
+    assert text.count("-selective") == 1 and text.count('"group"') == 2
+    assert plans_from_json(text.replace("-selective", "-cheap")) == {0: Plan(parts)}
 
 
 def test_a_stage_is_planned_once() -> None:

@@ -30,16 +30,31 @@ def test_a_profile_survives_a_file(tmp_path: Path) -> None:
     assert StageProfile.load(path) == profile
 
 
-@pytest.mark.parametrize("text", ["", "[]", "1", "{}", '{"version": 1}', "nonsense"])
+@pytest.mark.parametrize("text", ["", "[]", "1", "{}", '{"version": 2}', "nonsense"])
 def test_what_is_no_profile_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="this is no profile of a stage"):
         StageProfile.from_json(text)
 
 
-def test_another_format_is_named() -> None:
-    values = json.loads(stage().to_json()) | {"version": 7}
-    with pytest.raises(ConfigurationError, match="has format 7, this release reads 1; measure"):
+@pytest.mark.parametrize("version", [1, 7])
+def test_another_format_is_named(version: int) -> None:
+    values = json.loads(stage().to_json()) | {"version": version}
+    sentence = f"has format {version}, this release reads 2; measure it again"
+    with pytest.raises(ConfigurationError, match=sentence):
         StageProfile.from_json(json.dumps(values))
+
+
+def test_a_wrong_value_in_a_file_is_said_with_its_place() -> None:
+    values = json.loads(stage(2).to_json())
+    values["layers"][1]["parts"][0]["movable_bytes"] = "8MiB"
+    with pytest.raises(ConfigurationError, match=r"got `str` - at `\$.layers\[1\].parts\[0\].mova"):
+        StageProfile.from_json(json.dumps(values))
+
+
+def test_figures_that_cannot_be_are_refused_in_a_file_too() -> None:
+    text = stage().to_json().replace('"num_micro_batches": 1', '"num_micro_batches": 0')
+    with pytest.raises(ConfigurationError, match=r"^activation offload: the profile has num_micro"):
+        StageProfile.from_json(text)
 
 
 @pytest.mark.parametrize(

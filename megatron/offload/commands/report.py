@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.commands.aligned import aligned
+from tabulate import tabulate
+
 from megatron.offload.config import format_size
 from megatron.offload.errors import ConfigurationError
 
@@ -53,7 +54,7 @@ def compare_runs(paths: Sequence[Path]) -> str:
                 f"{_median(steady, 'stall_s'):.3f} s",
             )
         )
-    return aligned(rows)
+    return tabulate(rows, tablefmt="plain", disable_numparse=True)
 
 
 def _median(steps: list[dict[str, Any]], name: str) -> float:

@@ -12,14 +12,17 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.atomic_file import write_atomically
 from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
-from megatron.offload.placement.policy import Placement
+from megatron.offload.placement.policy import SELECTIVE
 
 FORMAT_VERSION = 1
 
@@ -29,10 +32,7 @@ def plans_to_json(plans: Iterable[Plan]) -> str:
     stages = []
     for plan in sorted(plans, key=lambda one: one.stage):
         values = dataclasses.asdict(plan)
-        lines = [
-            json.dumps({**dataclasses.asdict(one), "placement": one.placement.value})
-            for one in plan.parts
-        ]
+        lines = [json.dumps(msgspec.to_builtins(one)) for one in plan.parts]
         values["parts"] = _ALL_PARTS
         text = json.dumps(values, indent=1)
         stages.append(text.replace(f'"{_ALL_PARTS}"', "[\n  " + ",\n  ".join(lines) + "\n ]"))
@@ -40,27 +40,30 @@ def plans_to_json(plans: Iterable[Plan]) -> str:
 
 
 def plans_from_json(text: str) -> dict[int, Plan]:
-    """The plans in a file's text, by stage.
+    """The plans in a file's text, by stage; also in the words of earlier releases.
 
     Raises:
         ConfigurationError: it has none, or is of another format version.
     """
+    values: Any = None
     try:
-        values: dict[str, Any] = json.loads(text)
-        if values["version"] != FORMAT_VERSION:
+        values = json.loads(text, object_hook=_in_todays_words)
+        if (version := values["version"]) != FORMAT_VERSION:
             raise ConfigurationError(
-                f"the plan has format {values['version']}, this release reads {FORMAT_VERSION}; "
-                "plan again"
+                f"the plan has format {version}, this release reads {FORMAT_VERSION}; plan again"
             )
-        plans = [_plan(one) for one in values["stages"]]
+        plans = msgspec.convert(values, _File).stages
         _check_once("stage", [plan.stage for plan in plans])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        for plan in plans:
+            parts = [f"{one.part} of {one.layer} in chunk {one.chunk}" for one in plan.parts]
+            _check_once("part", parts)
+    except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, ConfigurationError):
             raise
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ConfigurationError(
-            f"this is no activation plan ({reason}); correct it, or give a file that "
-            "--activation-offload-plan has written"
+            f"this is no activation plan ({reason}{_line(values, reason)}); correct it, or give a "
+            "file that --activation-offload-plan has written"
         ) from None
     return {plan.stage: plan for plan in plans}
 
@@ -95,50 +98,45 @@ def load_plans(path: Path) -> dict[int, Plan]:
 _ALL_PARTS = "%parts%"  # stands for them until each has its line
 
 
-# What people may have edited, and what it has to be.
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("stage", "chunk", "movable_bytes"), int),
-    **dict.fromkeys(("layer", "part", "reason", "goal"), str),
-    **dict.fromkeys((field.name for field in dataclasses.fields(Prediction)), (int, float)),
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """What stands in a file."""
+
+    version: int
+    stages: tuple[Plan, ...]
+
+
+# People edit plans, and keep them: words of releases before this one, and today's for them.
+_OLD_NAMES = {"group": "part", "groups": "parts"}
+_OLD_ENDING = "-cheap"
+_NAMES = {
+    field.name
+    for kind in (_File, Plan, PlannedPart, Prediction)
+    for field in dataclasses.fields(kind)
 }
 
 
-def _plan(values: dict[str, Any]) -> Plan:
-    _check_kinds(values)
-    parts = tuple(_part(one) for one in values["parts"])
-    _check_once("part", [f"{one.part} of {one.layer} in chunk {one.chunk}" for one in parts])
-    predictions = {
-        name: _prediction(values[name]) if values.get(name) is not None else None
-        for name in ("predicted", "fastest")
-    }
-    notes = tuple(values.get("notes", ()))
-    return Plan(**{**values, "parts": parts, "notes": notes, **predictions})
+def _in_todays_words(values: dict[str, Any]) -> dict[str, Any]:
+    """An object of a file that a release before this one may have written."""
+    values = {_OLD_NAMES.get(name, name): value for name, value in values.items()}
+    for name in values.keys() - _NAMES:
+        raise ValueError(f"nothing is called {name!r}")
+    part = values.get("part")
+    if isinstance(part, str) and part.endswith(_OLD_ENDING):
+        values["part"] = part.removesuffix(_OLD_ENDING) + SELECTIVE
+    return values
 
 
-def _part(values: dict[str, Any]) -> PlannedPart:
-    _check_kinds(values)
-    placements = [one.value for one in _PLACEMENTS]
-    if values["placement"] not in placements:
-        raise ValueError(
-            f"{values['part']} of {values['layer']} has placement {values['placement']!r}, "
-            f"expected {', '.join(placements)}"
-        )
-    return PlannedPart(**{**values, "placement": Placement(values["placement"])})
+def _line(values: Any, reason: str) -> str:
+    """The line of a plan that a decoder's error is about, and what may stand there."""
+    at = re.search(r"`\$\.stages\[(\d+)\]\.parts\[(\d+)\]\.?(\w*)", reason)
+    if at is None:
+        return ""
+    line = f" in {json.dumps(values['stages'][int(at[1])]['parts'][int(at[2])])}"
+    return f"{line}, expected {_PLACEMENTS}" if at[3] == "placement" else line
 
 
-_PLACEMENTS = (Placement.KEEP, Placement.RECOMPUTE, Placement.HOST, Placement.SSD)
-
-
-def _prediction(values: dict[str, Any]) -> Prediction:
-    _check_kinds(values)
-    return Prediction(**values)
-
-
-def _check_kinds(values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        kind = _KINDS.get(name, object)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not object):
-            raise TypeError(f"{name} is {value!r}")
+_PLACEMENTS = "keep, recompute, host or ssd"
 
 
 def _check_once(what: str, names: Sequence[Any]) -> None:

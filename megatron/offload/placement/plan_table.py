@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from textwrap import indent
+
+from tabulate import tabulate
 
 from megatron.offload.config import format_size
 from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
@@ -13,7 +16,7 @@ _HEADINGS = ("layers", "part", "each", "placement", "why")
 
 
 def plan_table(plan: Plan) -> str:
-    """Lines without a newline at the end."""
+    """A heading, a line for each part of layers that look alike, predictions and notes."""
     chunks = {one.chunk for one in plan.parts}
     rows = [_HEADINGS]
     for run in _runs(plan):
@@ -27,12 +30,9 @@ def plan_table(plan: Plan) -> str:
             size = format_size(one.movable_bytes)
             rows.append((name, one.part, size, one.placement.value, one.reason))
             name = ""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     goal = f", {plan.goal}" if plan.goal else ""
-    lines = [f"activation plan of stage {plan.stage}{goal}:"]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(("  " + "  ".join(cells)).rstrip())
+    table = tabulate(rows, tablefmt="plain", disable_numparse=True)
+    lines = [f"activation plan of stage {plan.stage}{goal}:", indent(table, "  ")]
     if plan.predicted is not None:
         lines.append(f"  predicted: {_describe(plan.predicted)}")
     if plan.fastest is not None:

@@ -28,6 +28,7 @@ from megatron.offload.config import OffloadConfig, format_size
 from megatron.offload.device.memory_limit import MemoryLimit, memory_limit
 from megatron.offload.device.mounts import Mount, block_devices, mount_of, parse_mountinfo
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.tiers.checksum import load_checksum
 from megatron.offload.tiers.gds_status import gds_status
 from megatron.offload.tiers.host_budget import host_budget_bytes
@@ -108,8 +109,11 @@ def _flags_check(args: argparse.Namespace, flags: Flags) -> Check:
     facts = {"mode": flags.mode, "directories": [str(path) for path in flags.directories]}
     name = "flags"
     try:
-        if OffloadConfig.from_args(assumed).verify == "checksum":
+        config = OffloadConfig.from_args(assumed)
+        if config.verify == "checksum":
             load_checksum()
+        if config.plans:
+            check_libraries("--activation-offload auto")
     except ConfigurationError as error:
         return Check(name, Status.PROBLEM, *in_words(error), facts=facts)
     if flags.mode == "off":

@@ -7,7 +7,8 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from megatron.offload.commands.aligned import aligned
+from tabulate import tabulate
+
 from megatron.offload.commands.plan.comparison import PlanComparison
 from megatron.offload.config import format_size
 from megatron.offload.placement.plan import Prediction
@@ -92,7 +93,7 @@ def _drives_of(hardware: Hardware) -> str:
 def _comparison(comparison: PlanComparison) -> str:
     rows: list[Sequence[str]] = [_HEADINGS]
     rows += [_row(name, one, comparison.keep) for name, one in comparison.strategies.items()]
-    return aligned(rows)
+    return tabulate(rows, tablefmt="plain", disable_numparse=True)
 
 
 def _row(name: str, one: Prediction | None, keep: Prediction) -> Sequence[str]:

@@ -13,6 +13,7 @@ from megatron.offload.commands.training_runs.trainer import CHECKOUT, add_traini
 from megatron.offload.config import parse_rate, parse_size
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.planner.libraries import check_libraries
 
 DESCRIPTION = """\
 Measures the recompute-offload-keep (ROK) curve of SSDTrain (arXiv 2408.10013) on this machine: peak
@@ -129,6 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises ConfigurationError where nothing could be measured; sets what depends on others."""
+    check_libraries("megatron-offload rok")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError(
             "rok draws with matplotlib, which is not installed; pip install matplotlib"

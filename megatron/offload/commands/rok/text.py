@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.offload.commands.aligned import aligned
+from tabulate import tabulate
+
 from megatron.offload.commands.rok.measurements import MeasuredPoint
 from megatron.offload.commands.rok.verdict import Rival, Verdict
 from megatron.offload.config import MIB
@@ -27,7 +28,8 @@ _HEADINGS = (
 
 def measurements_table(measured: Sequence[MeasuredPoint]) -> str:
     """A row for each strategy."""
-    return aligned([_HEADINGS, *(_row(one) for one in measured)])
+    rows = [_HEADINGS, *(_row(one) for one in measured)]
+    return tabulate(rows, tablefmt="plain", disable_numparse=True)
 
 
 def _row(one: MeasuredPoint) -> Sequence[str]:
@@ -73,7 +75,8 @@ def _one_size(verdicts: Sequence[Verdict]) -> str:
         "numbers below budgets: time of auto / of the strategy, paired by turn or round; -: no fit"
     ]
     notes += [_sentence(one) for one in verdicts if not one.is_won]
-    return "\n".join((aligned(rows), *notes))
+    table = tabulate(rows, tablefmt="plain", disable_numparse=True)
+    return "\n".join((table, *notes))
 
 
 def _cell(rival: Rival) -> str:

@@ -26,6 +26,7 @@ from megatron.offload.integration.megatron.patch_points import decorate
 from megatron.offload.integration.megatron.recomputable import why_not_recomputed
 from megatron.offload.placement.plan_policy import PlannedPolicy
 from megatron.offload.placement.policy import Placement, Policy
+from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.planner.online.planner import Planner
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.stats.endurance import Endurance
@@ -199,6 +200,8 @@ def install(
     settings = _transformer_config(model_chunks)
     check_settings(settings)
     check_layers(config, settings)
+    if config.plans and policy is None:
+        check_libraries("--activation-offload auto")
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     device = open_device(next(model_chunks[0].parameters()).device)
     planned = None
@@ -256,6 +259,8 @@ def check(
         check_version()
         check_settings(settings)
         check_layers(config, settings)
+        if config.plans:
+            check_libraries("--activation-offload auto")
         check_tiers(config, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
 
 

@@ -7,12 +7,12 @@ ranks must ask the same things in the same order.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.placement.plan import Plan
+from megatron.offload.planner.profile.numbers import with_numbers
 from megatron.offload.planner.profile.stage_profile import StageProfile
 
 
@@ -59,11 +59,18 @@ class SingleRank:
 def agreed_profile(profile: StageProfile, consensus: RankConsensus) -> StageProfile:
     """The profile that all ranks of a group plan with: mean seconds and rates, largest sizes."""
     seconds: list[float] = []
-    sizes: list[int] = []
-    _walk(profile, seconds, sizes)
-    means = consensus.means(seconds)
-    largest = consensus.largest([float(size) for size in sizes])  # exact below 2^53
-    return _rebuilt(profile, iter(means), iter(largest))
+    sizes: list[float] = []
+
+    def collect(_: str, number: float) -> float:
+        (seconds if isinstance(number, float) else sizes).append(number)
+        return number
+
+    with_numbers(collect, profile)
+    means = iter(consensus.means(seconds))
+    largest = iter(consensus.largest([float(size) for size in sizes]))  # exact below 2^53
+    return with_numbers(
+        lambda _, number: next(means) if isinstance(number, float) else int(next(largest)), profile
+    )
 
 
 def check_same(plan: Plan, consensus: RankConsensus) -> None:
@@ -83,33 +90,3 @@ def raise_first(messages: Iterable[str | None]) -> None:
     for message in messages:
         if message is not None:
             raise ConfigurationError(message)
-
-
-def _walk(value: Any, seconds: list[float], sizes: list[int]) -> None:
-    """Collects every number, always in the same order."""
-    if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            _walk(getattr(value, field.name), seconds, sizes)
-    elif isinstance(value, tuple):
-        for one in value:
-            _walk(one, seconds, sizes)
-    elif isinstance(value, float):
-        seconds.append(value)
-    elif isinstance(value, int):
-        sizes.append(value)
-
-
-def _rebuilt(value: Any, seconds: Any, sizes: Any) -> Any:
-    """The same with other numbers."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        values = {
-            field.name: _rebuilt(getattr(value, field.name), seconds, sizes)
-            for field in dataclasses.fields(value)
-        }
-        return dataclasses.replace(value, **values)
-    if isinstance(value, tuple):
-        parts = [_rebuilt(one, seconds, sizes) for one in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, float):
-        return next(seconds)
-    return int(next(sizes)) if isinstance(value, int) else value

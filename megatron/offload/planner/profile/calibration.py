@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from megatron.offload.placement.plan import Prediction
+from megatron.offload.planner.profile.numbers import with_numbers
 from megatron.offload.planner.profile.stage_profile import StageProfile
 
 _MOST_SCALED = 2.0  # a step this many times as long as simulated is not only slower to compute
@@ -58,18 +58,10 @@ def _with_peak(
     return dataclasses.replace(profile, transient_bytes=max(peak_bytes - held_bytes, 0))
 
 
-def _slower(value: Any, factor: float) -> Any:
-    """With all seconds of computing, here and in its parts, times a factor."""
-    if isinstance(value, tuple):
-        return tuple(_slower(one, factor) for one in value)
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(value):
-        figure = getattr(value, field.name)
-        if field.name in ("layers", "parts"):
-            changes[field.name] = _slower(figure, factor)
-        elif field.name.endswith("_s") and figure is not None:
-            is_tuple = isinstance(figure, tuple)
-            changes[field.name] = (
-                tuple(one * factor for one in figure) if is_tuple else figure * factor
-            )
-    return dataclasses.replace(value, **changes)
+def _slower(profile: StageProfile, factor: float) -> StageProfile:
+    """The profile with all seconds of computing, not those of tiers, times a factor."""
+    slower = with_numbers(
+        lambda name, number: number * factor if name.endswith("_s") else number,
+        dataclasses.replace(profile, tiers=()),
+    )
+    return dataclasses.replace(slower, tiers=profile.tiers)

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.offload.planner.profile.numbers import with_numbers
 from megatron.offload.planner.profile.stage_profile import StageProfile
 
 # What depends on the size; of the rest the later profile's is taken.
@@ -49,8 +50,15 @@ def fitted(one: StageProfile, other: StageProfile, sizes: dict[str, int]) -> Sta
     if (_saved_bytes(other) - _saved_bytes(one)) * (high - low) <= 0:
         return None
     part = (tokens_of(sizes) - low) / (high - low)
-    figures = {name: _between(getattr(one, name), getattr(other, name), part) for name in _FITTED}
-    return dataclasses.replace(other, **figures, sizes=dict(sizes), source="fitted to two sizes")
+
+    def between(_: str, a: float, b: float) -> float:
+        value = max(a + part * (b - a), 0.0)
+        return value if isinstance(a, float) else round(value)
+
+    fields = {
+        name: with_numbers(between, getattr(one, name), getattr(other, name)) for name in _FITTED
+    }
+    return dataclasses.replace(other, **fields, sizes=dict(sizes), source="fitted to two sizes")
 
 
 def _saved_bytes(profile: StageProfile) -> int:
@@ -59,20 +67,3 @@ def _saved_bytes(profile: StageProfile) -> int:
 
 def _names(profile: StageProfile) -> list[Any]:
     return [(one.chunk, one.name, [g.name for g in one.parts]) for one in profile.layers]
-
-
-def _between(one: Any, other: Any, part: float) -> Any:
-    """Everything in it that is a number."""
-    if dataclasses.is_dataclass(one) and not isinstance(one, type):
-        values = {
-            field.name: _between(getattr(one, field.name), getattr(other, field.name), part)
-            for field in dataclasses.fields(one)
-            if field.name != "chunk"
-        }
-        return dataclasses.replace(other, **values)
-    if isinstance(one, tuple):
-        return tuple(_between(a, b, part) for a, b in zip(one, other, strict=True))
-    if one is None or other is None or isinstance(one, str):
-        return other
-    value = max(one + part * (other - one), 0.0)
-    return value if isinstance(one, float) else round(value)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.planner.profile.numbers import with_numbers
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class StageProfile:
     """One rank's view of a training step.
 
     Attributes:
-        layout: this stage's place in the pipeline.
+        position: this stage's place in the pipeline.
         num_micro_batches: in a step.
         layers: by chunk, then in the order of the forward pass.
         tiers: that activations may go to.
@@ -163,12 +164,8 @@ class StageProfile:
                 f"the profile has tiers {names}; expected host and ssd, each once at most; "
                 "measure it again"
             )
-        wrong = next(_wrong_figures(self, ""), None)
-        if wrong is not None:
-            raise ConfigurationError(
-                f"the profile has {wrong}; expected a finite number from zero up, and above zero "
-                "for bandwidths and counts; measure it again"
-            )
+        for field in dataclasses.fields(self):
+            with_numbers(_check_number, getattr(self, field.name), name=field.name)
 
     def to_json(self) -> str:
         """Text that `from_json` reads."""
@@ -182,21 +179,19 @@ class StageProfile:
             ConfigurationError: it is none, or one of another format version.
         """
         try:
-            values: dict[str, Any] = json.loads(text)
-            version = values.pop("version")
+            version = msgspec.json.decode(text, type=_Head).version
             if version != FORMAT_VERSION:
                 raise ConfigurationError(
                     f"the profile has format {version}, this release reads {FORMAT_VERSION}; "
                     "measure it again"
                 )
-            return cls(
-                **{name: value for name, value in values.items() if name not in _NESTED},
-                **{name: make(values[name]) for name, make in _NESTED.items()},
-            )
-        except ConfigurationError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigurationError(f"this is no profile of a stage: {error}") from None
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            if isinstance(error.__cause__, ConfigurationError):  # of `__post_init__`
+                raise error.__cause__ from None
+            raise ConfigurationError(
+                f"this is no profile of a stage: {error}; give one that a run has written"
+            ) from None
 
     @classmethod
     def load(cls, path: Path) -> StageProfile:
@@ -207,42 +202,21 @@ class StageProfile:
             raise ConfigurationError(f"{path} is no profile of a stage: {error}") from None
 
 
+@dataclass(frozen=True)
+class _Head:
+    """What a profile's file of any format has."""
+
+    version: int
+
+
 _BY_CHUNK = ("before_s", "after_s", "backward_before_s", "backward_after_s", "pass_fixed_bytes")
 _ABOVE_ZERO = ("bytes_per_s", "num_micro_batches", "num_stages", "num_chunks")
 
 
-def _wrong_figures(value: Any, name: str) -> Iterator[str]:
-    """Figures that cannot be, as `name = figure`; looks into everything below `value`."""
-    if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _wrong_figures(getattr(value, field.name), field.name)
-    elif isinstance(value, PipelinePosition):
-        for part, figure in value._asdict().items():
-            yield from _wrong_figures(figure, part)
-    elif isinstance(value, tuple):
-        for one in value:
-            yield from _wrong_figures(one, name)
-    elif isinstance(value, int | float) and (
-        not math.isfinite(value) or value < 0 or (value == 0 and name.endswith(_ABOVE_ZERO))
-    ):
-        yield f"{name} = {value}"
-
-
-def _layers(values: list[dict[str, Any]]) -> tuple[LayerProfile, ...]:
-    return tuple(
-        LayerProfile(**{**one, "parts": tuple(PartProfile(**g) for g in one["parts"])})
-        for one in values
-    )
-
-
-# How fields that are more than a number are made from what JSON has of them.
-_NESTED: dict[str, Any] = {
-    "position": lambda values: PipelinePosition(*values),
-    "layers": _layers,
-    "tiers": lambda values: tuple(TierProfile(**one) for one in values),
-    "before_s": tuple,
-    "after_s": tuple,
-    "backward_before_s": tuple,
-    "backward_after_s": tuple,
-    "pass_fixed_bytes": tuple,
-}
+def _check_number(name: str, number: float) -> float:
+    if not math.isfinite(number) or number < 0 or (number == 0 and name.endswith(_ABOVE_ZERO)):
+        raise ConfigurationError(
+            f"the profile has {name} = {number}; expected a finite number from zero up, and above "
+            "zero for bandwidths and counts; measure it again"
+        )
+    return number

@@ -9,18 +9,38 @@ torch; it gets a profile and gives a plan, a line of JSON each, and ends with th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TextIO
+from typing import BinaryIO, Literal
+
+import msgspec
 
 from megatron.offload.errors import PREFIX, ConfigurationError, InfeasibleBudgetError, OffloadError
 from megatron.offload.placement.plan import Plan, Prediction
-from megatron.offload.placement.plan_file import plans_from_json, plans_to_json
 from megatron.offload.planner.profile.stage_profile import StageProfile
+
+
+@dataclass(frozen=True)
+class _Request:
+    what: Literal["solve", "predict"]
+    profile: StageProfile
+    plan: Plan | None = None  # to predict; None: everything that can goes to a tier
+    budget_bytes: int | None = None
+    max_slowdown: float | None = None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A plan or a prediction, or an error; with a plan beside it an `InfeasibleBudgetError`."""
+
+    plan: Plan | None = None
+    predicted: Prediction | None = None
+    error: str | None = None
+    smallest_bytes: int = 0
+    step_s: float = 0.0
 
 
 class SolverProcess:
@@ -33,7 +53,6 @@ class SolverProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": search},
-            text=True,
         )
         return self
 
@@ -51,84 +70,76 @@ class SolverProcess:
     def solve(
         self, profile: StageProfile, *, budget_bytes: int | None, max_slowdown: float | None
     ) -> Plan:
-        """See `placement.solver.solve`."""
-        answer = self._ask("solve", profile, budget_bytes=budget_bytes, max_slowdown=max_slowdown)
-        (plan,) = plans_from_json(answer["plan"]).values()
+        """The plan that `solver.solve.solve` makes, which also says what it raises."""
+        plan = self._ask(_Request("solve", profile, None, budget_bytes, max_slowdown)).plan
+        assert plan is not None
         return plan
 
     def predict(self, profile: StageProfile, plan: Plan | None) -> Prediction:
-        """Of a plan; with None, where everything that can goes to a tier."""
-        text = plans_to_json([plan]) if plan is not None else None
-        return Prediction(**self._ask("predict", profile, plan=text)["predicted"])
+        """What a step takes with a plan; with None, where everything that can goes to a tier."""
+        predicted = self._ask(_Request("predict", profile, plan)).predicted
+        assert predicted is not None
+        return predicted
 
-    def _ask(self, what: str, profile: StageProfile, **asked: Any) -> dict[str, Any]:
+    def _ask(self, request: _Request) -> _Answer:
         assert self._process.stdin is not None and self._process.stdout is not None
-        line = ""
+        line = b""
         with contextlib.suppress(BrokenPipeError):
-            print(
-                json.dumps({"what": what, "profile": profile.to_json(), **asked}),
-                file=self._process.stdin,
-                flush=True,
-            )
+            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+            self._process.stdin.flush()
             line = self._process.stdout.readline()
         if not line:
             raise OffloadError(
                 f"the process that plans ended with exit code {self._process.wait()} and without a "
                 "plan; what it wrote to standard error says why"
             )
-        answer: dict[str, Any] = json.loads(line)
-        if "smallest_bytes" in answer:
-            (plan,) = plans_from_json(answer["plan"]).values()
+        answer = msgspec.json.decode(line, type=_Answer)
+        if answer.error is None:
+            return answer
+        if answer.plan is not None:
             raise InfeasibleBudgetError(
-                answer["error"], answer["smallest_bytes"], answer["step_s"], plan
+                answer.error, answer.smallest_bytes, answer.step_s, answer.plan
             )
-        if "error" in answer:
-            raise ConfigurationError(answer["error"])
-        return answer
+        raise ConfigurationError(answer.error)
 
 
 # ------------------------------------------------------------------ the process's side
 
 
-def _serve(requests: TextIO, answers: TextIO) -> None:
+def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     for line in requests:
-        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+        answer = _answer(msgspec.json.decode(line, type=_Request))
+        answers.write(msgspec.json.encode(answer) + b"\n")
+        answers.flush()
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    profile = StageProfile.from_json(request["profile"])
+def _answer(request: _Request) -> _Answer:
     try:
-        if request["what"] == "predict":
-            return {"predicted": dataclasses.asdict(_predicted(profile, request["plan"]))}
+        if request.what == "predict":
+            return _Answer(predicted=_predicted(request.profile, request.plan))
         from megatron.offload.planner.solver.solve import solve
 
-        plan = solve(
-            profile, budget_bytes=request["budget_bytes"], max_slowdown=request["max_slowdown"]
-        )
-        return {"plan": plans_to_json([plan])}
+        budget_bytes, max_slowdown = request.budget_bytes, request.max_slowdown
+        return _Answer(solve(request.profile, budget_bytes=budget_bytes, max_slowdown=max_slowdown))
+    except InfeasibleBudgetError as error:
+        sentence = str(error).removeprefix(PREFIX)
+        return _Answer(error.plan, None, sentence, error.smallest_bytes, error.step_s)
     except ConfigurationError as error:
-        answer: dict[str, Any] = {"error": str(error).removeprefix(PREFIX)}
-        if isinstance(error, InfeasibleBudgetError):
-            answer.update(smallest_bytes=error.smallest_bytes, step_s=error.step_s)
-            answer["plan"] = plans_to_json([error.plan])
-        return answer
+        return _Answer(error=str(error).removeprefix(PREFIX))
 
 
-def _predicted(profile: StageProfile, plan: str | None) -> Prediction:
+def _predicted(profile: StageProfile, plan: Plan | None) -> Prediction:
     from megatron.offload.planner.simulator.timeline import Timeline
     from megatron.offload.planner.solver.baselines import all_moved
 
-    followed = all_moved(profile)
-    if plan is not None:
-        (followed,) = plans_from_json(plan).values()
-    return Timeline(profile).predict(followed)
+    return Timeline(profile).predict(all_moved(profile) if plan is None else plan)
 
 
 def _main() -> None:
     # Answers have a file of their own: what a library prints goes to standard error.
-    with os.fdopen(os.dup(1), "w") as answers:
+    with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
-        _serve(sys.stdin, answers)
+        _serve(sys.stdin.buffer, answers)
 
 
 if __name__ == "__main__":
