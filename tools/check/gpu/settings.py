@@ -6,7 +6,6 @@ The command line makes the settings, every section reads them.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +61,5 @@ def settle(engine: Any) -> None:
     Raises:
         TimeoutError: one did not end.
     """
-    deadline_s = time.monotonic() + _SETTLE_S
-    while engine is not None and engine._inflight.taken_bytes:
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"writes did not end within {_SETTLE_S:.0f} s")
-        time.sleep(0.0005)
+    if engine is not None and not engine.wait_for_writes(_SETTLE_S):
+        raise TimeoutError(f"writes did not end within {_SETTLE_S:.0f} s")
