@@ -65,6 +65,10 @@ class Profiler:
         if well and complete and len(complete) == len(passes):
             self.steps.append(complete)
 
+    def passes(self) -> list[tuple[int, PassTimings]]:
+        """What this step's passes have shown so far: number of the micro-batch, timings."""
+        return [(micro_batch, one) for (_, micro_batch), one in (self._passes or {}).items()]
+
     def clear(self) -> None:
         """Forgets the steps measured so far."""
         self.steps.clear()
