@@ -64,7 +64,7 @@ class Mutation:
         """
         found = [
             (source.index(old, start, end), old, indent)
-            for start, end, indent in _places(source).get(self.function, [])
+            for start, end, indent in places(source).get(self.function, [])
             for old in [_indented(self.old, indent)]
             for _ in range(source.count(old, start, end))
         ]
@@ -80,13 +80,14 @@ class Mutation:
 
 
 def all_mutations() -> list[Mutation]:
-    """Those of all tables."""
-    return [
-        mutation
-        for table in sorted(Path(__file__).parent.glob("*.tsv"))
-        for mutation in _rows(table)
-        if mutation.ends != LEFT_OUT
-    ]
+    """Those of all tables, without what is left out."""
+    return [mutation for mutation in all_rows() if mutation.ends != LEFT_OUT]
+
+
+def all_rows() -> list[Mutation]:
+    """All rows of all tables."""
+    tables = sorted(Path(__file__).parent.glob("*.tsv"))
+    return [mutation for table in tables for mutation in _rows(table)]
 
 
 def _rows(table: Path) -> Iterator[Mutation]:
@@ -110,13 +111,13 @@ def _indented(text: str, indent: int) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _places(source: str) -> dict[str, list[_Place]]:
+def places(source: str) -> dict[str, list[_Place]]:
     """Where the functions and classes of a file are, by their qualified names."""
     lines = source.splitlines(keepends=True)
     begins = [0]
     for line in lines:
         begins.append(begins[-1] + len(line))
-    places: dict[str, list[_Place]] = {WHOLE_FILE: [(0, len(source), 0)]}
+    found: dict[str, list[_Place]] = {WHOLE_FILE: [(0, len(source), 0)]}
 
     def walk(parent: ast.AST, prefix: str) -> None:
         for node in ast.iter_child_nodes(parent):
@@ -124,10 +125,10 @@ def _places(source: str) -> dict[str, list[_Place]]:
                 first = min([node, *node.decorator_list], key=lambda part: part.lineno)
                 last = node.end_lineno or node.lineno
                 place = (begins[first.lineno - 1], begins[last], node.col_offset)
-                places.setdefault(prefix + node.name, []).append(place)
+                found.setdefault(prefix + node.name, []).append(place)
                 walk(node, f"{prefix}{node.name}.")
             else:
                 walk(node, prefix)
 
     walk(ast.parse(source), "")
-    return places
+    return found

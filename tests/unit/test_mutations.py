@@ -7,7 +7,7 @@ import ast
 import functools
 from pathlib import Path
 
-from tests.mutation_tables import PACKAGE, Mutation, all_mutations
+from tests.mutation_tables import PACKAGE, Mutation, all_mutations, all_rows, places
 from tests.mutations import ROOT, out_of_date
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -39,3 +39,10 @@ def test_no_two_mutations_are_called_the_same_or_are_the_same() -> None:
     assert len({str(mutation) for mutation in mutations}) == len(mutations)
     changes = {(m.file, m.apply((ROOT / PACKAGE / m.file).read_text())) for m in mutations}
     assert len(changes) == len(mutations)
+
+
+def test_what_is_left_out_is_of_a_function_that_is_there() -> None:
+    gone = [
+        r for r in all_rows() if r.function not in places((ROOT / PACKAGE / r.file).read_text())
+    ]
+    assert gone == []
