@@ -292,7 +292,7 @@ def events_per_second() -> tuple[float, float]:
 
 
 def format_table(results: list[Result]) -> str:
-    """By schedule and goal."""
+    """The gaps as a table, by schedule and goal."""
     rows = []
     for key in sorted({(one.schedule, one.goal) for one in results}):
         some = [one for one in results if (one.schedule, one.goal) == key]
@@ -313,7 +313,7 @@ def format_table(results: list[Result]) -> str:
 
 
 def main() -> int:
-    """Runs it, prints the table."""
+    """Solves all instances, prints the table; the exit code."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0],
         epilog=(__doc__ or "").partition("\n\n")[2],
@@ -321,7 +321,7 @@ def main() -> int:
     )
     parser.add_argument("--instances", type=int, default=200, help="default: 200")
     parser.add_argument("--seed", type=int, default=0, help="of the instances; default: 0")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     args = parser.parse_args()
     show = sys.stderr.isatty()
     chance = random.Random(args.seed)
@@ -330,7 +330,7 @@ def main() -> int:
     seconds, wall_s = time_large(show)
     simulations, events = events_per_second()
     gaps = [one.gap for one in results]
-    figures = {
+    found = {
         "instances": args.instances,
         "seed": args.seed,
         "plans": sum(one.num_plans for one in results),
@@ -346,20 +346,20 @@ def main() -> int:
     }
     print(format_table(results))
     print(
-        f"{figures['share_within_1_percent']:.1%} within 1 % of the best of all plans, worst "
-        f"{max(gaps):.2%}; {figures['over_budget']} over budget; 96 layers: median "
+        f"{found['share_within_1_percent']:.1%} within 1 % of the best of all plans, worst "
+        f"{max(gaps):.2%}; {found['over_budget']} over budget; 96 layers: median "
         f"{statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s; "
         f"{simulations:.0f} simulations of 100 layers a second"
     )
     passed = (
-        figures["share_within_1_percent"] >= SHARE_WITHIN
+        found["share_within_1_percent"] >= SHARE_WITHIN
         and max(gaps) <= WORST
-        and not figures["over_budget"]
+        and not found["over_budget"]
         and max(seconds) < MOST_S
     )
     print("PASS" if passed else "FAIL")
     if args.json:
-        args.json.write_text(json.dumps({**figures, "passed": passed}, indent=2) + "\n")
+        args.json.write_text(json.dumps({**found, "passed": passed}, indent=2) + "\n")
     return 0 if passed else 1
 
 
