@@ -39,7 +39,7 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class Check:
-    """One line.
+    """One line of what was checked.
 
     Args:
         value: what was found, in words; sizes are rounded.
@@ -59,7 +59,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Section:
-    """Checks under a heading."""
+    """Checks that stand under one heading."""
 
     title: str
     checks: Sequence[Check]
@@ -67,7 +67,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was checked.
+    """All checks of a machine, and what they come to.
 
     Args:
         subject: what the verdict is about: `these flags` or `activation offload`.
@@ -85,7 +85,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """One line that sums up the checks."""
         subject = self.subject[0].upper() + self.subject[1:]
         problems, warnings = self._names(Status.PROBLEM), self._names(Status.WARNING)
         if problems:
@@ -100,7 +100,7 @@ class Diagnosis:
         return ", ".join(dict.fromkeys(check.name for check in checks if check.status is status))
 
     def as_text(self, colour: bool = False, width: int = 100) -> str:
-        """For people."""
+        """Lays out all checks and the verdict for people."""
         names = [check.name for part in self.sections for check in part.checks]
         indent = " " * (max(map(len, names), default=0) + _MARGIN)
         lines = []

@@ -26,7 +26,7 @@ _PCI_PARTS = ("domain", "bus", "device")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device."""
+    """A CUDA device, as the doctor describes it."""
 
     name: str
     memory_bytes: int

@@ -165,7 +165,7 @@ def megatron_check(version: str | None, supported: Sequence[str]) -> Check:
 
 
 def megatron_version(installed: dict[str, str]) -> str | None:
-    """Of the megatron-core that an import would find: a checkout may win over a wheel."""
+    """Version of the megatron-core that an import would find: a checkout may win over a wheel."""
     try:
         spec = importlib.util.find_spec("megatron.core")
     except (ImportError, ValueError):

@@ -95,7 +95,7 @@ class StageArrays(NamedTuple):
 
 
 def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> StageArrays:
-    """The tables of a profile.
+    """Makes the arrays that the simulation reads from a profile.
 
     Args:
         all_micro_batches: simulate every one, not only as many as it takes to see a steady state.

@@ -31,7 +31,7 @@ STEP_S, STALL_S, RECOMPUTE_S, WRITTEN_BYTES, READ_BYTES, PEAK_BYTES, NUM_EVENTS 
 
 @compiled
 def simulate(stage: StageArrays, choices: Ints, log: Rows) -> Floats:
-    """Simulates a step.
+    """Simulates a step of one stage with given choices.
 
     Args:
         choices: [parts], of each part, see `instructions`.

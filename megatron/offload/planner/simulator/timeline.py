@@ -64,7 +64,7 @@ _KINDS = {
 
 
 class Cost(NamedTuple):
-    """What `Timeline.cost` found, see `Prediction`."""
+    """What a step costs and needs in the simulation; seconds and bytes as in `Prediction`."""
 
     step_s: float
     stall_s: float
@@ -76,7 +76,7 @@ class Cost(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Something that took time.
+    """Something that took time in a simulated step.
 
     Attributes:
         kind: `forward`, `backward`, `recompute`, `wait for a read`, `wait for a write`; of a tier:

@@ -280,7 +280,7 @@ def prefetch(
 
 @compiled
 def stop_reading_ahead(state: Row) -> None:
-    """The backward pass is over."""
+    """Ends reading ahead, as the backward pass is over."""
     state.next_ahead, state.last_ahead = -1, 0
 
 
