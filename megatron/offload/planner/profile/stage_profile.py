@@ -78,7 +78,7 @@ class LayerProfile:
 
     @property
     def movable_bytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts of the layer that a tier can take."""
         return sum(part.movable_bytes for part in self.parts)
 
 
@@ -168,7 +168,7 @@ class StageProfile:
             with_numbers(_check_number, getattr(self, field.name), name=field.name)
 
     def to_json(self) -> str:
-        """Text that `from_json` reads."""
+        """Writes the profile as JSON text that `from_json` reads."""
         return json.dumps({"version": FORMAT_VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     @classmethod
