@@ -21,8 +21,8 @@ if str(ROOT / "examples") not in sys.path:
 from megatron.offload.placement.plan import Plan  # noqa: E402
 from megatron.offload.placement.plan_file import plans_to_json  # noqa: E402
 from megatron.offload.placement.plan_policy import PlannedPolicy  # noqa: E402
-from megatron.offload.planner.online.drift import Drift  # noqa: E402
-from megatron.offload.planner.online.step_meter import Measurement  # noqa: E402
+from megatron.offload.planner.online.drift import Drift, Reason  # noqa: E402
+from megatron.offload.planner.online.step_meter import StepMeter  # noqa: E402
 from megatron.offload.planner.profile.stage_profile import StageProfile  # noqa: E402
 
 RANK = int(os.environ["RANK"])
@@ -44,30 +44,31 @@ def slower(profile: StageProfile) -> StageProfile:
 
 def connect() -> None:
     """Changes what this rank measures, and writes what becomes of it."""
-    measured, follow = Measurement.profile, PlannedPolicy.follow
+    measured, follow = StepMeter.profile, PlannedPolicy.follow
     profiles: list[StageProfile] = []
     plans: list[Plan] = []
     num_noticed = 0
 
-    def profile(self: Measurement, *args: Any, **more: Any) -> StageProfile:
+    def profile(self: StepMeter, *args: Any, **more: Any) -> StageProfile:
         found = measured(self, *args, **more)
         profiles.append(slower(found) if RANK else found)
         path = DIRECTORY / f"profile{len(profiles)}-rank{RANK}.json"
         path.write_text(profiles[-1].to_json())
         return profiles[-1]
 
-    def notice_once(self: Drift, *args: Any, **more: Any) -> str:
+    def notice_once(self: Drift) -> dict[Reason, str]:
         nonlocal num_noticed
         num_noticed += 1
-        return "something" if RANK and num_noticed == 1 else ""
+        something = "something" if RANK and num_noticed == 1 else ""
+        return {**dict.fromkeys(Reason, ""), Reason.CAUSE: something}
 
     def write(self: PlannedPolicy, plan: Plan) -> None:
         plans.append(plan)
         (DIRECTORY / f"plan{len(plans)}-rank{RANK}.json").write_text(plans_to_json([plan]))
         follow(self, plan)
 
-    Measurement.profile = profile  # type: ignore[method-assign]
-    Drift.cause = notice_once  # type: ignore[method-assign]
+    StepMeter.profile = profile  # type: ignore[method-assign]
+    Drift.take = notice_once  # type: ignore[method-assign]
     PlannedPolicy.follow = write  # type: ignore[method-assign]
 
 
