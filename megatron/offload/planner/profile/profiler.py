@@ -22,7 +22,7 @@ import torch
 
 from megatron.offload.device.device import Device
 from megatron.offload.placement.policy import WHOLE_LAYER
-from megatron.offload.planner.profile.interpolation import tokens_of
+from megatron.offload.planner.profile.stage_profile import tokens_of
 from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, TimeSpan, Timestamp
 from megatron.offload.saved.autograd_graph import node_of
 from megatron.offload.saved.scope import Scope

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -200,6 +201,11 @@ class StageProfile:
             return cls.from_json(path.read_text())
         except UnicodeDecodeError as error:
             raise ConfigurationError(f"{path} is no profile of a stage: {error}") from None
+
+
+def tokens_of(sizes: Mapping[str, int]) -> int:
+    """Tokens of a micro-batch with a profile's `sizes`; 0: not known."""
+    return sizes.get("sequence_length", 0) * sizes.get("micro_batch_size", 0)
 
 
 @dataclass(frozen=True)
