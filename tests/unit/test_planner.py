@@ -73,7 +73,7 @@ def test_three_steps_are_offloaded_and_then_the_plan_is_followed(
     assert run.planner.phase is Phase.FOLLOWING
     run.steps(3)
     assert run.engine.statistics.offloaded_bytes == 0
-    assert len(run.solver.asked) == 1 and run.engine.observer is None
+    assert len(run.solver.asked) == 1 and run.engine._step.observer is None
 
 
 def test_a_plan_that_was_followed_for_some_steps_is_refined_once(

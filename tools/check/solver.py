@@ -344,7 +344,7 @@ def compare_without_program(show: bool) -> str:
         seconds = [f"{statistics.median(one):.2f}" for one in (with_s, without_s)]
         rows.append([goal, len(more), sum(one <= 0.001 for one in more), *percents, *seconds])
     headers = ["goal", "stages", "within 0.1 %", "mean", "worst", "best", "s with", "s without"]
-    return tabulate(rows, headers, tablefmt="github")
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
 def events_per_second() -> tuple[float, float]:

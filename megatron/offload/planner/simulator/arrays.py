@@ -25,47 +25,24 @@ _MOST_TRANSFERS = 4000  # that a simulated step should have: more pieces where t
 _SMALL_STEP = 600  # parts of all micro-batches up to which every micro-batch is simulated
 _STEADY = 3  # micro-batches (with chunks: parts of them) beyond those that fill the pipeline
 
-# Rows of the tables: of a chunk, a layer, a part, a tier
-CHUNK = np.dtype(
-    [
-        ("before_s", np.float64),
-        ("after_s", np.float64),
-        ("backward_before_s", np.float64),
-        ("backward_after_s", np.float64),
-        ("fixed_bytes", np.float64),
-    ]
+
+def _row(*names: str, **others: type) -> np.dtype[np.void]:
+    """A row of floats, and of what else is named."""
+    return np.dtype([*((name, np.float64) for name in names), *others.items()])
+
+
+CHUNK = _row("before_s", "after_s", "backward_before_s", "backward_after_s", "fixed_bytes")
+LAYER = _row("forward_s", "backward_s", "recompute_s", "input_bytes")
+PART = _row(
+    *("movable_bytes", "resident_bytes", "produced_s", "first_use_s", "recompute_s"),
+    *("input_bytes", "selective_bytes", "selective_s", "selective_extra_bytes"),
+    "storages_each",  # in a piece
+    num_pieces=np.int64,
 )
-LAYER = np.dtype(
-    [
-        ("forward_s", np.float64),
-        ("backward_s", np.float64),
-        ("recompute_s", np.float64),
-        ("input_bytes", np.float64),
-    ]
-)
-PART = np.dtype(
-    [
-        ("movable_bytes", np.float64),
-        ("resident_bytes", np.float64),
-        ("produced_s", np.float64),
-        ("first_use_s", np.float64),
-        ("recompute_s", np.float64),
-        ("num_pieces", np.int64),
-        ("storages_each", np.float64),  # in a piece
-        ("input_bytes", np.float64),
-        ("selective_bytes", np.float64),
-        ("selective_s", np.float64),
-        ("selective_extra_bytes", np.float64),
-    ]
-)
-TIER = np.dtype(
-    [
-        ("write_bytes_per_s", np.float64),
-        ("read_bytes_per_s", np.float64),
-        ("shared_bytes_per_s", np.float64),  # while both go on
-        ("latency_s", np.float64),
-        ("capacity_bytes", np.float64),
-    ]
+TIER = _row(
+    *("write_bytes_per_s", "read_bytes_per_s"),
+    "shared_bytes_per_s",  # while both go on
+    *("latency_s", "capacity_bytes"),
 )
 
 
@@ -187,11 +164,11 @@ def _part_row(part: PartProfile, produced_s: float, use_s: float, num_parts: int
     sizes = part.movable_bytes, part.resident_bytes
     seconds = produced_s, use_s, recompute_s
     selective = part.selective_bytes, part.selective_s or 0.0, part.selective_extra_bytes
-    return *sizes, *seconds, pieces, storages / pieces, part.input_bytes, *selective
+    return *sizes, *seconds, part.input_bytes, *selective, storages / pieces, pieces
 
 
 def _in_order(layer: LayerProfile) -> list[tuple[PartProfile, float, float]]:
-    """Groups with when they are produced, never decreasing, and used, never increasing."""
+    """Parts with when they are produced, never decreasing, and used, never increasing."""
     produced, used = [], []
     latest = 0.0
     for part in layer.parts:

@@ -205,7 +205,7 @@ def _backward(
     layer: int,
     piece: int,
 ) -> tuple[int, int]:
-    """Group by part, the last one first, and piece by piece where they come back from a tier.
+    """Part by part, the last one first, and piece by piece where they come back from a tier.
 
     Returns:
         Where the instructions go on, and the piece that was used last.

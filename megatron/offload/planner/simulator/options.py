@@ -118,7 +118,7 @@ class Choices:
         return self._placements.get(choice % SELECTIVE_OFFSET, Placement.RECOMPUTE)
 
     def of_plan(self, plan: Plan) -> Ints:
-        """A plan's choices. Groups that it does not name are kept.
+        """The choices that a plan makes; parts that it does not name are kept.
 
         Raises:
             ConfigurationError: the plan is one of another model or machine.
