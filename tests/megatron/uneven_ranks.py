@@ -60,7 +60,7 @@ def connect() -> None:
         nonlocal num_noticed
         num_noticed += 1
         something = "something" if RANK and num_noticed == 1 else ""
-        return {**dict.fromkeys(Reason, ""), Reason.CAUSE: something}
+        return {**dict.fromkeys(Reason, ""), Reason.SLOWER: something}
 
     def write(self: PlannedPolicy, plan: Plan) -> None:
         plans.append(plan)

@@ -52,6 +52,11 @@ class Solver:
     ) -> None:
         pass
 
+    def simulates(self, step_s: float) -> None:
+        """Steps take so long from now on, also those of the plans that it makes."""
+        self.simulated_s = step_s
+        self.predicted = dataclasses.replace(self.predicted, step_s=step_s)
+
     def predict(self, profile: StageProfile, plan: Plan | None) -> Prediction:
         """A plan that it would not make today takes twice as long."""
         is_its_own = plan is None or all(one.placement is self.placement for one in plan.parts)

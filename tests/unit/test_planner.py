@@ -552,6 +552,7 @@ def test_steps_that_take_longer_or_less_long_than_planned_are_measured_like_a_ne
     run.steps(3 + 4 + REFINING_STEPS)
     assert run.planner.num_plans == 2
     run.step_s = step_s
+    run.solver.simulates(step_s)  # what it is calibrated to
     run.steps(2 + JUDGED_STEPS)
     assert run.planner.phase is Phase.FOLLOWING
     run.steps(1)  # two in a row
@@ -577,6 +578,7 @@ def test_all_steps_since_a_plan_settled_say_how_long_a_step_takes(
     run = start()
     run.solver.placement = Placement.KEEP
     run.steps(3)
+    run.solver.simulates(2.0)
     seconds = [9.0, 9.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0]  # two that settle, two more, four measured
     if number == 3:
         seconds += [9.0, 9.0, *[2.0] * 10, 5.0, 5.0, 5.0]
