@@ -40,7 +40,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Insertion:
-    """Lines that a patch adds."""
+    """Lines that a patch adds, and where."""
 
     after: int  # the number, from 1, of the line of the original file that they follow
     lines: list[bytes]
@@ -58,7 +58,7 @@ class State(enum.Enum):
 
     @property
     def is_patched(self) -> bool:
-        """Whether our lines are in it."""
+        """Whether a file has our lines in it."""
         return self in (State.PATCHED, State.PATCHED_CHANGED)
 
     @property
@@ -69,14 +69,14 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Patch:
-    """What is done to one file."""
+    """What a patch does to one file."""
 
     file: str  # relative to the target
     insertions: list[Insertion]
     hashes: list[str]  # SHA-256 of the known original files
 
     def applied(self, content: bytes) -> bytes:
-        """An unpatched file with our lines."""
+        """An unpatched file's text with our lines added."""
         lines = content.split(b"\n")
         for insertion in reversed(self.insertions):
             lines[insertion.after : insertion.after] = insertion.lines
@@ -307,7 +307,7 @@ def _write_beside(path: Path, content: bytes) -> Path:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(
         prog="apply_patches.py",
         description=__doc__,

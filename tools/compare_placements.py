@@ -59,7 +59,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one variant over all rounds."""
+    """Medians of one variant over all rounds."""
 
     variant: Variant
     identical: bool
@@ -128,7 +128,7 @@ def summarize(
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """The table that is printed."""
+    """The rows as the table that is printed."""
 
     def ratio(value: float | None) -> str:
         return "" if value is None else f"{value:.3f}"
@@ -208,7 +208,7 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--train-iters", type=int, default=8)
     model.add_argument("--mock-data", action="store_true", help="no corpus at all")
     model.add_argument(
-        "--processes", type=int, default=1, help="more than 1: torchrun; figures of the first rank"
+        "--processes", type=int, default=1, help="more than 1: torchrun; the first rank is measured"
     )
     compare = parser.add_argument_group("comparison")
     compare.add_argument(

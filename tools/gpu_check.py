@@ -108,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """What the sections read."""
+    """The settings that the sections read, from the flags."""
     cpu = args.dry_run_cpu
     index = torch.cuda.device_count() - 1 if args.device is None else args.device
     return Settings(
@@ -161,7 +161,7 @@ def run_sections(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _machine(settings: Settings) -> dict[str, Any]:
-    """What the results depend on."""
+    """What the results depend on, as plain values."""
     facts = machine_facts(settings.directory)
     if settings.on_gpu:
         found, properties = find_cuda(), torch.cuda.get_device_properties(settings.device)

@@ -273,6 +273,15 @@ class OffloadConfig:
         parse=parse_rate,
         metavar="RATE",
     )
+    trace_file: Path | None = _flag(
+        "--activation-offload-trace",
+        None,
+        "write a timeline of the first 16 steps to this file: computing, writes, reads, waits, "
+        "recomputation and memory, to be opened at ui.perfetto.dev or chrome://tracing. Other "
+        "ranks than the first add theirs before the ending.",
+        parse=_parse_path,
+        metavar="FILE",
+    )
     verify: str = _flag(
         "--activation-offload-verify",
         "off",
@@ -312,6 +321,11 @@ class OffloadConfig:
             raise ConfigurationError(
                 "--activation-recompute-layers needs --activation-offload ssd, host or tiered; "
                 "without it use Megatron's own --recompute-method block"
+            )
+        if self.trace_file is not None and not self.enabled:
+            raise ConfigurationError(
+                "--activation-offload-trace shows what offload does; give --activation-offload "
+                "ssd, host, tiered or auto as well"
             )
         both = (self.offload_layers or LayerSet()).overlap(self.recompute_layers or LayerSet())
         if both is not None:

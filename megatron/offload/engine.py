@@ -30,6 +30,7 @@ from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.saved.scope import Scope
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.step_context import StepContext
+from megatron.offload.stats.trace import Tracer
 from megatron.offload.stats.traffic import Traffic
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.open import open_tiers
@@ -98,6 +99,7 @@ class OffloadEngine:
             num_local_ranks=num_local_ranks,
         )
         self._traffic = Traffic(self.tiers)
+        self._device = device
         asked_bytes = config.inflight_bytes
         self._inflight = ByteBudget(DEFAULT_INFLIGHT_BYTES if asked_bytes is None else asked_bytes)
         self.dispatcher = Dispatcher("activation-offload transfers")
@@ -110,6 +112,9 @@ class OffloadEngine:
             self.cache, self._policy, self._tiers, self.writer, self.reader, step
         )
         self._layers = LayerCapture(self.hooks, self.cache, self.writer, step)
+        if config.trace_file is not None:
+            names = {placement.value: tier for placement, tier in self.tiers.items()}
+            step.tracer = Tracer(config.trace_file, rank, names, self._memory)
         logger.info("activation offload: to %s", self.where)
         if device.is_host and allocator_name() != MIMALLOC:
             logger.info(
@@ -129,6 +134,8 @@ class OffloadEngine:
         self._step.statistics = StepStatistics()
         self.writer.begin_step()
         self._traffic.begin_step()
+        if self.tracer is not None:
+            self.tracer.begin_step()
         try:
             yield
         finally:
@@ -138,6 +145,8 @@ class OffloadEngine:
             self.statistics.unsupported = self.cache.take_num_unsupported()
             self.writer.end_step()
             self._traffic.end_step(self.statistics)
+            if self.tracer is not None:
+                self.tracer.end_step()
 
     def forward(self, scope: Scope) -> contextlib.AbstractContextManager[SaveOrder]:
         """Around one forward pass. Yields its save order, which `backward` of it asks for."""
@@ -207,6 +216,8 @@ class OffloadEngine:
     def close(self) -> None:
         """Waits for transfers, ends the threads and gives memory and disk space back."""
         self.dispatcher.close()
+        if self.tracer is not None:
+            self.tracer.close()
         for tier in self.tiers.values():
             tier.close()
 
@@ -230,6 +241,19 @@ class OffloadEngine:
     def observe(self, observer: Observer | None) -> None:
         """From now on this one hears what layers save; None: nobody does."""
         self._step.observer = observer
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """Draws the timeline of the first steps; None: nobody asked for one."""
+        return self._step.tracer
+
+    def _memory(self) -> dict[str, float]:
+        """Bytes by what takes them, for the timeline."""
+        return {
+            "device memory": self._device.allocated_bytes(),
+            "on its way to the tiers": self.writer.bytes_in_flight,
+            **{f"on {p.value}": tier.used_bytes for p, tier in self.tiers.items()},
+        }
 
     @property
     def where(self) -> str:

@@ -21,7 +21,7 @@ if str(ROOT / "examples") not in sys.path:
 from megatron.offload.placement.plan import Plan  # noqa: E402
 from megatron.offload.placement.plan_file import plans_to_json  # noqa: E402
 from megatron.offload.placement.plan_policy import PlannedPolicy  # noqa: E402
-from megatron.offload.planner.online.drift import Drift  # noqa: E402
+from megatron.offload.planner.online.drift import Drift, Reason  # noqa: E402
 from megatron.offload.planner.online.step_meter import StepMeter  # noqa: E402
 from megatron.offload.planner.profile.stage_profile import StageProfile  # noqa: E402
 
@@ -56,10 +56,11 @@ def connect() -> None:
         path.write_text(profiles[-1].to_json())
         return profiles[-1]
 
-    def notice_once(self: Drift, *args: Any, **more: Any) -> str:
+    def notice_once(self: Drift) -> dict[Reason, str]:
         nonlocal num_noticed
         num_noticed += 1
-        return "something" if RANK and num_noticed == 1 else ""
+        something = "something" if RANK and num_noticed == 1 else ""
+        return {**dict.fromkeys(Reason, ""), Reason.CAUSE: something}
 
     def write(self: PlannedPolicy, plan: Plan) -> None:
         plans.append(plan)
@@ -67,7 +68,7 @@ def connect() -> None:
         follow(self, plan)
 
     StepMeter.profile = profile  # type: ignore[method-assign]
-    Drift.cause = notice_once  # type: ignore[method-assign]
+    Drift.take = notice_once  # type: ignore[method-assign]
     PlannedPolicy.follow = write  # type: ignore[method-assign]
 
 

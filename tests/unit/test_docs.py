@@ -79,16 +79,16 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/compare_placements\.py",
      "tests/unit/test_compare_placements.py::test_a_whole_comparison"),
     (r"tools/write_flags\.py", "tests/unit/test_docs.py::test_the_flags_page_is_up_to_date"),
-    (r"tools/compare_prediction\.py", "needs: 15 minutes"),
-    (r"tools/compare_slow_disk\.py", "needs: 8 minutes"),
-    (r"tools/bench_planning\.py", "needs: minutes"),
-    (r"tools/bench_hooks\.py", "needs: minutes"),
-    (r"tools/bench_storage\.py", "tests/unit/test_bench_storage.py::test_a_tiny_benchmark"),
-    (r"tools/soak_storage\.py", "tests/unit/test_bench_storage.py::test_a_tiny_soak"),
-    (r"tools/check_solver\.py", "needs: minutes"),
-    (r"tools/project_scaling\.py",
+    (r"tools/check/prediction\.py", "needs: 15 minutes"),
+    (r"tools/check/slow_disk\.py", "needs: 8 minutes"),
+    (r"tools/bench/planning\.py", "needs: minutes"),
+    (r"tools/bench/hooks\.py", "needs: minutes"),
+    (r"megatron-offload bench", "tests/unit/test_bench.py::test_a_tiny_benchmark"),
+    (r"tools/check/soak\.py", "tests/unit/test_check_soak.py::test_a_tiny_soak"),
+    (r"tools/check/solver\.py", "needs: minutes"),
+    (r"tools/plot/scaling\.py",
      "tests/unit/test_projection.py::test_writes_at_scale_stay_near_the_published_bound_and_fall"),
-    (r"tools/plot_placements\.py", "tests/unit/test_docs.py::test_the_picture_can_be_drawn"),
+    (r"tools/plot/placements\.py", "tests/unit/test_docs.py::test_the_picture_can_be_drawn"),
     (r"tools/apply_patches\.py",
      "tests/unit/test_apply_patches.py::"
      "test_applied_twice_is_applied_once_and_reverted_is_as_before"),
@@ -235,11 +235,17 @@ def _flags_of_launch(words: Sequence[str]) -> None:
     assert not [word for word in others if word.startswith("--activation-")]
 
 
+def _put_back_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
 def _main_of(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
     """A tool's `main`, with these arguments on the command line."""
 
     def run() -> object:
         sys.argv = [str(path), *arguments]
+        sys.path.insert(0, str(path.parent))  # as `python SCRIPT` does
         return runpy.run_path(str(path), run_name="tool")["main"]()
 
     return run
@@ -265,7 +271,7 @@ def _program_of(words: Sequence[str]) -> Callable[[], object] | None:
 def test_the_flags_of_commands_are_understood(
     only_parses: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", sys.argv)  # put back at the end
+    _put_back_at_the_end(monkeypatch)
     num_parsed = 0
     for command in ALL_COMMANDS:
         words = command.words
@@ -295,7 +301,7 @@ def test_flags_that_are_not_there_are_noticed(
     only_parses: Callable[[Callable[[], object]], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", sys.argv)
+    _put_back_at_the_end(monkeypatch)
     program = _program_of(words)
     assert program is not None
     with pytest.raises(SystemExit) as left:
@@ -337,8 +343,8 @@ def test_the_first_command_checks_its_flags_and_starts() -> None:
 
 def test_the_picture_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = [str(ROOT / f"docs/results/placements-{one}.json") for one in ("h512-24layers",)]
-    tool = next(ROOT.glob("tools/plot*placements.py"), ROOT / "tools/plot/placements.py")
-    monkeypatch.setattr(sys, "argv", sys.argv)
+    tool = ROOT / "tools/plot/placements.py"
+    _put_back_at_the_end(monkeypatch)
     assert _main_of(tool, [*results, "--output", str(tmp_path / "a.png")])() == 0
     assert (tmp_path / "a.png").stat().st_size > 10_000
 

@@ -12,7 +12,6 @@ import torch
 from megatron.offload import ConfigurationError, Placement, Scope
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.planner.profile.build import passes_s, profile_of, tier_profiles
-from megatron.offload.planner.profile.interpolation import fitted
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile
@@ -328,23 +327,6 @@ def test_of_micro_batches_with_several_sizes_the_largest_counts() -> None:
     profile = run.profile()
     assert profile.sizes == {"sequence_length": 16, "micro_batch_size": 2}
     assert profile.layers[0].parts[0].movable_bytes == 16_000
-
-
-def test_two_sizes_give_the_profile_of_a_third() -> None:
-    profiles = {}
-    for tokens in (8, 16, 12):
-        run = Run()
-        run.step(tokens=tokens)
-        profiles[tokens] = run.profile()
-    sizes = {"sequence_length": 12, "micro_batch_size": 2}
-    found = fitted(profiles[8], profiles[16], sizes)
-    assert found is not None
-    assert dataclasses.replace(found, source="") == profiles[12]
-    assert fitted(profiles[8], profiles[8], sizes) is None
-    other = dataclasses.replace(profiles[16], layers=profiles[16].layers[:1])
-    assert fitted(profiles[8], other, sizes) is None
-    mixed_up = dataclasses.replace(profiles[16], layers=profiles[8].layers)
-    assert fitted(profiles[8], mixed_up, sizes) is None
 
 
 def test_a_profile_keeps_all_bits_in_its_file() -> None:

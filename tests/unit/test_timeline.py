@@ -137,19 +137,20 @@ def test_while_a_read_is_under_way_a_write_has_what_is_left(
     # backward pass before is read: figures of `transfers` show it without a schedule around them.
     arrays = arrays_of(stage(tiers=(tier(shared_bytes_per_s=shared),)))
     channels = new_channels(arrays.tiers)
-    state, log = np.zeros(transfers.NUM_STATE), np.zeros((9, 5))
-    state[transfers.URGENT], state[transfers.IN_FLIGHT_LIMIT] = -1, 1000
+    steps, log = np.zeros(1, transfers.STEP), np.zeros(9, transfers.LOG)
+    state = steps[0]
+    state["urgent"], state["in_flight_limit_bytes"] = -1, 1000
     transfers.stop_reading_ahead(state)
-    pieces = np.zeros((2, transfers.NUM_PIECE_COLUMNS))
-    pieces[:, transfers.BYTES] = 24, 8
-    pieces[1, transfers.STATE] = transfers.ON_TIER
+    pieces = np.zeros(2, transfers.PIECE)
+    pieces["size_bytes"] = 24, 8
+    pieces[1]["state"] = transfers.ON_TIER
     transfers.hand_over(state, pieces, channels, log, 0)  # takes three seconds by itself
     transfers.compute(state, pieces, channels, log, 1.0)
     transfers.use(state, pieces, channels, log, 1)
-    assert state[transfers.NOW] == 2.0
+    assert state["now_s"] == 2.0
     transfers.compute(state, pieces, channels, log, 8.0)
-    writes = log[log[:, 0] == transfers.WRITE]
-    assert writes[0, 2] == written_at
+    writes = log[log["kind"] == transfers.WRITE]
+    assert writes[0]["end"] == written_at
 
 
 def test_a_full_tier_keeps_the_rest_in_memory() -> None:

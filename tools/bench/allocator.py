@@ -115,7 +115,7 @@ def _count(text: str) -> int:
 
 
 def main() -> int:
-    """Runs it, prints the figures."""
+    """Runs the churn and prints what it took; the exit code."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0],
         epilog=(__doc__ or "").partition("\n\n")[2],
@@ -126,7 +126,7 @@ def main() -> int:
         "--extents", type=_count, default=2000, help="alive at the same time; default: 2000"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random sizes and order")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     args = parser.parse_args()
     result = churn(args.operations, args.extents, args.seed, show=sys.stderr.isatty())
     print(
@@ -140,9 +140,9 @@ def main() -> int:
         "fragments"
     )
     if args.json:
-        figures = {**asdict(result), "fragmentation_loss": result.fragmentation_loss}
-        figures |= {"extents": args.extents, "seed": args.seed}
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        numbers = {**asdict(result), "fragmentation_loss": result.fragmentation_loss}
+        numbers |= {"extents": args.extents, "seed": args.seed}
+        args.json.write_text(json.dumps(numbers, indent=2) + "\n")
     return 0
 
 

@@ -5,7 +5,7 @@
     tools/bench/hooks.py --json hooks.json          # about 4 minutes on 2 cores
     tools/bench/hooks.py --steps 200 --train-iters 3
 
-Four figures:
+Four measurements:
 - keep_overhead_fraction: the benchmark GPT (hidden 1024, 8 layers, megatron-core) trained with
   hooks on every layer and a policy that keeps everything. The time spent in the engine's own code
   in a step over the time of the step, the median of the steps. It is measured directly, because
@@ -81,7 +81,7 @@ class Stopwatch:
         self._depth = 0
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, timed."""
+        """A function that does the same and is timed."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._depth += 1

@@ -92,7 +92,7 @@ def watch_planning(watch: Stopwatch, first_plan: Stopwatch) -> list[Step]:
 
 
 def measure(args: argparse.Namespace, metrics: Path) -> dict[str, Any]:
-    """Trains and sums up."""
+    """Trains once and sums up the seconds that planning took."""
     watch, first_plan = Stopwatch(), Stopwatch()
     steps = watch_planning(watch, first_plan)
     goal = ["--activation-offload-max-slowdown", str(args.slowdown)]
@@ -125,7 +125,7 @@ def measure(args: argparse.Namespace, metrics: Path) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """For people."""
+    """The results as the table that is printed."""
     fraction = result["following_fraction"]
     rows = [
         (
@@ -145,7 +145,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """See the file's docstring."""
+    """Trains, prints and writes the result; the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

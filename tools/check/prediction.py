@@ -54,7 +54,7 @@ _LEAST_STEPS = 4  # that follow a plan, for it to be judged
 
 @dataclass(frozen=True)
 class Configuration:
-    """One training.
+    """One training that is to be predicted.
 
     Attributes:
         size: key of `SIZES`.
@@ -73,7 +73,7 @@ class Configuration:
         return f"{self.size}, PP{self.stages}, {self.micro_batches} micro-batches, {cap}"
 
     def flags(self) -> list[str]:
-        """Of the trainer."""
+        """The trainer's flags for this configuration."""
         limit = f" --activation-offload-write-limit {self.cap}" if self.cap else ""
         return shlex.split(
             f"{SIZES[self.size]} --micro-batch-size 2 --global-batch-size {2 * self.micro_batches}"
@@ -93,18 +93,18 @@ class Followed:
 
     @property
     def step_error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Predicted step time over the measured one, less 1."""
         return self.predicted_step_s / self.measured_step_s - 1
 
     @property
     def peak_error(self) -> float:
-        """Likewise of the peak."""
+        """Predicted peak over the measured one, less 1."""
         return self.predicted_peak_bytes / self.measured_peak_bytes - 1
 
 
 @dataclass(frozen=True)
 class Result:
-    """One training.
+    """What was predicted for one training, and what was measured.
 
     Attributes:
         first: its first plan, made from the first steps; None: it was not followed for long enough.
@@ -118,7 +118,7 @@ class Result:
 
 
 def configurations() -> Iterator[Configuration]:
-    """All that are compared."""
+    """All trainings that are compared."""
     for size, micro_batches in zip(SIZES, (4, 2), strict=True):
         for stages in (1, 2):
             for cap in CAPS:
@@ -161,7 +161,7 @@ def _followed(steps: Sequence[dict[str, Any]], plan: int) -> Followed | None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """For people; Markdown."""
+    """The results as a table in Markdown."""
     rows = [
         (
             str(one.configuration),
@@ -201,7 +201,7 @@ def verdict(results: Sequence[Result]) -> tuple[str, bool]:
 
 
 def run(configuration: Configuration, args: argparse.Namespace, folder: Path) -> Result:
-    """Trains once.
+    """Trains once, and compares.
 
     Raises:
         RunError: it failed.
@@ -219,7 +219,7 @@ def run(configuration: Configuration, args: argparse.Namespace, folder: Path) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See the file's docstring."""
+    """Trains all configurations, prints the table; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--only", default="", help="configurations with this in their name")

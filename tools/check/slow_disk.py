@@ -60,11 +60,11 @@ class Run:
     steps: list[dict[str, Any]]
 
     def step_s(self, tail: int) -> float:
-        """At the end."""
+        """Median seconds of the last `tail` steps."""
         return median(step["step_time_s"] for step in self.steps[-tail:])
 
     def written_bytes(self, tail: int) -> float:
-        """By the end's steps."""
+        """Median bytes that the last `tail` steps wrote."""
         return median(step["offload"].get("written_bytes", 0) for step in self.steps[-tail:])
 
     def plans_after(self) -> list[int]:
@@ -88,7 +88,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was to be shown."""
+    """Whether the runs show what they were to show."""
 
     plans_before: list[int]  # of each round
     steps_until_plan: list[int | None]
@@ -97,14 +97,14 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """All of it."""
+        """Whether all of it was shown."""
         soon = all(n is not None and n <= MOST_STEPS for n in self.steps_until_plan)
         settled = all(n >= PLANS_IN_ANY_CASE for n in self.plans_before)
         return soon and settled and self.step_ratio <= MOST_RATIO and self.identical
 
 
 def verdict_of(runs: Sequence[Run], after: int, tail: int) -> Verdict:
-    """Of all rounds."""
+    """What the runs of all rounds show."""
     by_round = {(run.variant, run.round): run for run in runs}
     slowed = [run for run in runs if run.variant == "slowed"]
     return Verdict(
@@ -116,7 +116,7 @@ def verdict_of(runs: Sequence[Run], after: int, tail: int) -> Verdict:
 
 
 def table(runs: Sequence[Run], tail: int) -> str:
-    """For people; Markdown."""
+    """The runs as a table in Markdown."""
     rows = [
         (
             run.variant,
@@ -133,7 +133,7 @@ def table(runs: Sequence[Run], tail: int) -> str:
 
 
 def in_words(verdict: Verdict, after: int) -> str:
-    """A few lines."""
+    """The verdict in a few lines, with its limits."""
     steps = ", ".join("never" if n is None else str(n) for n in verdict.steps_until_plan)
     return (
         f"the disk became slow after step {after}, with so many plans made: "
@@ -147,7 +147,7 @@ def in_words(verdict: Verdict, after: int) -> str:
 
 
 def run(variant: str, round_: int, args: argparse.Namespace, work: Path) -> Run:
-    """Trains once.
+    """Trains once, in a process of its own.
 
     Raises:
         ComparisonError: it failed.
@@ -193,7 +193,7 @@ def order_of_round(round_: int) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See the file's docstring."""
+    """Trains in all rounds, prints the table and the verdict; the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -59,7 +59,7 @@ WORD_BYTES = 8
 
 @dataclass
 class Report:
-    """What was done and found."""
+    """What the soak did and found."""
 
     written_bytes: int = 0
     read_bytes: int = 0
@@ -101,7 +101,7 @@ class Content:
         self._pattern.random_(generator=generator)
 
     def make(self, index: int) -> torch.UntypedStorage:
-        """The storage, in fresh memory."""
+        """Storage `index`, in fresh memory."""
         words = torch.empty(self.num_words, dtype=torch.int64)
         return words.copy_(self._piece(index)).untyped_storage()
 
@@ -273,7 +273,7 @@ def judge(report: Report, tier: Tier, ssd: SsdTier) -> None:
 
 
 def print_report(report: Report) -> None:
-    """For people."""
+    """Prints the report, with PASS or FAIL at its end."""
 
     def rate(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f} GB/s"
@@ -323,7 +323,7 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """The command line; flags that training has too are named alike."""
     parser = _Parser(
-        prog="soak.py",
+        prog="tools/check/soak.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -92,7 +92,7 @@ def after_step(number: int, action: Callable[[Any], None]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See the file's docstring."""
+    """Trains on the slow disk; the trainer's exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -38,7 +38,7 @@ def title_of(result: dict[str, Any]) -> str:
 
 
 def plot(axes: Any, result: dict[str, Any]) -> None:
-    """One comparison."""
+    """Draws one comparison, a point for each variant."""
     for row in result["summary"]:
         variant = row["variant"]
         placement, allocator = variant["placement"], variant["allocator"]
@@ -56,7 +56,7 @@ def plot(axes: Any, result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Draws all results side by side."""
+    """Draws all results side by side; the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

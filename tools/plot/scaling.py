@@ -74,7 +74,7 @@ def row(name: str, of: Projection, published_step_s: float | None = None) -> dic
     profile = project(of)
     saved, step_s = saved_bytes(profile), keep_step_s(profile)
     without = dataclasses.replace(of.parallel, sequence_parallel=False)
-    figures = {
+    numbers = {
         "model": name,
         "gpus": of.parallel.num_ranks,
         "step_s": step_s,
@@ -87,8 +87,8 @@ def row(name: str, of: Projection, published_step_s: float | None = None) -> dic
         "life_years": of.hardware.rated_bytes * step_s / saved / YEAR_S,
     }
     if published_step_s is not None:
-        figures["write_at_published_step_bytes_per_s"] = 2 * saved / published_step_s
-    return figures
+        numbers["write_at_published_step_bytes_per_s"] = 2 * saved / published_step_s
+    return numbers
 
 
 def single_layer(gpu: GpuSpec, hidden: int, drive: DriveSpec) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def single_layer(gpu: GpuSpec, hidden: int, drive: DriveSpec) -> dict[str, Any]:
 
 
 def tables(drive: str, num_drives: float) -> dict[str, list[dict[str, Any]]]:
-    """All three."""
+    """The rows of all three tables."""
     hardware = Hardware(GpuSpec.load("a100"), DriveSpec.load(drive), num_drives)
     return {
         "weak": [
@@ -124,7 +124,7 @@ def tables(drive: str, num_drives: float) -> dict[str, list[dict[str, Any]]]:
 
 
 def markdown(result: dict[str, list[dict[str, Any]]]) -> str:
-    """The tables as text."""
+    """The tables in Markdown."""
     weak = [
         (
             one["model"],
@@ -188,13 +188,13 @@ def _table(headings: str, rows: Iterable[Sequence[object]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables."""
+    """Prints the tables and writes them; the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ssd", default="p5800x", choices=names("drives"), help="of each GPU")
     parser.add_argument("--ssds", type=float, default=4, help="drives of each GPU; default: 4")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     args = parser.parse_args(argv)
     result = tables(args.ssd, args.ssds)
     print(markdown(result))

@@ -67,6 +67,8 @@ class LayerCapture:
                         self._register(saved, tensor, move)
                     elif self._step.observer is not None:
                         self._step.observer.stayed(scope, storage)
+        if self._step.tracer is not None:
+            self._step.tracer.sample_memory()
 
     def _find(
         self, scope: Scope, outputs: Iterable[torch.Tensor], inputs: list[torch.Tensor]

@@ -40,7 +40,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """One line of a plan.
+    """One line of a plan: what becomes of a part of a layer.
 
     Attributes:
         chunk: model chunk of the stage.
@@ -63,7 +63,7 @@ class PlannedPart:
 
 @dataclass(frozen=True)
 class Plan:
-    """Placements of a stage's activations.
+    """Where each part of a stage's activations goes, and what that should cost.
 
     Attributes:
         parts: by chunk, layer and part, in the order of the forward pass.
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def placements(self) -> dict[tuple[int, str, str], Placement]:
-        """By chunk, layer and part."""
+        """Placements by chunk, layer and part."""
         return {(one.chunk, one.layer, one.part): one.placement for one in self.parts}
 
     def digest(self) -> int:

@@ -14,6 +14,7 @@ from megatron.offload.saved.observer import Observer
 from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.saved.scope import Scope
 from megatron.offload.stats.statistics import StepStatistics
+from megatron.offload.stats.trace import Tracer
 
 
 @dataclass
@@ -25,12 +26,14 @@ class StepContext:
         scope: where in the step compute is.
         save_order: of the forward pass under way; None outside of one.
         observer: hears what layers save; None: nobody does.
+        tracer: draws the timeline of the first steps; None: nobody asked for one.
     """
 
     statistics: StepStatistics = field(default_factory=StepStatistics)
     scope: Scope = field(default_factory=Scope)
     save_order: SaveOrder | None = None
     observer: Observer | None = None
+    tracer: Tracer | None = None
 
     @contextlib.contextmanager
     def forward(self, scope: Scope) -> Iterator[SaveOrder]:

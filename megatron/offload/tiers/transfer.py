@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 
@@ -25,6 +26,7 @@ class Transfer(Future[None]):
         super().__init__()
         self._work = work
         self._abandoned = False
+        self.began_s: float | None = None  # of `time.perf_counter`; None: it has not run yet
 
     def run(self) -> None:
         """Moves the bytes, in the thread that calls. What goes wrong surfaces in `wait`."""
@@ -33,6 +35,7 @@ class Transfer(Future[None]):
         if not self.set_running_or_notify_cancel():
             return
         assert self._work is not None
+        self.began_s = time.perf_counter()
         try:
             self._work()
         except Exception as error:
@@ -130,6 +133,8 @@ class _WhenAll(Transfer):
             if self._num_left:
                 return
         ended = [part for part in self._parts if not part.cancelled()]
+        begins_s = [part.began_s for part in self._parts if part.began_s is not None]
+        self.began_s = min(begins_s, default=None)
         errors = [error for part in ended if (error := part.exception()) is not None]
         if errors:
             self.set_exception(errors[0])

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from typing import Any
 
 import torch
 
@@ -21,7 +21,9 @@ from megatron.offload.errors import StorageError
 from megatron.offload.saved.record import SavedReference, SavedStorage, SavedView, State
 from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.stats.step_context import StepContext
+from megatron.offload.stats.trace import WAIT, name_of
 from megatron.offload.tiers.budget import ByteBudget
+from megatron.offload.tiers.transfer import Transfer
 from megatron.offload.transfer.dispatcher import Dispatcher
 from megatron.offload.transfer.prefetcher import Prefetcher
 
@@ -87,10 +89,15 @@ class Reader:
         transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
         return True
 
-    def _end_of_read(self, reference: SavedReference) -> Callable[[Future[None]], None]:
+    def _end_of_read(self, reference: SavedReference) -> Callable[[Any], None]:
         """Has the tensors built, unless the read failed: then whoever waits for it says so."""
 
-        def end(transfer: Future[None]) -> None:
+        def end(transfer: Transfer) -> None:
+            record = reference()
+            if self._step.tracer is not None and record is not None and record.block is not None:
+                tier, num_bytes = record.block.tier, record.num_bytes
+                self._step.tracer.transfer("read", tier, transfer, record.scope, num_bytes)
+            del record  # nothing here keeps it alive
             if not transfer.cancelled() and transfer.exception() is None:
                 self._dispatcher.submit(functools.partial(_build_views, reference, transfer))
 
@@ -131,6 +138,8 @@ class Reader:
             record.wait_for_read()
         waited_s = time.perf_counter() - began
         self._step.statistics.stall_s += waited_s
+        if self._step.tracer is not None:
+            self._step.tracer.span(WAIT, f"read of {name_of(record.scope)}", began)
         if waited_s > _NOTICEABLE_S:
             rate = record.block.tier.statistics.reads.bytes_per_s or 0.0
             self._dispatcher.submit(functools.partial(self.prefetcher.waited, waited_s, rate))
@@ -138,12 +147,14 @@ class Reader:
     def end_use(self, view: SavedView) -> None:
         """A view goes to backward: after its last use the memory is free, what is next is read."""
         view.saved.view_used(view)
+        if self._step.tracer is not None:
+            self._step.tracer.sample_memory()
         if self.prefetcher.used(view.saved):
             self._dispatcher.submit(self.prefetcher.advance)
 
 
 # Runs in the dispatcher's thread.
-def _build_views(reference: SavedReference, ended: Future[None]) -> None:
+def _build_views(reference: SavedReference, ended: Transfer) -> None:
     record = reference()
     if record is not None:
         record.build_views(ended)

@@ -14,14 +14,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.offload.device.device import Device
 from megatron.offload.saved.record import SavedReference, SavedStorage
 from megatron.offload.stats.step_context import StepContext
+from megatron.offload.stats.trace import WAIT
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.tier import Tier
+from megatron.offload.tiers.transfer import Transfer
 from megatron.offload.transfer.dispatcher import Dispatcher
 
 
@@ -122,6 +123,8 @@ class Writer:
                     began = time.perf_counter()
                     self._inflight.acquire(one.num_bytes)
                     self._step.statistics.write_wait_s += time.perf_counter() - began
+                    if self._step.tracer is not None:
+                        self._step.tracer.span(WAIT, "wait for room to write", began)
                 fitting.append(one)
         finally:  # also where somebody interrupts the wait
             self._dispatch(fitting)
@@ -156,15 +159,18 @@ class Writer:
         if started is not None:
             block, transfer = started
             record.begin_write(block, transfer)
-            transfer.add_done_callback(self._end_of_write(outgoing))
+            transfer.add_done_callback(self._end_of_write(outgoing, block.tier))
 
     # -- In the thread of the tier that has moved the bytes -------------------------------------
 
-    def _end_of_write(self, outgoing: Outgoing) -> Callable[[Future[None]], None]:
+    def _end_of_write(self, outgoing: Outgoing, tier: Tier) -> Callable[[Any], None]:
         """Tells the record, if it is still there, how its write ended. Keeps none alive."""
 
-        def end(transfer: Future[None]) -> None:
+        def end(transfer: Transfer) -> None:
             record = outgoing.record()
+            if self._step.tracer is not None:
+                scope = record.scope if record is not None else None
+                self._step.tracer.transfer("write", tier, transfer, scope, outgoing.num_bytes)
             if record is not None:
                 record.end_write(failed=transfer.cancelled() or transfer.exception() is not None)
             del record  # whoever hears that nothing is in flight may end the step

@@ -48,7 +48,7 @@ def peak_of(stack: Stack, device: Device, engine: OffloadEngine | None) -> tuple
 
 
 def config_of(mode: str, inflight_bytes: int, host_bytes: int, directory: Path) -> OffloadConfig:
-    """Everything of some size is offloaded."""
+    """A configuration that offloads everything of some size."""
     return OffloadConfig(
         mode=mode,
         directories=(directory,),
@@ -59,7 +59,7 @@ def config_of(mode: str, inflight_bytes: int, host_bytes: int, directory: Path) 
 
 
 def run(settings: Settings, section: Section) -> None:
-    """Without offload, then every mode, then a host budget that is too small."""
+    """Runs the section: without offload, every mode, a host budget that is too small."""
     device = open_device(settings.device)
     if settings.on_gpu:
         size = Size(2048, 8 if settings.quick else 16, 1024, 8)

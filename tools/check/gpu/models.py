@@ -175,7 +175,7 @@ class Trainee:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def batches(self, num_microbatches: int, seed: int) -> list[Batch]:
@@ -192,7 +192,7 @@ class Trainee:
         ]
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
-        """Forward and backward of all micro-batches.
+        """Runs forward and backward of all micro-batches.
 
         Returns:
             The micro-batches' losses, on the device.
@@ -226,7 +226,7 @@ class Trainee:
         return output, loss
 
     def _call(self, batch: Batch, chunk: torch.nn.Module) -> torch.Tensor:
-        """The per-token losses [b, s]."""
+        """The losses of all tokens, [batch, sequence]."""
         tokens, labels = batch["tokens"], batch["labels"]
         length = tokens.shape[1]
         if self.kind == "BERT":

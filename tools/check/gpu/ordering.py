@@ -42,7 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Tally:
-    """What one mode went through."""
+    """What one mode went through, and what came back wrong."""
 
     passes: int = 0
     storages: int = 0
@@ -62,7 +62,7 @@ class Payload:
     form: str  # of the view that is saved
 
     def make(self, device: torch.device) -> torch.Tensor:
-        """The view; it owns its storage."""
+        """The view of these bytes, the only owner of its storage."""
         generator = torch.Generator(device).manual_seed(self.seed)
         whole = torch.randint(
             0, 256, (self.num_bytes,), dtype=torch.uint8, device=device, generator=generator
@@ -75,7 +75,7 @@ class Payload:
 
     @classmethod
     def draw(cls, chance: random.Random) -> Payload:
-        """Any of the sizes and forms."""
+        """A payload of a random size and form."""
         form = chance.choice(("transposed", "most of it", "a small part"))
         return cls(chance.randrange(1 << 30), chance.choice(_SIZES), form)
 
@@ -102,7 +102,7 @@ class _Carry(torch.autograd.Function):
 
 
 class Stress:
-    """One engine under stress."""
+    """An engine that is put under stress, pass by pass."""
 
     def __init__(self, engine: OffloadEngine, device: Device, seed: int, careless: bool) -> None:
         self._engine = engine
@@ -220,7 +220,7 @@ def stress(settings: Settings, name: str, seconds: float, careless: bool = False
 
 
 def run(settings: Settings, section: Section) -> None:
-    """All modes in turn, then the control."""
+    """Runs the section: all modes in turn, then the control."""
     seconds = settings.stress_s / len(MODES)
     rows: list[list[str]] = []
     section.data["modes"] = {}

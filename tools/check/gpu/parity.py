@@ -51,7 +51,7 @@ class Outcome:
         return None
 
     def bytes_of(self, *counters: str) -> int:
-        """Sum of counters over all steps."""
+        """Sum of these counters over all steps."""
         return int(sum(step.get(counter, 0) for step in self.moved for counter in counters))
 
 
@@ -135,7 +135,7 @@ def check_model(kind: str, dtype: str, settings: Settings, section: Section) -> 
 
 
 def run(settings: Settings, section: Section) -> None:
-    """All models in turn."""
+    """Runs the section: all models in turn."""
     try:
         start_megatron(settings.device, settings.seed)
     except ImportError as error:

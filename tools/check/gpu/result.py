@@ -50,7 +50,7 @@ class Table:
 
 @dataclass
 class Section:
-    """Everything that one section found.
+    """What one section found: lines, tables, numbers.
 
     Args:
         name: of the section.
@@ -67,7 +67,7 @@ class Section:
         self.when_changed: Callable[[], None] = lambda: None
 
     def check(self, name: str, passed: bool, detail: str) -> bool:
-        """Adds a line; returns `passed`."""
+        """Adds a line for what was tried; returns `passed`."""
         self.checks.append(Check(name, bool(passed), detail))
         self.when_changed()
         return passed
@@ -90,20 +90,20 @@ class Section:
 
     @property
     def verdict(self) -> str:
-        """One line for the overview."""
+        """The section in one line, for the overview."""
         count = [sum(c.passed is kind for c in self.checks) for kind in (True, False, None)]
         word = _WORDS[False if self.failed else True if count[0] else None]
         return f"{word}  {count[0]} passed, {count[1]} failed, {count[2]} skipped"
 
     def as_markdown(self) -> str:
-        """Tables and checks, for a document."""
+        """The section's tables and lines, for a document."""
         parts = [f"## {self.name}", *(table.as_text("github") for table in self.tables)]
         parts.append("\n".join(f"- {check}" for check in self.checks) or "- nothing was found")
         return "\n\n".join(parts)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Section:
-        """The inverse of `dataclasses.asdict`."""
+        """A section from plain values, the inverse of `dataclasses.asdict`."""
         checks = [Check(**check) for check in values["checks"]]
         tables = [Table(**table) for table in values["tables"]]
         return cls(values["name"], checks, tables, values["data"], values["seconds"])

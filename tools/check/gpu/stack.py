@@ -32,7 +32,7 @@ class Layer(torch.nn.Module):
         self.down = torch.nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, sequence, hidden]."""
+        """The layer's output, shaped as `x`: [batch, sequence, hidden]."""
         qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -80,7 +80,7 @@ class Stack(torch.nn.Module):
 
     @property
     def unit_bytes(self) -> int:
-        """Of one tensor of tokens x hidden."""
+        """Bytes of one tensor of tokens x hidden."""
         return self.size.tokens * self.size.hidden * self.element_bytes
 
     def saved_terms(self) -> dict[str, int]:
@@ -99,7 +99,7 @@ class Stack(torch.nn.Module):
 
     @property
     def saved_bytes(self) -> int:
-        """All layers together."""
+        """Bytes that all layers together save for backward."""
         return self.size.num_layers * sum(self.saved_terms().values())
 
     def bound_terms(self, inflight_bytes: int, min_bytes: int) -> dict[str, int]:
@@ -121,7 +121,7 @@ class Stack(torch.nn.Module):
 
 @contextlib.contextmanager
 def opened(engine: OffloadEngine) -> Iterator[OffloadEngine]:
-    """Closes it afterwards."""
+    """An engine as a context that closes it."""
     try:
         yield engine
     finally:

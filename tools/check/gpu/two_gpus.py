@@ -29,7 +29,7 @@ _NUM_PASSES = 20  # of each engine
 
 
 def run(settings: Settings, section: Section) -> None:
-    """One GPU, then two."""
+    """Runs the section: work on one GPU, then on two in turn."""
     num_gpus = torch.cuda.device_count() if settings.on_gpu else 0
     if num_gpus < 2:
         section.skip("engines of two GPUs", f"needs two GPUs, there are {num_gpus}")

@@ -139,7 +139,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def size_type(text: str) -> int:
-    """For argparse: bytes from `512MiB`."""
+    """Bytes of a size such as `512MiB`, as an argparse type."""
     try:
         return parse_size(text)
     except ConfigurationError as error:

@@ -32,7 +32,7 @@ class FioError(RunError):
 
 
 def parse_sample(output: str) -> Sample:
-    """The only job in `fio --output-format=json`.
+    """What the only job in the output of `fio --output-format=json` moved and cost.
 
     Bytes are those of both directions, the time is that of the longer one. Processor time is
     (usr_cpu + sys_cpu) percent of the job's runtime.
@@ -94,7 +94,7 @@ class Fio:
 
     @property
     def memory(self) -> str:
-        """Where its buffers are, for people."""
+        """Where fio's buffers are, in words."""
         allocator = "training's allocator" if self._huge_pages else "malloc"
         huge = format_size(self.huge_page_bytes) if self.huge_page_bytes else "none"
         return f"{allocator}; {huge} of its memory on transparent huge pages"
@@ -113,7 +113,7 @@ class Fio:
         return parse_sample(self._output(arguments))
 
     def close(self) -> None:
-        """Frees the file's space."""
+        """Frees the space of fio's file."""
         self._file.close()
 
     def _arguments(self, engine: str, block_bytes: int, depth: int, operation: str) -> list[str]:

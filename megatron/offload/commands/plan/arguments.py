@@ -54,7 +54,7 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for.
+    """What the command's flags ask for.
 
     Attributes:
         profile: of the stage in question.
@@ -70,12 +70,12 @@ class Request:
 
     @property
     def projection(self) -> Projection | None:
-        """Of the stage in question."""
+        """Projection of the stage that is planned, if it was projected."""
         return self.projections[self.profile.position.stage] if self.projections else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All flags of the command."""
+    """Adds all flags of `megatron-offload plan`."""
     source = parser.add_argument_group("what to plan for").add_mutually_exclusive_group(
         required=True
     )
@@ -253,7 +253,7 @@ def request_of(args: argparse.Namespace) -> Request:
 
 
 def projections_of(args: argparse.Namespace) -> tuple[Projection, ...]:
-    """Of each pipeline stage. Raises ConfigurationError."""
+    """Projections of all pipeline stages. Raises ConfigurationError."""
     missing = [_flag_of(name) for name in _NEEDED if getattr(args, name) is None]
     if missing:
         raise ConfigurationError(

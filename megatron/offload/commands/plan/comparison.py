@@ -23,7 +23,7 @@ _NUM_BUDGETS = 9  # of the curve
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """What `megatron-offload plan` has found.
+    """A plan beside what else could be done, as `megatron-offload plan` shows it.
 
     Attributes:
         strategies: predictions by name, `this plan` and `keep all` among them; None: impossible.
@@ -37,7 +37,7 @@ class PlanComparison:
 
     @property
     def profile(self) -> StageProfile:
-        """Of the stage in question."""
+        """Profile of the stage that is planned."""
         return self.request.profile
 
     @property
@@ -47,12 +47,12 @@ class PlanComparison:
 
     @property
     def predicted(self) -> Prediction:
-        """Of the plan."""
+        """What a step with the plan should cost."""
         return self._certain("this plan")
 
     @property
     def keep(self) -> Prediction:
-        """Of keeping everything."""
+        """What a step that keeps everything should cost."""
         return self._certain("keep all")
 
     @property

@@ -36,7 +36,7 @@ def check_picture(path: Path) -> None:
 
 
 def draw(comparison: PlanComparison, path: Path) -> None:
-    """Writes the picture. Raises OSError."""
+    """Draws the curve and the strategies into a file. Raises OSError."""
     import matplotlib
 
     matplotlib.use("Agg")

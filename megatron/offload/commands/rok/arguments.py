@@ -46,7 +46,7 @@ Exit code: 0 done, 1 with --check: auto lost or losses differ, 2 it could not be
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All flags of the command."""
+    """Adds all flags of `megatron-offload rok`."""
     training = add_training_arguments(parser, num_layers=8, seq_length=256, vocab_size=1024)
     training.add_argument(
         "--micro-batch-sizes",

@@ -54,7 +54,7 @@ class MeasuredPoint:
 
     @property
     def strategy(self) -> Strategy:
-        """Whose figures these are."""
+        """The strategy that was measured."""
         names = (one.name for one in dataclasses.fields(Strategy))
         return Strategy(**{name: getattr(self, name) for name in names})
 

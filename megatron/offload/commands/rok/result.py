@@ -22,7 +22,7 @@ _OF_OFFLOAD = ("plans", "written_bytes", "read_bytes", "stall_s")
 
 @dataclass(frozen=True)
 class Result:
-    """What the command found.
+    """What `megatron-offload rok` found, as it is written and read.
 
     Attributes:
         title: of the picture: the model.
@@ -87,7 +87,7 @@ class Result:
 
     @classmethod
     def load(cls, path: Path) -> Result:
-        """See `from_json`. Raises OSError too."""
+        """Reads a result's file, as `from_json`. Raises ConfigurationError, OSError."""
         return cls.from_json(path.read_text())
 
 

@@ -48,7 +48,7 @@ Watcher = Callable[[Strategy, int, int], object]
 
 
 class CurveRunner:
-    """All trainings of one command.
+    """Runs all trainings of `megatron-offload rok`, round by round.
 
     Args:
         args: see `arguments`.
@@ -87,7 +87,7 @@ class CurveRunner:
 
     @property
     def most_trainings(self) -> int:
-        """Of a round, for a progress bar."""
+        """The most trainings that a round can take, for a progress bar."""
         args = self._args
         budgets = args.budgets if isinstance(args.budgets, int) else len(args.budgets)
         fixed = fixed_strategies(args.strategies, 1, both_allocators=self._both_allocators)

@@ -44,7 +44,7 @@ class Strategy(Variant):
 
     @property
     def name(self) -> str:
-        """For file names and differences."""
+        """Name of the strategy in file names and differences."""
         detail = ""
         if self.budget_bytes is not None:
             detail = f"-{self.budget_bytes}"
@@ -54,7 +54,7 @@ class Strategy(Variant):
 
     @property
     def title(self) -> str:
-        """For tables."""
+        """Name of the strategy in tables."""
         if self.budget_bytes is not None:
             return f"auto, {self.budget_bytes / MIB:.0f} MiB"
         if self.num_moved is not None:
@@ -63,7 +63,7 @@ class Strategy(Variant):
         return TITLES[self.placement]
 
     def flags(self, plan: Path | None = None) -> list[str]:
-        """Of the trainer.
+        """The trainer's flags for the strategy.
 
         Args:
             plan: the file with the plan of a suffix.

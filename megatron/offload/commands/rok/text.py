@@ -27,7 +27,7 @@ _HEADINGS = (
 
 
 def measurements_table(measured: Sequence[MeasuredPoint]) -> str:
-    """A row for each strategy."""
+    """Lays out what was measured, a row for each strategy."""
     rows = [_HEADINGS, *(_row(one) for one in measured)]
     return tabulate(rows, tablefmt="plain", disable_numparse=True)
 

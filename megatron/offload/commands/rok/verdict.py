@@ -37,7 +37,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`auto` at one budget.
+    """How `auto` did at one budget beside its rivals.
 
     Attributes:
         noise: it may take this part longer than a rival.
@@ -64,12 +64,12 @@ class Verdict:
 
     @property
     def is_over_budget(self) -> bool:
-        """It took more memory than it was given."""
+        """Whether `auto` took more memory than it was given."""
         return self.peak_bytes is not None and self.peak_bytes > self.budget_bytes * OVER_BUDGET
 
     @property
     def is_won(self) -> bool:
-        """It was measured, kept to its budget, and lost to none."""
+        """Whether `auto` was measured, kept to its budget, and lost to none."""
         return not (self.failure or self.is_over_budget or self.lost_to)
 
 

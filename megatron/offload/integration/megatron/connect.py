@@ -28,6 +28,7 @@ from megatron.offload.placement.plan_policy import PlannedPolicy
 from megatron.offload.placement.policy import Placement, Policy
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.planner.online.planner import Planner
+from megatron.offload.planner.profile.pass_trace import StepTrace
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.history import StepHistory
@@ -93,9 +94,11 @@ class MegatronOffload:
         calls: MegatronHooks | None = None,
         endurance: Endurance | None = None,
         planner: Planner | None = None,
+        step_trace: StepTrace | None = None,
     ) -> None:
         self._engine = engine
         self._planner = planner
+        self._step_trace = step_trace
         self._calls = calls
         self._model_chunks = list(model_chunks)
         self._history = StepHistory(endurance or Endurance(None))
@@ -115,7 +118,10 @@ class MegatronOffload:
         self._engine.exclude(_stationary_tensors(self._model_chunks))
         try:
             planned = contextlib.nullcontext() if self._planner is None else self._planner.step()
-            with planned, self._engine.step():
+            traced = (
+                contextlib.nullcontext() if self._step_trace is None else self._step_trace.step()
+            )
+            with planned, self._engine.step(), traced:
                 yield
         finally:
             self._calls.clear()
@@ -231,14 +237,17 @@ def install(
                 stage_of(model_chunks, settings, num_local_ranks),
                 directory=run_directory,
             )
-        calls = MegatronHooks(
-            engine, model_chunks, settings, planner.meter.profiler if planner else None
-        )
+        profiler = planner.meter.profiler if planner else None
+        step_trace = None
+        if engine.tracer is not None:
+            profiler = profiler or Profiler(device, config.min_bytes, lambda: 0.0)
+            step_trace = StepTrace(engine.tracer, profiler, device)
+        calls = MegatronHooks(engine, model_chunks, settings, profiler)
     except BaseException:
         engine.close()
         raise
     endurance = Endurance(rated_bytes, num_local_ranks)
-    return MegatronOffload(engine, model_chunks, calls, endurance, planner)
+    return MegatronOffload(engine, model_chunks, calls, endurance, planner, step_trace)
 
 
 def check(

@@ -26,11 +26,11 @@ class RankConsensus(Protocol):
     period_steps: int
 
     def means(self, values: Sequence[float]) -> list[float]:
-        """Of each value the mean over the group, the same bits on all its ranks."""
+        """Mean of each value over the group, with the same bits on all its ranks."""
         ...
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Of each value the largest in the group."""
+        """Largest of each value in the group."""
         ...
 
     def of_all(self, value: Any) -> list[Any]:
@@ -39,20 +39,20 @@ class RankConsensus(Protocol):
 
 
 class SingleRank:
-    """Of one process that need not ask."""
+    """Consensus of a single process, which need not ask anybody."""
 
     period_steps = 1
 
     def means(self, values: Sequence[float]) -> list[float]:
-        """See `RankConsensus`."""
+        """The values themselves, as there is no other rank."""
         return list(values)
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """See `RankConsensus`."""
+        """The values themselves, as there is no other rank."""
         return list(values)
 
     def of_all(self, value: Any) -> list[Any]:
-        """See `RankConsensus`."""
+        """The value of this rank, as there is no other."""
         return [value]
 
 

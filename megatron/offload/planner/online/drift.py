@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run still is as its plan took it to be: `Drift`.
+"""Looks at every step of a run for reasons to plan again: `Drift`.
 
-The planner shows it every step. It compares and remembers; what follows is the planner's.
+One for each rank, over all plans of its run. The planner shows it the steps and asks what it has
+found; it never plans, and never talks to other ranks.
 """
 
 from __future__ import annotations
 
+import collections
+import enum
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,132 +16,187 @@ from dataclasses import dataclass, field
 
 from megatron.offload.config import MIB, format_size
 from megatron.offload.placement.plan import Prediction
-from megatron.offload.planner.profile.interpolation import tokens_of
-from megatron.offload.planner.profile.stage_profile import TierProfile
+from megatron.offload.planner.profile.stage_profile import TierProfile, tokens_of
 
-_PATIENCE = 2  # steps in a row that must differ: one may have been disturbed
-_PATIENCE_WITH_SMALLER = 32  # where sizes vary from step to step, a plan is for the larger ones
-_OTHER_TIME = 0.1  # of the predicted step, up or down, in the median of some steps
-JUDGED_STEPS = 8  # for it: fewer may be those of a slow moment
+OVER_BUDGET = 1.02  # a resident set is known to a page or so, and the allocator rounds
+JUDGED_STEPS = 8  # for the time of a step: fewer may be those of a slow moment
+_OTHER_TIME = 0.1  # of the predicted step, up or down, in the median of these
 _STALLED = 0.1  # of the predicted step, beyond the predicted stall
 _LESS_BANDWIDTH, _MORE_BANDWIDTH = 0.5, 2.0  # of the tier's, as it was when the plan was made
 _OTHER_PEAK = 0.1  # of the predicted peak, up or down
 _LEAST_BYTES = 4 * MIB  # a smaller difference of peaks is the allocator's
-OVER_BUDGET = 1.02  # a resident set is known to a page or so, and the allocator rounds
+_SETTLING_STEPS = 2  # after a new plan: files grow, the read-ahead finds its window
+_FIRST_PATIENCE_STEPS = 4
+
+
+class Reason(enum.Enum):
+    """Why to plan again, the most urgent first; the words are for ranks that heard it from others.
+
+    `OVER`, `SLOWER` and `LARGER` are found in what the plan was made from, `UNEXPECTED` in what it
+    leads to.
+    """
+
+    OVER = "another rank is over its budget"
+    SLOWER = "another rank has a tier that has become slow"
+    LARGER = "another rank's micro-batches have become larger"
+    UNEXPECTED = "another rank's steps go otherwise than planned"
+
+
+# So many steps in a row must show it: one may have been disturbed.
+_IN_A_ROW = {Reason.OVER: 1, Reason.SLOWER: 2, Reason.LARGER: 2, Reason.UNEXPECTED: 2}
+# Plans take seconds: what another plan does not remove must wait for up to so many steps under it.
+_MOST_PATIENCE_STEPS = {
+    Reason.OVER: 64,
+    Reason.SLOWER: 0,
+    Reason.LARGER: 0,
+    Reason.UNEXPECTED: 1024,
+}
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step as it was."""
+    """One training step of this rank, as it was.
+
+    Attributes:
+        step_s: all of it, in seconds.
+        stall_s: of it, computing waited for reads or for room to write.
+        peak_bytes: most bytes of activations at a time.
+        sizes: of its largest micro-batch, see `StageProfile`; empty: not known.
+        write_bytes_per_s: by the name of each tier that was written to.
+    """
 
     step_s: float
     stall_s: float
     peak_bytes: int
     sizes: Mapping[str, int] = field(default_factory=dict)
-    write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by tier
+    write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What steps under a plan should be like.
+
+    Attributes:
+        predicted: for one step.
+        sizes: of the micro-batches that the plan was made for.
+        tiers: as this rank has measured them for it; the plan counts on the mean of a group, in
+            which drives may differ.
+        budget_bytes: that the plan keeps to; None: no budget.
+    """
+
+    predicted: Prediction
+    sizes: Mapping[str, int]
+    tiers: Sequence[TierProfile]
+    budget_bytes: int | None
 
 
 class Drift:
-    """Compares steps with one plan.
+    """Compares the steps of a run with what its present plan makes expect."""
 
-    Args:
-        predicted: of the plan.
-        sizes: of the micro-batches that it was made for.
-        tiers: as this rank has measured them for it; the plan counts on the mean of a group, in
-            which drives may differ.
-        budget_bytes: that it keeps to; None: no budget.
-        usual: times the predicted step, what it takes where planning again changed nothing.
-    """
+    def __init__(self) -> None:
+        self.num_followed = 0  # steps under the present plan
+        # The last of them with micro-batches as it expects, once it had settled.
+        self.recent: collections.deque[MeasuredStep] = collections.deque(maxlen=JUDGED_STEPS)
+        self._expected: Expectation | None = None
+        self._found = dict.fromkeys(Reason, "")
+        self._num_in_a_row = dict.fromkeys(Reason, 0)
+        self._patience_steps = dict.fromkeys(Reason, 0)  # under a plan, before it is a reason
 
-    def __init__(
-        self,
-        predicted: Prediction,
-        sizes: Mapping[str, int],
-        tiers: Sequence[TierProfile],
-        budget_bytes: int | None,
-        usual: float = 1.0,
-    ) -> None:
-        self._predicted = predicted
-        self._sizes = dict(sizes)
-        self._tiers = tiers
-        self._budget_bytes = budget_bytes
-        self._usual = usual
-        self._num_causes = self._num_effects = self._num_smaller = 0  # in a row
+    def follow(self, expected: Expectation | None) -> None:
+        """Compares with a new plan from now on; None: there is nothing to compare with."""
+        self._expected = expected
+        self.num_followed = 0
+        self.recent.clear()
+        self._found = dict.fromkeys(Reason, "")
+        self._num_in_a_row = dict.fromkeys(Reason, 0)
 
-    def over_budget(self, step: MeasuredStep) -> str:
-        """Why memory has to be saved at once; empty: it has not."""
-        budget_bytes = self._budget_bytes
-        if budget_bytes is None or step.peak_bytes <= budget_bytes * OVER_BUDGET:
-            return ""
-        return (
-            f"activations took {format_size(step.peak_bytes)}, more than the budget of "
-            f"{format_size(budget_bytes)}"
-        )
-
-    def cause(self, step: MeasuredStep) -> str:
-        """What the plan was made from and is no longer so, for some steps now; empty: all is."""
-        reason = self._cause(step)
-        self._num_causes = self._num_causes + 1 if reason else 0
-        return reason if self._num_causes >= _PATIENCE else ""
-
-    def smaller(self, step: MeasuredStep) -> str:
-        """What it was made for and has not been seen for many steps now; empty: all was."""
-        is_smaller = tokens_of(step.sizes) < tokens_of(self._sizes)
-        self._num_smaller = self._num_smaller + 1 if is_smaller and step.sizes else 0
-        return _other_sizes(step) if self._num_smaller >= _PATIENCE_WITH_SMALLER else ""
-
-    def is_comparable(self, step: MeasuredStep) -> bool:
-        """Whether the step shows what the plan led to: its micro-batches have the plan's sizes."""
-        return not step.sizes or not self._sizes or dict(step.sizes) == self._sizes
-
-    def effect(self, step: MeasuredStep, recent_s: Sequence[float]) -> str:
-        """What it led to and was not expected, for some steps now; empty: all was.
+    def see(self, step: MeasuredStep | None, *, judges: bool) -> None:
+        """Compares a step that has followed the plan; with None only counts it.
 
         Args:
-            step: the last one that is comparable.
-            recent_s: what it and those before it took, `JUDGED_STEPS` of them or fewer.
+            step: the last one.
+            judges: whether what the plan leads to may be a reason.
         """
-        reason = self._effect(step, recent_s)
-        self._num_effects = self._num_effects + 1 if reason else 0
-        return reason if self._num_effects >= _PATIENCE else ""
+        self.num_followed += 1
+        expected = self._expected
+        if expected is None or step is None:
+            return
+        tokens, planned_tokens = tokens_of(step.sizes), tokens_of(expected.sizes)
+        is_larger = tokens > planned_tokens > 0
+        self._note(Reason.OVER, _over_budget(step, expected))
+        if self.num_followed <= _SETTLING_STEPS:
+            return
+        self._note(Reason.SLOWER, _other_bandwidth(step, expected, 0.0, _LESS_BANDWIDTH))
+        self._note(Reason.LARGER, _larger(step) if is_larger else "")
+        if tokens == planned_tokens or not tokens or not planned_tokens:
+            self.recent.append(step)  # those of other sizes do not show what the plan leads to
+            if judges:
+                self._note(Reason.UNEXPECTED, self._unexpected(step, expected))
 
-    def _cause(self, step: MeasuredStep) -> str:
-        is_smaller = tokens_of(step.sizes) < tokens_of(self._sizes)
-        if not self.is_comparable(step) and not is_smaller:
-            return _other_sizes(step)
-        return self._other_bandwidth(step, 0.0, _LESS_BANDWIDTH)
+    def take(self) -> dict[Reason, str]:
+        """What was found since the last call, in words; empty where nothing was."""
+        found, self._found = self._found, dict.fromkeys(Reason, "")
+        return found
 
-    def _effect(self, step: MeasuredStep, recent_s: Sequence[float]) -> str:
-        expected = self._predicted
-        predicted_s = expected.step_s * self._usual
-        if step.stall_s > expected.stall_s + _STALLED * predicted_s:
-            return f"compute waited {step.stall_s:.3f} s, the plan says {expected.stall_s:.3f} s"
-        median_s = statistics.median(recent_s)
-        differs = abs(median_s - predicted_s) > _OTHER_TIME * predicted_s
-        if differs and len(recent_s) == JUDGED_STEPS:
-            return f"steps take {median_s:.3f} s, the plan says {expected.step_s:.3f} s"
-        difference_bytes = abs(step.peak_bytes - expected.peak_bytes)
-        if difference_bytes > max(_OTHER_PEAK * expected.peak_bytes, _LEAST_BYTES):
+    def planned(self, reason: Reason | None, *, changed: bool) -> None:
+        """Makes a reason that planning again does not remove count later and later.
+
+        Args:
+            reason: that it was for; None: none of these.
+            changed: whether another plan came of it.
+        """
+        if changed and reason is not Reason.UNEXPECTED:
+            self._patience_steps = dict.fromkeys(Reason, 0)
+        elif reason is not None:
+            longer = max(2 * self._patience_steps[reason], _FIRST_PATIENCE_STEPS)
+            self._patience_steps[reason] = min(longer, _MOST_PATIENCE_STEPS[reason])
+
+    def _note(self, reason: Reason, found: str) -> None:
+        self._num_in_a_row[reason] = self._num_in_a_row[reason] + 1 if found else 0
+        lasts = self._num_in_a_row[reason] >= _IN_A_ROW[reason]
+        if lasts and self.num_followed > self._patience_steps[reason]:
+            self._found[reason] = self._found[reason] or found
+
+    def _unexpected(self, step: MeasuredStep, expected: Expectation) -> str:
+        predicted = expected.predicted
+        if step.stall_s > predicted.stall_s + _STALLED * predicted.step_s:
+            return f"compute waited {step.stall_s:.3f} s, the plan says {predicted.stall_s:.3f} s"
+        median_s = statistics.median(one.step_s for one in self.recent)
+        differs = abs(median_s - predicted.step_s) > _OTHER_TIME * predicted.step_s
+        if differs and len(self.recent) == JUDGED_STEPS:
+            return f"steps take {median_s:.3f} s, the plan says {predicted.step_s:.3f} s"
+        difference_bytes = abs(step.peak_bytes - predicted.peak_bytes)
+        if difference_bytes > max(_OTHER_PEAK * predicted.peak_bytes, _LEAST_BYTES):
             return (
                 f"activations took {format_size(step.peak_bytes)}, the plan says "
-                f"{format_size(expected.peak_bytes)}"
+                f"{format_size(predicted.peak_bytes)}"
             )
-        # No cause: a drive may be fast because the plan leaves it alone.
-        return self._other_bandwidth(step, _MORE_BANDWIDTH, math.inf)
+        # Less urgent than one that is slower: a drive may be fast because the plan leaves it alone.
+        return _other_bandwidth(step, expected, _MORE_BANDWIDTH, math.inf)
 
-    def _other_bandwidth(self, step: MeasuredStep, least: float, most: float) -> str:
-        """Which tier is between so many times as fast as it was; empty: none."""
-        for tier in self._tiers:
-            speed = step.write_bytes_per_s.get(tier.name)
-            expected = tier.write_bytes_per_s
-            if speed is not None and least * expected < speed < most * expected:
-                return (
-                    f"{tier.name} takes {format_size(speed)}/s, it took "
-                    f"{format_size(expected)}/s when the plan was made"
-                )
+
+def _over_budget(step: MeasuredStep, expected: Expectation) -> str:
+    budget_bytes = expected.budget_bytes
+    if budget_bytes is None or step.peak_bytes <= budget_bytes * OVER_BUDGET:
         return ""
+    return (
+        f"activations took {format_size(step.peak_bytes)}, more than the budget of "
+        f"{format_size(budget_bytes)}"
+    )
 
 
-def _other_sizes(step: MeasuredStep) -> str:
+def _larger(step: MeasuredStep) -> str:
     sizes = ", ".join(f"{name} {value}" for name, value in step.sizes.items())
     return f"micro-batches have other sizes: {sizes}"
+
+
+def _other_bandwidth(step: MeasuredStep, expected: Expectation, least: float, most: float) -> str:
+    """Which tier is between so many times as fast as it was; empty: none."""
+    for tier in expected.tiers:
+        speed, before = step.write_bytes_per_s.get(tier.name), tier.write_bytes_per_s
+        if speed is not None and least * before < speed < most * before:
+            return (
+                f"{tier.name} takes {format_size(speed)}/s, it took {format_size(before)}/s "
+                "when the plan was made"
+            )
+    return ""

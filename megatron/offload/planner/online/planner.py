@@ -10,10 +10,11 @@ The first steps of a run are no good measure of the later ones: memory comes fro
 first time, and what a step leaves behind adds to the next one's peak. So once the first plan has
 been followed for some steps, `REFINING` measures some more, and a second plan is made.
 `FOLLOWING` a plan, every step is compared with what was predicted. When one rank of a group finds
-that steps go otherwise, all refine again, more and more rarely if that changes nothing. When what
-the plan was made from has changed, there is no time for that: they go on to `UPDATING`, where the
-next step, under the present plan, is measured, and another plan follows. Too much memory is more
-urgent still: there a plan is made at once.
+that steps go otherwise, all refine again, more and more rarely if that changes nothing. When a tier
+has become slow or micro-batches larger, there is no time for that: they go on to `UPDATING`, where
+the next step, under the present plan, is measured, and another plan follows. Too much memory is
+more urgent still: there a plan is made at once. Smaller micro-batches are no reason to plan: where
+lengths vary, a plan for the shorter ones would take too much memory when longer ones come again.
 """
 
 from __future__ import annotations
@@ -21,23 +22,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
 import logging
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron.offload.config import OffloadConfig, format_size
 from megatron.offload.device.device import Device
 from megatron.offload.engine import OffloadEngine
-from megatron.offload.errors import (
-    PREFIX,
-    InfeasibleBudgetError,
-    OffloadError,
-)
+from megatron.offload.errors import PREFIX, OffloadError
 from megatron.offload.placement.atomic_file import write_atomically
-from megatron.offload.placement.plan import Plan, Prediction
+from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.plan_policy import PlannedPolicy
 from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.planner.online.consensus import (
@@ -46,14 +41,18 @@ from megatron.offload.planner.online.consensus import (
     check_same,
     raise_first,
 )
-from megatron.offload.planner.online.drift import OVER_BUDGET, Drift, MeasuredStep
+from megatron.offload.planner.online.drift import (
+    OVER_BUDGET,
+    Drift,
+    Expectation,
+    MeasuredStep,
+    Reason,
+)
+from megatron.offload.planner.online.plan_maker import PlanMaker, WholeSteps, budget_bytes_of
 from megatron.offload.planner.online.shared_plan_file import SharedPlanFile
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.online.step_meter import StepMeter
-from megatron.offload.planner.online.watch import Reason, Watch
-from megatron.offload.planner.profile.calibration import calibrated
-from megatron.offload.planner.profile.interpolation import fitted, tokens_of
-from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile
+from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile, tokens_of
 from megatron.offload.planner.solver.process import SolverProcess
 
 logger = logging.getLogger(__name__)
@@ -61,16 +60,10 @@ logger = logging.getLogger(__name__)
 _MEASURED_STEPS = 2
 _STEPS_BEFORE_REFINING = 4
 _REFINING_STEPS = 4
-_WORTHWHILE = 0.03  # of time or memory, for another plan to take the place of the present one
-# Of the budget, that later plans stay below it for each one that was to keep to it and did not.
-_HEADROOM, _MOST_HEADROOM = 0.01, 0.05
-_REMEMBERED_SIZES = 2
-_FREE_SHARE = 0.9  # of a GPU's free memory: fragments and what libraries take later
-_FREE_SHARE_OF_HOST = 0.5
 
 
 class Phase(enum.Enum):
-    """Where a run is; see Note [The course of a run]."""
+    """Where a run with `auto` stands; see Note [The course of a run]."""
 
     WARMING_UP = "warming up"
     MEASURING = "measuring"
@@ -87,14 +80,14 @@ _NUM_MEASURED = {  # steps that are measured in detail
 
 
 class Planner:
-    """Decides the placements of one stage.
+    """Decides, between steps, which placements the policy of one stage follows.
 
     Args:
         config: with mode `auto`.
         engine: asks `policy`.
         device: where activations live.
         policy: follows the plans.
-        agreement: with the ranks that share the stage's layers, and with all.
+        consensus: of the ranks that share the stage's layers, and of all.
         stage: what is planned for.
         directory: for the profile, the last one made; None: it is written nowhere.
         solver: opened for each plan.
@@ -127,13 +120,10 @@ class Planner:
         self._consensus = consensus
         self._stage = stage
         self._directory = directory
-        self._solver = solver
+        self._maker = PlanMaker(config, solver)
         self._own_tiers: tuple[TierProfile, ...] = ()  # this rank's, in the present profile
-        self._by_tokens: dict[int, StageProfile] = {}  # measured, by size of micro-batches
-        self._watch = Watch()
+        self._drift = Drift()
         self._reason: Reason | None = None  # for the next plan
-        self._budget_bytes: int | None = None
-        self._num_exceeded = 0  # plans that took more than it
         self._adapts = True
         self._has_warned = False
         self._is_refined = False
@@ -145,10 +135,11 @@ class Planner:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around the passes of a training step.
+        """Goes around the passes of a training step, and decides when they have ended.
 
         Raises:
             ConfigurationError: after the last measured step: no plan keeps to the budget.
+            OffloadError: ranks that share layers have come to different plans.
         """
         num_wanted = _NUM_MEASURED.get(self.phase, 0)
         with self.meter.step(detailed=num_wanted > 0):
@@ -170,14 +161,12 @@ class Planner:
                 self._make_first_plan()
             else:
                 self._is_refined |= self.phase is Phase.REFINING
-                self._plan_again(self._measured_profile(self.profile))
-                assert self.profile is not None
-                self._remember(self.profile)
+                self._plan_for_measured()
         self.meter.resume()
 
     @property
     def metrics(self) -> dict[str, int | float]:
-        """Predicted and measured, for metrics; always the same names."""
+        """Predicted and measured figures of the last step; always the same names."""
         predicted = self.plan.predicted if self.plan is not None else None
         last = self.meter.last
         return {
@@ -203,92 +192,45 @@ class Planner:
     def _make_first_plan(self) -> None:
         """Plans, with all ranks of the run: where one finds no plan, none goes on."""
         plan, message = None, None
-        self._budget_bytes = self._asked_budget()
-        whole_steps = self._whole_steps()
-        if self._stage.speaks and self._stage.position.stage == 0:
+        speaks_first = self._stage.speaks and self._stage.position.stage == 0
+        self._maker.budget_bytes = budget_bytes_of(
+            self._config, self._device, self._stage, self._consensus
+        )
+        whole = self._whole_steps()
+        if speaks_first:
             logger.info(
                 "activation offload: planning, which takes seconds; the first time after an "
                 "installation up to half a minute, as the simulation is compiled"
             )
         try:
-            profile = self._measured_profile(None)
-            with self._solver() as solver:
-                simulate = functools.partial(solver.predict, plan=None)
-                self.profile = calibrated(profile, simulate, **whole_steps)
-                may_exceed = self._config.memory_budget_bytes is None
-                plan = self._solved(solver, self.profile, may_exceed=may_exceed)
+            self.profile, plan = self._maker.first(self._measured_profile(None), whole)
         except OffloadError as error:
             message = str(error).removeprefix(PREFIX)
         told = self._consensus.of_all((plan if self._stage.speaks else None, message))
         raise_first(one for _, one in told)
         assert plan is not None and self.profile is not None
         check_same(plan, self._consensus)
-        self._remember(self.profile)
         self._save_profile(self.profile)
         self._follow(plan)
-        if self._stage.speaks and self._stage.position.stage == 0:
-            plans = (one for one, _ in told if one is not None)
-            self._show_and_save(sorted(plans, key=lambda one: one.stage))
+        if speaks_first:
+            plans = sorted((one for one, _ in told if one is not None), key=lambda one: one.stage)
+            for one in plans:
+                logger.info("activation offload: %s", plan_table(one))
+            if self._file is not None:
+                self._file.save(plans)
 
-    def _show_and_save(self, plans: list[Plan]) -> None:
-        for plan in plans:
-            logger.info("activation offload: %s", plan_table(plan))
-        if self._file is not None:
-            self._file.save(plans)
-
-    def _asked_budget(self) -> int | None:
-        """The budget that the ranks of the group share; None: there is none to keep to."""
-        config = self._config
-        if config.memory_budget_bytes is not None or config.max_slowdown is not None:
-            return config.memory_budget_bytes
-        free = self._device.free_bytes()
-        ranks = self._stage.num_local_ranks if self._device.is_host else 1
-        share = _FREE_SHARE_OF_HOST if self._device.is_host else _FREE_SHARE
-        least = -self._consensus.largest([-float(int(free * share) // ranks)])[0]
-        logger.info(
-            "activation offload: no --activation-memory-budget is given; activations may take %s, "
-            "%.0f %% of the %s that are free%s",
-            format_size(least),
-            100 * share,
-            format_size(free),
-            f", shared by {ranks} ranks" if ranks > 1 else "",
-        )
-        return int(least)
-
-    def _solved(self, solver: SolverProcess, profile: StageProfile, *, may_exceed: bool) -> Plan:
-        """The plan. Where no plan keeps to the budget, the one nearest to it, if that will do."""
-        slowdown = self._config.max_slowdown
-        try:
-            plan = solver.solve(profile, budget_bytes=self._aim_bytes, max_slowdown=slowdown)
-        except InfeasibleBudgetError as error:
-            if not may_exceed:
-                raise
-            if self._budget_bytes is None or error.smallest_bytes > self._budget_bytes:
-                logger.warning("%s; going on with as little memory as possible", error)
-            plan = error.plan
-        return dataclasses.replace(plan, stage=profile.position.stage)
-
-    @property
-    def _aim_bytes(self) -> int | None:
-        """What plans keep to: the budget, and a little less where that has proved too much."""
-        if self._budget_bytes is None:
-            return None
-        headroom = min(_HEADROOM * self._num_exceeded, _MOST_HEADROOM)
-        return int(self._budget_bytes * (1 - headroom))
-
-    def _follow(self, plan: Plan, usual: float = 1.0) -> None:
+    def _follow(self, plan: Plan) -> None:
         self.plan = plan
         self.num_plans += 1
         self._policy.follow(plan)
         self.phase = Phase.FOLLOWING
         self._reason = None
         self._device.return_freed_memory()  # it fitted what was kept until now
-        drift = None
+        expected = None
         if self.profile is not None and plan.predicted is not None:
-            drift = Drift(
-                plan.predicted, self.profile.sizes, self._own_tiers, self._budget_bytes, usual
-            )
-        self._watch.follow(drift)
+            sizes, budget_bytes = self.profile.sizes, self._maker.budget_bytes
+            expected = Expectation(plan.predicted, sizes, self._own_tiers, budget_bytes)
+        self._drift.follow(expected)
 
     # -- Profiles -------------------------------------------------------------------------------
 
@@ -300,42 +242,28 @@ class Planner:
         self._own_tiers = profile.tiers
         return agreed_profile(profile, self._consensus)
 
-    def _as_now(self, profile: StageProfile | None) -> StageProfile:
+    def _as_now(self, profile: StageProfile) -> StageProfile:
         """The profile, with the tiers and for the sizes of the last step.
 
         A tier that has become slow holds memory longer: no plan for the fast one would help.
         """
-        assert profile is not None and self.meter.last is not None
+        assert self.meter.last is not None
         self._own_tiers, sizes = self.meter.tiers(), dict(self.meter.last.sizes)
         profile = dataclasses.replace(profile, tiers=self._own_tiers, sizes=sizes)
         return agreed_profile(profile, self._consensus)
 
-    def _remember(self, profile: StageProfile) -> None:
-        tokens = tokens_of(profile.sizes)
-        self._by_tokens.pop(tokens, None)
-        self._by_tokens[tokens] = profile
-        while len(self._by_tokens) > _REMEMBERED_SIZES:
-            del self._by_tokens[next(iter(self._by_tokens))]
-
-    def _agreed_fitted(self) -> StageProfile | None:
-        """`_fitted`, the same on all ranks of the group; None: one of them has none, or another's
-        micro-batches have other sizes, as those of data-parallel ranks may."""
-        fitted_profile = self._fitted()
-        tokens = float(tokens_of(fitted_profile.sizes)) if fitted_profile is not None else 0.0
-        high, negative_low = self._consensus.largest([tokens, -tokens])
-        if fitted_profile is None or high != -negative_low:
-            return None
-        return agreed_profile(fitted_profile, self._consensus)
-
-    def _fitted(self) -> StageProfile | None:
-        """The profile of sizes that are new, where two others were measured."""
-        assert self.profile is not None and self.meter.last is not None
-        sizes = dict(self.meter.last.sizes)
-        if len(self._by_tokens) < 2 or tokens_of(sizes) in (*self._by_tokens, 0):
-            return None
-        one, other = self._by_tokens.values()
-        profile = fitted(one, other, sizes)
-        return profile and dataclasses.replace(profile, tiers=self.profile.tiers)
+    def _whole_steps(self) -> WholeSteps:
+        """What to calibrate with, the same on all ranks of a group: of the steps measured for this
+        plan, or else of the last one."""
+        steps, self._measured = self._measured, []
+        if self.phase is Phase.REFINING:  # nothing has changed since those before
+            steps = [*steps, *self._drift.recent]
+        if not steps and self.meter.last is not None:
+            steps = [self.meter.last]
+        own_s = statistics.median(one.step_s for one in steps) if steps else 0.0
+        own_bytes = max((one.peak_bytes for one in steps), default=0)
+        step_s, peak_bytes = self._consensus.largest([own_s, float(own_bytes)])
+        return WholeSteps(step_s or None, int(peak_bytes))
 
     def _save_profile(self, profile: StageProfile) -> None:
         if self._directory is None or not self._stage.speaks:
@@ -350,33 +278,72 @@ class Planner:
 
     def _compare(self) -> None:
         """All ranks of a group ask each other at the same steps, whatever they have found."""
-        self._watch.see(self.meter.last, with_effects=self._is_refined)
-        num_followed = self._watch.num_followed
+        self._drift.see(self.meter.last, judges=self._is_refined)
+        num_followed = self._drift.num_followed
         if num_followed % self._consensus.period_steps:
             return
-        found = self._watch.take()
+        found = self._drift.take()
         told = self._consensus.largest([float(bool(found[reason])) for reason in Reason])
-        reasons = [reason for reason, anybody in zip(Reason, told, strict=True) if anybody]
-        self._reason = reasons[0] if reasons else None
-        is_to_be_refined = not self._is_refined and num_followed >= _STEPS_BEFORE_REFINING
-        if self._reason is not None:
-            self._say(found[self._reason] or self._reason.value)
+        self._reason = next((one for one, any_ in zip(Reason, told, strict=True) if any_), None)
+        if self._reason is not None and self._stage.speaks:
+            logger.info(
+                "activation offload: stage %d is to be planned again: %s",
+                self._stage.position.stage,
+                found[self._reason] or self._reason.value,
+            )
         if self._reason is Reason.OVER:
-            self._num_exceeded += 1
-            self._plan_again(self._as_now(self._agreed_fitted() or self.profile))
-        elif self._reason in (Reason.CAUSE, Reason.SMALLER):
-            fitted_profile = self._agreed_fitted()
-            if fitted_profile is not None:
-                self._plan_again(fitted_profile)
-            else:
-                self.phase = Phase.UPDATING
-        elif self._reason is Reason.EFFECT or is_to_be_refined:
+            assert self.profile is not None
+            self._maker.num_exceeded += 1
+            self._plan_again(self._as_now(self.profile))
+        elif self._reason in (Reason.SLOWER, Reason.LARGER):
+            self.phase = Phase.UPDATING
+        elif self._reason is Reason.UNEXPECTED or (
+            not self._is_refined and num_followed >= _STEPS_BEFORE_REFINING
+        ):
             self._device.return_freed_memory()
             self.phase = Phase.REFINING
 
+    def _plan_for_measured(self) -> None:
+        """Plans for the steps measured, unless they were shorter than those it plans for: where
+        lengths vary, these come again. A tier that has become slow does not wait for them."""
+        assert self.profile is not None
+        profile = self._measured_profile(self.profile)
+        least_tokens = tokens_of(self.profile.sizes) + (self._reason is Reason.LARGER)
+        if tokens_of(profile.sizes) < least_tokens and self._reason is not Reason.SLOWER:
+            self._measured = []
+            self._drift.planned(self._reason, changed=False)
+            self.phase = Phase.FOLLOWING
+        else:
+            self._plan_again(profile)
+
+    def _plan_again(self, profile: StageProfile) -> None:
+        """Where that fails on a rank of the group, all of them go on as they are."""
+        assert self.plan is not None
+        before, after = self.plan, None
+        whole = self._whole_steps()
+        try:
+            profile, after = self._maker.next(profile, before, whole)
+        except OffloadError as error:
+            logger.warning("%s; going on with the present plan", error)
+        (any_failed,) = self._consensus.largest([float(after is None)])
+        plan = before if any_failed or after is None else after
+        check_same(plan, self._consensus)
+        self.profile = profile
+        self._save_profile(profile)
+        changed = plan.digest() != before.digest()
+        self._drift.planned(self._reason, changed=changed)
+        self._follow(plan)
+        if self._file is not None:
+            self._file.update(plan)
+        if self._stage.speaks:
+            text = plan_table(plan) if changed else "the plan stays as it is"
+            logger.info("activation offload: planned again: %s", text)
+
+    # -- The budget -----------------------------------------------------------------------------
+
     def _return_what_is_over_budget(self) -> None:
         """A resident set also has what the allocator keeps for reuse, more of it step by step."""
-        budget_bytes, last = self._budget_bytes, self.meter.last
+        budget_bytes, last = self._maker.budget_bytes, self.meter.last
         if budget_bytes is not None and last is not None and last.peak_bytes > budget_bytes:
             self._device.return_freed_memory()
 
@@ -394,63 +361,3 @@ class Planner:
                 format_size(budget_bytes),
                 self._config.plan_file,
             )
-
-    def _whole_steps(self) -> dict[str, Any]:
-        """What to calibrate with, the same on all ranks of a group: of the steps measured for this
-        plan, or else of the last one. See `calibrated`."""
-        steps, self._measured = self._measured, []
-        if self.phase is Phase.REFINING:  # nothing has changed since those before
-            steps = [*steps, *self._watch.recent]
-        if not steps and self.meter.last is not None:
-            steps = [self.meter.last]
-        own_s = statistics.median(one.step_s for one in steps) if steps else 0.0
-        own_bytes = max((one.peak_bytes for one in steps), default=0)
-        step_s, peak_bytes = self._consensus.largest([own_s, float(own_bytes)])
-        return {"step_s": step_s or None, "peak_bytes": int(peak_bytes)}
-
-    def _plan_again(self, profile: StageProfile | None) -> None:
-        """Where that fails on a rank of the group, all of them go on as they are."""
-        assert profile is not None and self.plan is not None
-        before, after = self.plan, None
-        whole_steps = self._whole_steps()
-        try:
-            with self._solver() as solver:
-                simulate = functools.partial(solver.predict, plan=before)
-                profile = calibrated(profile, simulate, **whole_steps)
-                after = self._solved(solver, profile, may_exceed=True)
-                present = simulate(profile)
-                if not self._is_worthwhile(after, present):
-                    after = dataclasses.replace(before, predicted=present, fastest=after.fastest)
-        except OffloadError as error:
-            logger.warning("%s; going on with the present plan", error)
-        (any_failed,) = self._consensus.largest([float(after is None)])
-        plan = before if any_failed or after is None else after
-        check_same(plan, self._consensus)
-        self.profile = profile
-        self._save_profile(profile)
-        changed, usual, step = plan.digest() != before.digest(), 1.0, self.meter.last
-        predicted = plan.predicted
-        self._watch.planned(self._reason, changed=changed)
-        if not changed and predicted is not None and predicted.step_s and step is not None:
-            usual = (whole_steps["step_s"] or step.step_s) / predicted.step_s
-        self._follow(plan, usual)
-        if self._file is not None:
-            self._file.update(plan)
-        if self._stage.speaks:
-            text = plan_table(plan) if changed else "the plan stays as it is"
-            logger.info("activation offload: planned again: %s", text)
-
-    def _is_worthwhile(self, plan: Plan, present: Prediction) -> bool:
-        """Whether a plan is so much better than the present one that it takes its place."""
-        if plan.predicted is None:
-            return True
-        least_s = plan.predicted.step_s * (1 + _WORTHWHILE)
-        least_bytes = plan.predicted.peak_bytes * (1 + _WORTHWHILE)
-        if self._budget_bytes is not None and plan.predicted.peak_bytes <= self._budget_bytes:
-            least_bytes = self._budget_bytes  # no use in less, and no more will do
-        return present.step_s > least_s or present.peak_bytes > least_bytes
-
-    def _say(self, reason: str) -> None:
-        if self._stage.speaks:
-            stage = self._stage.position.stage
-            logger.info("activation offload: stage %d is to be planned again: %s", stage, reason)

@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class SharedPlanFile:
-    """Read by all ranks of a run or by none, written by the ranks that speak for their stages.
+    """A plan file that all ranks of a run read, or none; one rank of each stage writes it.
 
     Args:
         path: the same on all ranks; the file need not be there.
         stage: of this rank.
-        agreement: with the other ranks.
+        consensus: of the ranks of the run.
     """
 
     def __init__(self, path: Path, stage: Stage, consensus: RankConsensus) -> None:

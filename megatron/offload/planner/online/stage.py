@@ -18,10 +18,10 @@ from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage.
+    """A pipeline stage as the planner sees it: its layers and what they allow.
 
     Attributes:
-        layout: its place in the pipeline.
+        position: its place in the pipeline.
         layers: chunk and name of each layer, in the order of the forward pass.
         why_not_recomputed: what keeps its layers from being recomputed; empty: nothing does.
         speaks: whether this rank's plan is the one of its stage that is shown and written.
@@ -37,11 +37,12 @@ class Stage:
     not_alone: Collection[tuple[str, str]] = ()
 
     def check(self, plan: Plan, tiers: Collection[Placement], path: Path) -> None:
-        """Whether the stage can follow a plan.
+        """Raises an error if the stage cannot follow a plan.
 
         Args:
-            plan: from the file at `path`.
+            plan: from a file.
             tiers: placements that there is a tier for.
+            path: of that file, for the message.
 
         Raises:
             ConfigurationError: it cannot.

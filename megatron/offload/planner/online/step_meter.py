@@ -20,10 +20,9 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.online.drift import MeasuredStep
 from megatron.offload.planner.profile.build import Rates, passes_s, profile_of, tier_profiles
-from megatron.offload.planner.profile.interpolation import tokens_of
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.profiler import Profiler
-from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile
+from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile, tokens_of
 from megatron.offload.stats.memory import PeakMemory
 from megatron.offload.tiers.tier import Tier
 
@@ -34,7 +33,7 @@ _LEAST_BUSY_S = 0.1  # of a tier in a step, for its rate to be that step's: less
 
 
 class StepMeter:
-    """What steps take.
+    """Measures time, memory and tiers of a rank's training steps.
 
     Args:
         config: of the engine.
@@ -57,12 +56,16 @@ class StepMeter:
 
     @property
     def num_detailed(self) -> int:
-        """Steps noted in detail since the last profile was made."""
+        """Number of steps noted in detail since the last profile was made."""
         return len(self._detailed_s)
 
     @contextlib.contextmanager
     def step(self, *, detailed: bool) -> Iterator[None]:
-        """Around the passes of a training step."""
+        """Measures the passes of a training step, which go on in this context.
+
+        Args:
+            detailed: also notes every layer, for `profile`.
+        """
         self.pause()
         began_s = time.perf_counter()
         self.profiler.sizes.clear()
@@ -87,11 +90,11 @@ class StepMeter:
         self.resume()
 
     def resume(self) -> None:
-        """What went on until now, after the step's passes, is no part of a step: planning."""
+        """Counts time again: what went on until now, after the passes, is no part of a step."""
         self._ended_s = time.perf_counter()
 
     def pause(self) -> None:
-        """What goes on from now on, until the next step, is no part of a step either."""
+        """Counts no time from now on until the next step."""
         if self._ended_s is not None:
             gap_s = time.perf_counter() - self._ended_s
             self._gaps_s = [*self._gaps_s, gap_s][-_REMEMBERED_GAPS:]
@@ -103,7 +106,7 @@ class StepMeter:
         """The profile of the steps noted in detail, which are forgotten.
 
         Args:
-            layout: of the stage.
+            position: of the stage in its pipeline.
             recomputes: whether its layers may be recomputed.
             previous: see `profile_of`.
 
@@ -140,7 +143,7 @@ class StepMeter:
         return profile
 
     def tiers(self) -> tuple[TierProfile, ...]:
-        """As fast as they were in the last step."""
+        """The tiers, as fast as they were in the last step: bytes per second."""
         return tuple(tier_profiles(self._engine.tiers, self._rates))
 
     @property

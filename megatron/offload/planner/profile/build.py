@@ -43,7 +43,7 @@ def profile_of(
     inflight_bytes: int = 512 << 20,
     source: str = "",
 ) -> StageProfile:
-    """What the steps show.
+    """Puts a stage's profile together from measured steps.
 
     Args:
         steps: complete passes of at least one step.

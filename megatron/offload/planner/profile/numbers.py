@@ -13,7 +13,7 @@ from typing import Any
 
 
 def with_numbers(change: Callable[..., float], value: Any, *others: Any, name: str = "") -> Any:
-    """The same dataclass or tuple with every int and float in it replaced.
+    """Rebuilds a dataclass or a tuple with every int and float in it replaced.
 
     Args:
         change: gets a field's name (of a tuple's entries: the tuple's own) and the number that

@@ -2,14 +2,14 @@
 """Measures what a planner has to know: `Profiler`.
 
 Integrations tell it where a pass and a layer begin and end, the engine what layers save; for
-backward it puts tensor hooks on what goes into a layer and comes out. `figures.py` makes a profile
+backward it puts tensor hooks on what goes into a layer and comes out. `build.py` makes a profile
 of what it noted. Outside of the steps that it measures nobody calls it.
 
-Note [What a moment costs]
-A moment is a clock reading on a CPU and an event in the stream on a GPU: five to seven of them for
-each layer and micro-batch, some microseconds. Nothing waits for the device until the step is over.
-What the engine made compute wait is noted with each moment and left out of the durations: a layer
-takes as long as it would if nothing had to be waited for.
+Note [What a timestamp costs]
+A timestamp is a clock reading on a CPU and an event in the stream on a GPU: five to seven of them
+for each layer and micro-batch, some microseconds. Nothing waits for the device until the step is
+over. What the engine made compute wait is noted with each timestamp and left out of the durations:
+a layer takes as long as it would if nothing had to be waited for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from megatron.offload.device.device import Device
 from megatron.offload.placement.policy import WHOLE_LAYER
-from megatron.offload.planner.profile.interpolation import tokens_of
+from megatron.offload.planner.profile.stage_profile import tokens_of
 from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, TimeSpan, Timestamp
 from megatron.offload.saved.autograd_graph import node_of
 from megatron.offload.saved.scope import Scope
@@ -50,34 +50,38 @@ class Profiler:
 
     @property
     def measures(self) -> bool:
-        """Whether this step is measured."""
+        """Whether the step under way is measured."""
         return self._passes is not None
 
     def begin_step(self) -> None:
-        """This step is measured."""
+        """Begins to measure a step."""
         self._passes = {}
 
     def end_step(self, *, well: bool) -> None:
-        """It is over; one that did not end well does not count."""
+        """Ends the measured step; one that did not end well does not count."""
         passes, self._passes = self._passes or {}, None
         self._forward = self._layer = None
         complete = [one for one in passes.values() if one.is_complete]
         if well and complete and len(complete) == len(passes):
             self.steps.append(complete)
 
+    def passes(self) -> list[tuple[int, PassTimings]]:
+        """What this step's passes have shown so far: number of the micro-batch, timings."""
+        return [(micro_batch, one) for (_, micro_batch), one in (self._passes or {}).items()]
+
     def clear(self) -> None:
         """Forgets the steps measured so far."""
         self.steps.clear()
 
     def now(self) -> Timestamp:
-        """This moment."""
+        """Notes the device's present time and what compute has waited so far."""
         return Timestamp(self._device.timestamp(), self._waited_s())
 
     # -- Passes ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def forward(self, chunk: int, micro_batch: int) -> Iterator[None]:
-        """Around a forward pass."""
+        """A context around a forward pass that is measured."""
         if self._passes is None:
             yield
             return
@@ -92,7 +96,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def backward(self, chunk: int, micro_batch: int) -> Iterator[None]:
-        """Around a backward pass."""
+        """A context around a backward pass that is measured."""
         timings = self._passes.get((chunk, micro_batch)) if self._passes is not None else None
         if timings is None:
             yield
@@ -180,14 +184,14 @@ class Profiler:
     # -- What the engine tells (`Observer`) -------------------------------------------------------
 
     def moves(self, scope: Scope, num_bytes: int) -> None:
-        """See `Observer`."""
+        """Notes a storage that moves to a tier, as `Observer` asks."""
         if self._layer is not None:
             part = self._layer.part(scope.part)
             part.movable_bytes += num_bytes
             part.num_storages += 1
 
     def stayed(self, scope: Scope, storage: torch.UntypedStorage) -> None:
-        """See `Observer`. One that is large enough to move could have moved."""
+        """Notes a storage that stays; one that is large enough to move could have moved."""
         # Saved, so it lives until backward: no other can get its address in this pass.
         if self._layer is None or storage._cdata in self._stayed:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +79,7 @@ class LayerProfile:
 
     @property
     def movable_bytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts of the layer that a tier can take."""
         return sum(part.movable_bytes for part in self.parts)
 
 
@@ -168,7 +169,7 @@ class StageProfile:
             with_numbers(_check_number, getattr(self, field.name), name=field.name)
 
     def to_json(self) -> str:
-        """Text that `from_json` reads."""
+        """Writes the profile as JSON text that `from_json` reads."""
         return json.dumps({"version": FORMAT_VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     @classmethod
@@ -200,6 +201,11 @@ class StageProfile:
             return cls.from_json(path.read_text())
         except UnicodeDecodeError as error:
             raise ConfigurationError(f"{path} is no profile of a stage: {error}") from None
+
+
+def tokens_of(sizes: Mapping[str, int]) -> int:
+    """Tokens of a micro-batch with a profile's `sizes`; 0: not known."""
+    return sizes.get("sequence_length", 0) * sizes.get("micro_batch_size", 0)
 
 
 @dataclass(frozen=True)

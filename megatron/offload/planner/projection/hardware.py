@@ -59,7 +59,7 @@ class GpuSpec:
         return cls(name=name, **values)
 
     def reaching(self, fraction: float) -> GpuSpec:
-        """The same with another part of peak for matrix products, e.g. one that was measured."""
+        """A copy that reaches another part of its peak in matrix products, e.g. a measured one."""
         if not 0 < fraction <= 1:
             raise ConfigurationError(
                 f"matrix products cannot reach {fraction} of a GPU's peak; give a part above 0 "
@@ -119,7 +119,7 @@ class Hardware:
 
     @property
     def rated_bytes(self) -> float:
-        """That all drives of one GPU may be written in their life."""
+        """Bytes that may be written to all drives of one GPU in their life."""
         return self.num_drives * self.drive.rated_bytes
 
     def tiers(self) -> tuple[TierProfile, ...]:
@@ -150,7 +150,7 @@ class Hardware:
 
 
 def names(kind: str) -> list[str]:
-    """Of what is described; `kind` is `gpus` or `drives`."""
+    """Names of the described hardware; `kind` is `gpus` or `drives`."""
     return sorted(_read(kind)[kind])
 
 

@@ -65,12 +65,12 @@ class Transformer:
 
     @property
     def element_bytes(self) -> int:
-        """Of one element of an activation."""
+        """Bytes of one element of an activation."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
+        """Width of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -80,7 +80,7 @@ class Transformer:
 
     @property
     def key_size(self) -> int:
-        """Width of the keys of all parts; that of the values is the same."""
+        """Width of the keys of all query groups; that of the values is the same."""
         return (self.num_query_groups or self.num_attention_heads) * self.head_size
 
     @property
@@ -93,7 +93,7 @@ class Transformer:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer's matrices."""
+        """Number of weights in one layer's matrices."""
         attention = self.hidden_size * (2 * self.query_size + 2 * self.key_size)
         return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_size
 
@@ -143,12 +143,12 @@ class Parallelism:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of one step of one rank."""
+        """Number of micro-batches in one rank's step."""
         return self.global_batch_size // (self.micro_batch_size * self.data)
 
     @property
     def num_ranks(self) -> int:
-        """Altogether."""
+        """Number of ranks, of all kinds of parallelism together."""
         return self.tensor * self.pipeline * self.data
 
     def layers_of_chunk(self, model: Transformer, stage: int, chunk: int) -> range:

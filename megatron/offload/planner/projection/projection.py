@@ -61,7 +61,7 @@ class Projection:
 
     @property
     def parameters(self) -> float:
-        """Of this rank."""
+        """Number of parameters that this rank holds."""
         model, last = self.model, self.parallel.pipeline - 1
         number = model.num_layers / self.parallel.pipeline * model.layer_parameters
         tables = (self.stage == 0) + (self.stage == last)
@@ -90,7 +90,7 @@ class Projection:
         return self._seconds(MATMUL_BACKWARD * work.matmul_flops, attention, work, passes=2)
 
     def selective_s(self, work: Work) -> float:
-        """Seconds of its selective operations."""
+        """Seconds that a part's selective operations take in forward."""
         gpu = self.hardware.gpu
         return work.selective_memory_bytes / (gpu.memory_bytes_per_s * gpu.assumed.memory)
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,46 +17,85 @@ from megatron.offload.planner.profile.stage_profile import LayerProfile, PartPro
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Rows = Any  # a structured array of one of the dtypes here, in `transfers` or in `instructions`
+Row = Any  # one of its rows: its fields are attributes where numba compiles
 
 _MOST_PIECES = 8  # that a part's bytes move in
 _MOST_TRANSFERS = 4000  # that a simulated step should have: more pieces where there are few parts
 _SMALL_STEP = 600  # parts of all micro-batches up to which every micro-batch is simulated
 _STEADY = 3  # micro-batches (with chunks: parts of them) beyond those that fill the pipeline
 
-# Columns of the tables
-CHUNK_BEFORE_S, CHUNK_AFTER_S, CHUNK_BACKWARD_BEFORE_S, CHUNK_BACKWARD_AFTER_S = 0, 1, 2, 3
-CHUNK_FIXED_BYTES = 4
-LAYER_FORWARD_S, LAYER_BACKWARD_S, LAYER_RECOMPUTE_S, LAYER_INPUT_BYTES = 0, 1, 2, 3
-PART_MOVABLE_BYTES, PART_KEPT_BYTES, PART_PRODUCED_S, PART_USE_S = 0, 1, 2, 3
-PART_RECOMPUTE_S, PART_PIECES, PART_STORAGES = 4, 5, 6  # storages: in a piece
-PART_INPUT_BYTES, PART_SELECTIVE_BYTES, PART_SELECTIVE_S, PART_SELECTIVE_EXTRA_BYTES = 7, 8, 9, 10
-TIER_WRITE, TIER_READ, TIER_SHARED, TIER_LATENCY_S, TIER_CAPACITY_BYTES = 0, 1, 2, 3, 4
-# Places in `StageArrays.state`
-STEP_FIXED_S, TRANSIENT_BYTES, INFLIGHT_BYTES, NUM_MORE, STEADY_COUNT, ALLOCATOR_SLACK = range(6)
+# Rows of the tables: of a chunk, a layer, a part, a tier
+CHUNK = np.dtype(
+    [
+        ("before_s", np.float64),
+        ("after_s", np.float64),
+        ("backward_before_s", np.float64),
+        ("backward_after_s", np.float64),
+        ("fixed_bytes", np.float64),
+    ]
+)
+LAYER = np.dtype(
+    [
+        ("forward_s", np.float64),
+        ("backward_s", np.float64),
+        ("recompute_s", np.float64),
+        ("input_bytes", np.float64),
+    ]
+)
+PART = np.dtype(
+    [
+        ("movable_bytes", np.float64),
+        ("resident_bytes", np.float64),
+        ("produced_s", np.float64),
+        ("first_use_s", np.float64),
+        ("recompute_s", np.float64),
+        ("num_pieces", np.int64),
+        ("storages_each", np.float64),  # in a piece
+        ("input_bytes", np.float64),
+        ("selective_bytes", np.float64),
+        ("selective_s", np.float64),
+        ("selective_extra_bytes", np.float64),
+    ]
+)
+TIER = np.dtype(
+    [
+        ("write_bytes_per_s", np.float64),
+        ("read_bytes_per_s", np.float64),
+        ("shared_bytes_per_s", np.float64),  # while both go on
+        ("latency_s", np.float64),
+        ("capacity_bytes", np.float64),
+    ]
+)
 
 
 class StageArrays(NamedTuple):
-    """Rows: stages' passes, chunks, layers, parts of all layers in order, tiers.
+    """A profile as the simulation reads it. Seconds and bytes.
 
     A piece is what moves at a time: a storage, or several of a part taken together.
     """
 
     passes: Ints  # [stage, place, 3]: is backward, chunk, micro-batch
     own: int  # this stage
-    micro_batches: int  # that are simulated; figures[NUM_MORE] take as long as those in the middle
-    steady: Ints  # [2]: places of backward passes; figures[STEADY_COUNT] micro-batches apart
+    micro_batches: int  # that are simulated; `num_more` take as long as those in the middle
+    num_more: int
+    steady: Ints  # [2]: places of backward passes, `steady_count` micro-batches apart
+    steady_count: int
     chunk_layer: Ints  # [chunks + 1]: first layer
     layer_part: Ints  # [layers + 1]: first part
-    chunks: Floats
-    layers: Floats
-    parts: Floats
-    tiers: Floats
-    state: Floats
+    chunks: Rows  # [chunks] of CHUNK
+    layers: Rows  # [layers] of LAYER
+    parts: Rows  # [parts] of PART
+    tiers: Rows  # [tiers] of TIER
+    step_fixed_s: float
+    transient_bytes: float
+    inflight_bytes: float
+    allocator_slack: float
     chunk_with_loss: int  # -1: not on this stage
 
 
 def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> StageArrays:
-    """The tables of a profile.
+    """Makes the arrays that the simulation reads from a profile.
 
     Args:
         all_micro_batches: simulate every one, not only as many as it takes to see a steady state.
@@ -77,11 +117,13 @@ def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> Stag
         passes=passes,
         own=position.stage,
         micro_batches=simulated,
+        num_more=profile.num_micro_batches - simulated,
         steady=np.array(steady, np.int64),
+        steady_count=count,
         chunk_layer=_starts(of_chunk),
         layer_part=_starts([len(layer.parts) for layer in profile.layers]),
         chunks=_table(
-            5,
+            CHUNK,
             zip(
                 profile.before_s,
                 profile.after_s,
@@ -92,14 +134,14 @@ def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> Stag
             ),
         ),
         layers=_table(
-            4,
+            LAYER,
             (
                 (one.forward_s, one.backward_s, one.recompute_s or 0.0, one.input_bytes)
                 for one in profile.layers
             ),
         ),
         parts=_table(
-            11,
+            PART,
             (
                 _part_row(part, produced_s, use_s, len(parts) * enough)
                 for layer in profile.layers
@@ -107,7 +149,7 @@ def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> Stag
             ),
         ),
         tiers=_table(
-            5,
+            TIER,
             (
                 (
                     tier.write_bytes_per_s,
@@ -119,25 +161,18 @@ def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> Stag
                 for tier in profile.tiers
             ),
         ),
-        state=np.array(
-            [
-                profile.step_fixed_s,
-                profile.transient_bytes,
-                profile.inflight_bytes,
-                profile.num_micro_batches - simulated,
-                count,
-                profile.allocator_slack,
-            ],
-            np.float64,
-        ),
+        step_fixed_s=float(profile.step_fixed_s),
+        transient_bytes=float(profile.transient_bytes),
+        inflight_bytes=float(profile.inflight_bytes),
+        allocator_slack=float(profile.allocator_slack),
         chunk_with_loss=position.num_chunks - 1
         if position.stage == position.num_stages - 1
         else -1,
     )
 
 
-def _table(columns: int, rows: Any) -> Floats:
-    return np.array(list(rows), np.float64).reshape(-1, columns)
+def _table(kind: np.dtype[np.void], rows: Iterable[tuple[float, ...]]) -> Rows:
+    return np.array(list(rows), kind)
 
 
 def _starts(lengths: list[int]) -> Ints:

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a stage does in a pass with given choices, instruction by instruction: `instructions_of`.
 
-Part of the simulation, see `timeline`. All micro-batches follow the same script, with other pieces.
+Part of the simulation, see `timeline`. All micro-batches follow the same instructions,
+with other pieces.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from megatron.offload.planner.simulator import arrays as t
-from megatron.offload.planner.simulator.arrays import Floats, Ints, StageArrays
+from megatron.offload.planner.simulator.arrays import Floats, Ints, Row, Rows, StageArrays
 from megatron.offload.planner.simulator.jit import compiled
-from megatron.offload.planner.simulator.transfers import (
-    BYTES,
-    NUM_PIECE_COLUMNS,
-    STATE,
-    STORAGES,
-    TIER,
-)
+from megatron.offload.planner.simulator.transfers import PIECE
 
 # Choices for a part. From `FIRST_TIER` on: the tier of that number. `SELECTIVE_OFFSET` is added to
 # `KEEP` or a tier where its selective operations are recomputed and the rest is kept or moved.
@@ -29,45 +23,50 @@ COMPUTE, RECOMPUTE = 0, 1  # layer (-1: outside), seconds
 MEMORY = 2  # bytes more (or fewer, below 0)
 HAND_OVER, USE, DROP = 3, 4, 5  # piece
 
+# One of a pass; where: layer or piece (counted from the pass's first); amount: seconds or bytes.
+INSTRUCTION = np.dtype([("kind", np.int64), ("where", np.int64), ("amount", np.float64)])
+
 
 @compiled
-def new_pieces(stage: StageArrays, choices: Ints) -> tuple[Ints, Floats]:
+def new_pieces(stage: StageArrays, choices: Ints) -> tuple[Ints, Rows]:
     """The pieces of one micro-batch that go to tiers.
 
+    Args:
+        choices: [parts].
+
     Returns:
-        The first of each chunk, and rows of `pieces` (see `flow`) with the chunk as state.
+        [chunks + 1], the first of each chunk, and [pieces] of `transfers.PIECE` with the chunk as
+        state.
     """
     chunks = stage.chunks.shape[0]
     number = 0
     for part in range(choices.shape[0]):
         if choices[part] % SELECTIVE_OFFSET >= FIRST_TIER:
-            number += int(stage.parts[part, t.PART_PIECES])
+            number += stage.parts[part].num_pieces
     first_piece = np.zeros(chunks + 1, np.int64)
-    pieces = np.zeros((number, NUM_PIECE_COLUMNS))
+    pieces = np.zeros(number, PIECE)
     at = 0
     for chunk in range(chunks):
         first_part = stage.layer_part[stage.chunk_layer[chunk]]
         for part in range(first_part, stage.layer_part[stage.chunk_layer[chunk + 1]]):
             if choices[part] % SELECTIVE_OFFSET < FIRST_TIER:
                 continue
-            number = int(stage.parts[part, t.PART_PIECES])
+            number = stage.parts[part].num_pieces
             size = _moving_bytes(stage.parts[part], choices[part])
             for piece in range(number):
-                pieces[at, STATE] = chunk
-                pieces[at, BYTES] = _piece_bytes(size, piece, number)
-                pieces[at, TIER] = choices[part] % SELECTIVE_OFFSET - FIRST_TIER
-                pieces[at, STORAGES] = stage.parts[part, t.PART_STORAGES]
+                pieces[at].state = chunk
+                pieces[at].size_bytes = _piece_bytes(size, piece, number)
+                pieces[at].tier = choices[part] % SELECTIVE_OFFSET - FIRST_TIER
+                pieces[at].num_storages = stage.parts[part].storages_each
                 at += 1
         first_piece[chunk + 1] = at
     return first_piece, pieces
 
 
 @compiled
-def _moving_bytes(part: Floats, choice: int) -> float:
+def _moving_bytes(part: Row, choice: int) -> float:
     """Of a part's movable bytes, those that its selective operations do not produce again."""
-    return part[t.PART_MOVABLE_BYTES] - (
-        part[t.PART_SELECTIVE_BYTES] if choice >= SELECTIVE_OFFSET else 0.0
-    )
+    return part.movable_bytes - (part.selective_bytes if choice >= SELECTIVE_OFFSET else 0.0)
 
 
 @compiled
@@ -79,67 +78,75 @@ def _piece_bytes(size: float, piece: int, number: int) -> float:
 
 @compiled
 def pass_seconds(stage: StageArrays, choices: Ints) -> tuple[Floats, Floats]:
-    """Of a forward and of a backward pass without waits, by chunk."""
+    """Seconds of a forward and of a backward pass without waits: [chunks] each.
+
+    Args:
+        choices: [parts].
+    """
     chunks = stage.chunks.shape[0]
     forward_s, backward_s = np.empty(chunks), np.empty(chunks)
     for chunk in range(chunks):
         of_chunk = stage.chunks[chunk]
-        forward_s[chunk] = of_chunk[t.CHUNK_BEFORE_S] + of_chunk[t.CHUNK_AFTER_S]
-        backward_s[chunk] = of_chunk[t.CHUNK_BACKWARD_BEFORE_S] + of_chunk[t.CHUNK_BACKWARD_AFTER_S]
+        forward_s[chunk] = of_chunk.before_s + of_chunk.after_s
+        backward_s[chunk] = of_chunk.backward_before_s + of_chunk.backward_after_s
         for layer in range(stage.chunk_layer[chunk], stage.chunk_layer[chunk + 1]):
-            forward_s[chunk] += stage.layers[layer, t.LAYER_FORWARD_S]
-            backward_s[chunk] += stage.layers[layer, t.LAYER_BACKWARD_S]
+            forward_s[chunk] += stage.layers[layer].forward_s
+            backward_s[chunk] += stage.layers[layer].backward_s
             for part in range(stage.layer_part[layer], stage.layer_part[layer + 1]):
                 if choices[part] == RECOMPUTE_LAYER:
-                    backward_s[chunk] += stage.layers[layer, t.LAYER_RECOMPUTE_S]
+                    backward_s[chunk] += stage.layers[layer].recompute_s
                     break
                 if choices[part] == RECOMPUTE_PART:
-                    backward_s[chunk] += stage.parts[part, t.PART_RECOMPUTE_S]
+                    backward_s[chunk] += stage.parts[part].recompute_s
                 elif choices[part] >= SELECTIVE_OFFSET:
-                    backward_s[chunk] += stage.parts[part, t.PART_SELECTIVE_S]
+                    backward_s[chunk] += stage.parts[part].selective_s
     return forward_s, backward_s
 
 
 @compiled
-def instructions_of(stage: StageArrays, choices: Ints) -> tuple[Ints, Floats, Ints]:
+def instructions_of(stage: StageArrays, choices: Ints) -> tuple[Rows, Ints]:
     """The instructions of all chunks' passes.
 
+    Args:
+        choices: [parts].
+
     Returns:
-        Rows of kind and layer or piece (counted from the pass's first); seconds or bytes; where
-        the forward and the backward pass of each chunk begin, and the end.
+        Rows of INSTRUCTION, and [2 x chunks + 1]: where the forward and the backward pass of each
+        chunk begin, and the end.
     """
     chunks, layers = stage.chunks.shape[0], stage.layers.shape[0]
     most = 12 * chunks + 12 * layers
     for part in range(choices.shape[0]):
-        most += 8 + 4 * int(stage.parts[part, t.PART_PIECES])
-    script, amounts = np.zeros((most, 2), np.int64), np.zeros(most)
+        most += 8 + 4 * stage.parts[part].num_pieces
+    instructions = np.zeros(most, INSTRUCTION)
     begins = np.zeros(2 * chunks + 1, np.int64)
     at = 0
     for chunk in range(chunks):
         of_chunk = stage.chunks[chunk]
         first, end = stage.chunk_layer[chunk], stage.chunk_layer[chunk + 1]
-        at = _add(script, amounts, at, MEMORY, 0, of_chunk[t.CHUNK_FIXED_BYTES])
-        at = _add(script, amounts, at, COMPUTE, -1, of_chunk[t.CHUNK_BEFORE_S])
+        at = _add(instructions, at, MEMORY, 0, of_chunk.fixed_bytes)
+        at = _add(instructions, at, COMPUTE, -1, of_chunk.before_s)
         piece = 0
         for layer in range(first, end):
-            at, piece = _forward(stage, choices, script, amounts, at, layer, piece)
-        at = _add(script, amounts, at, COMPUTE, -1, of_chunk[t.CHUNK_AFTER_S])
+            at, piece = _forward(stage, choices, instructions, at, layer, piece)
+        at = _add(instructions, at, COMPUTE, -1, of_chunk.after_s)
         begins[2 * chunk + 1] = at
-        at = _add(script, amounts, at, COMPUTE, -1, of_chunk[t.CHUNK_BACKWARD_BEFORE_S])
+        at = _add(instructions, at, COMPUTE, -1, of_chunk.backward_before_s)
         for layer in range(end - 1, first - 1, -1):
-            at, piece = _backward(stage, choices, script, amounts, at, layer, piece)
-        at = _add(script, amounts, at, COMPUTE, -1, of_chunk[t.CHUNK_BACKWARD_AFTER_S])
-        at = _add(script, amounts, at, MEMORY, 0, -of_chunk[t.CHUNK_FIXED_BYTES])
+            at, piece = _backward(stage, choices, instructions, at, layer, piece)
+        at = _add(instructions, at, COMPUTE, -1, of_chunk.backward_after_s)
+        at = _add(instructions, at, MEMORY, 0, -of_chunk.fixed_bytes)
         begins[2 * chunk + 2] = at
-    return script, amounts, begins
+    return instructions, begins
 
 
 @compiled
-def _add(script: Ints, amounts: Floats, at: int, kind: int, where: int, amount: float) -> int:
+def _add(instructions: Rows, at: int, kind: int, where: int, amount: float) -> int:
     """Appends an instruction, unless it would do nothing."""
     if kind <= MEMORY and amount == 0:
         return at
-    script[at, 0], script[at, 1], amounts[at] = kind, where, amount
+    row = instructions[at]
+    row.kind, row.where, row.amount = kind, where, amount
     return at + 1
 
 
@@ -154,8 +161,7 @@ def _is_recomputed(stage: StageArrays, choices: Ints, layer: int) -> bool:
 def _forward(
     stage: StageArrays,
     choices: Ints,
-    script: Ints,
-    amounts: Floats,
+    instructions: Rows,
     at: int,
     layer: int,
     piece: int,
@@ -163,29 +169,29 @@ def _forward(
     """Bytes are there from when their part begins to be produced; all are handed over at the end.
 
     Returns:
-        Where the script goes on, and the next piece.
+        Where the instructions go on, and the next piece.
     """
     row = stage.layers[layer]
     parts = range(stage.layer_part[layer], stage.layer_part[layer + 1])
     if _is_recomputed(stage, choices, layer):
-        at = _add(script, amounts, at, MEMORY, 0, row[t.LAYER_INPUT_BYTES])
-        return _add(script, amounts, at, COMPUTE, layer, row[t.LAYER_FORWARD_S]), piece
+        at = _add(instructions, at, MEMORY, 0, row.input_bytes)
+        return _add(instructions, at, COMPUTE, layer, row.forward_s), piece
     now = 0.0
     for part in parts:
         of_part = stage.parts[part]
-        size = of_part[t.PART_KEPT_BYTES]
+        size = of_part.resident_bytes
         if choices[part] == RECOMPUTE_PART:
-            size += of_part[t.PART_INPUT_BYTES]
+            size += of_part.input_bytes
         else:
             size += _moving_bytes(of_part, choices[part])
-        at = _add(script, amounts, at, MEMORY, 0, size)
-        at = _add(script, amounts, at, COMPUTE, layer, of_part[t.PART_PRODUCED_S] - now)
-        now = of_part[t.PART_PRODUCED_S]
-    at = _add(script, amounts, at, COMPUTE, layer, row[t.LAYER_FORWARD_S] - now)
+        at = _add(instructions, at, MEMORY, 0, size)
+        at = _add(instructions, at, COMPUTE, layer, of_part.produced_s - now)
+        now = of_part.produced_s
+    at = _add(instructions, at, COMPUTE, layer, row.forward_s - now)
     for part in parts:
         if choices[part] % SELECTIVE_OFFSET >= FIRST_TIER:
-            for _ in range(int(stage.parts[part, t.PART_PIECES])):
-                at = _add(script, amounts, at, HAND_OVER, piece, 0.0)
+            for _ in range(stage.parts[part].num_pieces):
+                at = _add(instructions, at, HAND_OVER, piece, 0.0)
                 piece += 1
     return at, piece
 
@@ -194,8 +200,7 @@ def _forward(
 def _backward(
     stage: StageArrays,
     choices: Ints,
-    script: Ints,
-    amounts: Floats,
+    instructions: Rows,
     at: int,
     layer: int,
     piece: int,
@@ -203,46 +208,46 @@ def _backward(
     """Group by part, the last one first, and piece by piece where they come back from a tier.
 
     Returns:
-        Where the script goes on, and the piece that was used last.
+        Where the instructions go on, and the piece that was used last.
     """
     row = stage.layers[layer]
     first = stage.layer_part[layer]
     parts = stage.parts[first : stage.layer_part[layer + 1]]
     if _is_recomputed(stage, choices, layer):
-        size = parts[:, t.PART_MOVABLE_BYTES].sum() + parts[:, t.PART_KEPT_BYTES].sum()
-        at = _add(script, amounts, at, MEMORY, 0, size)
-        at = _add(script, amounts, at, RECOMPUTE, layer, row[t.LAYER_RECOMPUTE_S])
-        at = _add(script, amounts, at, COMPUTE, layer, row[t.LAYER_BACKWARD_S])
-        size += row[t.LAYER_INPUT_BYTES]
-        return _add(script, amounts, at, MEMORY, 0, -size), piece
+        size = parts.movable_bytes.sum() + parts.resident_bytes.sum()
+        at = _add(instructions, at, MEMORY, 0, size)
+        at = _add(instructions, at, RECOMPUTE, layer, row.recompute_s)
+        at = _add(instructions, at, COMPUTE, layer, row.backward_s)
+        size += row.input_bytes
+        return _add(instructions, at, MEMORY, 0, -size), piece
     now = 0.0
     for number in range(parts.shape[0] - 1, -1, -1):
         part, choice = parts[number], choices[first + number]
-        at = _add(script, amounts, at, COMPUTE, layer, part[t.PART_USE_S] - now)
-        now = part[t.PART_USE_S]
+        at = _add(instructions, at, COMPUTE, layer, part.first_use_s - now)
+        now = part.first_use_s
         if choice == RECOMPUTE_PART:
-            again = part[t.PART_MOVABLE_BYTES] - part[t.PART_INPUT_BYTES]
-            at = _add(script, amounts, at, MEMORY, 0, again)
-            at = _add(script, amounts, at, RECOMPUTE, layer, part[t.PART_RECOMPUTE_S])
+            again = part.movable_bytes - part.input_bytes
+            at = _add(instructions, at, MEMORY, 0, again)
+            at = _add(instructions, at, RECOMPUTE, layer, part.recompute_s)
         elif choice >= SELECTIVE_OFFSET:
-            again = part[t.PART_SELECTIVE_BYTES] + part[t.PART_SELECTIVE_EXTRA_BYTES]
-            at = _add(script, amounts, at, MEMORY, 0, again)
-            at = _add(script, amounts, at, RECOMPUTE, layer, part[t.PART_SELECTIVE_S])
-        until = parts[number - 1, t.PART_USE_S] if number > 0 else row[t.LAYER_BACKWARD_S]
-        freed = part[t.PART_KEPT_BYTES]
+            again = part.selective_bytes + part.selective_extra_bytes
+            at = _add(instructions, at, MEMORY, 0, again)
+            at = _add(instructions, at, RECOMPUTE, layer, part.selective_s)
+        until = parts[number - 1].first_use_s if number > 0 else row.backward_s
+        freed = part.resident_bytes
         if choice >= SELECTIVE_OFFSET:
-            freed += part[t.PART_SELECTIVE_EXTRA_BYTES]
+            freed += part.selective_extra_bytes
         if choice % SELECTIVE_OFFSET >= FIRST_TIER:
-            freed += part[t.PART_MOVABLE_BYTES] - _moving_bytes(part, choice)
-            pieces = int(part[t.PART_PIECES])
+            freed += part.movable_bytes - _moving_bytes(part, choice)
+            pieces = part.num_pieces
             for _ in range(pieces):
                 piece -= 1
-                at = _add(script, amounts, at, USE, piece, 0.0)
-                at = _add(script, amounts, at, COMPUTE, layer, (until - now) / pieces)
-                at = _add(script, amounts, at, DROP, piece, 0.0)
+                at = _add(instructions, at, USE, piece, 0.0)
+                at = _add(instructions, at, COMPUTE, layer, (until - now) / pieces)
+                at = _add(instructions, at, DROP, piece, 0.0)
         else:
-            at = _add(script, amounts, at, COMPUTE, layer, until - now)
-            freed += part[t.PART_MOVABLE_BYTES]
-        at = _add(script, amounts, at, MEMORY, 0, -freed)
+            at = _add(instructions, at, COMPUTE, layer, until - now)
+            freed += part.movable_bytes
+        at = _add(instructions, at, MEMORY, 0, -freed)
         now = until
-    return _add(script, amounts, at, COMPUTE, layer, row[t.LAYER_BACKWARD_S] - now), piece
+    return _add(instructions, at, COMPUTE, layer, row.backward_s - now), piece

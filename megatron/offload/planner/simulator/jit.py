@@ -42,7 +42,7 @@ class _Cache(FunctionCache):
 
 
 def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """As a decorator. The function sees arrays, numbers and named tuples of them only."""
+    """Decorates a function that sees only arrays, rows, numbers and named tuples of them."""
     made = numba.njit(error_model="numpy")(function)
     # Without a directory that can be written, every process compiles for itself.
     with contextlib.suppress(RuntimeError):

@@ -79,7 +79,7 @@ class Choices:
         return chosen
 
     def plan(self, chosen: Ints, reasons: Sequence[str] | None = None) -> Plan:
-        """The lines of a plan.
+        """Puts choices into the lines of a plan.
 
         Args:
             reasons: for each part; a layer that is recomputed gives its first part's.
@@ -112,7 +112,7 @@ class Choices:
         return Plan(tuple(lines), stage=self.profile.position.stage)
 
     def placement(self, choice: int) -> Placement:
-        """The word for a choice."""
+        """Says a choice as a plan's placement."""
         if choice % SELECTIVE_OFFSET == KEEP:
             return Placement.KEEP
         return self._placements.get(choice % SELECTIVE_OFFSET, Placement.RECOMPUTE)

@@ -20,14 +20,15 @@ def ready_times(
     """The longest way through the passes of all stages.
 
     Args:
-        passes: of all stages, see `StageArrays`.
+        passes: [stages, places, 3], of all stages, see `StageArrays`.
         own: this stage.
-        forward_s: of a pass, by chunk.
-        backward_s: likewise.
+        forward_s: [chunks], seconds of a pass.
+        backward_s: [chunks], likewise.
 
     Returns:
-        When the input of each of this stage's passes arrives, and how much later than this stage
-        the last stage ends its passes; -1 if they wait for each other for ever.
+        [places], the second when the input of each of this stage's passes arrives, and how many
+        seconds later than this stage the last stage ends its passes; -1 if they wait for each
+        other for ever.
     """
     stages, length = passes.shape[0], passes.shape[1]
     chunks = forward_s.shape[0]

@@ -2,7 +2,7 @@
 """What a plan will cost, before anything runs: `Timeline` simulates one step of one stage.
 
 The solver asks it thousands of times, reports and plots once. It does no I/O and measures nothing.
-The parts, in reading order: `arrays`, `script`, `transfers`, `neighbours`, `simulation`.
+The parts, in reading order: `arrays`, `instructions`, `transfers`, `other_stages`, `step`.
 
 Note [What is simulated]
     Time passes from event to event: the end of a computation or of a transfer. Each tier has a
@@ -42,10 +42,8 @@ from megatron.offload.planner.profile.pipeline_schedule import Pass
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator import transfers
 from megatron.offload.planner.simulator.arrays import (
-    ALLOCATOR_SLACK,
-    TRANSIENT_BYTES,
-    Floats,
     Ints,
+    Rows,
     arrays_of,
 )
 from megatron.offload.planner.simulator.instructions import instructions_of
@@ -53,7 +51,7 @@ from megatron.offload.planner.simulator.options import Choices
 from megatron.offload.planner.simulator.other_stages import ready_times
 from megatron.offload.planner.simulator.step import simulate
 
-_NO_LOG = np.empty((0, 5))
+_NO_LOG = np.empty(0, transfers.LOG)
 _KINDS = {
     transfers.FORWARD: "forward",
     transfers.BACKWARD: "backward",
@@ -66,7 +64,7 @@ _KINDS = {
 
 
 class Cost(NamedTuple):
-    """What `Timeline.cost` found, see `Prediction`."""
+    """What a step costs and needs in the simulation; seconds and bytes as in `Prediction`."""
 
     step_s: float
     stall_s: float
@@ -78,7 +76,7 @@ class Cost(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Something that took time.
+    """Something that took time in a simulated step.
 
     Attributes:
         kind: `forward`, `backward`, `recompute`, `wait for a read`, `wait for a write`; of a tier:
@@ -126,11 +124,15 @@ class Timeline:
             )
 
     def cost(self, chosen: Ints) -> Cost:
-        """Of choices for all parts, see `Choices`."""
+        """What a step costs with choices for all parts: [parts], see `Choices`."""
         return Cost(*simulate(self._arrays, chosen, _NO_LOG).tolist())
 
     def predict(self, plan: Plan) -> Prediction:
-        """Of a plan. Raises ConfigurationError if it is not one for this profile."""
+        """What a step costs with a plan.
+
+        Raises:
+            ConfigurationError: the plan is not one for this profile.
+        """
         return prediction_of(self.cost(self.choices.of_plan(plan)))
 
     def trace(self, plan: Plan) -> Trace:
@@ -138,30 +140,29 @@ class Timeline:
         chosen = self.choices.of_plan(plan)
         rows = self._log(chosen)
         passes = [Pass(bool(one[0]), int(one[1]), int(one[2])) for one in self._own_passes]
-        transient = float(self._arrays.state[TRANSIENT_BYTES])
-        slack = float(self._arrays.state[ALLOCATOR_SLACK])
+        transient = self._arrays.transient_bytes
+        slack = self._arrays.allocator_slack
         intervals, memory = [], []
         for kind, begin_s, end, number, where in rows.tolist():
-            if int(kind) == transfers.LEVEL:
+            if kind == transfers.LEVEL:
                 memory.append((begin_s, int(np.ceil(end * (1 + slack)) + transient)))
             else:
-                name = self._name(int(kind), int(where))
-                intervals.append(
-                    Interval(_KINDS[int(kind)], begin_s, end, name, passes[int(number)])
-                )
+                name = self._name(kind, where)
+                intervals.append(Interval(_KINDS[kind], begin_s, end, name, passes[number]))
         return Trace(intervals, memory)
 
     @property
     def _own_passes(self) -> Ints:
         return self._arrays.passes[self._arrays.own]
 
-    def _log(self, chosen: Ints) -> Floats:
+    def _log(self, chosen: Ints) -> Rows:
         """The rows of a step's log."""
-        script, _, _ = instructions_of(self._arrays, chosen)
+        instructions, _ = instructions_of(self._arrays, chosen)
         # An instruction makes four rows at most: two transfers, a level, its own time.
-        log = np.full((4 * len(script) * len(self._own_passes), 5), -1.0)
+        log = np.zeros(4 * len(instructions) * len(self._own_passes), transfers.LOG)
+        log["kind"] = -1
         simulate(self._arrays, chosen, log)
-        return log[log[:, 0] >= 0]
+        return log[log["kind"] >= 0]
 
     def _name(self, kind: int, where: int) -> str:
         if kind in (transfers.FORWARD, transfers.BACKWARD, transfers.RECOMPUTE):
@@ -170,7 +171,7 @@ class Timeline:
 
 
 def prediction_of(cost: Cost) -> Prediction:
-    """The same figures, for people."""
+    """A simulated cost in the words and whole bytes of a plan."""
     return Prediction(
         step_s=cost.step_s,
         stall_s=cost.stall_s,

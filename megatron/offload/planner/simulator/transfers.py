@@ -2,288 +2,337 @@
 """Bytes on their way between device memory and tiers, as the simulation has them.
 
 Part of the simulation, see `timeline`: the engine's budget of bytes in flight, its read-ahead and
-the tiers' queues. `simulation` says what computes meanwhile.
+the tiers' queues. `step` says what computes meanwhile.
 
-All functions work on the same four arrays, each as plain as the compiler likes it best: `state`,
-`pieces` (a row for each piece that goes to a tier, in the order of saving, chunk after chunk),
-`channels` (a row for each tier's writes, then one for each tier's reads) and `log`. Bytes are whole
-numbers, in floats.
+All functions work on the same arguments: `state`, the row of STEP; `pieces`, [pieces] of PIECE, one
+for each that goes to a tier, in the order of saving, chunk after chunk; `channels`, [2 x tiers] of
+CHANNEL, each tier's writes, then each tier's reads; and `log`, [rows] of LOG, none where nobody
+reads it. Seconds and bytes; bytes are whole numbers, in floats.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from megatron.offload.planner.simulator.arrays import Floats
+from megatron.offload.planner.simulator.arrays import Row, Rows
 from megatron.offload.planner.simulator.jit import compiled
 
-# Places in `state`
-NOW, MEMORY, PEAK, IN_FLIGHT, IN_FLIGHT_LIMIT, READ_WAIT, WRITE_WAIT, RECOMPUTED = range(8)
-WRITTEN, READ, AHEAD, HAS_USED, LARGEST, MISSING, TAPE, TAPE_START = range(8, 16)
-URGENT, NUM_EVENTS, NUM_LOGGED, PASS, NUM_STATE = range(16, 21)
+# What a simulated step keeps count of: one row. -1: no piece.
+STEP = np.dtype(
+    [
+        ("now_s", np.float64),
+        ("memory_bytes", np.float64),
+        ("peak_bytes", np.float64),
+        ("in_flight_bytes", np.float64),
+        ("in_flight_limit_bytes", np.float64),
+        ("read_wait_s", np.float64),
+        ("write_wait_s", np.float64),
+        ("recomputed_s", np.float64),
+        ("written_bytes", np.float64),
+        ("read_bytes", np.float64),
+        ("ahead_bytes", np.float64),  # read ahead and not used yet
+        ("largest_bytes", np.float64),  # of the pieces of this backward pass
+        ("missing_bytes", np.float64),  # by which the read-ahead proved too small
+        ("has_used", np.int64),
+        ("next_ahead", np.int64),  # piece
+        ("last_ahead", np.int64),  # piece
+        ("urgent", np.int64),  # piece that is read before the others
+        ("num_events", np.int64),
+        ("num_logged", np.int64),
+        ("pass_number", np.int64),
+    ]
+)
 
-# Columns of `pieces`; the next one in its queue
-STATE, IS_AHEAD, BYTES, TIER, STORAGES, NEXT, NUM_PIECE_COLUMNS = range(7)
+# A piece that goes to a tier: `next` is the one after it in a queue.
+PIECE = np.dtype(
+    [
+        ("state", np.int64),
+        ("is_ahead", np.int64),
+        ("size_bytes", np.float64),
+        ("tier", np.int64),
+        ("num_storages", np.float64),
+        ("next", np.int64),
+    ]
+)
 # States. In memory until it is queued.
 IN_MEMORY, QUEUED, WRITING, ON_TIER, READING, RESTORED = range(6)
 TAKEN_BACK = 6  # being written for nothing: it is needed again
 DROPPED = 7  # likewise, and it has been used: its memory goes when the write ends
 
-# Columns of `channels`. Rate: bytes a second, alone and while the tier's other channel works too.
-ACTIVE, LEFT_BYTES, BEGAN, FIRST, LAST, RATE, SHARED_RATE = range(7)
-LATENCY_S, USED_BYTES, CAPACITY_BYTES, NUM_CHANNEL_COLUMNS = range(7, 11)
+# A tier's writes or its reads: the piece under way, the queue, and bytes a second, alone and while
+# the tier's other channel works too.
+CHANNEL = np.dtype(
+    [
+        ("active", np.int64),  # piece
+        ("left_bytes", np.float64),
+        ("began_s", np.float64),
+        ("first", np.int64),  # piece
+        ("last", np.int64),  # piece
+        ("bytes_per_s", np.float64),
+        ("shared_bytes_per_s", np.float64),
+        ("latency_s", np.float64),
+        ("used_bytes", np.float64),
+        ("capacity_bytes", np.float64),
+    ]
+)
 
-# Kinds of rows in `log`: kind, begin, end, pass, layer or tier; LEVEL: kind, time, memory
+# Something that took time, or, with the kind `LEVEL`, memory at a time: `end` has its bytes.
+LOG = np.dtype(
+    [
+        ("kind", np.int64),
+        ("begin_s", np.float64),
+        ("end", np.float64),
+        ("pass_number", np.int64),
+        ("where", np.int64),  # layer or tier
+    ]
+)
+# Kinds of rows in the log
 FORWARD, BACKWARD, RECOMPUTE, WAIT_FOR_READ, WAIT_FOR_ROOM, WRITE, READ_BACK, LEVEL = range(8)
 
-_NOBODY = -1.0
+_NOBODY = -1
 _LATER = np.inf
 _SAME = 1 + 1e-9  # what should end together does, however it was rounded
 _FORGETTING = 0.7  # as `Prefetcher`'s
 
 
 @compiled
-def change_memory(state: Floats, log: Floats, num_bytes: float) -> None:
+def change_memory(state: Row, log: Rows, num_bytes: float) -> None:
     """Device memory is taken (or given back, below 0)."""
-    state[MEMORY] += num_bytes
-    state[PEAK] = max(state[PEAK], state[MEMORY])
-    note(state, log, LEVEL, state[NOW], state[MEMORY], 0)
+    state.memory_bytes += num_bytes
+    state.peak_bytes = max(state.peak_bytes, state.memory_bytes)
+    note(state, log, LEVEL, state.now_s, state.memory_bytes, 0)
 
 
 @compiled
-def note(state: Floats, log: Floats, kind: int, begin: float, end: float, where: float) -> None:
+def note(state: Row, log: Rows, kind: int, begin: float, end: float, where: int) -> None:
     """A row of the log, if one is wanted and it tells something."""
     if log.shape[0] > 0 and (end > begin or kind == LEVEL):
-        at = int(state[NUM_LOGGED])
-        log[at, 0], log[at, 1], log[at, 2], log[at, 3], log[at, 4] = (
-            float(kind),
-            begin,
-            end,
-            state[PASS],
-            where,
-        )
-        state[NUM_LOGGED] += 1
+        at = state.num_logged
+        row = log[at]
+        row.kind, row.begin_s, row.end = kind, begin, end
+        row.pass_number, row.where = state.pass_number, where
+        state.num_logged += 1
 
 
 @compiled
-def _append(pieces: Floats, channels: Floats, channel: int, piece: int) -> None:
+def _append(pieces: Rows, channels: Rows, channel: int, piece: int) -> None:
     """To a channel's queue."""
-    pieces[piece, NEXT] = _NOBODY
-    if channels[channel, FIRST] == _NOBODY:
-        channels[channel, FIRST] = piece
+    pieces[piece].next = _NOBODY
+    if channels[channel].first == _NOBODY:
+        channels[channel].first = piece
     else:
-        pieces[int(channels[channel, LAST]), NEXT] = piece
-    channels[channel, LAST] = piece
+        pieces[channels[channel].last].next = piece
+    channels[channel].last = piece
 
 
 @compiled
-def _begin_transfer(state: Floats, pieces: Floats, channels: Floats, channel: int) -> None:
+def _begin_transfer(state: Row, pieces: Rows, channels: Rows, channel: int) -> None:
     """An idle channel takes its next piece, if there is one."""
     tiers = channels.shape[0] // 2
     is_read = channel >= tiers
     while True:
-        piece = int(state[URGENT])
-        if is_read and piece >= 0 and pieces[piece, TIER] == channel - tiers:
-            state[URGENT] = _NOBODY
-        elif channels[channel, FIRST] != _NOBODY:
-            piece = int(channels[channel, FIRST])
-            channels[channel, FIRST] = pieces[piece, NEXT]
+        piece = state.urgent
+        if is_read and piece >= 0 and pieces[piece].tier == channel - tiers:
+            state.urgent = _NOBODY
+        elif channels[channel].first != _NOBODY:
+            piece = channels[channel].first
+            channels[channel].first = pieces[piece].next
         else:
             return
-        size = pieces[piece, BYTES]
+        size = pieces[piece].size_bytes
         if is_read:
-            state[READ] += size
+            state.read_bytes += size
             break
-        if pieces[piece, STATE] == QUEUED:  # else it was needed meanwhile
-            if channels[channel, USED_BYTES] + size <= channels[channel, CAPACITY_BYTES]:
-                pieces[piece, STATE] = WRITING
-                channels[channel, USED_BYTES] += size
-                state[WRITTEN] += size
+        if pieces[piece].state == QUEUED:  # else it was needed meanwhile
+            if channels[channel].used_bytes + size <= channels[channel].capacity_bytes:
+                pieces[piece].state = WRITING
+                channels[channel].used_bytes += size
+                state.written_bytes += size
                 break
-            pieces[piece, STATE] = IN_MEMORY
-            state[IN_FLIGHT] -= size
-    channels[channel, ACTIVE] = piece
-    latency_bytes = channels[channel, LATENCY_S] * pieces[piece, STORAGES] * channels[channel, RATE]
-    channels[channel, LEFT_BYTES] = size + latency_bytes
-    channels[channel, BEGAN] = state[NOW]
+            pieces[piece].state = IN_MEMORY
+            state.in_flight_bytes -= size
+    channels[channel].active = piece
+    latency_bytes = (
+        channels[channel].latency_s * pieces[piece].num_storages * channels[channel].bytes_per_s
+    )
+    channels[channel].left_bytes = size + latency_bytes
+    channels[channel].began_s = state.now_s
 
 
 @compiled
-def pass_time(state: Floats, pieces: Floats, channels: Floats, log: Floats, until: float) -> bool:
+def pass_time(state: Row, pieces: Rows, channels: Rows, log: Rows, until: float) -> bool:
     """Time goes on until then, or the next end of a transfer if that is sooner; whether it is."""
     number = channels.shape[0]
     for channel in range(number):
-        if channels[channel, ACTIVE] == _NOBODY:
+        if channels[channel].active == _NOBODY:
             _begin_transfer(state, pieces, channels, channel)
-    now, next_s, ending = state[NOW], _LATER, -1
+    now, next_s, ending = state.now_s, _LATER, -1
     for channel in range(number):
-        if channels[channel, ACTIVE] != _NOBODY:
+        if channels[channel].active != _NOBODY:
             rate = _rate(channels, channel)
-            if rate > 0 and now + channels[channel, LEFT_BYTES] / rate < next_s:
-                next_s, ending = now + channels[channel, LEFT_BYTES] / rate, channel
+            if rate > 0 and now + channels[channel].left_bytes / rate < next_s:
+                next_s, ending = now + channels[channel].left_bytes / rate, channel
     if next_s > until * _SAME:
         next_s, ending = until, -1
     next_s = min(next_s, until)
     if next_s == _LATER:
         return False  # nothing is under way
     for channel in range(number):
-        if channels[channel, ACTIVE] != _NOBODY:
-            left = channels[channel, LEFT_BYTES] - _rate(channels, channel) * (next_s - now)
-            channels[channel, LEFT_BYTES] = max(left, 0.0)
-    state[NOW] = next_s
+        if channels[channel].active != _NOBODY:
+            left = channels[channel].left_bytes - _rate(channels, channel) * (next_s - now)
+            channels[channel].left_bytes = max(left, 0.0)
+    state.now_s = next_s
     if ending < 0:
         return False
-    state[NUM_EVENTS] += 1
+    state.num_events += 1
     _end_transfer(state, pieces, channels, log, ending)
     return True
 
 
 @compiled
-def _rate(channels: Floats, channel: int) -> float:
+def _rate(channels: Rows, channel: int) -> float:
     number = channels.shape[0]
     other = (channel + number // 2) % number
-    is_alone = channels[other, ACTIVE] == _NOBODY
-    return channels[channel, RATE] if is_alone else channels[channel, SHARED_RATE]
+    is_alone = channels[other].active == _NOBODY
+    return channels[channel].bytes_per_s if is_alone else channels[channel].shared_bytes_per_s
 
 
 @compiled
-def _end_transfer(
-    state: Floats, pieces: Floats, channels: Floats, log: Floats, channel: int
-) -> None:
+def _end_transfer(state: Row, pieces: Rows, channels: Rows, log: Rows, channel: int) -> None:
     tiers = channels.shape[0] // 2
-    piece = int(channels[channel, ACTIVE])
-    channels[channel, ACTIVE] = _NOBODY
-    began = channels[channel, BEGAN]
+    piece = channels[channel].active
+    channels[channel].active = _NOBODY
+    began = channels[channel].began_s
     if channel >= tiers:
-        note(state, log, READ_BACK, began, state[NOW], pieces[piece, TIER])
-        pieces[piece, STATE] = RESTORED
+        note(state, log, READ_BACK, began, state.now_s, pieces[piece].tier)
+        pieces[piece].state = RESTORED
         return
-    note(state, log, WRITE, began, state[NOW], pieces[piece, TIER])
-    size = pieces[piece, BYTES]
-    state[IN_FLIGHT] -= size
-    if pieces[piece, STATE] == WRITING:
-        pieces[piece, STATE] = ON_TIER
+    note(state, log, WRITE, began, state.now_s, pieces[piece].tier)
+    size = pieces[piece].size_bytes
+    state.in_flight_bytes -= size
+    if pieces[piece].state == WRITING:
+        pieces[piece].state = ON_TIER
         change_memory(state, log, -size)
         return
-    channels[channel, USED_BYTES] -= size  # nobody will read it
-    if pieces[piece, STATE] == DROPPED:
+    channels[channel].used_bytes -= size  # nobody will read it
+    if pieces[piece].state == DROPPED:
         change_memory(state, log, -size)
-    pieces[piece, STATE] = IN_MEMORY
+    pieces[piece].state = IN_MEMORY
 
 
 @compiled
-def compute(state: Floats, pieces: Floats, channels: Floats, log: Floats, seconds: float) -> None:
+def compute(state: Row, pieces: Rows, channels: Rows, log: Rows, seconds: float) -> None:
     """Transfers go on while something computes."""
-    until = state[NOW] + seconds
+    until = state.now_s + seconds
     while pass_time(state, pieces, channels, log, until):
         pass
-    state[NUM_EVENTS] += 1
+    state.num_events += 1
 
 
 @compiled
-def hand_over(state: Floats, pieces: Floats, channels: Floats, log: Floats, piece: int) -> None:
+def hand_over(state: Row, pieces: Rows, channels: Rows, log: Rows, piece: int) -> None:
     """A piece is to be written. Waits while too many bytes are on their way."""
-    size, began = pieces[piece, BYTES], state[NOW]
-    while state[IN_FLIGHT] > 0 and state[IN_FLIGHT] + size > state[IN_FLIGHT_LIMIT]:
+    size, began = pieces[piece].size_bytes, state.now_s
+    while state.in_flight_bytes > 0 and state.in_flight_bytes + size > state.in_flight_limit_bytes:
         pass_time(state, pieces, channels, log, _LATER)
-    state[WRITE_WAIT] += state[NOW] - began
-    note(state, log, WAIT_FOR_ROOM, began, state[NOW], pieces[piece, TIER])
-    state[IN_FLIGHT] += size
-    pieces[piece, STATE] = QUEUED
-    _append(pieces, channels, int(pieces[piece, TIER]), piece)
+    state.write_wait_s += state.now_s - began
+    note(state, log, WAIT_FOR_ROOM, began, state.now_s, pieces[piece].tier)
+    state.in_flight_bytes += size
+    pieces[piece].state = QUEUED
+    _append(pieces, channels, pieces[piece].tier, piece)
 
 
 @compiled
-def _take_back(state: Floats, pieces: Floats, log: Floats, piece: int) -> bool:
+def _take_back(state: Row, pieces: Rows, log: Rows, piece: int) -> bool:
     """A piece whose write has not ended stays in memory. Whether it must be read."""
-    if pieces[piece, STATE] == QUEUED:
-        pieces[piece, STATE] = IN_MEMORY
-        state[IN_FLIGHT] -= pieces[piece, BYTES]
-    elif pieces[piece, STATE] == WRITING:
-        pieces[piece, STATE] = TAKEN_BACK
-    if pieces[piece, STATE] != ON_TIER:
+    if pieces[piece].state == QUEUED:
+        pieces[piece].state = IN_MEMORY
+        state.in_flight_bytes -= pieces[piece].size_bytes
+    elif pieces[piece].state == WRITING:
+        pieces[piece].state = TAKEN_BACK
+    if pieces[piece].state != ON_TIER:
         return False
-    pieces[piece, STATE] = READING
-    change_memory(state, log, pieces[piece, BYTES])
+    pieces[piece].state = READING
+    change_memory(state, log, pieces[piece].size_bytes)
     return True
 
 
 @compiled
 def prefetch(
-    state: Floats,
-    pieces: Floats,
-    channels: Floats,
-    log: Floats,
+    state: Row,
+    pieces: Rows,
+    channels: Rows,
+    log: Rows,
     first: int,
     end: int,
     opens_at_once: bool,
 ) -> None:
     """The next backward pass needs these pieces, the last one first."""
-    state[HAS_USED] = opens_at_once
-    state[MISSING] *= _FORGETTING
-    state[TAPE_START], state[TAPE] = first, end - 1
+    state.has_used = opens_at_once
+    state.missing_bytes *= _FORGETTING
+    state.last_ahead, state.next_ahead = first, end - 1
     largest = 0.0
     for piece in range(first, end):
-        largest = max(largest, pieces[piece, BYTES])
-    state[LARGEST] = largest
+        largest = max(largest, pieces[piece].size_bytes)
+    state.largest_bytes = largest
     _read_ahead(state, pieces, channels, log)
 
 
 @compiled
-def stop_reading_ahead(state: Floats) -> None:
-    """The backward pass is over."""
-    state[TAPE], state[TAPE_START] = -1, 0
+def stop_reading_ahead(state: Row) -> None:
+    """Ends reading ahead, as the backward pass is over."""
+    state.next_ahead, state.last_ahead = -1, 0
 
 
 @compiled
-def _read_ahead(state: Floats, pieces: Floats, channels: Floats, log: Floats) -> None:
+def _read_ahead(state: Row, pieces: Rows, channels: Rows, log: Rows) -> None:
     """Brings pieces back until the window is full; one always fits."""
-    while state[TAPE] >= state[TAPE_START]:
-        piece = int(state[TAPE])
-        where, size = pieces[piece, STATE], pieces[piece, BYTES]
+    while state.next_ahead >= state.last_ahead:
+        piece = state.next_ahead
+        where, size = pieces[piece].state, pieces[piece].size_bytes
         if where in (QUEUED, WRITING, ON_TIER):
             window = 0.0
-            if state[HAS_USED] != 0:
-                wanted = 2 * state[LARGEST] + state[MISSING]
-                window = min(wanted, state[IN_FLIGHT_LIMIT])
-            if state[AHEAD] > 0 and state[AHEAD] + size > window:
+            if state.has_used != 0:
+                wanted = 2 * state.largest_bytes + state.missing_bytes
+                window = min(wanted, state.in_flight_limit_bytes)
+            if state.ahead_bytes > 0 and state.ahead_bytes + size > window:
                 return
-            state[AHEAD] += size
-            pieces[piece, IS_AHEAD] = 1
+            state.ahead_bytes += size
+            pieces[piece].is_ahead = 1
             if _take_back(state, pieces, log, piece):
-                reads = channels.shape[0] // 2 + int(pieces[piece, TIER])
+                reads = channels.shape[0] // 2 + pieces[piece].tier
                 _append(pieces, channels, reads, piece)
-        state[TAPE] -= 1
+        state.next_ahead -= 1
 
 
 @compiled
-def use(state: Floats, pieces: Floats, channels: Floats, log: Floats, piece: int) -> None:
+def use(state: Row, pieces: Rows, channels: Rows, log: Rows, piece: int) -> None:
     """Backward needs a piece now: waits until it is in memory, and makes room to read ahead."""
-    began = state[NOW]
+    began = state.now_s
     if _take_back(state, pieces, log, piece):
-        state[URGENT] = piece
-    while pieces[piece, STATE] == READING:
+        state.urgent = piece
+    while pieces[piece].state == READING:
         pass_time(state, pieces, channels, log, _LATER)
-    waited_s = state[NOW] - began
-    state[READ_WAIT] += waited_s
-    note(state, log, WAIT_FOR_READ, began, state[NOW], pieces[piece, TIER])
-    if state[HAS_USED] != 0:
-        reads = channels.shape[0] // 2 + int(pieces[piece, TIER])
-        state[MISSING] += waited_s * channels[reads, RATE]
-    state[HAS_USED] = 1
-    if pieces[piece, IS_AHEAD] != 0:
-        state[AHEAD] -= pieces[piece, BYTES]
-        pieces[piece, IS_AHEAD] = 0
+    waited_s = state.now_s - began
+    state.read_wait_s += waited_s
+    note(state, log, WAIT_FOR_READ, began, state.now_s, pieces[piece].tier)
+    if state.has_used != 0:
+        reads = channels.shape[0] // 2 + pieces[piece].tier
+        state.missing_bytes += waited_s * channels[reads].bytes_per_s
+    state.has_used = 1
+    if pieces[piece].is_ahead != 0:
+        state.ahead_bytes -= pieces[piece].size_bytes
+        pieces[piece].is_ahead = 0
     _read_ahead(state, pieces, channels, log)
 
 
 @compiled
-def drop(state: Floats, pieces: Floats, channels: Floats, log: Floats, piece: int) -> None:
+def drop(state: Row, pieces: Rows, channels: Rows, log: Rows, piece: int) -> None:
     """Backward has done with a piece."""
-    if pieces[piece, STATE] == TAKEN_BACK:
-        pieces[piece, STATE] = DROPPED  # the write holds the memory
+    if pieces[piece].state == TAKEN_BACK:
+        pieces[piece].state = DROPPED  # the write holds the memory
         return
-    if pieces[piece, STATE] == RESTORED:
-        channels[int(pieces[piece, TIER]), USED_BYTES] -= pieces[piece, BYTES]
-    pieces[piece, STATE] = IN_MEMORY
-    change_memory(state, log, -pieces[piece, BYTES])
+    if pieces[piece].state == RESTORED:
+        channels[pieces[piece].tier].used_bytes -= pieces[piece].size_bytes
+    pieces[piece].state = IN_MEMORY
+    change_memory(state, log, -pieces[piece].size_bytes)

@@ -20,7 +20,7 @@ from megatron.offload.planner.simulator.timeline import Timeline
 
 
 def all_keep(profile: StageProfile) -> Plan:
-    """Everything stays in device memory."""
+    """The plan that keeps everything in device memory."""
     choices = Choices(profile)
     return choices.plan(choices.all(KEEP))
 

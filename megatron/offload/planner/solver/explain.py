@@ -24,7 +24,7 @@ _MOST_EVENTS = 150_000  # simulated; layers that are not asked for say what thei
 
 
 class Reasons:
-    """The reasons of one plan.
+    """Says why a plan's parts are placed as they are.
 
     Args:
         timeline: simulates.
@@ -41,7 +41,7 @@ class Reasons:
         self._passes = timeline.profile.num_micro_batches
 
     def of_parts(self) -> list[str]:
-        """One for each part."""
+        """Gives a reason for each part, in the order of the profile."""
         reasons = [""] * self._choices.num_parts
         known: dict[tuple[int, int, str, int], str] = {}  # the nearest layer's so far
         asked = max(int(_MOST_EVENTS / (4 * max(self._cost.num_events, 1))), 4)

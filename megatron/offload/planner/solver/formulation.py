@@ -2,7 +2,7 @@
 """The choice of placements as a mixed-integer program, solved by HiGHS: `Program`.
 
 It knows bandwidths and memory at the end of each layer, not the order of single events. The solver
-starts from its solutions and improves them in the simulation, see `search`.
+starts from its solutions and improves them in the simulation, see `local_search`.
 
 Note [The program]
     Layers stand in blocks of neighbours; n[b, o] of a block's layers take option o, which is one

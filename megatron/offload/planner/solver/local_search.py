@@ -58,7 +58,7 @@ class Search:
         yield from self._known.values()
 
     def cost(self, chosen: Ints) -> Cost:
-        """Of these choices, simulated once."""
+        """What a step with these choices costs; each is simulated once."""
         key = chosen.tobytes()
         found = self._known.get(key)
         if found is None:
@@ -67,7 +67,7 @@ class Search:
         return found[0]
 
     def best(self, goal: Goal) -> Ints:
-        """Of all that were tried."""
+        """The best choices for a goal among all that were simulated."""
         return min(self.tried, key=lambda one: goal(one[0]))[1]
 
     def improve(self, chosen: Ints, goal: Goal, most_events: float) -> Ints:

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variables and constraints of a mixed-integer program, and its solution by HiGHS: `Rows`.
 
-`program` says what they mean. This scales them and knows the limits of the effort.
+`formulation` says what they mean. This scales them and knows the limits of the effort.
 """
 
 from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from megatron.offload.planner.simulator.arrays import Floats, Ints
-from megatron.offload.planner.solver.silence import silent_output
 
 _MOST_NODES = 40
 _GAP = 0.003
@@ -54,7 +58,7 @@ class Rows:
         shape = (len(self._bounds), len(self._upper))
         matrix = coo_array((factors, (at, column)), shape=shape).tocsr()
         lower, upper = (np.array(part) for part in zip(*self._bounds, strict=True))
-        with silent_output():
+        with _silent_output():
             found = milp(
                 costs / (np.abs(costs).max() or 1.0),
                 integrality=np.array(self._is_integer, int),
@@ -64,3 +68,23 @@ class Rows:
             )
         values: Floats | None = found.x
         return values
+
+
+@contextlib.contextmanager
+def _silent_output() -> Iterator[None]:
+    """Keeps what HiGHS prints off standard output, where commands print theirs.
+
+    With `disp=False` too, one program in some hundreds makes it print a line about itself, below
+    Python. What other threads print meanwhile is lost: a training solves in a process of its own.
+    """
+    library = ctypes.CDLL(None)
+    library.fflush(None)  # what was printed before goes where it should
+    with open(os.devnull, "wb") as nowhere:
+        before = os.dup(1)
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        library.fflush(None)  # while it still goes nowhere
+        os.dup2(before, 1)
+        os.close(before)

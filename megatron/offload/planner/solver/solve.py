@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best plan for a stage: `solve`.
 
-A mixed-integer program (`program`) gives starting points, the simulation (`timeline`) judges them,
-and a search (`search`) improves them there. The same profile gives the same plan everywhere: effort
-is counted in simulated events, never in seconds.
+A mixed-integer program (`formulation`) gives starting points, the simulation (`timeline`) judges
+them, and a search (`local_search`) improves them there. The same profile gives the same plan
+everywhere: effort is counted in simulated events, never in seconds.
 """
 
 from __future__ import annotations

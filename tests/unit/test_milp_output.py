@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from megatron.offload.planner.solver import milp
-from megatron.offload.planner.solver.silence import silent_output
 from megatron.offload.planner.solver.solve import solve
-from tests.support.processes import finish, start_python
 from tests.support.stages import stage
 
 LIBRARY = ctypes.CDLL(None)
@@ -58,7 +55,7 @@ def buffered_stdout() -> Iterator[None]:
 @pytest.mark.usefixtures("buffered_stdout")
 def test_what_was_printed_before_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
     LIBRARY.printf(b"before\n")  # it is in C's buffer still
-    with silent_output():
+    with milp._silent_output():
         chatter()
     LIBRARY.printf(b"after\n")
     LIBRARY.fflush(None)
@@ -66,44 +63,7 @@ def test_what_was_printed_before_is_not_lost(capfd: pytest.CaptureFixture[str]) 
 
 
 def test_output_comes_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ArithmeticError), silent_output():
+    with pytest.raises(ArithmeticError), milp._silent_output():
         raise ArithmeticError
     os.write(1, b"after\n")
     assert capfd.readouterr().out == "after\n"
-
-
-def test_threads_that_are_silent_together_leave_the_output_as_it_was(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    begun, ends = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
-
-    def be_silent(number: int) -> None:
-        with silent_output():
-            begun[number].set()
-            chatter()
-            assert ends[number].wait(10)
-
-    threads = [threading.Thread(target=be_silent, args=(number,)) for number in range(2)]
-    threads[0].start()
-    assert begun[0].wait(10)
-    threads[1].start()
-    begun[1].wait(0.2)  # it begins when the first has ended; else the first ends within it
-    for number in range(2):
-        ends[number].set()
-        threads[number].join(10)
-    os.write(1, b"after\n")
-    assert capfd.readouterr().out == "after\n"
-
-
-CLOSED = """
-    import os
-    from megatron.offload.planner.solver.silence import silent_output
-    os.close(1)
-    with silent_output():
-        print("said", file=__import__("sys").stderr)
-"""
-
-
-def test_a_process_without_standard_output_is_no_error() -> None:
-    code, _, errors = finish(start_python(CLOSED))
-    assert code == 0 and errors == "said\n", errors

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes plans from profiles, within the budget of a run: `PlanMaker`, `budget_bytes_of`.
+
+The planner asks it between steps and follows what comes of it. It measures nothing; the same
+arguments give the same plan on all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatron.offload.config import OffloadConfig, format_size
+from megatron.offload.device.device import Device
+from megatron.offload.errors import InfeasibleBudgetError
+from megatron.offload.placement.plan import Plan, Prediction
+from megatron.offload.planner.online.consensus import RankConsensus
+from megatron.offload.planner.online.stage import Stage
+from megatron.offload.planner.profile.calibration import calibrated
+from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.planner.solver.process import SolverProcess
+
+logger = logging.getLogger(__name__)
+
+_WORTHWHILE = 0.03  # of time or memory, for another plan to take the place of the present one
+# Of the budget, that later plans stay below it for each one that was to keep to it and did not.
+_HEADROOM, _MOST_HEADROOM = 0.01, 0.05
+_FREE_SHARE = 0.9  # of a GPU's free memory: fragments and what libraries take later
+_FREE_SHARE_OF_HOST = 0.5
+
+
+class WholeSteps(NamedTuple):
+    """What profiles are calibrated to: a step's seconds and the largest of the peaks, in bytes."""
+
+    step_s: float | None  # None: not known
+    peak_bytes: int
+
+
+class PlanMaker:
+    """Makes the plans of one run.
+
+    Args:
+        config: says which slowdown plans may have, and whether a budget was asked for.
+        solver: opened for each plan.
+    """
+
+    def __init__(self, config: OffloadConfig, solver: Callable[[], SolverProcess]) -> None:
+        self.budget_bytes: int | None = None
+        self.num_exceeded = 0  # plans that took more than that
+        self._config = config
+        self._solver = solver
+
+    def first(self, profile: StageProfile, whole: WholeSteps) -> tuple[StageProfile, Plan]:
+        """The first plan, and the profile that it was made from: calibrated to whole steps.
+
+        Args:
+            profile: as measured while everything was offloaded.
+            whole: of the same steps.
+
+        Raises:
+            ConfigurationError: no plan keeps to the budget that was asked for.
+            OffloadError: the solver ended.
+        """
+        with self._solver() as solver:
+            simulate = functools.partial(solver.predict, plan=None)
+            profile = calibrated(
+                profile, simulate, step_s=whole.step_s, peak_bytes=whole.peak_bytes
+            )
+            may_exceed = self._config.memory_budget_bytes is None
+            return profile, self._solved(solver, profile, may_exceed=may_exceed)
+
+    def next(
+        self, profile: StageProfile, present: Plan, whole: WholeSteps
+    ) -> tuple[StageProfile, Plan]:
+        """A plan for what was measured since, or the present one if no other is worth it.
+
+        Args:
+            profile: as measured while the present plan was followed.
+            present: predicted anew where it stays.
+            whole: of the same steps.
+
+        Raises:
+            OffloadError: the solver ended.
+        """
+        with self._solver() as solver:
+            simulate = functools.partial(solver.predict, plan=present)
+            profile = calibrated(
+                profile, simulate, step_s=whole.step_s, peak_bytes=whole.peak_bytes
+            )
+            plan, predicted = self._solved(solver, profile, may_exceed=True), simulate(profile)
+        if not self._is_worthwhile(plan, predicted):
+            plan = dataclasses.replace(present, predicted=predicted, fastest=plan.fastest)
+        return profile, plan
+
+    def _solved(self, solver: SolverProcess, profile: StageProfile, *, may_exceed: bool) -> Plan:
+        """The best plan. Where none keeps to the budget, the nearest to it, if that will do."""
+        slowdown = self._config.max_slowdown
+        try:
+            plan = solver.solve(profile, budget_bytes=self._aim_bytes, max_slowdown=slowdown)
+        except InfeasibleBudgetError as error:
+            if not may_exceed:
+                raise
+            if self.budget_bytes is None or error.smallest_bytes > self.budget_bytes:
+                logger.warning("%s; going on with as little memory as possible", error)
+            plan = error.plan
+        return dataclasses.replace(plan, stage=profile.position.stage)
+
+    @property
+    def _aim_bytes(self) -> int | None:
+        """What plans keep to: the budget, and a little less where that has proved too much."""
+        if self.budget_bytes is None:
+            return None
+        headroom = min(_HEADROOM * self.num_exceeded, _MOST_HEADROOM)
+        return int(self.budget_bytes * (1 - headroom))
+
+    def _is_worthwhile(self, plan: Plan, present: Prediction) -> bool:
+        """Whether a plan is so much better than the present one that it takes its place."""
+        if plan.predicted is None:
+            return True
+        least_s = plan.predicted.step_s * (1 + _WORTHWHILE)
+        least_bytes = plan.predicted.peak_bytes * (1 + _WORTHWHILE)
+        if self.budget_bytes is not None and plan.predicted.peak_bytes <= self.budget_bytes:
+            least_bytes = self.budget_bytes  # no use in less, and no more will do
+        return present.step_s > least_s or present.peak_bytes > least_bytes
+
+
+def budget_bytes_of(
+    config: OffloadConfig, device: Device, stage: Stage, consensus: RankConsensus
+) -> int | None:
+    """The most bytes that activations of a rank may take; None: only time is limited.
+
+    Args:
+        config: without a budget and a slowdown it is a part of the memory that is free now.
+        device: whose memory that is.
+        stage: says how many ranks share a CPU's memory.
+        consensus: the least of the group counts.
+    """
+    if config.memory_budget_bytes is not None or config.max_slowdown is not None:
+        return config.memory_budget_bytes
+    free = device.free_bytes()
+    ranks = stage.num_local_ranks if device.is_host else 1
+    share = _FREE_SHARE_OF_HOST if device.is_host else _FREE_SHARE
+    (negative,) = consensus.largest([-float(int(free * share) // ranks)])
+    budget_bytes = -int(negative)
+    logger.info(
+        "activation offload: no --activation-memory-budget is given; activations may take %s, "
+        "%.0f %% of the %s that are free%s",
+        format_size(budget_bytes),
+        100 * share,
+        format_size(free),
+        f", shared by {ranks} ranks" if ranks > 1 else "",
+    )
+    return budget_bytes

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a profiler noted of a step, as spans of a timeline: `StepTrace`.
+
+Integrations put it around the steps of a run that is traced. It shows passes, layers, their parts
+and what was recomputed in backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from megatron.offload.device.device import Device
+from megatron.offload.placement.policy import WHOLE_LAYER
+from megatron.offload.planner.profile.profiler import Profiler
+from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, Timestamp
+from megatron.offload.stats.trace import COMPUTE, Tracer
+
+ATTENTION, MLP = "attention", "mlp"
+
+
+class StepTrace:
+    """Has the layers of a step shown in its timeline.
+
+    Args:
+        tracer: of the engine.
+        profiler: of the layers. It measures these steps, for a planner or for nobody else.
+        device: whose clock the profiler reads.
+    """
+
+    def __init__(self, tracer: Tracer, profiler: Profiler, device: Device) -> None:
+        self._tracer = tracer
+        self._profiler = profiler
+        self._device = device
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the passes of a step, within `OffloadEngine.step`."""
+        if not self._tracer.is_on:
+            yield
+            return
+        is_ours = not self._profiler.measures
+        if is_ours:
+            self._profiler.begin_step()
+        # The device may be behind what was launched: spans on a GPU may lie a little late.
+        began, began_s = self._device.timestamp(), time.perf_counter()
+
+        def at_s(moment: Timestamp) -> float:
+            return began_s + self._device.seconds_between(began, moment.timestamp)
+
+        try:
+            yield
+            _trace_passes(self._tracer, self._profiler.passes(), at_s)
+        finally:
+            if is_ours:
+                self._profiler.end_step(well=False)
+
+
+def _trace_passes(
+    tracer: Tracer, passes: Iterable[tuple[int, PassTimings]], at_s: Callable[[Timestamp], float]
+) -> None:
+    """Adds the spans of a step's passes.
+
+    Args:
+        tracer: gets them.
+        passes: number of the micro-batch, and what was noted of its passes through a chunk.
+        at_s: a moment in seconds of `time.perf_counter`.
+    """
+
+    def span(name: str, began: Timestamp | None, *ends: Timestamp | None) -> None:
+        """Until the first of the ends that came."""
+        if began is None or not any(ends):
+            return
+        began_s, ended_s = at_s(began), min(at_s(end) for end in ends if end is not None)
+        if ended_s > began_s:
+            tracer.span(COMPUTE, name, began_s, ended_s)
+
+    for micro_batch, one in passes:
+        where = f"micro-batch {micro_batch}" + (f" chunk {one.chunk}" if one.chunk else "")
+        span(f"forward {where}", one.began, one.ended)
+        span(f"backward {where}", one.backward_began, one.backward_ended)
+        next_began = one.backward_ended  # of what backward comes to after a layer
+        for layer in one.layers:
+            _trace_layer(layer, next_began, span)
+            next_began = layer.backward_began or next_began
+
+
+def _trace_layer(
+    layer: LayerTimings, next_began: Timestamp | None, span: Callable[..., None]
+) -> None:
+    span(layer.name, layer.began, layer.ended)
+    span(ATTENTION, layer.began, layer.middle)
+    span(MLP, layer.middle, layer.ended)
+    # One tensor is this layer's input and the output of the one before: which of its hooks runs
+    # first is chance, and spans must not overlap. The first layer has none that wants a gradient.
+    ends = layer.backward_ended, next_began
+    span(f"{layer.name} backward", layer.backward_began, *ends)
+    span(f"{MLP} backward", layer.backward_began, layer.backward_middle)
+    span(f"{ATTENTION} backward", layer.backward_middle, *ends)
+    for name, again in layer.again.items():
+        for began, end in again:
+            span("recompute" if name == WHOLE_LAYER else f"recompute {name}", began, end)
