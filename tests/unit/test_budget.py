@@ -53,6 +53,14 @@ def test_more_than_the_whole_budget_is_let_through_alone() -> None:
     assert not small.is_alive()
 
 
+def test_who_waits_until_nothing_is_taken_learns_whether_it_came_to_that() -> None:
+    budget = ByteBudget(100)
+    budget.acquire(60)
+    assert not budget.wait_until_free(timeout_s=0.01)
+    budget.release(60)
+    assert budget.wait_until_free(timeout_s=0.01)
+
+
 def test_what_was_charged_must_be_paid_before_the_next_transfer() -> None:
     limit = RateLimit(bytes_per_s=1000)
     assert limit.delay_s() == 0

@@ -51,6 +51,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"pytest tests/megatron/test_unmodified_", "needs: a Megatron-LM checkout"),
     (r"pytest tests/megatron/test_matrix\.py --full-matrix", "needs: 24 minutes"),
     (r"^\./tests/run\.sh|^\.venv/bin/python tests/mutations", "needs: minutes; it runs the tests"),
+    (r"^mutmut ", "needs: mutmut, which is installed on demand"),
     (r"^\./examples/pretrain_gpt\.sh --help", "needs: nothing; it shows what is parsed below"),
     (r"^\./examples/pretrain_gpt\.sh .*--activation-offload auto",
      "tests/megatron/test_auto.py::test_auto_changes_no_bit"),
