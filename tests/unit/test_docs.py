@@ -54,6 +54,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"^\./examples/pretrain_gpt\.sh --help", "needs: nothing; it shows what is parsed below"),
     (r"^\./examples/pretrain_gpt\.sh .*--activation-offload auto",
      "tests/megatron/test_auto.py::test_auto_changes_no_bit"),
+    (r"^\./examples/pretrain_gpt\.sh .*--activation-offload-trace",
+     "tests/megatron/test_trace.py::test_a_training_is_traced_and_its_results_are_the_same"),
     (r"NPROC_PER_NODE=2 \./examples/pretrain_gpt\.sh",
      "tests/megatron/test_offload_is_bit_identical.py::"
      "test_offload_changes_no_bit"),
