@@ -177,6 +177,15 @@ def test_every_block_says_what_it_is() -> None:
     blocks = [one for one in BLOCKS if one.page.name != "matrix.md"]
     wrong = [f"{one.page.name}:{one.line}" for one in blocks if one.language not in LANGUAGES]
     assert not wrong, f"fence these blocks, as one of {sorted(LANGUAGES)}: {wrong}"
+    looks_like_one = re.compile(
+        r"^(\./|\.venv/|python|pip|pytest|torchrun|megatron-offload) ?\S", re.M
+    )
+    wrong = [
+        f"{one.page.name}:{one.line}"
+        for one in blocks
+        if one.language == "text" and looks_like_one.search(one.text)
+    ]
+    assert not wrong, f"these are commands and no output: {wrong}"
 
 
 def test_every_command_is_run_by_a_test_or_says_what_it_needs() -> None:
