@@ -55,6 +55,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"^\./examples/pretrain_gpt\.sh --help", "needs: nothing; it shows what is parsed below"),
     (r"^\./examples/pretrain_gpt\.sh .*--activation-offload auto",
      "tests/megatron/test_auto.py::test_auto_changes_no_bit"),
+    (r"^\./examples/pretrain_gpt\.sh .*--activation-offload-trace",
+     "tests/megatron/test_trace.py::test_a_training_is_traced_and_its_results_are_the_same"),
     (r"NPROC_PER_NODE=2 \./examples/pretrain_gpt\.sh",
      "tests/megatron/test_offload_is_bit_identical.py::"
      "test_offload_changes_no_bit"),
@@ -176,6 +178,15 @@ def test_every_block_says_what_it_is() -> None:
     blocks = [one for one in BLOCKS if one.page.name != "matrix.md"]
     wrong = [f"{one.page.name}:{one.line}" for one in blocks if one.language not in LANGUAGES]
     assert not wrong, f"fence these blocks, as one of {sorted(LANGUAGES)}: {wrong}"
+    looks_like_one = re.compile(
+        r"^(\./|\.venv/|python|pip|pytest|torchrun|megatron-offload) ?\S", re.M
+    )
+    wrong = [
+        f"{one.page.name}:{one.line}"
+        for one in blocks
+        if one.language == "text" and looks_like_one.search(one.text)
+    ]
+    assert not wrong, f"these are commands and no output: {wrong}"
 
 
 def test_every_command_is_run_by_a_test_or_says_what_it_needs() -> None:
