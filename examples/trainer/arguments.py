@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: flags named as Megatron-LM names them, and every check that needs no model.
 
-`parse_arguments` is called once, before megatron-core or torch.distributed do anything. It owns how
-a bad flag is reported: one sentence, exit code 2. It never reads data or builds anything.
+`parse_arguments` is called once, before megatron-core or torch.distributed do anything. It never
+reads data or builds anything.
 """
 
 from __future__ import annotations
@@ -11,47 +11,14 @@ import argparse
 import importlib.util
 import os
 import runpy
-import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from megatron.offload.placement.atomic_file import check_place
 
+from .errors import Parser, UserError, program
+
 SUPPORTED_MEGATRON_CORE = frozenset({"0.16.1"})
-# The other ranks wait this long before they leave: a launcher that sees one rank fail kills the
-# rest, and rank 0 must have said why by then.
-_EXIT_DELAY_S = 2.0
-
-
-class UserError(Exception):
-    """What the user can put right; the message is one sentence."""
-
-
-def _program() -> str:
-    return Path(sys.argv[0]).name
-
-
-def fail(message: str) -> NoReturn:
-    """Prints one sentence and leaves with exit code 2.
-
-    Other ranks than 0 first give it time to say the same: then a launcher has ended them.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    where = "" if rank == 0 else f" on rank {rank}"
-    if rank > 0:
-        time.sleep(_EXIT_DELAY_S)
-    sentence = " ".join(message.split())
-    print(f"{_program()}: error{where}: {sentence}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one sentence, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(message)
 
 
 def check_megatron_core_version() -> str:
@@ -450,8 +417,8 @@ def parse_arguments(
     Raises:
         UserError: Values that do not fit together. A malformed flag exits with code 2 at once.
     """
-    parser = _Parser(
-        prog=_program(),
+    parser = Parser(
+        prog=program(),
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

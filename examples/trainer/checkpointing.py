@@ -26,7 +26,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from .arguments import UserError
+from .errors import UserError
 from .model import Task, unwrap
 from .optimizer import load_optimizer_state, materialize_adam_state
 

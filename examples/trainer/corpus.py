@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
 
-from .arguments import UserError
+from .errors import UserError
 
 
 @dataclass(frozen=True)

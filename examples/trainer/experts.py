@@ -16,7 +16,8 @@ from megatron.core.transformer.moe.moe_utils import (
     get_moe_layer_wise_logging_tracker,
 )
 
-from .arguments import UserError, positive, real
+from .arguments import positive, real
+from .errors import UserError
 
 _TRACKED = "load_balancing_loss"
 

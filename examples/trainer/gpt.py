@@ -20,9 +20,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from . import experts
-from .arguments import UserError
 from .corpus import Corpus, Supply
 from .data import Batch, next_batch
+from .errors import UserError
 from .layers import has_transformer_engine, with_torch_attention
 from .loss import language_model_loss
 from .model import LossFunction, Task, transformer_config

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import UserError, fraction
+from .arguments import fraction
 from .corpus import Corpus, Supply, blend
+from .errors import UserError
 from .model import Task
 
 # Core's compiled `build_mapping` leaves out documents that have a longer sentence among several.

@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from .arguments import UserError, check_megatron_core_version, fail
+from .arguments import check_megatron_core_version
+from .errors import UserError, fail
 
 
 def start(make_task: Callable[[], Any]) -> int:

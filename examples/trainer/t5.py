@@ -27,8 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.offload.integration.megatron.estimate import encoder_decoder_bytes
 
-from .arguments import UserError, positive
+from .arguments import positive
 from .data import Batch, next_batch
+from .errors import UserError
 from .layers import has_transformer_engine, with_torch_attention
 from .loss import language_model_loss
 from .masked import MaskedTask

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .arguments import UserError
+from .errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _NULL_VOCAB_SIZE = 4096

@@ -28,10 +28,11 @@ from megatron.offload.integration.megatron.estimate import stage_of
 from megatron.offload.stats.memory import PeakMemory
 
 from . import checkpointing, distributed, experts, model, optimizer
-from .arguments import UserError, check_outputs, fail, parse_arguments
+from .arguments import check_outputs, parse_arguments
 from .checkpointing import Progress, TrainingState
 from .corpus import check_corpus
 from .data import Batch, batches, build_datasets
+from .errors import UserError, fail
 from .metrics import Reporter, StepRecord
 from .tokenizer import Tokenizer
 

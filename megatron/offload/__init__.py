@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation placement for transformer training: device memory, recomputation, host DRAM or SSD.
 
-Start reading at `engine.py`; `integration/` shows who calls it. The names below are imported when
-they are first asked for: a patched megatron-core imports a small part of this package, not torch.
+Start reading at `engine.py`, which wires everything; `docs/architecture.md` shows the way of one
+activation and which file to open for what. The names below are imported when they are first asked
+for: a patched megatron-core imports a small part of this package, not torch.
 """
 
 from __future__ import annotations

@@ -3,14 +3,13 @@
 
 The command-line flags, their help texts and the checks of their values all come from the fields
 of this dataclass (`integration/megatron/arguments.py` builds the argparse group). Never touches
-the file system; `storage` checks directories when it opens them.
+the file system; tiers check directories when they are opened.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,81 +17,9 @@ from typing import Any
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.layer_set import LayerSet
-
-KIB, MIB, GIB, TIB, PIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40, 1 << 50
+from megatron.offload.sizes import KIB, MIB, format_size, parse_budget, parse_rate, parse_size
 
 DEFAULT_INFLIGHT_BYTES = 512 * MIB  # raised to what the largest layer asks for
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "pb": 10**15,
-    "kib": KIB,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": TIB,
-    "pib": PIB,
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes from `1048576`, `512MiB`, `1.5GB` (binary and decimal units, case ignored).
-
-    Raises:
-        ConfigurationError: the text is not a size.
-    """
-    match = _SIZE.fullmatch(str(text).strip())
-    if match is None or match[2].lower() not in _UNITS:
-        raise ConfigurationError(
-            f"{str(text)!r} is not a size; write a number of bytes or a number with a unit, "
-            "for example 512MiB or 40GiB"
-        )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def format_size(num_bytes: float) -> str:
-    """`1.5 GiB`: for people; machine-readable output carries plain bytes."""
-    for unit, scale in (("PiB", PIB), ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(num_bytes) >= scale:
-            return f"{num_bytes / scale:.4g} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def parse_rate(text: str | float) -> float:
-    """Bytes a second from `500MB/s`, `1.5GiB/s` (or a size without the `/s`).
-
-    Raises:
-        ConfigurationError: the text is not a rate above 0.
-    """
-    rate = parse_size(str(text).strip().removesuffix("/s"))
-    if rate <= 0:
-        raise ConfigurationError(f"{text!r} lets nothing through; write for example 500MB/s")
-    return float(rate)
-
-
-def parse_budget(text: str | int) -> int | float:
-    """Bytes as `parse_size`, or a fraction from 0.0 to 1.0 written with a decimal point.
-
-    Raises:
-        ConfigurationError: the text is neither.
-    """
-    try:
-        fraction = float(str(text)) if "." in str(text) else None
-    except ValueError:
-        fraction = None
-    if fraction is None:
-        return parse_size(text)
-    if not 0.0 <= fraction <= 1.0:
-        raise ConfigurationError(
-            f"{text} is neither a fraction nor a size; write a number from 0.0 to 1.0, or a size "
-            "with a unit, for example 16GiB"
-        )
-    return fraction
 
 
 def _parse_count(text: str | int) -> int:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from megatron.offload.config import format_size
+from megatron.offload.sizes import format_size
 from tests.autograd.roundtrip import Coverage, PromptEngine, open_engine
 
 COVERAGE = pytest.StashKey[Coverage]()

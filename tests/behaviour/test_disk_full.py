@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from megatron.offload import OffloadEngine
-from megatron.offload.config import MIB
+from megatron.offload.sizes import MIB
 from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.drive import Health
 from tests.support.models import Model, assert_same, run_step, ssd
@@ -243,7 +243,7 @@ FILE_SIZE_LIMIT = """
         told.append({
             "health": ssd(engine).drives[0].health.value,
             "written": engine.statistics.written_bytes,
-            "kept": engine.statistics.rejected_bytes,
+            "rejected": engine.statistics.rejected_bytes,
             "messages": messages.copy(),
         })
         messages.clear()
@@ -257,8 +257,8 @@ def test_a_file_size_limit_is_like_a_full_disk_and_kills_nobody(tmp_path: Path) 
     code, output, errors = finish(start_python(FILE_SIZE_LIMIT, tmp_path))
     assert code == 0, errors  # SIGXFSZ would end in a negative one
     full, failed = json.loads(output)
-    assert full["health"] == "full" and full["written"] > 0 and full["kept"] > 0
+    assert full["health"] == "full" and full["written"] > 0 and full["rejected"] > 0
     assert len(full["messages"]) == 1 and "File too large" in full["messages"][0]
     # Lowered below what the file has already: writes into it fail, and no more are tried.
-    assert failed["health"] == "failed" and failed["written"] == 0 and failed["kept"] > 0
+    assert failed["health"] == "failed" and failed["written"] == 0 and failed["rejected"] > 0
     assert len(failed["messages"]) == 1 and "File too large" in failed["messages"][0]

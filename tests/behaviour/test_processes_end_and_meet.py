@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.config import MIB
+from megatron.offload.sizes import MIB
 from tests.support.mounts import MountedDisk, mounted_ext4
 from tests.support.processes import finish, start_python
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron.offload import OffloadEngine
-from megatron.offload.config import MIB
+from megatron.offload.sizes import MIB
 from tests.support.models import Model, assert_same, run_step, ssd
 from tests.support.mounts import mounted_ext4, write_throttle
 from tests.support.processes import finish, start_python

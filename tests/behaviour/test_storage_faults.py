@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron.offload import OffloadEngine, StorageError
-from megatron.offload.config import MIB
+from megatron.offload.sizes import MIB
 from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.drive import Extent, Health
 from megatron.offload.tiers.file import UnlinkedFile

@@ -107,6 +107,7 @@ OFFLOAD = (
         "--activation-offload-verify checksum reads every byte in host memory",
     ),
     Row("--activation-recompute-layers 1", "--activation-recompute-layers needs"),
+    Row("--activation-offload-trace t.json", "--activation-offload-trace shows what offload does"),
     Row(
         f"{SSD} --activation-recompute-layers 1-3 --activation-offload-layers 2",
         "both name 2; take it out of one of them",

@@ -42,6 +42,7 @@ MEGATRON = "megatron/offload/integration/megatron"
 SEARCHED = {
     "megatron/offload/config.py": (),
     "megatron/offload/layer_set.py": (),
+    "megatron/offload/sizes.py": (),
     f"{MEGATRON}/connect.py": ("check_wrappers",),  # below: it needs a model
     "examples/trainer/experts.py": (),
     "examples/trainer/arguments.py": ("check_megatron_core_version",),  # in test_trainer_errors.py

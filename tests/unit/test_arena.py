@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.offload.config import MIB
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import MIB
 from megatron.offload.tiers.arena import GROWTH_BYTES, HostArena
 
 PAGE = mmap.PAGESIZE

@@ -26,8 +26,8 @@ from megatron.offload.commands.bench.point import (
 )
 from megatron.offload.commands.bench.sample import Sample
 from megatron.offload.commands.bench.text import format_table
-from megatron.offload.config import MIB
 from megatron.offload.device.allocator import allocator_environment
+from megatron.offload.sizes import MIB
 
 
 def job(**changes: Any) -> str:

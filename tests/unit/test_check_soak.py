@@ -14,7 +14,7 @@ import pytest
 import torch
 from check import soak as soaking
 
-from megatron.offload.config import GIB, MIB
+from megatron.offload.sizes import GIB, MIB
 from megatron.offload.tiers.file import UnlinkedFile
 
 

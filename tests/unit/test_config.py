@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.offload import ConfigurationError, OffloadConfig
-from megatron.offload.config import format_size, parse_budget, parse_rate, parse_size
 from megatron.offload.layer_set import LayerSet
+from megatron.offload.sizes import format_size, parse_budget, parse_rate, parse_size
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from megatron.offload.config import MIB
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.cuda import CudaDevice
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import MIB
 from megatron.offload.tiers import arena as arena_part
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.host import HostTier

@@ -26,9 +26,9 @@ from megatron.offload.commands.doctor.machine import (
     memory_checks,
     version_checks,
 )
-from megatron.offload.config import GIB, MIB
 from megatron.offload.device.memory_limit import MemoryLimit
 from megatron.offload.device.mounts import BlockDevice, Mount
+from megatron.offload.sizes import GIB, MIB
 from megatron.offload.tiers import file as file_part
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.gds_status import GdsStatus

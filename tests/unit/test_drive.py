@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.offload.config import KIB, MIB
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import KIB, MIB
 from megatron.offload.tiers import file as file_module
 from megatron.offload.tiers.budget import SpaceBudget
 from megatron.offload.tiers.direct_io import Alignment

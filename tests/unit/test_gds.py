@@ -22,9 +22,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.offload.config import MIB, OffloadConfig
+from megatron.offload.config import OffloadConfig
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import MIB
 from megatron.offload.tiers import gds_status as status_part
 from megatron.offload.tiers.gds import GdsTier
 from megatron.offload.tiers.gds_status import gds_status

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.offload.config import MIB
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import WHOLE
+from megatron.offload.sizes import MIB
 from megatron.offload.tiers import host
 from megatron.offload.tiers.host import HostTier
 from tests.support.waiting import wait_until

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.config import GIB
 from megatron.offload.device.memory_limit import MemoryLimit, memory_limit
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import GIB
 from megatron.offload.tiers.host_budget import host_budget_bytes
 
 MACHINE = MemoryLimit(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.offload.config import MIB
+from megatron.offload.sizes import MIB
 from megatron.offload.tiers.host import HostTier
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import wait_until

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.offload.config import GIB
 from megatron.offload.device.memory_limit import PHYSICAL, memory_limit
+from megatron.offload.sizes import GIB
 
 V2 = "30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
 V1 = "35 1 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"

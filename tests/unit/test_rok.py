@@ -26,10 +26,10 @@ from megatron.offload.commands.rok.strategy import (
 from megatron.offload.commands.rok.text import verdict_table
 from megatron.offload.commands.rok.verdict import Verdict, verdicts_of
 from megatron.offload.commands.training_runs.run import Run
-from megatron.offload.config import MIB
 from megatron.offload.device.memory_limit import MemoryLimit
 from megatron.offload.placement.plan_file import load_plans
 from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.sizes import MIB
 from tests.support.stages import layer, part, stage, tier
 
 AUTO = Strategy("auto", "offload", 4, 100)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.offload.config import MIB
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import MIB
 from megatron.offload.tiers.budget import SpaceBudget
 from megatron.offload.tiers.direct_io import Alignment
 from megatron.offload.tiers.drive import Drive, Extent, Health

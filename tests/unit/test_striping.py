@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron.offload.config import GIB, MIB
+from megatron.offload.sizes import GIB, MIB
 from megatron.offload.tiers.striping import MIN_STRIPE_BYTES, Lane, stripe
 
 GRANULE = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.offload.config import MIB
+from megatron.offload.sizes import MIB
 from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.tiered import TieredTier
 

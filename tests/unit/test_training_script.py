@@ -296,7 +296,7 @@ def test_the_log_line_says_what_was_offloaded_and_other_lines_do_not(
     training.train(iteration=7)
     training.training.print_rank_last("validation loss")
     line, validation = training.printed
-    assert line.startswith(" iteration 7 | offloaded: 3 MiB | kept: 0 B | stall: 0.750 s |")
+    assert line.startswith(" iteration 7 | offloaded: 3 MiB | rejected: 0 B | stall: 0.750 s |")
     assert " peak activations: " in line  # this is a CPU
     assert validation == "validation loss"
 

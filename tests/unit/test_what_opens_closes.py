@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.config import MIB, OffloadConfig
+from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import MIB
 from megatron.offload.tiers import io_threads as io_threads_module
 from megatron.offload.tiers import ssd as ssd_module
 from megatron.offload.tiers.file import UnlinkedFile

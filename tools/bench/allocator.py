@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tqdm import trange
 
-from megatron.offload.config import MIB, format_size
+from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.drive import FILE_BLOCK_BYTES, GROWTH_BYTES
 from megatron.offload.tiers.extents import ExtentAllocator
 

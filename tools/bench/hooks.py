@@ -51,8 +51,8 @@ from megatron.offload import OffloadConfig, OffloadEngine, Scope
 from megatron.offload.capture.hooks import SavedTensorHooks
 from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS
-from megatron.offload.config import format_size
 from megatron.offload.saved.record import State
+from megatron.offload.sizes import format_size
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.traffic import Traffic
 from megatron.offload.transfer.writer import Writer

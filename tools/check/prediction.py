@@ -39,7 +39,7 @@ from tabulate import tabulate
 
 from megatron.offload.commands.training_runs.run import RunError, settled_steps
 from megatron.offload.commands.training_runs.trainer import TRAINER, Trainer
-from megatron.offload.config import format_size
+from megatron.offload.sizes import format_size
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {

@@ -34,8 +34,8 @@ from tabulate import tabulate
 
 from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.commands.training_runs.run import COMPARED_FIELDS
-from megatron.offload.config import format_size
 from megatron.offload.device.allocator import allocator_environment
+from megatron.offload.sizes import format_size
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ("off", "slow", "slowed")

@@ -42,7 +42,6 @@ import numpy as np
 from tabulate import tabulate
 from tqdm import tqdm
 
-from megatron.offload.config import MIB
 from megatron.offload.errors import InfeasibleBudgetError
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import (
@@ -54,6 +53,7 @@ from megatron.offload.planner.profile.stage_profile import (
 from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.planner.solver.formulation import Program
 from megatron.offload.planner.solver.solve import solve
+from megatron.offload.sizes import MIB
 
 WITHIN, SHARE_WITHIN, WORST, MOST_S = 0.01, 0.99, 0.03, 1.0
 

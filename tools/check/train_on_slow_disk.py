@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.config import parse_rate
 from megatron.offload.placement.policy import Placement
+from megatron.offload.sizes import parse_rate
 from megatron.offload.tiers.file import UnlinkedFile
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -37,7 +37,7 @@ class Move(NamedTuple):
     storage: torch.UntypedStorage
     span: Span | None  # of it; None: all
     record: SavedStorage | None  # that has these bytes already; None: they are saved first now
-    tier: Tier
+    tier: Tier | None  # of bytes that are saved first now
 
 
 class SavedTensorHooks:
@@ -98,19 +98,20 @@ class SavedTensorHooks:
         if record is None and not whole and is_small_part(tensor, storage):
             span = span_of(tensor)
             record = self._cache.find(storage, span, tensor)
+        if record is not None:  # a storage has one placement, whoever saves it again
+            return Move(storage, span, record, None)
         num_bytes = storage.nbytes() if span is None else span.num_bytes
         tier = self._tiers.get(self._policy.place(self._step.scope, num_bytes))
-        return None if tier is None else Move(storage, span, record, tier)
+        return None if tier is None else Move(storage, span, None, tier)
 
     def take(self, tensor: torch.Tensor, move: Move) -> SavedView:
         """Carries out a move, and gives what autograd keeps instead of the tensor."""
-        step, record = self._step, move.record
-        if record is None:
-            record = self._cache.add(move.storage, move.span, tensor, step.scope)
+        step = self._step
+        record = move.record or self._cache.add(move.storage, move.span, tensor, step.scope)
         view = SavedView(record, tensor)
         if step.save_order is not None:
             step.save_order.append(record)
-        if move.record is not None:
+        if move.tier is None:
             step.statistics.deduplicated_bytes += record.num_bytes
             return view
         if step.observer is not None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from megatron.offload.config import format_size
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import format_size
 
 _HEADER = ("run", "steps", "last loss", "losses", "s/step", "peak", "written/step", "stall/step")
 

@@ -9,8 +9,8 @@ from textwrap import indent
 
 from tabulate import tabulate
 
-from megatron.offload.config import format_size
 from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.sizes import format_size
 
 _HEADINGS = ("layers", "part", "each", "placement", "why")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.offload.config import format_size
+from megatron.offload.sizes import format_size
 
 YEAR_S = 365.25 * 24 * 3600
 WARNING_YEARS = 1.0

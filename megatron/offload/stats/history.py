@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import statistics
 
-from megatron.offload.config import format_size
+from megatron.offload.sizes import format_size
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.statistics import StepStatistics
 
@@ -60,7 +60,7 @@ class StepHistory:
             ]
         rows += [
             ("forwarded", f"{size('forwarded_bytes')} (needed while in memory: no read)"),
-            ("kept", f"{size('rejected_bytes')} (no tier had room, or one failed)"),
+            ("rejected", f"{size('rejected_bytes')} (no tier had room, or one failed: stayed)"),
             (
                 "stall",
                 f"{self._median('stall_s'):.3f} s waiting for reads, "

@@ -16,9 +16,9 @@ import logging
 import mmap
 import threading
 
-from megatron.offload.config import MIB, format_size
 from megatron.offload.device.cuda import has_cuda, pin, unpin
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.extents import ExtentAllocator
 
 logger = logging.getLogger(__name__)

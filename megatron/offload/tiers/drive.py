@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.offload.config import MIB, format_size
+from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.access import View
 from megatron.offload.tiers.budget import RateLimit, SpaceBudget
 from megatron.offload.tiers.checksum import Checksum

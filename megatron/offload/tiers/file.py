@@ -18,8 +18,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-from megatron.offload.config import format_size
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import format_size
 from megatron.offload.tiers.direct_io import BUFFERED, direct_alignment
 
 logger = logging.getLogger(__name__)

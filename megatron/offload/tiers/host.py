@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megatron.offload.config import format_size
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import Device
+from megatron.offload.sizes import format_size
 from megatron.offload.tiers.access import check_size
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.io_threads import IoThreads

@@ -7,9 +7,9 @@ hold. Ranks of one machine share its memory; they never talk about it, each take
 
 from __future__ import annotations
 
-from megatron.offload.config import format_size
 from megatron.offload.device.memory_limit import MemoryLimit
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import format_size
 
 _DEFAULT_FRACTION = 0.5  # of what is available: the trainer, its data and other ranks grow too
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.offload.config import MIB
+from megatron.offload.sizes import MIB
 from megatron.offload.tiers.direct_io import BUFFERED
 from megatron.offload.tiers.file import UnlinkedFile
 

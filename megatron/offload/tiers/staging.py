@@ -22,7 +22,7 @@ import logging
 import queue
 from collections.abc import Iterator
 
-from megatron.offload.config import MIB, format_size
+from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.arena import HostArena
 
 logger = logging.getLogger(__name__)

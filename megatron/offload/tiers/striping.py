@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.offload.config import MIB
+from megatron.offload.sizes import MIB
 
 MIN_STRIPE_BYTES = 4 * MIB  # smaller parts cost an operation and gain no time
 

@@ -22,9 +22,9 @@ from check.gpu.delays import CarelessDevice, Delays
 from check.gpu.result import Section
 from check.gpu.settings import Settings, settle
 from megatron.offload import ConfigurationError, OffloadConfig, OffloadEngine, Scope
-from megatron.offload.config import MIB, format_size
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
+from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.gds_status import gds_status
 
 _SIZES = (2, 510, 4094, 4096, 4098, 65_538, MIB, 3 * MIB + 18, 8 * MIB, 24 * MIB + 6)

@@ -23,8 +23,8 @@ from check.gpu.models import BUILDERS, Trainee, seed_everything, start_megatron
 from check.gpu.result import Section
 from check.gpu.settings import Settings, Size, settle
 from megatron.offload import OffloadConfig
-from megatron.offload.config import KIB, MIB, format_size
 from megatron.offload.integration.megatron import install
+from megatron.offload.sizes import KIB, MIB, format_size
 
 MODES = ("off", "ssd", "host", "tiered")
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -21,8 +21,8 @@ from check.gpu.ordering import MODES, Stress, Tally, stress
 from check.gpu.result import Section
 from check.gpu.settings import Settings
 from megatron.offload import OffloadConfig, OffloadEngine
-from megatron.offload.config import MIB
 from megatron.offload.device.open import open_device
+from megatron.offload.sizes import MIB
 
 _MODES = ("ssd direct", "host")
 _NUM_PASSES = 20  # of each engine

@@ -7,9 +7,9 @@ import argparse
 from pathlib import Path
 
 from megatron.offload.commands.training_runs.trainer import CHECKOUT, TRAINER
-from megatron.offload.config import GIB, MIB, format_size, parse_size
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import GIB, MIB, format_size, parse_size
 
 HEADLINE_BLOCK_BYTES = 4 * MIB
 MIN_BANDWIDTH_RATIO, MAX_CPU_RATIO = 0.95, 1.5

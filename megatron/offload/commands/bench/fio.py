@@ -18,8 +18,8 @@ from pathlib import Path
 
 from megatron.offload.commands.bench.sample import Sample
 from megatron.offload.commands.training_runs.run import RunError
-from megatron.offload.config import KIB, MIB, format_size
 from megatron.offload.device.allocator import allocator_environment
+from megatron.offload.sizes import KIB, MIB, format_size
 
 ENGINES = ("io_uring", "libaio")
 MODES = {"write": "write", "read": "read", "mixed": "rw"}

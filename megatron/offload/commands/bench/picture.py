@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.config import format_size
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import format_size
 
 OURS, THEIRS = "tab:blue", "tab:gray"
 LABELS = {"gbps": "GB/s  (more is better)", "cpu_s_per_gb": "CPU s/GB  (less is better)"}

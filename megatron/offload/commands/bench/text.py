@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from megatron.offload.config import format_size
+from megatron.offload.sizes import format_size
 
 
 def system_lines(facts: dict[str, Any]) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from megatron.offload.commands.doctor.check import Check, Status, in_words
 from megatron.offload.commands.doctor.machine import file_size_limit_bytes
-from megatron.offload.config import MIB, format_size
 from megatron.offload.device.mounts import (
     BlockDevice,
     FileSystemKind,
@@ -23,6 +22,7 @@ from megatron.offload.device.mounts import (
     num_numa_nodes,
 )
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.probe import (
     BLOCK_BYTES,

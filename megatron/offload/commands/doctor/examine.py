@@ -24,11 +24,12 @@ from megatron.offload.commands.doctor.machine import (
     memory_checks,
     version_checks,
 )
-from megatron.offload.config import OffloadConfig, format_size
+from megatron.offload.config import OffloadConfig
 from megatron.offload.device.memory_limit import MemoryLimit, memory_limit
 from megatron.offload.device.mounts import Mount, block_devices, mount_of, parse_mountinfo
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.libraries import check_libraries
+from megatron.offload.sizes import format_size
 from megatron.offload.tiers.checksum import load_checksum
 from megatron.offload.tiers.gds_status import gds_status
 from megatron.offload.tiers.host_budget import host_budget_bytes

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from megatron.offload.commands.doctor.check import Check, Status
-from megatron.offload.config import format_size
 from megatron.offload.device.cuda import all_properties, has_cuda
 from megatron.offload.device.mounts import pci_numa_node
+from megatron.offload.sizes import format_size
 from megatron.offload.tiers.gds_status import GdsStatus
 
 PROC = Path("/proc")

@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 
 from megatron.offload.commands.doctor.check import Check, Status
-from megatron.offload.config import GIB, format_size
 from megatron.offload.device.allocator import (
     MIMALLOC,
     allocator_environment,
     allocator_name,
 )
 from megatron.offload.device.memory_limit import PHYSICAL, MemoryLimit
+from megatron.offload.sizes import GIB, format_size
 
 _MIN_PYTHON = (3, 10)
 _MIN_TORCH = (2, 6)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.config import parse_size
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.projection.hardware import (
@@ -25,6 +24,7 @@ from megatron.offload.planner.projection.hardware import (
 )
 from megatron.offload.planner.projection.model import Parallelism, Transformer
 from megatron.offload.planner.projection.projection import MIB, Projection, project
+from megatron.offload.sizes import parse_size
 
 DESCRIPTION = """\
 Decides, without running anything, which activations stay in device memory, are recomputed, or go

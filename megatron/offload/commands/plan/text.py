@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from megatron.offload.commands.plan.comparison import PlanComparison
-from megatron.offload.config import format_size
 from megatron.offload.placement.plan import Prediction
 from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.projection.hardware import Hardware
 from megatron.offload.planner.projection.projection import Projection
+from megatron.offload.sizes import format_size
 from megatron.offload.stats.endurance import format_span
 
 _HEADINGS = ("strategy", "s/step", "of keep", "waits s", "recomputes s", "peak", "written/step")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from megatron.offload.commands.rok.strategy import DEFAULT_STRATEGIES, STRATEGIES
 from megatron.offload.commands.training_runs.trainer import CHECKOUT, add_training_arguments
-from megatron.offload.config import parse_rate, parse_size
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.libraries import check_libraries
+from megatron.offload.sizes import parse_rate, parse_size
 
 DESCRIPTION = """\
 Measures the recompute-offload-keep (ROK) curve of SSDTrain (arXiv 2408.10013) on this machine: peak

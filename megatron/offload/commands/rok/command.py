@@ -24,8 +24,8 @@ from megatron.offload.commands.rok.verdict import verdicts_of
 from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
 from megatron.offload.commands.training_runs.run import Run, first_difference
 from megatron.offload.commands.training_runs.trainer import Trainer, training_flags
-from megatron.offload.config import parse_rate
 from megatron.offload.device.cuda import has_cuda
+from megatron.offload.sizes import parse_rate
 
 NAME = "rok"  # of all files
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
 
     Raises:
         ConfigurationError: the file to draw again is none.
-        TrialError: a training failed.
+        RunError: a training failed.
         OSError: a file cannot be read or written.
     """
     if args.redraw is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.offload.commands.rok.measurements import MeasuredPoint
 from megatron.offload.commands.rok.result import Result
 from megatron.offload.commands.rok.strategy import TITLES
-from megatron.offload.config import MIB
+from megatron.offload.sizes import MIB
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart.
 _STYLES = {

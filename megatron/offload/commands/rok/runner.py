@@ -29,13 +29,13 @@ from megatron.offload.commands.training_runs.run import (
     settled_steps,
 )
 from megatron.offload.commands.training_runs.trainer import Trainer, Training
-from megatron.offload.config import format_size
 from megatron.offload.device.memory_limit import memory_limit
 from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.plan_file import save_plans
 from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.solver.baselines import first_moved, suffix_plan, suffix_within
+from megatron.offload.sizes import format_size
 
 PROFILE_NAME = "activation-profile-stage0.json"
 _MORE_STEPS = 30  # than are wanted: `auto` may plan several times before it settles
@@ -100,7 +100,7 @@ class CurveRunner:
         """Runs a round at a time; its number.
 
         Raises:
-            TrialError: a strategy without a budget and a plan could not be measured.
+            RunError: a strategy without a budget and a plan could not be measured.
         """
         for round_ in range(self._args.rounds):
             for size in self._args.micro_batch_sizes:
@@ -238,7 +238,7 @@ class CurveRunner:
             self.profiles[size] = StageProfile.load(found[len(found) // 2])
 
     def _check_room(self) -> None:
-        """Raises TrialError where another training beside those that wait would not fit."""
+        """Raises RunError where another training beside those that wait would not fit."""
         largest = max((one.resident_bytes for one in self._waiting.values()), default=0)
         available = memory_limit().available_bytes
         if available < largest:
@@ -276,7 +276,7 @@ class CurveRunner:
 
     @contextlib.contextmanager
     def _noting_failure(self, strategy: Strategy) -> Iterator[None]:
-        """Raises TrialError on, unless the strategy is one that may not work here."""
+        """Raises RunError on, unless the strategy is one that may not work here."""
         try:
             yield
         except RunError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.offload.commands.training_runs.run import Variant
 from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS, allocators_of
-from megatron.offload.config import MIB
+from megatron.offload.sizes import MIB
 
 FIXED = ("off", "recompute", "selective", "ssd", "host", "tiered")
 STRATEGIES = (*FIXED, "suffix", "auto")

@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 from megatron.offload.commands.rok.measurements import MeasuredPoint
 from megatron.offload.commands.rok.verdict import Rival, Verdict
-from megatron.offload.config import MIB
+from megatron.offload.sizes import MIB
 
 _HEADINGS = (
     "batch",

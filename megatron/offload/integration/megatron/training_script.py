@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron.offload.config import OffloadConfig, format_size
+from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
@@ -36,6 +36,7 @@ from megatron.offload.integration.megatron.estimate import (
 )
 from megatron.offload.integration.megatron.patch_point import PatchPoint
 from megatron.offload.planner.online.consensus import raise_first
+from megatron.offload.sizes import format_size
 from megatron.offload.stats.memory import PeakMemory
 
 logger = logging.getLogger(__name__)
@@ -367,7 +368,7 @@ def _describe(metrics: dict[str, float]) -> str:
     if "offloaded_bytes" in metrics:
         parts += [
             f" offloaded: {format_size(metrics['offloaded_bytes'])} |",
-            f" kept: {format_size(metrics['rejected_bytes'])} |",
+            f" rejected: {format_size(metrics['rejected_bytes'])} |",
             f" stall: {metrics['stall_s'] + metrics['write_wait_s']:.3f} s |",
         ]
     if metrics.get("predicted_step_s"):

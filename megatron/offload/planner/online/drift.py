@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.offload.config import MIB, format_size
 from megatron.offload.placement.plan import Prediction
 from megatron.offload.planner.profile.stage_profile import TierProfile, tokens_of
+from megatron.offload.sizes import MIB, format_size
 
 OVER_BUDGET = 1.02  # a resident set is known to a page or so, and the allocator rounds
 JUDGED_STEPS = 8  # for the time of a step: fewer may be those of a slow moment

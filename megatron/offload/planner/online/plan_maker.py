@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron.offload.config import OffloadConfig, format_size
+from megatron.offload.config import OffloadConfig
 from megatron.offload.device.device import Device
 from megatron.offload.errors import InfeasibleBudgetError
 from megatron.offload.placement.plan import Plan, Prediction
@@ -22,6 +22,7 @@ from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.calibration import calibrated
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.solver.process import SolverProcess
+from megatron.offload.sizes import format_size
 
 logger = logging.getLogger(__name__)
 

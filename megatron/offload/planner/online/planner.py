@@ -27,7 +27,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron.offload.config import OffloadConfig, format_size
+from megatron.offload.config import OffloadConfig
 from megatron.offload.device.device import Device
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import PREFIX, OffloadError
@@ -54,6 +54,7 @@ from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.online.step_meter import StepMeter
 from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile, tokens_of
 from megatron.offload.planner.solver.process import SolverProcess
+from megatron.offload.sizes import format_size
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import functools
 import math
 from dataclasses import replace
 
-from megatron.offload.config import format_size
 from megatron.offload.errors import ConfigurationError, InfeasibleBudgetError
 from megatron.offload.placement.plan import Plan
 from megatron.offload.planner.profile.stage_profile import StageProfile
@@ -27,6 +26,7 @@ from megatron.offload.planner.simulator.timeline import Cost, Timeline, predicti
 from megatron.offload.planner.solver.explain import Reasons
 from megatron.offload.planner.solver.formulation import Program
 from megatron.offload.planner.solver.local_search import Goal, Search, Value
+from megatron.offload.sizes import format_size
 
 _MOST_EVENTS = 300_000
 _SHARE = 0.4  # of what is left of it, for the next starting point
