@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.offload import Scope
+from megatron.offload import OffloadEngine, Placement, Scope
 from tests.support.models import settle
 
 
@@ -105,3 +105,36 @@ def test_parts_that_count_their_changes_apart_move_each(engine):
         del whole, left, right  # or their memory would do
         assert torch.equal(engine.hooks.unpack(after), torch.ones(1000))
         assert torch.equal(engine.hooks.unpack(before), torch.ones(1000))
+
+
+class ByLayer:
+    """Sends what one layer saves to the SSD and keeps what others save; notes what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def place_layer(self, scope):
+        return Placement.SSD if scope.layer == "first" else Placement.KEEP
+
+    def place(self, scope, num_bytes):
+        self.asked.append((scope.layer, num_bytes))
+        return self.place_layer(scope)
+
+
+def test_a_storage_has_one_placement_whoever_saves_it_again(offload_config):
+    policy = ByLayer()
+    engine = OffloadEngine(offload_config(io="buffered"), policy=policy)
+    try:
+        x = torch.randn(1000, requires_grad=True)
+        with engine.step():
+            shared = x.exp()  # saves its result
+            engine.capture(Scope(layer="first"), [shared], [x])
+            y = shared.sin()  # saves it again, and keeps what it saves
+            engine.capture(Scope(layer="second"), [y], [shared])
+            settle(engine)
+            y.sum().backward()
+        assert policy.asked == [("first", 4000)]
+        assert engine.statistics.deduplicated_bytes == engine.statistics.offloaded_bytes == 4000
+    finally:
+        engine.close()
+    assert torch.equal(x.grad, x.detach().exp().cos() * x.detach().exp())
