@@ -159,10 +159,8 @@ def test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead(make_eng
 
         ssd(engine).begin_read = noted
         queue.submit_read(gate.wait, float("-inf"))
+        engine.prefetch(save_order, opens_at_once=True)
         with engine.backward(save_order):
-            engine.dispatcher.drain()
-            engine.reader.prefetcher._has_used_one = True
-            engine.dispatcher.submit(engine.reader.prefetcher.advance)
             engine.dispatcher.drain()  # two are ahead
             waiting = threading.Thread(target=engine.hooks.unpack, args=(packed[0],), daemon=True)
             waiting.start()
@@ -195,12 +193,12 @@ def test_what_outlived_a_step_and_then_died_is_forgotten(engine):
                 y.sum().backward()
             del y
         assert engine.statistics.long_lived_bytes == 4000
-        assert len(engine.cache._excluded) == 2
-        assert len(engine.cache._entries) == 0
+        assert engine.cache.num_excluded == 2
+        assert engine.cache.num_records == 0
         del excluded, table
     with engine.step():
         pass
-    assert len(engine.cache._excluded) == 0
+    assert engine.cache.num_excluded == 0
 
 
 def test_what_is_excluded_stays_so_over_steps(engine):

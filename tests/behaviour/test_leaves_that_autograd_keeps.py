@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine, Placement, Scope
+from megatron.offload.placement.policy import FixedPolicy
 from megatron.offload.saved.record import State
 from tests.support.models import settle
 
@@ -102,11 +103,10 @@ def test_a_copy_that_no_tier_takes_keeps_its_bytes(
     """Its storage as a whole would move; the policy says otherwise of the part that is needed."""
     engine.copying_nodes.add(Copying._backward_cls)  # type: ignore[attr-defined]
     whole = torch.randn(3000, requires_grad=True)
-    place = engine._policy.place
     monkeypatch.setattr(
-        engine._policy,
+        FixedPolicy,
         "place",
-        lambda scope, num_bytes: place(scope, num_bytes) if num_bytes > 5000 else Placement.KEEP,
+        lambda _, scope, num_bytes: Placement.SSD if num_bytes > 5000 else Placement.KEEP,
     )
     with engine.step():
         with engine.forward(Scope()) as save_order:

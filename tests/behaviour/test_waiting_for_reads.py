@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.offload import ChangedInPlaceError, Scope, StorageError
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.saved.record import SavedStorage, SavedView, State
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.file import UnlinkedFile
@@ -34,12 +35,19 @@ def ranges(engine, monkeypatch):
     """The ranges that profiles would show."""
     names = []
 
-    def annotate(name):
+    def annotate(_, name):
         names.append(name)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(engine.reader._device, "annotate", annotate)
+    monkeypatch.setattr(CpuDevice, "annotate", annotate)
     return names
+
+
+def dispatcher_thread(engine):
+    found = []
+    engine.dispatcher.submit(lambda: found.append(threading.current_thread()))
+    engine.dispatcher.drain()
+    return found[0]
 
 
 def saved(engine, values):
@@ -159,7 +167,7 @@ def test_what_was_read_ahead_is_handed_out_ready_made(engine, monkeypatch):
             assert torch.equal(tensor, torch.full((1024,), 3.0)) and not packed.built
             again = engine.hooks.unpack(packed)  # of a graph that is retained
             assert torch.equal(again, tensor) and again is not tensor
-    assert threads == [engine.dispatcher._thread, threading.current_thread()]
+    assert threads == [dispatcher_thread(engine), threading.current_thread()]
 
 
 def test_the_use_of_what_is_ready_is_a_use(engine):
@@ -241,17 +249,18 @@ def test_a_read_ahead_that_failed_makes_nothing_ready(engine, monkeypatch):
                 engine.hooks.unpack(packed)
 
 
-def test_a_read_that_was_cancelled_makes_nothing_ready(engine, monkeypatch):
+def test_a_read_that_was_cancelled_makes_nothing_ready(engine, monkeypatch, caplog):
     submitted, transfer = [], Transfer()
-    transfer.cancel()
     with engine.step():
         _, (packed,) = saved(engine, [3.0])
-        end = engine.reader._end_of_read(weakref.ref(packed.saved))
+        memory = torch.UntypedStorage(4096)
+        monkeypatch.setattr(ssd(engine), "begin_read", lambda block, deadline: (memory, transfer))
+        engine.reader.begin_read(packed.saved, 0.0)
         monkeypatch.setattr(engine.dispatcher, "submit", submitted.append)
-        end(transfer)  # an error here would be logged by whoever cancelled it
+        assert transfer.cancel()
         monkeypatch.undo()
         del packed
-    assert not submitted
+    assert not submitted and not caplog.records, "an error is logged by whoever cancelled"
 
 
 def test_a_record_that_died_meanwhile_is_not_made_ready(engine, monkeypatch, caplog):
@@ -278,7 +287,7 @@ def test_a_record_that_died_meanwhile_is_not_made_ready(engine, monkeypatch, cap
     assert not caplog.records
 
 
-def test_the_starters_thread_alone_moves_the_read_ahead(engine, monkeypatch):
+def test_the_dispatchers_thread_alone_moves_the_read_ahead(engine, monkeypatch):
     threads = {}
 
     def noting(name, call):
@@ -299,7 +308,7 @@ def test_the_starters_thread_alone_moves_the_read_ahead(engine, monkeypatch):
         with engine.backward(save_order):
             engine.hooks.unpack(packed.pop())
     assert len(threads) == 4
-    assert set.union(*threads.values()) == {engine.dispatcher._thread}
+    assert set.union(*threads.values()) == {dispatcher_thread(engine)}
 
 
 def test_a_step_ends_when_no_thread_holds_what_it_wrote(engine, monkeypatch):

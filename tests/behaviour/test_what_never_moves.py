@@ -68,7 +68,7 @@ def test_parameters_and_small_storages_stay_in_a_context_too(make_engine):
         y.backward()
         step = engine.statistics
         assert step.offloaded_storages == step.deduplicated_bytes == 0
-        assert step.forwarded_bytes == 0 and not engine.cache._entries
+        assert step.forwarded_bytes == 0 and engine.cache.num_records == 0
 
 
 def test_what_is_more_than_its_bytes_stays_and_is_counted_step_by_step(engine):

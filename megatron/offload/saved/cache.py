@@ -156,6 +156,16 @@ class TensorCache:
             del self._excluded[cdata]
         return learned_bytes
 
+    @property
+    def num_records(self) -> int:
+        """Spans and storages that records are known of."""
+        return len(self._entries)
+
+    @property
+    def num_excluded(self) -> int:
+        """Storages that never move, excluded or learned, and still alive at the last step's end."""
+        return len(self._excluded)
+
     def take_num_unsupported(self) -> int:
         """Saved tensors that stayed because they are more than their bytes, since the last call."""
         number, self._num_unsupported = self._num_unsupported, 0
