@@ -23,7 +23,7 @@ from megatron.offload.tiers.file import UnlinkedFile
 
 BLOCK_BYTES = 4 * MIB
 DEPTHS = (1, 4, 16)
-SAMPLE_BYTES = 256 * MIB  # moved for each figure
+SAMPLE_BYTES = 256 * MIB  # moved for each measurement
 LIMIT_S = 1.5  # and for no longer than this, if the drive is slow
 
 Move = Callable[[memoryview, int], None]
@@ -60,7 +60,7 @@ def measure_bandwidth(
     # Not timed: the first write to a block is slower, and a run writes each block many times.
     num_blocks = _move_blocks(file.write, num_blocks, buffers, limit_s)
     advance()
-    figures = []
+    measured = []
     for depth in depths:
         written = _timed(file, file.write, num_blocks, buffers[:depth], limit_s)
         advance()
@@ -68,8 +68,8 @@ def measure_bandwidth(
             os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         read = _timed(file, file.read, num_blocks, buffers[:depth], limit_s)
         advance()
-        figures.append(Bandwidth(depth, written, read))
-    return figures
+        measured.append(Bandwidth(depth, written, read))
+    return measured
 
 
 def has_fallocate(file: UnlinkedFile) -> bool:

@@ -44,7 +44,7 @@ class Check:
     Args:
         value: what was found, in words; sizes are rounded.
         advice: what to do about it; every warning and problem has one.
-        facts: the exact figures; names end in their unit (`_bytes`, `_bytes_per_s`).
+        facts: the exact numbers; names end in their unit (`_bytes`, `_bytes_per_s`).
     """
 
     name: str

@@ -189,36 +189,38 @@ def _measure(file: UnlinkedFile, free_bytes: int, threads: int) -> list[Check]:
         return [Check(name, Status.WARNING, value, "free some space, or raise ulimit -f")]
     try:
         with _progress(1 + 2 * len(DEPTHS), file.directory) as advance:
-            figures = measure_bandwidth(file, sample_bytes, advance=advance)
+            measured = measure_bandwidth(file, sample_bytes, advance=advance)
     except OSError as error:
         value = f"not measured: {error.strerror or error}"
         return [Check(name, Status.WARNING, value, f"check the disk, or {_ANOTHER_DISK}")]
     return [
-        _bandwidth_check("write", figures, threads, lambda figure: figure.write_bytes_per_s),
-        _bandwidth_check("read", figures, threads, lambda figure: figure.read_bytes_per_s),
+        _bandwidth_check("write", measured, threads, lambda one: one.write_bytes_per_s),
+        _bandwidth_check("read", measured, threads, lambda one: one.read_bytes_per_s),
     ]
 
 
 def _bandwidth_check(
-    direction: str, figures: list[Bandwidth], threads: int, rate: Callable[[Bandwidth], float]
+    direction: str, measured: list[Bandwidth], threads: int, rate: Callable[[Bandwidth], float]
 ) -> Check:
-    name, best = f"{direction} speed", max(map(rate, figures))
-    rates = " / ".join(f"{rate(figure) / 1e9:.2f}" for figure in figures)
-    depths = " / ".join(str(figure.depth) for figure in figures)
+    name, best = f"{direction} speed", max(map(rate, measured))
+    rates = " / ".join(f"{rate(one) / 1e9:.2f}" for one in measured)
+    depths = " / ".join(str(one.depth) for one in measured)
     value = f"{rates} GB/s at queue depth {depths} ({format_size(BLOCK_BYTES)} blocks)"
-    facts = {f"{direction}_bytes_per_s": {str(figure.depth): rate(figure) for figure in figures}}
+    facts = {f"{direction}_bytes_per_s": {str(one.depth): rate(one) for one in measured}}
     if best < _SLOW_BYTES_PER_S:
         value += "; slower than an SSD, so training may wait for it"
         return Check(name, Status.WARNING, value, _ANOTHER_DISK, facts)
-    return Check(name, Status.OK, value + _thread_hint(figures, threads, rate), facts=facts)
+    return Check(name, Status.OK, value + _thread_hint(measured, threads, rate), facts=facts)
 
 
-def _thread_hint(figures: list[Bandwidth], threads: int, rate: Callable[[Bandwidth], float]) -> str:
+def _thread_hint(
+    measured: list[Bandwidth], threads: int, rate: Callable[[Bandwidth], float]
+) -> str:
     """Whether more threads than asked for would pay."""
-    now = max((rate(figure) for figure in figures if figure.depth <= threads), default=0.0)
-    for figure in figures:
-        if figure.depth > threads and now and rate(figure) > _CLEARLY_FASTER * now:
-            return f"; --activation-offload-threads {figure.depth} would use more of it"
+    now = max((rate(one) for one in measured if one.depth <= threads), default=0.0)
+    for one in measured:
+        if one.depth > threads and now and rate(one) > _CLEARLY_FASTER * now:
+            return f"; --activation-offload-threads {one.depth} would use more of it"
     return ""
 
 

@@ -167,7 +167,7 @@ class Planner:
 
     @property
     def metrics(self) -> dict[str, int | float]:
-        """Predicted and measured figures of the last step; always the same names."""
+        """What was predicted of the last step, and what was measured; always the same names."""
         predicted = self.plan.predicted if self.plan is not None else None
         last = self.meter.last
         return {

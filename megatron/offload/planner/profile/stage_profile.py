@@ -124,7 +124,7 @@ class StageProfile:
             activations, the loss).
         allocator_slack: what saved activations take beyond their own bytes, as a part of these.
         inflight_bytes: most bytes on their way out at a time; forward waits beyond it.
-        sizes: what the figures depend on: micro-batch size, sequence length.
+        sizes: what the measurements depend on: micro-batch size, sequence length.
         source: where they come from, for people.
     """
 

@@ -39,7 +39,7 @@ class Work:
         attention_backward: those of backward, as a multiple.
         repeated_flops: in attention, once more in backward (selective recomputation).
         memory_bytes: read and written by everything else.
-        cheap: of the saved, those that the activation function gives.
+        selective: of the saved, those that the activation function gives.
         selective_memory_bytes: that it reads and writes.
         sent_bytes: by tensor parallelism's collectives, through this GPU's links.
     """

@@ -146,12 +146,12 @@ class Program:
         profile = self._profile
         tiers = profile.tiers
         slower: list[tuple[int, float]] = []
-        figures = [self._figures(block) for block in self._blocks]
+        options_of_blocks = [self._options_of(block) for block in self._blocks]
         resident = [
             [(int(n), option.resident) for n, option in zip(of_block, options, strict=True)]
-            for of_block, options in zip(counts, figures, strict=True)
+            for of_block, options in zip(counts, options_of_blocks, strict=True)
         ]
-        for of_block, options in zip(counts, figures, strict=True):
+        for of_block, options in zip(counts, options_of_blocks, strict=True):
             for n, option in zip(of_block, options, strict=True):
                 # The little that bytes cost decides between plans that are as fast.
                 moved_s = sum(
@@ -174,8 +174,12 @@ class Program:
                 times = self._others[chunk][profile.layers[self._blocks[b][0]].chunk]
                 if times:
                     others.update({n: size * times for n, size in terms})
-            self._add_forward(rows, peak, counts, figures, mine, others, fixed_bytes, slower)
-            self._add_backward(rows, peak, counts, figures, mine, others, fixed_bytes, slower)
+            self._add_forward(
+                rows, peak, counts, options_of_blocks, mine, others, fixed_bytes, slower
+            )
+            self._add_backward(
+                rows, peak, counts, options_of_blocks, mine, others, fixed_bytes, slower
+            )
         return slower
 
     def _add_forward(
@@ -183,7 +187,7 @@ class Program:
         rows: Rows,
         peak: int,
         counts: list[Ints],
-        figures: list[list[_Option]],
+        options_of_blocks: list[list[_Option]],
         mine: list[int],
         others: dict[int, float],
         fixed_bytes: float,
@@ -193,7 +197,7 @@ class Program:
         held = dict(others)
         before = None
         for b in mine:
-            block, options = self._blocks[b], figures[b]
+            block, options = self._blocks[b], options_of_blocks[b]
             forward_s = sum(self._profile.layers[layer].forward_s for layer in block)
             wait = rows.variable(1, unit=self._unit_s)[0]
             slower.append((int(wait), self._stalls))
@@ -227,7 +231,7 @@ class Program:
         rows: Rows,
         peak: int,
         counts: list[Ints],
-        figures: list[list[_Option]],
+        options_of_blocks: list[list[_Option]],
         mine: list[int],
         others: dict[int, float],
         fixed_bytes: float,
@@ -237,7 +241,7 @@ class Program:
         largest = self._largest_storage()
         after: tuple[Ints, int] | None = None
         for b in reversed(mine):
-            block, options = self._blocks[b], figures[b]
+            block, options = self._blocks[b], options_of_blocks[b]
             wait = rows.variable(1, unit=self._unit_s)[0]
             slower.append((int(wait), self._stalls))
             lead = rows.variable(len(tiers), unit=self._unit_s)
@@ -253,7 +257,9 @@ class Program:
                     )
                     terms += [
                         (n, -option.recompute_s)
-                        for n, option in zip(counts[after[1]], figures[after[1]], strict=True)
+                        for n, option in zip(
+                            counts[after[1]], options_of_blocks[after[1]], strict=True
+                        )
                     ]
                 terms += [
                     (n, option.moved[t] / tier.read_bytes_per_s)
@@ -262,7 +268,7 @@ class Program:
                 rows.add(terms, -np.inf, known_s)
             held = dict(others)
             for own in mine[: mine.index(b) + 1]:
-                for n, option in zip(counts[own], figures[own], strict=True):
+                for n, option in zip(counts[own], options_of_blocks[own], strict=True):
                     held[int(n)] = held.get(int(n), 0.0) + option.resident
             for n, option in zip(counts[b], options, strict=True):
                 held[int(n)] += (option.live - option.resident) / len(block)
@@ -279,7 +285,7 @@ class Program:
             default=0.0,
         )
 
-    def _figures(self, block: list[int]) -> list[_Option]:
+    def _options_of(self, block: list[int]) -> list[_Option]:
         """Of each option, the average of a block's layers."""
         each = [
             [self._option(self._profile.layers[n], option) for option in self._options[n]]
