@@ -12,6 +12,7 @@ import pytest
 
 from megatron.offload.planner.solver import milp
 from megatron.offload.planner.solver.solve import solve
+from tests.support.processes import finish, start_python
 from tests.support.stages import stage
 
 LIBRARY = ctypes.CDLL(None)
@@ -67,3 +68,17 @@ def test_output_comes_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> 
         raise ArithmeticError
     os.write(1, b"after\n")
     assert capfd.readouterr().out == "after\n"
+
+
+CLOSED = """
+    import os
+    from megatron.offload.planner.solver import milp
+    os.close(1)
+    with milp._silent_output():
+        print("said", file=__import__("sys").stderr)
+"""
+
+
+def test_a_process_without_standard_output_is_no_error() -> None:
+    code, _, errors = finish(start_python(CLOSED))
+    assert code == 0 and errors == "said\n", errors

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -31,13 +30,9 @@ PLAIN_TORCH = torch._C.DisableTorchFunction
 Packed = SavedView | ResidentTensor | torch.Tensor
 
 
-class Move(NamedTuple):
-    """What is to move for a saved tensor, and where to."""
-
-    storage: torch.UntypedStorage
-    span: Span | None  # of it; None: all
-    record: SavedStorage | None  # that has these bytes already; None: they are saved first now
-    tier: Tier | None  # of bytes that are saved first now
+# What is to move for a saved tensor, and where to: its storage, the span of it (None: all), the
+# record that has these bytes already, or the tier of bytes that are saved first now.
+Move = tuple[torch.UntypedStorage, Span | None, SavedStorage | None, Tier | None]
 
 
 class SavedTensorHooks:
@@ -99,24 +94,26 @@ class SavedTensorHooks:
             span = span_of(tensor)
             record = self._cache.find(storage, span, tensor)
         if record is not None:  # a storage has one placement, whoever saves it again
-            return Move(storage, span, record, None)
+            return storage, span, record, None
         num_bytes = storage.nbytes() if span is None else span.num_bytes
         tier = self._tiers.get(self._policy.place(self._step.scope, num_bytes))
-        return None if tier is None else Move(storage, span, None, tier)
+        return None if tier is None else (storage, span, None, tier)
 
     def take(self, tensor: torch.Tensor, move: Move) -> SavedView:
         """Carries out a move, and gives what autograd keeps instead of the tensor."""
         step = self._step
-        record = move.record or self._cache.add(move.storage, move.span, tensor, step.scope)
+        storage, span, record, tier = move
+        if record is None:
+            record = self._cache.add(storage, span, tensor, step.scope)
         view = SavedView(record, tensor)
         if step.save_order is not None:
             step.save_order.append(record)
-        if move.tier is None:
+        if tier is None:
             step.statistics.deduplicated_bytes += record.num_bytes
             return view
         if step.observer is not None:
             step.observer.moves(step.scope, record.num_bytes)
-        self._writer.write(record, move.tier)
+        self._writer.write(record, tier)
         return view
 
     # -- Back -------------------------------------------------------------------------------------

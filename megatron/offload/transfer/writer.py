@@ -80,8 +80,9 @@ class Writer:
         """
         record.stream = self._device.current_stream()
         record.queue_write()
-        self._step.statistics.offloaded_bytes += record.num_bytes
-        self._step.statistics.offloaded_storages += 1
+        counted = self._step.statistics
+        counted.offloaded_bytes += record.num_bytes
+        counted.offloaded_storages += 1
         outgoing = Outgoing(weakref.ref(record), record.num_bytes, tier)
         if self._batch.outgoing is not None:
             self._batch.outgoing.append(outgoing)
