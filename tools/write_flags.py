@@ -28,7 +28,8 @@ change there:
 .venv/bin/python tools/write_flags.py
 ```
 
-The launcher, the bundled trainer and `megatron-offload doctor` take these flags beside their own.
+The launcher, the bundled trainer and `megatron-offload doctor` take these flags in addition to
+their own; `megatron-offload plan` and `rok` take some of them (see their `--help`).
 Sizes are bytes or a number with a unit: `1048576`, `512MiB`, `40GiB`.
 
 `./examples/pretrain_gpt.sh` starts with `--activation-offload ssd` and

@@ -120,9 +120,9 @@ class OffloadConfig:
     memory_budget_bytes: int | None = _flag(
         "--activation-memory-budget",
         None,
-        "with auto: most device memory that the activations of a rank may take at a time, for "
-        "example 12GiB. Default: what is free when the plan is made; on a CPU half of the memory "
-        "that is free, shared by the ranks of the machine.",
+        "with auto: most device memory that the activations of a rank may take at any time, for "
+        "example 12GiB. Default: nine tenths of what is free on the GPU when the plan is made; on "
+        "a CPU half of what is free, divided by the ranks of the machine.",
         parse=parse_size,
         metavar="SIZE",
     )
@@ -130,15 +130,15 @@ class OffloadConfig:
         "--activation-offload-max-slowdown",
         None,
         "with auto: take as little memory as a step that is slower by this fraction allows, for "
-        "example 0.02, instead of as little time as a budget allows. With a budget as well: that "
-        "budget is kept first.",
+        "example 0.02, instead of as little time as a budget allows. With a budget as well: as "
+        "little time as that allows, and an error if the step is slower than this.",
         parse=_parse_slowdown,
         metavar="FRACTION",
     )
     plan_file: Path | None = _flag(
         "--activation-offload-plan",
         None,
-        "with auto: follow the plan in this file from the first step on and measure nothing; "
+        "with auto: follow the plan in this file from the first step on and make no other; "
         "where there is no such file yet, write the plan to it.",
         parse=_parse_path,
         metavar="FILE",
@@ -179,7 +179,8 @@ class OffloadConfig:
         None,
         "most bytes of host memory that a rank may take, or a fraction of the machine's (or the "
         "container's) memory for all its ranks together, for example 0.4. Default: half of what is "
-        "free at the start. Activations beyond it go to the SSD or stay in device memory.",
+        "free at the start, divided by the ranks of the machine. Activations beyond it go to the "
+        "SSD with tiered and stay in device memory with host.",
         parse=parse_budget,
         metavar="SIZE",
     )
@@ -195,8 +196,8 @@ class OffloadConfig:
     write_bytes_per_s: float | None = _flag(
         "--activation-offload-write-limit",
         None,
-        "most bytes a second that a rank writes to its SSDs, for example 500MB/s: leaves the disk "
-        "to others and spares the drive. Default: no limit.",
+        "most bytes per second that a rank writes to its SSDs, for example 500MB/s: leaves the "
+        "disk to others and spares the drive. Default: no limit.",
         parse=parse_rate,
         metavar="RATE",
     )
@@ -204,8 +205,8 @@ class OffloadConfig:
         "--activation-offload-trace",
         None,
         "write a timeline of the first 16 steps to this file: computing, writes, reads, waits, "
-        "recomputation and memory, to be opened at ui.perfetto.dev or chrome://tracing. Other "
-        "ranks than the first add theirs before the ending.",
+        "recomputation and memory, to be opened at ui.perfetto.dev or chrome://tracing. Rank 1 "
+        "writes FILE with -rank1 before the extension, and so on.",
         parse=_parse_path,
         metavar="FILE",
     )

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from torch.distributed.run import get_args_parser
 from trainer.arguments import parse_arguments
 from trainer.experts import add_arguments as add_expert_arguments
@@ -369,6 +370,21 @@ def test_python_in_the_docs_compiles_and_imports_what_is_there() -> None:
                 module = importlib.import_module(node.module or "")
                 for alias in node.names:
                     assert hasattr(module, alias.name), f"{block.page.name}: {alias.name}"
+
+
+def test_the_engines_example_runs() -> None:
+    """The one for a model without Megatron, on a model whose activations are large enough to go."""
+    (block,) = [one for one in BLOCKS if one.language == "python" and "OffloadEngine(" in one.text]
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.Linear(512, 8))
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "batches": torch.randn(2, 1024, 512),
+    }
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    exec(compile(block.text, f"{block.page}:{block.line}", "exec"), names)
+    assert names["engine"].statistics.offloaded_bytes > 0  # type: ignore[attr-defined]
+    assert not any(map(torch.equal, before, model.parameters()))
 
 
 # -- Pages --------------------------------------------------------------------------------------
