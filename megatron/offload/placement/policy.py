@@ -22,6 +22,8 @@ class Placement(enum.Enum):
     SSD = "ssd"  # files on SSDs
     TIERED = "tiered"  # host DRAM or SSD, whichever is behind its share
 
+    __hash__ = object.__hash__  # an enum's own is Python, and each storage looks its tier up
+
 
 WHOLE_LAYER = "layer"  # in plans and profiles, the part of a layer that is not divided
 SELECTIVE = "-selective"  # in plans, after a part's name: what of it takes hardly any time

@@ -97,6 +97,7 @@ class Reader:
             if self._step.tracer is not None and record is not None and record.block is not None:
                 tier, num_bytes = record.block.tier, record.num_bytes
                 self._step.tracer.transfer("read", tier, transfer, record.scope, num_bytes)
+                self._step.tracer.sample_memory()
             del record  # nothing here keeps it alive
             if not transfer.cancelled() and transfer.exception() is None:
                 self._dispatcher.submit(functools.partial(_build_views, reference, transfer))
@@ -147,8 +148,6 @@ class Reader:
     def end_use(self, view: SavedView) -> None:
         """A view goes to backward: after its last use the memory is free, what is next is read."""
         view.saved.view_used(view)
-        if self._step.tracer is not None:
-            self._step.tracer.sample_memory()
         if self.prefetcher.used(view.saved):
             self._dispatcher.submit(self.prefetcher.advance)
 
