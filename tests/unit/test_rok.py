@@ -30,6 +30,7 @@ from megatron.offload.device.memory_limit import MemoryLimit
 from megatron.offload.placement.plan_file import load_plans
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.sizes import MIB
+from tests.support.processes import ROOT
 from tests.support.stages import layer, part, stage, tier
 
 AUTO = Strategy("auto", "offload", 4, 100)
@@ -432,3 +433,9 @@ def test_trainings_that_do_not_fit_side_by_side_are_refused(
     errors = capsys.readouterr().err
     assert "1 MiB of memory are left" in errors and "--no-turns" in errors
     assert rok(tmp_path, "--strategies", "off", "--no-turns", "--output", str(tmp_path / "2")) == 0
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs/results").glob("rok-150*.json")), ids=lambda file: file.stem)
+def test_a_result_of_an_earlier_release_can_be_read(file: Path) -> None:
+    result = Result.load(file)
+    assert len(result.measured) > 10 and result.title

@@ -47,7 +47,7 @@ class Result:
         return not self.differences and all(one.is_won for one in self.verdicts)
 
     def to_json(self) -> str:
-        """Text that `from_json` reads; a line for each figure, verdict, point and training."""
+        """Text that `from_json` reads; a line for each measurement, verdict, point and training."""
         skip = self.conditions.get("skip_steps", 0)
         values = {
             "title": self.title,
@@ -55,7 +55,7 @@ class Result:
             "passes": self.passes,
             "rule": self.rule,
             "differences": list(self.differences),
-            "measured": [dataclasses.asdict(one) for one in self.measured],
+            "figures": [dataclasses.asdict(one) for one in self.measured],
             "verdicts": [
                 {**dataclasses.asdict(one), "is_won": one.is_won} for one in self.verdicts
             ],
@@ -74,7 +74,7 @@ class Result:
             return cls(
                 title=values["title"],
                 conditions=values["conditions"],
-                measured=[MeasuredPoint(**one) for one in values["measured"]],
+                measured=[MeasuredPoint(**one) for one in values["figures"]],
                 verdicts=[_verdict(one) for one in values["verdicts"]],
                 frontier=[Point(**one) for one in values["frontier"]],
                 rule={int(size): number for size, number in values["rule"].items()},
