@@ -55,7 +55,10 @@ class LayerCapture:
     def capture(
         self, scope: Scope, outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
     ) -> None:
-        """See `OffloadEngine.capture`."""
+        """Takes over what a layer saved, at the end of its forward pass.
+
+        Args: as of `OffloadEngine.capture`.
+        """
         with PLAIN_TORCH():
             found = self._find(scope, outputs, list(inputs))
             needed_whole = needed_together([(tensor, storage) for _, tensor, storage in found])

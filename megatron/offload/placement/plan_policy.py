@@ -28,14 +28,14 @@ class PlannedPolicy:
         self._placements = plan.placements
 
     def place_layer(self, scope: Scope) -> Placement:
-        """See `Policy`. Of a layer whose parts go different ways, that of neither."""
+        """What the plan has for a layer or a part; a layer whose parts differ has no one placement."""
         whole = self._placements.get((scope.chunk, scope.layer, WHOLE_LAYER), self._safe)
         if not scope.part:
             return whole
         return self._placements.get((scope.chunk, scope.layer, scope.part), whole)
 
     def place(self, scope: Scope, num_bytes: int) -> Placement:
-        """See `Policy`."""
+        """Where the plan sends a storage that a layer or part saved; small ones are kept."""
         if num_bytes < self._min_bytes:
             return Placement.KEEP
         placement = self.place_layer(scope)

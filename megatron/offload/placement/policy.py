@@ -75,7 +75,7 @@ class FixedPolicy:
         self._of_layer: dict[str, Placement] = {}  # answers given so far
 
     def place_layer(self, scope: Scope) -> Placement:
-        """By the lists."""
+        """`RECOMPUTE` for layers that are named so, the one placement for those to offload."""
         found = self._of_layer.get(scope.layer)
         if found is None:
             if scope.layer in self._recomputed:
@@ -88,7 +88,7 @@ class FixedPolicy:
         return found
 
     def place(self, scope: Scope, num_bytes: int) -> Placement:
-        """That of its layer from `min_bytes` up, else `KEEP`."""
+        """The placement of its layer for storages of at least `min_bytes`, else `KEEP`."""
         placement = self.place_layer(scope)
         if num_bytes < self._min_bytes or placement is Placement.RECOMPUTE:
             return Placement.KEEP

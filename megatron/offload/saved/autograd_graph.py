@@ -72,7 +72,10 @@ def saved_tensors_between(
 
 
 def is_kept_by_accumulator(tensor: torch.Tensor) -> bool:
-    """See Note [Leaves]."""
+    """Whether autograd holds a saved leaf a second time, so that moving it frees nothing.
+
+    Note [Leaves] says more.
+    """
     return tensor.requires_grad and tensor.is_leaf
 
 

@@ -333,8 +333,10 @@ class SavedView:
             return None
 
     def check_unchanged(self) -> None:
-        """Raises:
-        ChangedInPlaceError: the tensor was modified in place since it was saved.
+        """Makes sure that the tensor was not modified in place since it was saved.
+
+        Raises:
+            ChangedInPlaceError: it was.
         """
         if self._witness._version != self._version:
             raise _changed(self._witness, self._version, tuple(self._shape), self.saved.scope)
@@ -371,7 +373,7 @@ class ResidentTensor:
         self._version = tensor._version
 
     def tensor(self) -> torch.Tensor:
-        """It. Raises ChangedInPlaceError, see `SavedView.check_unchanged`."""
+        """The saved tensor itself. Raises ChangedInPlaceError if it was modified in place since."""
         tensor = self._tensor
         if tensor._version != self._version:
             shape = "nested" if tensor.is_nested else tuple(tensor.shape)

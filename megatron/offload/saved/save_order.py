@@ -20,7 +20,7 @@ class SaveOrder:
         self.largest_bytes = 0
 
     def append(self, record: SavedStorage) -> None:
-        """Notes a save."""
+        """Notes that a storage was saved, for the first time or once more."""
         self._saves.append(weakref.ref(record))
         self.largest_bytes = max(self.largest_bytes, record.num_bytes)
 
