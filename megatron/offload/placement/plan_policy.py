@@ -28,7 +28,7 @@ class PlannedPolicy:
         self._placements = plan.placements
 
     def place_layer(self, scope: Scope) -> Placement:
-        """What the plan has for a layer or a part. A layer whose parts differ has none of its own."""
+        """What the plan has for a layer or a part. Parts that differ leave the layer none."""
         whole = self._placements.get((scope.chunk, scope.layer, WHOLE_LAYER), self._safe)
         if not scope.part:
             return whole
