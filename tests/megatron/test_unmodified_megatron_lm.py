@@ -94,11 +94,11 @@ def test_auto_plans_after_the_first_steps_and_changes_no_bit(runs: Runs, layout:
     stages = 2 if layout == "pipeline" else 1
     plans = load_plans(auto.save / "plan.json")
     assert sorted(plans) == list(range(stages))
-    layers = {one.layer for plan in plans.values() for one in plan.groups}
+    layers = {one.layer for plan in plans.values() for one in plan.parts}
     assert layers == {f"decoder.{number}" for number in range(1, 9)}
     for stage in range(stages):
         profile = StageProfile.load(auto.save / f"activation-profile-stage{stage}.json")
-        assert profile.layout.num_stages == stages and profile.num_micro_batches == 2
+        assert profile.position.num_stages == stages and profile.num_micro_batches == 2
     # Of four steps two are measured; the others' lines say what was expected of them.
     planned = re.findall(r"step: (\S+) s \(predicted (\S+) s\) \| planned peak: ", auto.output)
     assert len(planned) == 2
