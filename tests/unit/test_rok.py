@@ -435,7 +435,9 @@ def test_trainings_that_do_not_fit_side_by_side_are_refused(
     assert rok(tmp_path, "--strategies", "off", "--no-turns", "--output", str(tmp_path / "2")) == 0
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "docs/results").glob("rok-150*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "docs/results").glob("rok-150*.json")), ids=lambda file: file.stem
+)
 def test_a_result_of_an_earlier_release_can_be_read(file: Path) -> None:
     result = Result.load(file)
     assert len(result.measured) > 10 and result.title
