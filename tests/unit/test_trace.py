@@ -73,6 +73,7 @@ def test_writes_reads_waits_and_memory_of_each_step_are_shown(
     for _ in range(2):
         run_step(engine)
     engine.close()
+    engine.close()
     events = load(file)
     shown = tracks(events)
     assert [one["name"] for one in shown[COMPUTE]] == ["step 1", "step 2"]

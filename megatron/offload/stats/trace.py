@@ -78,7 +78,7 @@ class Tracer:
         tracks = [COMPUTE, WAIT, *(f"{d} {name}" for name in tiers for d in ("write", "read"))]
         self._order = {track: 100 * number for number, track in enumerate(tracks, 1)}
         self._named: set[int] = set()  # threads that the file has the names of
-        self._is_broken = False
+        self._has_ended = False
         event = {"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}}
         try:
             self.path.write_text(f"[\n{self._line(event)}")
@@ -147,6 +147,7 @@ class Tracer:
         """Ends the file. Nothing is traced any more."""
         self._num_steps, self._began_s = NUM_STEPS, None
         self._append("\n]\n")
+        self._has_ended = True  # whoever closes it again
 
     # -- How it is written ----------------------------------------------------------------------
 
@@ -200,13 +201,13 @@ class Tracer:
 
     def _append(self, text: str) -> None:
         """A disk that is full by now is no reason to end a training."""
-        if self._is_broken:
+        if self._has_ended:
             return
         try:
             with self.path.open("a") as file:
                 file.write(text)
         except OSError as error:
-            self._is_broken, self._num_steps = True, NUM_STEPS
+            self._has_ended, self._num_steps = True, NUM_STEPS
             logger.warning(
                 "activation offload: the trace %s cannot be written: %s; it ends here",
                 self.path,

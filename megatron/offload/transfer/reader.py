@@ -21,7 +21,7 @@ from megatron.offload.errors import StorageError
 from megatron.offload.saved.record import SavedReference, SavedStorage, SavedView, State
 from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.stats.step_context import StepContext
-from megatron.offload.stats.trace import WAIT, name_of
+from megatron.offload.stats.trace import WAIT, Tracer, name_of
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.transfer import Transfer
 from megatron.offload.transfer.dispatcher import Dispatcher
@@ -93,12 +93,8 @@ class Reader:
         """Has the tensors built, unless the read failed: then whoever waits for it says so."""
 
         def end(transfer: Transfer) -> None:
-            record = reference()
-            if self._step.tracer is not None and record is not None and record.block is not None:
-                tier, num_bytes = record.block.tier, record.num_bytes
-                self._step.tracer.transfer("read", tier, transfer, record.scope, num_bytes)
-                self._step.tracer.sample_memory()
-            del record  # nothing here keeps it alive
+            if self._step.tracer is not None:
+                _trace_read(self._step.tracer, reference, transfer)
             if not transfer.cancelled() and transfer.exception() is None:
                 self._dispatcher.submit(functools.partial(_build_views, reference, transfer))
 
@@ -150,6 +146,14 @@ class Reader:
         view.saved.view_used(view)
         if self.prefetcher.used(view.saved):
             self._dispatcher.submit(self.prefetcher.advance)
+
+
+# Runs in the thread of the tier that has moved the bytes.
+def _trace_read(tracer: Tracer, reference: SavedReference, transfer: Transfer) -> None:
+    record = reference()
+    if record is not None and record.block is not None:
+        tracer.transfer("read", record.block.tier, transfer, record.scope, record.num_bytes)
+        tracer.sample_memory()
 
 
 # Runs in the dispatcher's thread.
