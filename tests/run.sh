@@ -12,6 +12,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 # shellcheck source=tools/bootstrap.sh
 source "$ROOT/tools/bootstrap.sh"
 bootstrap
+bootstrap_frameworks || echo "tests: tests of transformers, DeepSpeed and Lightning are skipped"
 cd "$ROOT"
 
 failed=()

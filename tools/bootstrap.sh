@@ -4,6 +4,7 @@
 # Makes the environment that every command of this repository runs in.
 #   source tools/bootstrap.sh; bootstrap   sets PYTHON to an interpreter with everything installed
 #   tools/bootstrap.sh                     the same, from the command line
+#   source tools/bootstrap.sh; bootstrap_frameworks   afterwards: transformers, DeepSpeed, Lightning too
 # It creates .venv, installs the versions named in tools/constraints.txt and this package (editable),
 # and leaves a stamp. While the stamp fits, a start costs one checksum. Two starts at once: the second
 # waits for the first. An installation that was interrupted is thrown away and made again.
@@ -123,10 +124,39 @@ bootstrap() {
     PYTHON="$OFFLOAD_ROOT/.venv/bin/python"
 }
 
+# After `bootstrap`: also the frameworks that integrations are for. False, with the reason, where it cannot.
+bootstrap_frameworks() {
+    local wanted stamp="$OFFLOAD_ROOT/.venv/.frameworks-stamp"
+    if [[ -n "${MEGATRON_OFFLOAD_PYTHON:-}" ]]; then
+        _say "MEGATRON_OFFLOAD_PYTHON is used as it is; frameworks are not installed into it"
+        return 1
+    fi
+    wanted="$(_wanted_stamp)"
+    if [[ ! -r "$stamp" || "$(<"$stamp")" != "$wanted" ]]; then
+        bash "$OFFLOAD_ROOT/tools/bootstrap.sh" --install-frameworks || return 1
+    fi
+}
+
+_install_frameworks() {
+    local venv="$OFFLOAD_ROOT/.venv" started=$SECONDS wanted
+    wanted="$(_wanted_stamp)"
+    exec 9>"$OFFLOAD_ROOT/.bootstrap.lock"
+    "$venv/bin/python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+    _say "installing transformers, DeepSpeed and Lightning at pinned versions"
+    # DeepSpeed is built here, without its CUDA operators, and looks at the PyTorch that is installed.
+    DS_BUILD_OPS=0 _pip --no-build-isolation --editable "${OFFLOAD_ROOT}[dev,frameworks]"
+    printf '%s\n' "$wanted" >"$venv/.frameworks-stamp"
+    _say "frameworks ready in $((SECONDS - started)) s"
+}
+
 if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
     set -euo pipefail
     if [[ "${1:-}" == --install ]]; then
         _install_once
+        exit 0
+    fi
+    if [[ "${1:-}" == --install-frameworks ]]; then
+        _install_frameworks
         exit 0
     fi
     bootstrap

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         OffloadError,
         StorageError,
     )
+    from megatron.offload.integration.torch.door import offload_activations
     from megatron.offload.placement.policy import Placement, Policy
     from megatron.offload.saved.scope import Scope
 
@@ -35,6 +36,7 @@ __all__ = [
     "Policy",
     "Scope",
     "StorageError",
+    "offload_activations",
 ]
 
 _FILES = {
@@ -47,6 +49,7 @@ _FILES = {
     "Policy": "placement.policy",
     "Scope": "saved.scope",
     "StorageError": "errors",
+    "offload_activations": "integration.torch.door",
 }
 
 

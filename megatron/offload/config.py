@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,25 @@ class OffloadConfig:
                 options["type"] = _argparse_type(meta["parse"])
                 options["metavar"] = meta["metavar"]
             group.add_argument(meta["flag"], **options)
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> OffloadConfig:
+        """The config with these fields; text is read as a flag's value is, `12GiB` as a size.
+
+        Raises:
+            ConfigurationError: a field is unknown, a text no value, or they contradict each other.
+        """
+        fields = {spec.name: spec for spec in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in settings.items():
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(fields)}"
+                raise ConfigurationError(f"there is no setting {name!r}; {hint}")
+            if isinstance(value, str):
+                value = fields[name].metadata["parse"](value)
+            values[name] = value
+        return cls(**values)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> OffloadConfig:

@@ -152,6 +152,10 @@ class OffloadEngine:
         """Around one forward pass. Yields its save order, which `backward` of it asks for."""
         return self._step.forward(scope)
 
+    def within(self, scope: Scope) -> contextlib.AbstractContextManager[None]:
+        """Around a layer: what is saved meanwhile belongs to this scope."""
+        return self._step.within(scope)
+
     def place_layer(self, scope: Scope) -> Placement:
         """What becomes of a layer, or a part of it; `RECOMPUTE` is the caller's to carry out."""
         return self._policy.place_layer(scope)

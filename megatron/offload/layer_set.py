@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.offload.errors import ConfigurationError
 
-_PART = re.compile(r"(?:([A-Za-z_]\w*)\.)?(\d+)(?:-(\d+))?")
+_PART = re.compile(r"(?:([A-Za-z_][\w.]*)\.)?(\d+)(?:-(\d+))?")
 
 
 class LayerRange(NamedTuple):
@@ -27,7 +27,10 @@ class LayerRange(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSet:
-    """Layers by their global numbers, which begin at 1: `1-4,7`, `encoder.1-6,decoder.2`."""
+    """Layers by their global numbers: `1-4,7`, `encoder.1-6,decoder.2`.
+
+    Megatron counts from 1. Elsewhere numbers are those in the names of modules, from 0.
+    """
 
     ranges: tuple[LayerRange, ...] = ()
 
@@ -43,9 +46,9 @@ class LayerSet:
             match = _PART.fullmatch(part.strip())
             first = int(match[2]) if match else 0
             last = int(match[3] or first) if match else 0
-            if match is None or not 1 <= first <= last:
+            if match is None or not first <= last:
                 raise ConfigurationError(
-                    f"{part.strip()!r} names no layers; write numbers from 1 and ranges, for "
+                    f"{part.strip()!r} names no layers; write numbers and ranges, for "
                     "example 1-4,7 or encoder.1-6,decoder.2"
                 )
             ranges.append(LayerRange(match[1] or "", first, last))
@@ -60,6 +63,11 @@ class LayerSet:
 
     def __str__(self) -> str:
         return ",".join(str(r) for r in self.ranges)
+
+    @property
+    def first(self) -> int:
+        """The lowest number in it; 1 if it is empty."""
+        return min((r.first for r in self.ranges), default=1)
 
     @property
     def last(self) -> int:

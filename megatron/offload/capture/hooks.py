@@ -76,6 +76,8 @@ class SavedTensorHooks:
             move = None if storage is None else self.find_move(tensor, storage)
             if move is not None:
                 return self.take(tensor, move)
+            if storage is not None and self._step.observer is not None:
+                self._step.observer.stayed(self._step.scope, storage)
             return tensor if tensor.is_inference() else ResidentTensor(tensor, self._step.scope)
 
     def find_move(

@@ -74,7 +74,8 @@ class TensorCache:
         """The tensor's storage, if its bytes can move exactly and are not excluded.
 
         Subclasses (DTensor, quantised tensors), other layouts, nested tensors, zeros without
-        bytes, lazily conjugated or negated views and tensors on other devices stay as they are.
+        bytes, lazily conjugated or negated views and tensors on other devices stay as they are. So
+        do views of parameters: sharded training gives a parameter new memory again and again.
         """
         if (
             type(tensor) is not torch.Tensor
@@ -88,6 +89,8 @@ class TensorCache:
         ):
             if tensor.device == self._device and not isinstance(tensor, torch.nn.Parameter):
                 self._num_unsupported += 1
+            return None
+        if isinstance(tensor._base, torch.nn.Parameter):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0 or storage._cdata in self._excluded:

@@ -9,8 +9,6 @@ anything, and `uninstall` leaves Megatron as it was.
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,17 +22,13 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.decorators import connect
 from megatron.offload.integration.megatron.patch_points import decorate
 from megatron.offload.integration.megatron.recomputable import why_not_recomputed
-from megatron.offload.placement.plan_policy import PlannedPolicy
-from megatron.offload.placement.policy import Placement, Policy
+from megatron.offload.integration.training_steps import TrainingSteps
+from megatron.offload.placement.policy import Policy
 from megatron.offload.planner.libraries import check_libraries
-from megatron.offload.planner.online.planner import Planner
-from megatron.offload.planner.profile.pass_trace import StepTrace
+from megatron.offload.planner.online.consensus import RankConsensus
+from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.profiler import Profiler
-from megatron.offload.stats.endurance import Endurance
-from megatron.offload.stats.history import StepHistory
 from megatron.offload.tiers.open import check_tiers
-
-logger = logging.getLogger(__name__)
 
 # The last one is what `pip install megatron-offload[megatron]` brings.
 SUPPORTED_VERSIONS = ("0.19.1", "0.16.1")
@@ -89,21 +83,13 @@ class MegatronOffload:
 
     def __init__(
         self,
-        engine: OffloadEngine | None,
+        steps: TrainingSteps | None,
         model_chunks: Sequence[torch.nn.Module],
         calls: MegatronHooks | None = None,
-        endurance: Endurance | None = None,
-        planner: Planner | None = None,
-        step_trace: StepTrace | None = None,
     ) -> None:
-        self._engine = engine
-        self._planner = planner
-        self._step_trace = step_trace
+        self._steps = steps
         self._calls = calls
         self._model_chunks = list(model_chunks)
-        self._history = StepHistory(endurance or Endurance(None))
-        self._drive_written_bytes: dict[str, int] = {}
-        self._step_ended_s = time.monotonic()
         self._patches = decorate() if calls is not None else []
         if calls is not None:
             connect(calls)
@@ -111,42 +97,23 @@ class MegatronOffload:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """A context around the passes of one training step, forward and backward, no evaluation."""
-        if self._engine is None or self._calls is None:
+        if self._steps is None or self._calls is None:
             yield
             return
-        # Each time: optimizers re-point parameters into flat buffers of their own.
-        self._engine.exclude(_stationary_tensors(self._model_chunks))
         try:
-            planned = contextlib.nullcontext() if self._planner is None else self._planner.step()
-            traced = (
-                contextlib.nullcontext() if self._step_trace is None else self._step_trace.step()
-            )
-            with planned, self._engine.step(), traced:
+            with self._steps.step(_stationary_tensors(self._model_chunks)):
                 yield
         finally:
             self._calls.clear()
-            self._history.add(self._engine.statistics)
-            self._count_drive_writes(self._engine)
+        self._steps.decide()
 
     def pause(self) -> None:
         """Says that what follows until the next step is no training: evaluation, a checkpoint.
 
         Without it the planner takes all that is between two steps for a part of them.
         """
-        if self._planner is not None:
-            self._planner.meter.pause()
-
-    def _count_drive_writes(self, engine: OffloadEngine) -> None:
-        written, before = engine.drive_written_bytes, self._drive_written_bytes
-        now_s, before_s = time.monotonic(), self._step_ended_s
-        self._drive_written_bytes, self._step_ended_s = written, now_s
-        self._history.endurance.add_step(
-            {name: count - before.get(name, 0) for name, count in written.items()},
-            now_s - before_s,
-        )
-        warning = self._history.endurance.warning()
-        if warning is not None:
-            logger.warning(warning)
+        if self._steps is not None:
+            self._steps.pause()
 
     @property
     def statistics(self) -> dict[str, int | float]:
@@ -154,12 +121,11 @@ class MegatronOffload:
 
         With `auto` also what was predicted and what was measured, see `Planner.metrics`.
         """
-        planned = self._planner.metrics if self._planner is not None else {}
-        return {**self._history.last(), **planned}
+        return self._steps.statistics if self._steps is not None else {}
 
     def summary(self) -> str:
         """A few lines for the end of a run; empty with offload off."""
-        return self._history.summary(self._engine.where) if self._engine is not None else ""
+        return self._steps.summary() if self._steps is not None else ""
 
     def uninstall(self) -> None:
         """Restores Megatron's functions; activations stay in memory from now on."""
@@ -172,9 +138,9 @@ class MegatronOffload:
     def close(self) -> None:
         """Uninstalls, waits for transfers and gives the disk space back."""
         self.uninstall()
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
 
 def install(
@@ -210,44 +176,28 @@ def install(
         check_libraries("--activation-offload auto")
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     device = open_device(next(model_chunks[0].parameters()).device)
-    planned = None
-    if config.plans and policy is None:
-        policy = planned = PlannedPolicy(config.min_bytes, Placement(config.safe_mode))
-    engine = OffloadEngine(
+
+    def planned() -> tuple[RankConsensus, Stage]:
+        from megatron.offload.integration.megatron.process_groups import consensus_of, stage_of
+
+        return consensus_of(device.device), stage_of(model_chunks, settings, num_local_ranks)
+
+    steps = TrainingSteps(
         config,
         device,
         rank=rank,
         num_local_ranks=num_local_ranks,
         reserve_bytes=reserve_bytes,
         policy=policy,
+        planned=planned,
+        run_directory=run_directory,
     )
-    # One rank of each machine speaks for its drives.
-    rated_bytes = config.drive_endurance_bytes if rank % num_local_ranks == 0 else None
-    planner = None
     try:
-        if planned is not None:
-            from megatron.offload.integration.megatron.process_groups import consensus_of, stage_of
-
-            planner = Planner(
-                config,
-                engine,
-                device,
-                planned,
-                consensus_of(device.device),
-                stage_of(model_chunks, settings, num_local_ranks),
-                directory=run_directory,
-            )
-        profiler = planner.meter.profiler if planner else None
-        step_trace = None
-        if engine.tracer is not None:
-            profiler = profiler or Profiler(device, config.min_bytes, lambda: 0.0)
-            step_trace = StepTrace(engine.tracer, profiler, device)
-        calls = MegatronHooks(engine, model_chunks, settings, profiler)
+        calls = MegatronHooks(steps.engine, model_chunks, settings, steps.profiler)
     except BaseException:
-        engine.close()
+        steps.close()
         raise
-    endurance = Endurance(rated_bytes, num_local_ranks)
-    return MegatronOffload(engine, model_chunks, calls, endurance, planner, step_trace)
+    return MegatronOffload(steps, model_chunks, calls)
 
 
 def check(
@@ -328,10 +278,13 @@ def check_layers(config: OffloadConfig, settings: Any) -> None:
         ("--activation-offload-layers", config.offload_layers),
         ("--activation-recompute-layers", config.recompute_layers),
     ):
-        if layers is not None and num_layers and layers.last > num_layers:
-            raise ConfigurationError(
-                f"{flag} names layer {layers.last}; the model has {num_layers}, counted from 1"
-            )
+        if layers is None or not num_layers:
+            continue
+        for number in (layers.first, layers.last):
+            if not 1 <= number <= num_layers:
+                raise ConfigurationError(
+                    f"{flag} names layer {number}; the model has {num_layers}, counted from 1"
+                )
     why_not = why_not_recomputed(settings)
     if config.recompute_layers is not None and why_not:
         raise ConfigurationError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that plan together in Megatron: `ProcessGroupConsensus`, `consensus_of`, `stage_of`.
+"""The ranks that plan together in Megatron, and what they plan for: `consensus_of`, `stage_of`.
 
 Tensor, context and expert parallel ranks send each other parts of the same layers, also when those
 are recomputed. Pipeline stages and data-parallel replicas decide for themselves.
@@ -18,54 +18,9 @@ from megatron.offload.integration.megatron.layer_hooks import layer_names
 from megatron.offload.integration.megatron.recomputable import why_not_recomputed
 from megatron.offload.integration.megatron.schedule_hooks import pipeline_position
 from megatron.offload.integration.megatron.selective_recompute import not_recomputed_alone
+from megatron.offload.integration.process_groups import ProcessGroupConsensus
 from megatron.offload.planner.online.consensus import RankConsensus, SingleRank
 from megatron.offload.planner.online.stage import Stage
-
-_PERIOD_STEPS = 4
-
-
-class ProcessGroupConsensus:
-    """Consensus over process groups: collectives of small tensors on the device that trains.
-
-    Args:
-        groups: ask one after the other; all that share a rank with each other agree.
-        device: where the backend takes tensors.
-    """
-
-    def __init__(self, groups: Sequence[Any], device: torch.device) -> None:
-        self._groups = [group for group in groups if dist.get_world_size(group) > 1]
-        self._device = device
-        # NCCL's answer is on the device: to look at it is to wait for all that is queued there.
-        self.period_steps = _PERIOD_STEPS if self._groups and device.type != "cpu" else 1
-
-    def means(self, values: Sequence[float]) -> list[float]:
-        """The mean of each value over the groups, the same bits on all their ranks."""
-        result = list(values)
-        for group in self._groups:
-            sums = self._reduced(result, dist.ReduceOp.SUM, group)
-            # Sums may differ in the last bit from rank to rank; the largest is one of them.
-            result = self._reduced(sums, dist.ReduceOp.MAX, group)
-            result = [value / dist.get_world_size(group) for value in result]
-        return result
-
-    def largest(self, values: Sequence[float]) -> list[float]:
-        """The largest of each value over the groups."""
-        result = list(values)
-        for group in self._groups:
-            result = self._reduced(result, dist.ReduceOp.MAX, group)
-        return result
-
-    def of_all(self, value: Any) -> list[Any]:
-        """The values of all ranks of the run, in the order of their ranks."""
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
-
-    def _reduced(self, values: list[float], operation: Any, group: Any) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(tensor, op=operation, group=group)
-        result: list[float] = tensor.tolist()
-        return result
 
 
 def consensus_of(device: torch.device) -> RankConsensus:

@@ -138,13 +138,24 @@ class Planner:
     def step(self) -> Iterator[None]:
         """Goes around the passes of a training step, and decides when they have ended.
 
+        Raises: as `decide`.
+        """
+        with self.measure():
+            yield
+        self.decide()
+
+    def measure(self) -> contextlib.AbstractContextManager[None]:
+        """Around the passes of a training step; `decide` is to follow, before the next one."""
+        return self.meter.step(detailed=self.phase in _NUM_MEASURED)
+
+    def decide(self) -> None:
+        """After a step: goes on to the next phase, and makes a plan where it is time for one.
+
         Raises:
             ConfigurationError: after the last measured step: no plan keeps to the budget.
             OffloadError: ranks that share layers have come to different plans.
         """
         num_wanted = _NUM_MEASURED.get(self.phase, 0)
-        with self.meter.step(detailed=num_wanted > 0):
-            yield
         if num_wanted and self.meter.last is not None:
             self._measured.append(self.meter.last)
         if self.plan is None:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front door for any PyTorch model: `offload_activations`, one line in a training script.
+
+It checks the model and the settings, finds the layers and gives the handle. From then on the
+model's forward hooks do the rest (`passes.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.offload.config import OffloadConfig
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.torch.layers import find_layers
+from megatron.offload.integration.torch.offload import ActivationOffload
+from megatron.offload.integration.torch.ranks import local_world_size
+from megatron.offload.integration.torch.refusals import check_models
+from megatron.offload.planner.libraries import check_libraries
+from megatron.offload.tiers.open import check_tiers
+
+
+def offload_activations(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    directory: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+    *,
+    mode: str | None = None,
+    layers: Iterable[str | type[torch.nn.Module]] | None = None,
+    run_directory: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> ActivationOffload:
+    """Moves what a model saves for backward to SSDs or host memory while it trains.
+
+        offload_activations(model, "/mnt/nvme0")
+
+    is all that a training loop needs, before or after the model is wrapped or compiled. A step
+    begins with the first forward pass that wants gradients and ends with its backward pass; passes
+    without gradients are left alone. Losses, gradients and weights stay the same, bit for bit. It
+    goes on until `close()` or the end of a `with` block.
+
+    Args:
+        model: any module, or several that train together: plain, or inside of
+            DistributedDataParallel, FSDP, DeepSpeed's engine, `torch.compile`.
+        directory: an existing directory on an SSD, or several on different SSDs.
+        mode: `ssd`, `host`, `tiered` or `auto`, see docs/flags.md. Default: `ssd` with a directory,
+            `host` without one. `off` does nothing, so that a script needs no second way.
+        layers: what counts as a layer, for `auto`, statistics and error messages: classes, names of
+            classes or patterns of module names such as `model.layers.*`. Default: modules of one
+            class that stand in a ModuleList or Sequential.
+        run_directory: with `auto`, where what was measured is written.
+        settings: any other field of `OffloadConfig` by its name; sizes as numbers or as text:
+            `memory_budget_bytes="12GiB"`, `min_bytes="256KiB"`.
+
+    Returns:
+        A handle with `statistics`, `summary()`, `report()` and `close()`, also a context manager.
+
+    Raises:
+        ConfigurationError: the directory, a setting or the model cannot work; says why.
+    """
+    models = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
+    check_models(models)
+    config = config_of(directory, mode, settings)
+    found = find_layers(models, layers)
+    if config.enabled:
+        check_tiers(config, reserve_bytes=0, num_local_ranks=local_world_size())
+        if config.plans:
+            check_libraries("mode='auto'")
+            if not found:
+                raise ConfigurationError(
+                    "auto decides layer by layer, and this model has no modules that repeat; name "
+                    "its layers with layers=, or use mode='ssd' or 'host'"
+                )
+    return ActivationOffload(
+        config, models, found, run_directory=None if run_directory is None else Path(run_directory)
+    )
+
+
+def config_of(
+    directory: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None,
+    mode: str | None,
+    settings: dict[str, Any],
+) -> OffloadConfig:
+    """The config that the arguments of `offload_activations` ask for.
+
+    Raises:
+        ConfigurationError: as `OffloadConfig.from_settings`.
+    """
+    directories: tuple[Path, ...] = ()
+    if isinstance(directory, str | os.PathLike):
+        directories = (Path(directory).expanduser(),)
+    elif directory is not None:
+        directories = tuple(Path(one).expanduser() for one in directory)
+    if mode is None:
+        mode = "ssd" if directories else "host"
+    return OffloadConfig.from_settings({"mode": mode, "directories": directories, **settings})

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules of a model are its layers: `find_layers`. They give places their names."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from megatron.offload.errors import ConfigurationError
+
+# Of wrappers, in the names of modules: a plan fits the model whether it is wrapped or not.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_CHECKPOINTED = "GradientCheckpointingLayer"  # what transformers calls a layer
+
+
+def find_layers(
+    models: Sequence[torch.nn.Module], named: Iterable[str | type[torch.nn.Module]] | None = None
+) -> dict[torch.nn.Module, str]:
+    """The layers of models by their names, such as `model.layers.7`, in the order of the model.
+
+    No layer is inside of another one.
+
+    Args:
+        models: with more than one, names begin with `0.`, `1.` and so on.
+        named: classes, names of classes or patterns of module names; None: transformers' layers,
+            or else modules with parts of their own that repeat in a ModuleList or Sequential.
+
+    Raises:
+        ConfigurationError: something that was named is not there.
+    """
+    found: dict[torch.nn.Module, str] = {}
+    for number, model in enumerate(models):
+        prefix = f"{number}." if len(models) > 1 else ""
+        for name, module in model.named_modules():
+            found.setdefault(module, prefix + _plain(name))
+    if named is not None:
+        chosen = _named(found, list(named))
+    else:
+        chosen = [m for m in found if _CHECKPOINTED in _class_names(m)]
+        chosen = chosen or list(_repeated(found))
+    inside = {inner for one in chosen for inner in one.modules() if inner is not one}
+    is_chosen = set(chosen) - inside
+    return {module: name for module, name in found.items() if module in is_chosen}
+
+
+def _named(
+    found: dict[torch.nn.Module, str], named: Sequence[str | type[torch.nn.Module]]
+) -> list[torch.nn.Module]:
+    chosen: list[torch.nn.Module] = []
+    for one in named:
+        if isinstance(one, str):
+            own = [
+                module
+                for module, name in found.items()
+                if one in _class_names(module) or fnmatch.fnmatchcase(name, one)
+            ]
+        else:
+            own = [module for module in found if isinstance(module, one)]
+        if not own:
+            raise ConfigurationError(
+                f"layers={one!r} names no module of the model; give a class, the name of a class "
+                "or a pattern of module names such as model.layers.*"
+            )
+        chosen += own
+    return chosen
+
+
+def _repeated(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    for module in modules:
+        if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
+            continue
+        own = [child for child in module.children() if any(True for _ in child.children())]
+        most = Counter(type(child) for child in own).most_common(1)
+        if most and most[0][1] > 1:
+            yield from (child for child in own if type(child) is most[0][0])
+
+
+def _class_names(module: torch.nn.Module) -> set[str]:
+    return {one.__name__ for one in type(module).__mro__}
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

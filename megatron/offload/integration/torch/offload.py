@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose activations are offloaded: `ActivationOffload`, the handle that the door gives.
+
+It puts the hooks on the model and takes them off, opens the engine at the first forward pass and
+closes it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.offload.config import OffloadConfig
+from megatron.offload.device.open import open_device
+from megatron.offload.engine import OffloadEngine
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.torch.layer_calls import LayerCalls
+from megatron.offload.integration.torch.module_hooks import ModuleHooks
+from megatron.offload.integration.torch.parameters import (
+    is_sharded,
+    stationary_tensors,
+    unsharded_tensors,
+)
+from megatron.offload.integration.torch.passes import Passes
+from megatron.offload.integration.torch.ranks import local_world_size, planned_stage, rank
+from megatron.offload.integration.training_steps import TrainingSteps
+
+logger = logging.getLogger(__name__)
+
+# A model has one handle at a time: two would take each other's tensors.
+_handles: weakref.WeakKeyDictionary[torch.nn.Module, ActivationOffload]
+_handles = weakref.WeakKeyDictionary()
+
+
+class ActivationOffload:
+    """Activation offload of a model, from `offload_activations` until `close`.
+
+    Attributes:
+        layers: the names of the layers, in the order of the model.
+
+    Args:
+        config: with mode `off` nothing is touched.
+        models: that train together.
+        layers: of them, by module.
+        run_directory: with `auto`, what was measured is written there.
+
+    Raises:
+        ConfigurationError: a model has a handle already.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        models: Sequence[torch.nn.Module],
+        layers: Mapping[torch.nn.Module, str],
+        *,
+        run_directory: Path | None = None,
+    ) -> None:
+        self.layers = list(layers.values())
+        self._config = config
+        self._models = tuple(models)
+        self._run_directory = run_directory
+        self._steps: TrainingSteps | None = None
+        self._passes = Passes(self._open, self._step)
+        self._calls = LayerCalls(layers, self._passes)
+        self._hooks = ModuleHooks()
+        self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # sharded modules
+        self._num_steps = 0
+        self._summary = ""
+        self._statistics: dict[str, int | float] = {}
+        self._is_closed = not config.enabled
+        if config.enabled:
+            self._hook(layers)
+            atexit.register(self.close)
+
+    def __enter__(self) -> ActivationOffload:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> OffloadEngine | None:
+        """What moves the bytes; None before the first forward pass and after `close`."""
+        return self._steps.engine if self._steps is not None else None
+
+    @property
+    def statistics(self) -> dict[str, int | float]:
+        """Counters of the last step, see `StepStatistics`; empty before the first.
+
+        With `auto` also what was predicted and what was measured, see `Planner.metrics`.
+        """
+        return self._steps.statistics if self._steps is not None else self._statistics
+
+    def summary(self) -> str:
+        """A few lines for people: what a step moved. Empty if there was no step."""
+        return self._steps.summary() if self._steps is not None else self._summary
+
+    def report(self) -> str:
+        """What was found in the model, where its activations go and what stays in memory, as text.
+
+        For whoever wonders why memory is not what was expected.
+        """
+        from megatron.offload.integration.torch.report import report_of
+
+        return report_of(self._config, self._models, self.layers, self.engine, self.summary())
+
+    def close(self) -> None:
+        """Takes the hooks off, waits for transfers and gives memory and disk space back."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        self._hooks.remove()
+        for model in self._models:
+            _handles.pop(model, None)
+        self._passes.close()
+        if self._steps is None:
+            logger.warning(
+                "activation offload: no forward pass with gradients was seen of %s; give the "
+                "module whose forward the training calls",
+                " and ".join(type(model).__name__ for model in self._models),
+            )
+            return
+        self._statistics, self._summary = self._steps.statistics, self._steps.summary()
+        steps, self._steps = self._steps, None
+        steps.close()
+
+    # -- Hooks ----------------------------------------------------------------------------------
+
+    def _hook(self, layers: Mapping[torch.nn.Module, str]) -> None:
+        modules = [one for model in self._models for one in model.modules()]
+        for module in modules:
+            if module in _handles:
+                raise ConfigurationError(
+                    f"the activations of {type(module).__name__} are offloaded already; close the "
+                    "first handle, or give all models in one call"
+                )
+        for model in self._models:
+            _handles[model] = self
+        # Trainers call parts of a model by themselves: the body, and the head in pieces.
+        for module in dict.fromkeys(one for model in self._models for one in _outermost(model)):
+            self._hooks.add(
+                module,
+                self._passes.begin_forward,
+                self._passes.end_forward,
+                outside_of_graphs=True,
+            )
+        for layer in layers:
+            self._hooks.add(layer, self._calls.begin, self._calls.end, outside_of_graphs=False)
+        self._watch_sharded()
+
+    def _watch_sharded(self) -> None:
+        """Excludes what FSDP gathers, as soon as it has, also in modules that it has come to since.
+
+        See Note [Views of parameters] in `parameters.py`.
+        """
+        for model in self._models:
+            for module in model.modules():
+                if is_sharded(module) and module not in self._watched:
+                    self._watched.add(module)
+                    self._hooks.add_before(module, self._exclude_unsharded)
+
+    def _exclude_unsharded(self, module: torch.nn.Module) -> None:
+        if self._steps is not None:
+            self._steps.engine.exclude(unsharded_tensors(module))
+
+    # -- Steps ----------------------------------------------------------------------------------
+
+    def _open(self) -> TrainingSteps:
+        first = next((p for model in self._models for p in model.parameters()), None)
+        device = open_device(torch.device("cpu") if first is None else first.device)
+        self._steps = TrainingSteps(
+            self._config,
+            device,
+            rank=rank(),
+            num_local_ranks=local_world_size(),
+            planned=lambda: planned_stage(self.layers, device.device),
+            run_directory=self._run_directory,
+        )
+        self._calls.connect(self._steps.engine, self._steps.profiler)
+        return self._steps
+
+    @contextlib.contextmanager
+    def _step(self, steps: TrainingSteps) -> Iterator[None]:
+        self._watch_sharded()
+        with steps.step(stationary_tensors(self._models)):
+            yield
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._warn()
+
+    def _warn(self) -> None:
+        """After the first step: what a user would not expect."""
+        from megatron.offload.integration.torch.report import warnings_of
+
+        assert self._steps is not None
+        for sentence in warnings_of(self._config, self._models, self._steps.engine):
+            logger.warning("activation offload: %s", sentence)
+
+
+def _outermost(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model, and the modules in it that somebody may call in its place."""
+    yield model
+    for child in model.children():
+        if any(True for _ in child.parameters()):
+            yield child
+            if len(list(model.children())) == 1:  # a wrapper
+                yield from _outermost(child)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a model never moves: `stationary_tensors`, `unsharded_tensors`.
+
+Most are excluded between steps. Sharded training makes others in the middle of one: FSDP gathers
+the parameters of a module before its forward into buffers that it frees behind it, by resizing
+their storage under everybody's hands. Whoever moved a view of them would write memory that is gone.
+
+Note [Views of parameters]
+What a linear layer saves is mostly a view of its weight: a plain tensor, whose base is the
+parameter. The cache knows those by their base. A view that was made without gradients, or of
+`parameter.data`, has no such base; it is known by its storage, which is why storages are excluded
+as soon as they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def stationary_tensors(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Parameters, their gradients, buffers, and what sharded parameters are gathered into.
+
+    Of a DTensor the local part.
+    """
+    for model in models:
+        for parameter in model.parameters():
+            yield _local(parameter)
+            if parameter.grad is not None:
+                yield _local(parameter.grad)
+        for buffer in model.buffers():
+            yield _local(buffer)
+        for module in model.modules():
+            if is_sharded(module):
+                yield from unsharded_tensors(module)
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether FSDP gathers parameters for this module's forward."""
+    # Asked of the type: where a module lacks an attribute, to ask takes it microseconds.
+    return hasattr(type(module), "_get_fsdp_state") or hasattr(type(module), "summon_full_params")
+
+
+def unsharded_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that FSDP gathers a module's parameters into, as far as there are any yet.
+
+    Args:
+        module: see `is_sharded`.
+    """
+    any_module: Any = module
+    if hasattr(type(module), "_get_fsdp_state"):  # FSDP2
+        state = any_module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.9 and older have one group
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for parameter in (one for group in groups for one in group.fsdp_params):
+            yield from parameter.all_gather_outputs
+            if hasattr(parameter, "_unsharded_param"):
+                yield _local(parameter._unsharded_param)
+        return
+    handle = getattr(module, "_handle", None)  # FSDP1
+    if handle is not None:
+        for name in ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard"):
+            flat = getattr(handle.flat_param, name, None)
+            if isinstance(flat, torch.Tensor):
+                yield flat
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local if isinstance(local, torch.Tensor) else tensor

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a step, a forward pass and a backward pass begin and end: `Passes`.
+
+Nothing tells us; the model's hooks and autograd's show it. The engine hears of it as it hears of
+Megatron's schedules.
+
+Note [A step without a loop]
+A forward pass is the outermost call of a hooked module that wants gradients, outside of any
+backward pass: what a checkpoint runs again belongs to nobody. Its backward begins when a gradient
+reaches one of its outputs and ends when autograd has finished, which calls us back. A step begins
+with the first forward pass and ends when every pass of it has had its backward, or its graph was
+dropped. So each micro-batch of a gradient accumulation is a step, and those of a pipeline, several
+forward passes ahead of the first backward, are one.
+What a plan changes is decided when the next step begins: autograd's callback is no place for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from megatron.offload.integration.training_steps import TrainingSteps
+from megatron.offload.saved.save_order import SaveOrder
+from megatron.offload.saved.scope import Scope
+
+# A graph that somebody keeps for good does not keep its step from ending for good: so many forward
+# passes later it no longer counts.
+_MOST_OVERTAKEN = 64
+
+_of_thread = threading.local()  # `.is_open`: a forward pass of any `Passes` is under way
+
+
+class _ForwardPass:
+    """A forward pass of the step under way, until its backward has ended."""
+
+    def __init__(self, module: torch.nn.Module, number: int) -> None:
+        self.module = module
+        self.number = number
+        self.thread = threading.get_ident()
+        self.depth = 0  # of calls of the same module within it
+        self.frame: FrameType | None = _frame_of_module_call()
+        self.contexts = contextlib.ExitStack()  # around the forward pass
+        self.save_order = SaveOrder()
+        self.has_had_backward = False
+        self.listener: weakref.ref[_OutputHook] | None = None  # lives as long as the graph
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no backward pass is to be expected any more."""
+        if self.has_had_backward:
+            return True
+        if self.listener is not None:
+            return self.listener() is None
+        return self.save_order.last() is None
+
+
+class _OutputHook:
+    """A tensor hook on a pass's outputs: its backward begins. It leaves the gradient as it is."""
+
+    def __init__(self, passes: Passes, forward: _ForwardPass) -> None:
+        self._passes = passes
+        self._forward = forward
+
+    def __call__(self, _: torch.Tensor) -> None:
+        self._passes.begin_backward(self._forward)
+
+
+class Passes:
+    """Tells an engine where in a training it is.
+
+    Args:
+        open_steps: gives the steps, opened at the first pass: only then is it certain on which
+            device and among how many ranks the model trains.
+        begin_step: called at the beginning of each step, with the steps; gives what never moves.
+    """
+
+    def __init__(
+        self,
+        open_steps: Callable[[], TrainingSteps],
+        begin_step: Callable[[TrainingSteps], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._open_steps = open_steps
+        self._begin_step = begin_step
+        self._steps: TrainingSteps | None = None
+        self._step: contextlib.ExitStack | None = None  # the step under way
+        self._is_undecided = False  # a step has ended, and nobody has decided what follows from it
+        self._forward: _ForwardPass | None = None  # under way
+        self._passes: list[_ForwardPass] = []  # of the step
+        self._backward: list[tuple[_ForwardPass, contextlib.ExitStack]] = []  # under way
+        self._graph_task = -1  # autograd's number of that backward
+        self.num_passes = 0  # so far
+
+    # -- Forward --------------------------------------------------------------------------------
+
+    def begin_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A hooked module is called."""
+        if self._is_within(module):
+            return
+        if not torch.is_grad_enabled():
+            self._pause()
+            return
+        if not _can_hook() or getattr(_of_thread, "is_open", False):
+            return
+        steps = self._steps = self._steps or self._open_steps()
+        self._go_on(steps)
+        forward = _ForwardPass(module, len(self._passes))
+        # Held by whoever called, and in most cases until the next step.
+        inputs = [one for one in tree_leaves((args, kwargs)) if type(one) is torch.Tensor]
+        steps.engine.exclude(inputs)
+        enter = forward.contexts.enter_context
+        try:
+            if steps.profiler is not None:
+                enter(steps.profiler.forward(0, forward.number))
+            forward.save_order = enter(steps.engine.forward(Scope(micro_batch=forward.number)))
+            enter(steps.engine.saved_tensors_hooks())
+        except BaseException:
+            forward.contexts.close()
+            raise
+        self._passes.append(forward)
+        self._forward = forward
+        self.num_passes += 1
+        _of_thread.is_open = True
+
+    def end_forward(self, module: torch.nn.Module, result: Any) -> None:
+        """The call of a hooked module has ended, with its result or None."""
+        forward = self._forward
+        if (
+            forward is None
+            or forward.module is not module
+            or forward.thread != threading.get_ident()
+        ):
+            return
+        if forward.depth:
+            forward.depth -= 1
+            return
+        self._close(forward)
+        hook = _OutputHook(self, forward)
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                one.register_hook(hook)
+                forward.listener = weakref.ref(hook)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether this thread is in a forward pass, and not in what a backward pass runs again."""
+        forward = self._forward
+        return (
+            forward is not None
+            and forward.thread == threading.get_ident()
+            and torch.is_grad_enabled()
+            and not _in_backward()
+        )
+
+    def _is_within(self, module: torch.nn.Module) -> bool:
+        """Whether this is a call within the forward pass under way, or beside it."""
+        forward = self._forward
+        if forward is None:
+            return False
+        if forward.thread != threading.get_ident():
+            return True  # left alone: what it saves stays in memory
+        if not _is_running(forward.frame):  # interrupted from the keyboard: no hook has told us
+            self._close(forward)
+            return False
+        forward.depth += forward.module is module
+        return True
+
+    def _close(self, forward: _ForwardPass) -> None:
+        self._forward = None
+        _of_thread.is_open = False
+        forward.frame = None
+        forward.contexts.close()
+
+    # -- Backward -------------------------------------------------------------------------------
+
+    def begin_backward(self, forward: _ForwardPass) -> None:
+        """A gradient has reached an output of a forward pass."""
+        if self._steps is None:  # closed meanwhile
+            return
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._close_backward()  # of a backward pass that raised: nobody has called back
+        if any(one is forward for one, _ in self._backward):
+            return
+        if not self._backward:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_backward)
+        self._graph_task = task
+        contexts = contextlib.ExitStack()
+        self._backward.append((forward, contexts))
+        if self._steps.profiler is not None:
+            contexts.enter_context(self._steps.profiler.backward(0, forward.number))
+        contexts.enter_context(self._steps.engine.backward(forward.save_order))
+
+    def _end_backward(self) -> None:
+        """Autograd has finished: the gradients are there."""
+        for forward, _ in self._backward:
+            forward.has_had_backward = True
+        self._close_backward()
+        if all(one.is_over for one in self._passes):
+            self._end_step()
+
+    def _close_backward(self) -> None:
+        self._graph_task = -1
+        while self._backward:
+            self._backward.pop()[1].close()
+
+    # -- Steps ----------------------------------------------------------------------------------
+
+    def _go_on(self, steps: TrainingSteps) -> None:
+        """Before a forward pass: within the step under way, or a new one."""
+        if all(one.is_over for one in self._passes[-_MOST_OVERTAKEN:]):
+            self._close_backward()
+            self._end_step()
+        if self._step is not None:
+            return
+        if self._is_undecided:
+            self._is_undecided = False
+            steps.decide()
+        step = contextlib.ExitStack()
+        step.enter_context(self._begin_step(steps))
+        self._step = step
+
+    def _end_step(self) -> None:
+        step, self._step = self._step, None
+        self._passes.clear()
+        if step is not None:
+            self._is_undecided = True
+            step.close()
+
+    def _pause(self) -> None:
+        """A forward pass without gradients: evaluation, or the generation of samples."""
+        if self._steps is not None and self._step is None:
+            self._steps.pause()
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        if self._forward is not None:
+            self._close(self._forward)
+        self._close_backward()
+        self._end_step()
+        self._steps = None
+
+
+def _can_hook() -> bool:
+    """Whether autograd takes hooks here: not in a backward pass, nor in a torch.func transform."""
+    if _in_backward() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    autograd: Any = torch._C._autograd
+    return bool(autograd._saved_tensors_hooks_is_enabled())
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+_CALL = torch.nn.Module._call_impl.__code__
+
+
+def _frame_of_module_call() -> FrameType | None:
+    """The frame of the module call that has called us; None: it is not among the callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(wanted: FrameType | None) -> bool:
+    if wanted is None:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame is wanted:
+            return True
+        frame = frame.f_back
+    return False

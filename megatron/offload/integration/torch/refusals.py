@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that the door cannot serve: `check_models`, each with a sentence that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.offload.errors import ConfigurationError
+
+_REFUSED = {
+    "DataParallel": (
+        "it runs copies of the model in threads of one process; use DistributedDataParallel"
+    ),
+    "PipelineEngine": (
+        "it runs forward and backward passes by a schedule of its own, past the model's forward; "
+        "use DeepSpeed's other engines, or Megatron's pipelines with the launcher"
+    ),
+}
+
+
+def check_models(models: Sequence[torch.nn.Module]) -> None:
+    """Makes sure that forward hooks can serve these models.
+
+    Raises:
+        ConfigurationError: they cannot, or somebody offloads one of them already.
+    """
+    if not models:
+        raise ConfigurationError("there is no model; give a module or a list of modules")
+    for model in models:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigurationError(
+                f"{type(model).__name__} is no torch.nn.Module; give the model that is trained"
+            )
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"{type(model).__name__} is a TorchScript module, which takes no Python hooks; "
+                "give the module that it was made of"
+            )
+        for one in type(model).__mro__:
+            if one.__name__ in _REFUSED:
+                raise ConfigurationError(
+                    f"{one.__name__} cannot be combined with offload: {_REFUSED[one.__name__]}"
+                )
