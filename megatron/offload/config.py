@@ -369,6 +369,14 @@ class OffloadConfig:
         return cls(**values)
 
     @classmethod
+    def in_settings(cls, message: str) -> str:
+        """A sentence about flags, for somebody who gave settings: with the names of the fields."""
+        flags = {spec.metadata["flag"]: spec.name for spec in dataclasses.fields(cls)}
+        for flag in sorted(flags, key=len, reverse=True):
+            message = message.replace(flag, flags[flag])
+        return message
+
+    @classmethod
     def from_args(cls, args: argparse.Namespace) -> OffloadConfig:
         """The config that parsed flags ask for.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
 
 _FORWARD = "forward"
+_Context = contextlib.AbstractContextManager[Any]
 
 
 class LayerCalls:
@@ -31,44 +32,67 @@ class LayerCalls:
 
     Args:
         names: of the layers.
-        passes: knows which calls are part of a forward pass that backward will follow.
+
+    Attributes:
+        num_calls: of layers in forward passes that backward follows.
     """
 
-    def __init__(self, names: Mapping[torch.nn.Module, str], passes: Passes) -> None:
+    def __init__(self, names: Mapping[torch.nn.Module, str]) -> None:
+        self.num_calls = 0
         self._names = names
-        self._passes = passes
+        self._passes: Passes | None = None
         self._engine: OffloadEngine | None = None
         self._profiler: Profiler | None = None
+        self._recomputed: set[torch.nn.Module] = set()  # in the forward pass under way
         self._layer: torch.nn.Module | None = None  # whose forward is under way
+        self._timings: LayerTimings | None = None  # of it
         self._contexts = contextlib.ExitStack()  # around it
 
-    def connect(self, engine: OffloadEngine, profiler: Profiler | None) -> None:
-        """From now on these hear of layers."""
-        self._engine, self._profiler = engine, profiler
+    def connect(self, passes: Passes, engine: OffloadEngine, profiler: Profiler | None) -> None:
+        """From now on these hear of layers.
+
+        Args:
+            passes: knows which calls are part of a forward pass that backward will follow.
+            engine: of the model.
+            profiler: None: nobody wants to know.
+        """
+        self._passes, self._engine, self._profiler = passes, engine, profiler
+
+    def recomputing(self) -> contextlib.AbstractContextManager[None]:
+        """Around a forward pass: the layers that the policy recomputes run so."""
+        engine = self._engine
+        assert engine is not None
+        scopes = {
+            layer: dataclasses.replace(engine.scope, layer=name)
+            for layer, name in self._names.items()
+        }
+        self._recomputed = {
+            layer
+            for layer, scope in scopes.items()
+            if engine.place_layer(scope) is Placement.RECOMPUTE
+        }
+        return _replaced(
+            {one: functools.partial(self._run, one.forward) for one in self._recomputed}
+        )
 
     def begin(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A layer is called."""
         engine = self._engine
-        if engine is None or not self._passes.is_in_forward:
+        if engine is None or self._passes is None or not self._passes.is_in_forward:
             return
         if self._layer is not None:  # within itself, or one that was interrupted
             if self._layer is not layer:
                 self._end(None)
             return
         self._layer = layer
+        self.num_calls += 1
         scope = dataclasses.replace(engine.scope, layer=self._names[layer])
-        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        # Without an input that wants a gradient, nothing would ask for the recomputation.
-        recomputes = engine.place_layer(scope) is Placement.RECOMPUTE and any(
-            one.requires_grad for one in inputs
-        )
-        timings = None
+        inputs = _tensors((args, kwargs))
+        recomputes = layer in self._recomputed and _any_requires_grad(inputs)
+        engine.statistics.recomputed_layers += recomputes
         if self._profiler is not None:
-            timings = self._profiler.begin_layer(scope, inputs, recomputes=recomputes)
+            self._timings = self._profiler.begin_layer(scope, inputs, recomputes=recomputes)
         self._contexts.enter_context(engine.within(scope))
-        if recomputes:
-            engine.statistics.recomputed_layers += 1
-            self._contexts.enter_context(_recomputed(layer, self._noted(timings)))
 
     def end(self, layer: torch.nn.Module, result: Any) -> None:
         """The call of a layer has ended, with its result or None."""
@@ -76,41 +100,44 @@ class LayerCalls:
             self._end(result)
 
     def _end(self, result: Any) -> None:
-        self._layer = None
+        self._layer = self._timings = None
         self._contexts.close()
         if self._profiler is not None:
-            tensors = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-            self._profiler.end_layer(tensors)
+            self._profiler.end_layer(_tensors(result))
 
-    def _noted(
-        self, timings: LayerTimings | None
-    ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Gives a context around the second run of a layer, in which it is timed."""
-        if timings is None or self._profiler is None:
-            return contextlib.nullcontext
-        return functools.partial(self._profiler.recomputation, timings, WHOLE_LAYER)
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of a layer's forward: saves its inputs only and runs again in backward."""
+        # Without an input that wants a gradient, nothing would ask for the recomputation.
+        if self._layer is None or not _any_requires_grad(_tensors((args, kwargs))):
+            return forward(*args, **kwargs)
+        noted: Callable[[], _Context] = contextlib.nullcontext
+        if self._timings is not None and self._profiler is not None:
+            noted = functools.partial(self._profiler.recomputation, self._timings, WHOLE_LAYER)
+
+        def contexts() -> tuple[_Context, _Context]:
+            return contextlib.nullcontext(), noted()
+
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+
+
+def _any_requires_grad(tensors: Iterable[torch.Tensor]) -> bool:
+    return any(one.requires_grad for one in tensors)
 
 
 @contextlib.contextmanager
-def _recomputed(
-    layer: torch.nn.Module, around_second_run: Callable[[], contextlib.AbstractContextManager[None]]
-) -> Any:
-    """A context in which a layer saves its inputs only and runs again in backward."""
-    own = vars(layer)
-    before = {_FORWARD: own[_FORWARD]} if _FORWARD in own else {}
-    forward = layer.forward
-
-    def contexts() -> tuple[
-        contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]
-    ]:
-        return contextlib.nullcontext(), around_second_run()
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-    own[_FORWARD] = run
+def _replaced(layers: Mapping[torch.nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """A context in which layers have another forward. A module looks it up before its hooks run."""
+    before = {one: vars(one).get(_FORWARD) for one in layers}
+    for layer, forward in layers.items():
+        vars(layer)[_FORWARD] = forward
     try:
         yield
     finally:
-        del own[_FORWARD]
-        own.update(before)
+        for layer, own in before.items():
+            del vars(layer)[_FORWARD]
+            if own is not None:
+                vars(layer)[_FORWARD] = own

@@ -67,8 +67,8 @@ class ActivationOffload:
         self._models = tuple(models)
         self._run_directory = run_directory
         self._steps: TrainingSteps | None = None
-        self._passes = Passes(self._open, self._step)
-        self._calls = LayerCalls(layers, self._passes)
+        self._calls = LayerCalls(layers)
+        self._passes = Passes(self._open, self._step, self._calls.recomputing)
         self._hooks = ModuleHooks()
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # sharded modules
         self._num_steps = 0
@@ -184,11 +184,17 @@ class ActivationOffload:
             planned=lambda: planned_stage(self.layers, device.device),
             run_directory=self._run_directory,
         )
-        self._calls.connect(self._steps.engine, self._steps.profiler)
+        self._calls.connect(self._passes, self._steps.engine, self._steps.profiler)
         return self._steps
 
     @contextlib.contextmanager
     def _step(self, steps: TrainingSteps) -> Iterator[None]:
+        if self._config.plans and self._num_steps and not self._calls.num_calls:
+            raise ConfigurationError(
+                f"none of the {len(self.layers)} layers was called in the first step, and auto "
+                "decides layer by layer; with torch.compile, compile the layers instead of the "
+                "model; else name the layers with layers=, or use mode='ssd' or 'host'"
+            )
         self._watch_sharded()
         with steps.step(stationary_tensors(self._models)):
             yield

@@ -79,16 +79,19 @@ class Passes:
     Args:
         open_steps: gives the steps, opened at the first pass: only then is it certain on which
             device and among how many ranks the model trains.
-        begin_step: called at the beginning of each step, with the steps; gives what never moves.
+        around_step: gives a context around each step, within which its passes are.
+        around_forward: and one around each forward pass.
     """
 
     def __init__(
         self,
         open_steps: Callable[[], TrainingSteps],
-        begin_step: Callable[[TrainingSteps], contextlib.AbstractContextManager[None]],
+        around_step: Callable[[TrainingSteps], contextlib.AbstractContextManager[None]],
+        around_forward: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._open_steps = open_steps
-        self._begin_step = begin_step
+        self._around_step = around_step
+        self._around_forward = around_forward
         self._steps: TrainingSteps | None = None
         self._step: contextlib.ExitStack | None = None  # the step under way
         self._is_undecided = False  # a step has ended, and nobody has decided what follows from it
@@ -122,6 +125,7 @@ class Passes:
             if steps.profiler is not None:
                 enter(steps.profiler.forward(0, forward.number))
             forward.save_order = enter(steps.engine.forward(Scope(micro_batch=forward.number)))
+            enter(self._around_forward())
             enter(steps.engine.saved_tensors_hooks())
         except BaseException:
             forward.contexts.close()
@@ -227,7 +231,7 @@ class Passes:
             self._is_undecided = False
             steps.decide()
         step = contextlib.ExitStack()
-        step.enter_context(self._begin_step(steps))
+        step.enter_context(self._around_step(steps))
         self._step = step
 
     def _end_step(self) -> None:

@@ -158,8 +158,10 @@ class Profiler:
     def recomputation(self, timings: LayerTimings, part: str = WHOLE_LAYER) -> Iterator[None]:
         """Around what runs again in backward: a layer, a part of it, its selective operations."""
         began = self.now()
-        yield
-        timings.again.setdefault(part, []).append((began, self.now()))
+        try:
+            yield
+        finally:  # torch's checkpoint ends it with an exception, once it has all that is needed
+            timings.again.setdefault(part, []).append((began, self.now()))
 
     def selective(
         self,

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`auto` in plain PyTorch: measured, planned and followed by layers, with every bit the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.offload import ConfigurationError, Placement, offload_activations
+from megatron.offload.placement.plan import Plan, PlannedPart
+from megatron.offload.placement.plan_file import load_plans, save_plans
+from tests.support.models import Block
+from tests.support.same_training import Batch, Training, train
+
+HIDDEN, NUM_LAYERS = 64, 6
+LAYERS = [f"blocks.{number}" for number in range(NUM_LAYERS)]
+
+
+class Stack(torch.nn.Module):
+    """Blocks with attention, norms and dropout, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.blocks = torch.nn.ModuleList(Block(HIDDEN) for _ in range(NUM_LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def batches(num_steps: int) -> list[Batch]:
+    """Noise, other in each step."""
+    return [
+        {"x": torch.randn(2, 64, HIDDEN, generator=torch.Generator().manual_seed(step))}
+        for step in range(num_steps)
+    ]
+
+
+def trained(num_steps: int, directory: Path | None = None, **settings: object) -> Training:
+    return train(Stack, batches(num_steps), directory, call=lambda m, b: m(**b), **settings)
+
+
+def plan_of(placements: Iterable[Placement]) -> Plan:
+    named = zip(LAYERS, placements, strict=True)
+    return Plan(
+        tuple(PlannedPart(0, name, "layer", placement, 1 << 20) for name, placement in named)
+    )
+
+
+def test_a_plan_is_followed_layer_by_layer_and_recomputation_has_the_same_dropout(
+    tmp_path: Path,
+) -> None:
+    keep, recompute, ssd = Placement.KEEP, Placement.RECOMPUTE, Placement.SSD
+    plan_file = tmp_path / "plan.json"
+    save_plans(plan_file, [plan_of([ssd, recompute, keep, recompute, ssd, keep])])
+    found = trained(4, tmp_path, mode="auto", plan_file=plan_file)
+    assert found == trained(4)
+    everything = trained(4, tmp_path).statistics[-1]
+    for step in found.statistics:
+        assert step["recomputed_layers"] == 2
+        # What is outside of layers goes where everything goes without a plan.
+        assert 0.3 < step["offloaded_bytes"] / everything["offloaded_bytes"] < 0.45
+
+
+def test_auto_plans_within_a_budget_and_changes_no_bit(tmp_path: Path) -> None:
+    settings = {"mode": "auto", "memory_budget_bytes": "24MiB", "run_directory": tmp_path}
+    plan_file = tmp_path / "plan.json"
+    found = trained(10, tmp_path, plan_file=plan_file, **settings)
+    assert found == trained(10)
+    assert [step["plans"] for step in found.statistics[:4]] == [0, 0, 0, 1]
+    assert found.statistics[-1]["predicted_peak_bytes"] > 0
+    profile = json.loads((tmp_path / "activation-profile-stage0.json").read_text())
+    assert [layer["name"] for layer in profile["layers"]] == LAYERS
+    assert all(layer["recompute_s"] is not None for layer in profile["layers"])
+    assert [part.layer for part in load_plans(plan_file)[0].parts] == LAYERS
+
+
+def test_what_was_recomputed_while_it_was_measured_is_known_from_before(tmp_path: Path) -> None:
+    """A disk that is far too slow: later plans still know the bytes of recomputed layers."""
+    found = trained(
+        14,
+        tmp_path,
+        mode="auto",
+        max_slowdown="3",
+        write_bytes_per_s="2MB/s",
+        inflight_bytes="1MiB",
+    )
+    assert found == trained(14)
+    recomputed = [step["recomputed_layers"] for step in found.statistics]
+    assert recomputed[0] == 0 and recomputed[-1] > 0
+    assert found.statistics[-1]["plans"] >= 2
+
+
+def test_a_timeline_shows_the_layers(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    trained(2, tmp_path, trace_file=trace)
+    names = {event.get("name") for event in json.loads(trace.read_text())}
+    assert {*LAYERS, "backward micro-batch 0", f"{LAYERS[-1]} backward"} <= names
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
+    plan_file = tmp_path / "plan.json"
+    save_plans(plan_file, [Plan((PlannedPart(0, "blocks.0", "layer", Placement.SSD, 1),))])
+    with pytest.raises(ConfigurationError, match=r"model has layer blocks\.1"):
+        trained(1, tmp_path, mode="auto", plan_file=plan_file)
+
+
+def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no modules that repeat"):
+        offload_activations(torch.nn.Linear(4, 4), tmp_path, mode="auto")
+
+
+def test_layers_that_nobody_calls_are_refused_after_the_first_step(tmp_path: Path) -> None:
+    def call(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return model.get_submodule("first")(batch["x"]).square().mean()
+
+    with pytest.raises(ConfigurationError, match="none of the 6 layers was called"):
+        train(Stack, batches(2), tmp_path, call=call, mode="auto")
