@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -375,6 +375,28 @@ class OffloadConfig:
         for flag in sorted(flags, key=len, reverse=True):
             message = message.replace(flag, flags[flag])
         return message
+
+    @classmethod
+    def from_flags(cls, flags: Sequence[str]) -> OffloadConfig:
+        """The config that flags on a command line ask for.
+
+        Raises:
+            ConfigurationError: the flags contradict each other.
+        """
+        parser = argparse.ArgumentParser()
+        cls.add_arguments(parser)
+        return cls.from_args(parser.parse_args(flags))
+
+    @classmethod
+    def flags_of(cls, settings: Mapping[str, Any]) -> list[str]:
+        """Flags that `from_flags` reads these fields from; defaults are left out."""
+        flags: list[str] = []
+        for spec in dataclasses.fields(cls):
+            value = settings.get(spec.name, spec.default)
+            if value != spec.default:
+                parts = value if isinstance(value, tuple) else (value,)
+                flags += [spec.metadata["flag"], ",".join(map(str, parts))]
+        return flags
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> OffloadConfig:

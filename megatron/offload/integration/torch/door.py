@@ -7,18 +7,21 @@ model's forward hooks do the rest (`passes.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.layers import find_layers
-from megatron.offload.integration.torch.offload import ActivationOffload
-from megatron.offload.integration.torch.ranks import local_world_size
+from megatron.offload.integration.torch.measured_run import MeasuredRun
+from megatron.offload.integration.torch.offload import ActivationOffload, speaking_of_settings
+from megatron.offload.integration.torch.ranks import local_world_size, rank
 from megatron.offload.integration.torch.refusals import check_models
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.tiers.open import check_tiers
@@ -31,6 +34,7 @@ def offload_activations(
     mode: str | None = None,
     layers: Iterable[str | type[torch.nn.Module]] | None = None,
     run_directory: str | os.PathLike[str] | None = None,
+    metrics_file: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> ActivationOffload:
     """Moves what a model saves for backward to SSDs or host memory while it trains.
@@ -52,6 +56,8 @@ def offload_activations(
             classes or patterns of module names such as `model.layers.*`. Default: modules of one
             class that stand in a ModuleList or Sequential.
         run_directory: with `auto`, where what was measured is written.
+        metrics_file: gets a JSON line for each step of the first rank: its time, its peak memory,
+            its loss and what moved; `megatron-offload report` makes a table of several.
         settings: any other field of `OffloadConfig` by its name; sizes as numbers or as text:
             `memory_budget_bytes="12GiB"`, `min_bytes="256KiB"`.
 
@@ -63,20 +69,32 @@ def offload_activations(
     """
     models = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
     check_models(models)
-    config = config_of(directory, mode, settings)
-    found = find_layers(models, layers)
-    if config.enabled:
-        check_tiers(config, reserve_bytes=0, num_local_ranks=local_world_size())
-        if config.plans:
-            check_libraries("mode='auto'")
-            if not found:
-                raise ConfigurationError(
-                    "auto decides layer by layer, and this model has no modules that repeat; name "
-                    "its layers with layers=, or use mode='ssd' or 'host'"
-                )
-    return ActivationOffload(
+    with speaking_of_settings():
+        config = config_of(directory, mode, settings)
+        measured = MeasuredRun.of_environment()
+        if measured is not None:
+            if measured.flags_file is not None:
+                _tell(config, Path(measured.flags_file))
+            config = measured.config(config)
+            run_directory = measured.run_directory or run_directory
+            metrics_file = measured.metrics_file or metrics_file
+        found = find_layers(models, layers)
+        if config.enabled:
+            check_tiers(config, reserve_bytes=0, num_local_ranks=local_world_size())
+            if config.plans:
+                check_libraries("mode='auto'")
+                if not found:
+                    raise ConfigurationError(
+                        "auto decides layer by layer, and this model has no modules that repeat; "
+                        "name its layers with layers=, or use mode='ssd' or 'host'"
+                    )
+    offload = ActivationOffload(
         config, models, found, run_directory=None if run_directory is None else Path(run_directory)
     )
+    if metrics_file is not None and rank() == 0:
+        in_turns = measured is not None and measured.in_turns
+        offload.log_steps(Path(metrics_file), in_turns=in_turns)
+    return offload
 
 
 def config_of(
@@ -97,3 +115,10 @@ def config_of(
     if mode is None:
         mode = "ssd" if directories else "host"
     return OffloadConfig.from_settings({"mode": mode, "directories": directories, **settings})
+
+
+def _tell(config: OffloadConfig, path: Path) -> NoReturn:
+    """Writes what the script asks for, and ends it: that was all that was wanted of it."""
+    settings = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
+    path.write_text("\n".join(OffloadConfig.flags_of(settings)) + "\n")
+    sys.exit(0)

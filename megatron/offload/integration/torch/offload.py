@@ -29,13 +29,28 @@ from megatron.offload.integration.torch.parameters import (
 )
 from megatron.offload.integration.torch.passes import Passes
 from megatron.offload.integration.torch.ranks import local_world_size, planned_stage, rank
+from megatron.offload.integration.torch.step_log import StepLog
 from megatron.offload.integration.training_steps import TrainingSteps
 
 logger = logging.getLogger(__name__)
 
 # A model has one handle at a time: two would take each other's tensors.
-_handles: weakref.WeakKeyDictionary[torch.nn.Module, ActivationOffload]
-_handles = weakref.WeakKeyDictionary()
+_handles: weakref.WeakSet[ActivationOffload] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for handle in list(_handles):
+        handle.close()
+
+
+@contextlib.contextmanager
+def speaking_of_settings() -> Iterator[None]:
+    """What cannot work is said in the names of settings, not of command-line flags."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise ConfigurationError(OffloadConfig.in_settings(str(error))) from None
 
 
 class ActivationOffload:
@@ -70,6 +85,8 @@ class ActivationOffload:
         self._calls = LayerCalls(layers)
         self._passes = Passes(self._open, self._step, self._calls.recomputing)
         self._hooks = ModuleHooks()
+        self._log: StepLog | None = None
+        self._log_hooks = ModuleHooks()
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # sharded modules
         self._num_steps = 0
         self._summary = ""
@@ -77,13 +94,17 @@ class ActivationOffload:
         self._is_closed = not config.enabled
         if config.enabled:
             self._hook(layers)
-            atexit.register(self.close)
+        _handles.add(self)
 
     def __enter__(self) -> ActivationOffload:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def _hooked(self) -> Sequence[torch.nn.Module]:
+        return () if self._is_closed else self._models
 
     @property
     def engine(self) -> OffloadEngine | None:
@@ -111,15 +132,30 @@ class ActivationOffload:
 
         return report_of(self._config, self._models, self.layers, self.engine, self.summary())
 
+    def log_steps(self, path: Path, *, in_turns: bool = False) -> None:
+        """Writes a line for each step from now on.
+
+        Args:
+            path: of the file.
+            in_turns: each step waits for a line on the standard input.
+        """
+        self._log = log = StepLog(path, lambda: self.statistics, in_turns=in_turns)
+        for model in self._models:
+            self._log_hooks.add(model, log.begin, log.end, outside_of_graphs=True)
+
+    def _close_log(self) -> None:
+        if self._log is not None:
+            self._log_hooks.remove()
+            self._log.close()
+            self._log = None
+
     def close(self) -> None:
         """Takes the hooks off, waits for transfers and gives memory and disk space back."""
+        self._close_log()
         if self._is_closed:
             return
         self._is_closed = True
-        atexit.unregister(self.close)
         self._hooks.remove()
-        for model in self._models:
-            _handles.pop(model, None)
         self._passes.close()
         if self._steps is None:
             logger.warning(
@@ -135,15 +171,13 @@ class ActivationOffload:
     # -- Hooks ----------------------------------------------------------------------------------
 
     def _hook(self, layers: Mapping[torch.nn.Module, str]) -> None:
-        modules = [one for model in self._models for one in model.modules()]
-        for module in modules:
-            if module in _handles:
+        modules = {one for model in self._models for one in model.modules()}
+        for model in (one for handle in _handles for one in handle._hooked):
+            if not modules.isdisjoint(model.modules()):
                 raise ConfigurationError(
-                    f"the activations of {type(module).__name__} are offloaded already; close the "
+                    f"the activations of {type(model).__name__} are offloaded already; close the "
                     "first handle, or give all models in one call"
                 )
-        for model in self._models:
-            _handles[model] = self
         # Trainers call parts of a model by themselves: the body, and the head in pieces.
         for module in dict.fromkeys(one for model in self._models for one in _outermost(model)):
             self._hooks.add(
@@ -176,14 +210,16 @@ class ActivationOffload:
     def _open(self) -> TrainingSteps:
         first = next((p for model in self._models for p in model.parameters()), None)
         device = open_device(torch.device("cpu") if first is None else first.device)
-        self._steps = TrainingSteps(
-            self._config,
-            device,
-            rank=rank(),
-            num_local_ranks=local_world_size(),
-            planned=lambda: planned_stage(self.layers, device.device),
-            run_directory=self._run_directory,
-        )
+        with speaking_of_settings():
+            self._steps = TrainingSteps(
+                self._config,
+                device,
+                rank=rank(),
+                num_local_ranks=local_world_size(),
+                planned=lambda: planned_stage(self.layers, device.device),
+                run_directory=self._run_directory,
+            )
+        weakref.finalize(self, self._steps.close)  # if nobody closes it, and nobody has it any more
         self._calls.connect(self._passes, self._steps.engine, self._steps.profiler)
         return self._steps
 

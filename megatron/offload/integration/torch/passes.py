@@ -112,7 +112,7 @@ class Passes:
         if not torch.is_grad_enabled():
             self._pause()
             return
-        if not _can_hook() or getattr(_of_thread, "is_open", False):
+        if not can_hook() or getattr(_of_thread, "is_open", False):
             return
         steps = self._steps = self._steps or self._open_steps()
         self._go_on(steps)
@@ -255,7 +255,7 @@ class Passes:
         self._steps = None
 
 
-def _can_hook() -> bool:
+def can_hook() -> bool:
     """Whether autograd takes hooks here: not in a backward pass, nor in a torch.func transform."""
     if _in_backward() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A line for each training step in a file: `StepLog`. `megatron-offload report` reads it.
+
+It sees steps by itself, so that a run without offload is measured in the same way. The handle
+opens it; nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from megatron.offload.device.open import open_device
+from megatron.offload.integration.torch.passes import can_hook
+from megatron.offload.stats.memory import PeakMemory
+
+
+class StepLog:
+    """Writes what each step took. A step is a forward pass and what follows until the next one.
+
+    Args:
+        path: of the file; its folder is made.
+        statistics: of the step, from the engine; empty without offload.
+        in_turns: each step waits for a line on the standard input.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        statistics: Callable[[], Mapping[str, int | float]],
+        *,
+        in_turns: bool = False,
+    ) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        self._statistics = statistics
+        self._in_turns = in_turns
+        self._memory: PeakMemory | None = None
+        self._depth = 0  # of calls of hooked modules within each other
+        self._number = 0  # of the step under way, from 1
+        self._began_s = self._ended_s = 0.0
+        self._tokens = 0
+        self._loss: torch.Tensor | None = None
+        self._peak_bytes: int | None = None
+
+    def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hooked module is called: if it is a training's forward pass, a step begins."""
+        self._depth += 1
+        if self._depth > 1 or not torch.is_grad_enabled() or not can_hook():
+            return
+        self._end_step(time.perf_counter())
+        if self._in_turns and not sys.stdin.readline():
+            sys.exit(0)
+        if self._memory is None:
+            first = next(module.parameters(), torch.empty(0))
+            self._memory = PeakMemory(open_device(first.device))
+        self._number += 1
+        self._tokens = _tokens_of((args, kwargs))
+        self._memory.begin_step()
+        self._peak_bytes = None
+        self._began_s = self._ended_s = time.perf_counter()
+
+    def end(self, module: torch.nn.Module, result: Any) -> None:
+        """The call of a hooked module has ended."""
+        self._depth = max(self._depth - 1, 0)
+        if self._depth or not self._number or not torch.is_grad_enabled() or not can_hook():
+            return
+        self._loss = _loss_of(result)
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                one.register_hook(self._begin_backward)
+
+    def close(self) -> None:
+        """Writes the last step, as long as its passes took."""
+        self._end_step(self._ended_s)
+        self._file.close()
+
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self._memory is not None:
+            self._peak_bytes = max(self._memory.end_step(), self._peak_bytes or 0)
+        self._ended_s = time.perf_counter()
+
+    def _end_step(self, ended_s: float) -> None:
+        number, loss = self._number, self._loss
+        if not number or self._file.closed or self._memory is None:
+            return
+        self._loss = None
+        seconds = max(ended_s - self._began_s, 1e-9)
+        peak_bytes = self._memory.end_step() if self._peak_bytes is None else self._peak_bytes
+        line: dict[str, Any] = {
+            "step": number,
+            "loss": None if loss is None else loss.item(),
+            "grad_norm": None,
+            "step_time_s": seconds,
+            "tokens_per_s": self._tokens / seconds,
+            "peak_activation_bytes": peak_bytes,
+            "peak_activation_bytes_rank0": peak_bytes,
+        }
+        statistics = self._statistics()
+        if statistics:
+            line["offload"] = dict(statistics)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def _tokens_of(inputs: Any) -> int:
+    """Tokens of a batch of text, or samples of any other."""
+    tensors = [one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor) and one.dim()]
+    for one in tensors:
+        if one.dim() == 2 and not one.is_floating_point():
+            return one.numel()
+    return tensors[0].shape[0] if tensors else 0
+
+
+def _loss_of(result: Any) -> torch.Tensor | None:
+    """The loss that a model returns, if it is one of those that do."""
+    if isinstance(result, Mapping):
+        result = result.get("loss")
+    elif not isinstance(result, torch.Tensor):
+        result = getattr(result, "loss", result[0] if isinstance(result, tuple | list) else None)
+    is_number = isinstance(result, torch.Tensor) and result.numel() == 1
+    return result.detach() if is_number else None
