@@ -5,7 +5,9 @@ megatron-offload doctor [--activation-offload-dir DIR ...] [--json]
 megatron-offload plan (--profile FILE | --hardware GPU --num-layers N ...) [--output PLAN.json]
 megatron-offload rok [--micro-batch-sizes N,...] [--budgets N] [--check]
 megatron-offload bench [--directory DIR] [--quick] [--json FILE] [--plot FILE]
-megatron-offload report runs/NAME/metrics.jsonl [...]
+megatron-offload report (runs/NAME/metrics.jsonl ... | --script train.py)
+
+doctor, rok and report also take a training script that calls `offload_activations`, with --script.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from pathlib import Path
 from megatron.offload.commands.bench import arguments as benchmark
 from megatron.offload.commands.doctor.examine import examine
 from megatron.offload.commands.plan import arguments as planning
-from megatron.offload.commands.report import compare_runs
+from megatron.offload.commands.report import compare_runs, compare_script
 from megatron.offload.commands.rok import arguments as curve
 from megatron.offload.commands.training_runs.run import RunError
+from megatron.offload.commands.training_runs.script import add_script_arguments, flags_of_script
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.connect import SUPPORTED_VERSIONS
@@ -49,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="do not measure the drives, which takes up to 10 seconds for each directory",
     )
+    add_script_arguments(doctor)
     OffloadConfig.add_arguments(doctor)
     plan = commands.add_parser(
         "plan",
@@ -75,11 +79,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "report",
         help="table of runs: losses, step time, peak activation memory, bytes moved",
         description="Prints a row for each run: medians over all steps but the first. The first "
-        "run is the one that others are compared with.",
+        "run is the one that others are compared with. With --script, a script that calls "
+        "offload_activations is run without offload and as it is.",
     )
-    report.add_argument("metrics", nargs="+", type=Path, help="a run's metrics.jsonl")
+    report.add_argument("metrics", nargs="*", type=Path, help="a run's metrics.jsonl")
+    add_script_arguments(report)
+    report.add_argument(
+        "--steps", type=int, default=8, metavar="N", help="of the script; default: 8"
+    )
     args = parser.parse_args(argv)
+    if args.command == "report" and bool(args.metrics) == (args.script is not None):
+        report.error("give either files or --script")
     try:
+        if args.command == "doctor" and args.script is not None:
+            doctor.parse_args(flags_of_script(args.script, args.script_args), args)
         if args.command == "doctor":
             return _doctor(args)
         if args.command == "plan":
@@ -91,7 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _rok(args, sys.argv[1:] if argv is None else argv)
         if args.command == "bench":
             return _bench(args, argv)
-        print(compare_runs(args.metrics))
+        if args.script is not None:
+            print(compare_script(args.script, args.script_args, args.steps))
+        else:
+            print(compare_runs(args.metrics))
     except (ConfigurationError, RunError) as error:
         print(f"megatron-offload: error: {error}", file=sys.stderr)
         return 2

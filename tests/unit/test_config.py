@@ -150,3 +150,37 @@ def test_what_is_no_slowdown_says_so(text, capsys):
     with pytest.raises(SystemExit):
         parse("--activation-offload-max-slowdown", text)
     assert "is no slowdown; write" in capsys.readouterr().err
+
+
+def test_settings_are_fields_by_name_and_text_is_read_as_a_flag_is():
+    config = OffloadConfig.from_settings(
+        {"mode": "tiered", "directories": "/a,/b", "min_bytes": "4KiB", "threads": 2}
+    )
+    assert config == OffloadConfig(
+        mode="tiered", directories=(Path("/a"), Path("/b")), min_bytes=4096, threads=2
+    )
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_name():
+    with pytest.raises(ConfigurationError, match="no setting 'min_byte'; did you mean min_bytes"):
+        OffloadConfig.from_settings({"min_byte": 1})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OffloadConfig(),
+        OffloadConfig(mode="ssd", directories=(Path("/a"), Path("/b")), min_bytes=1, threads=8),
+        OffloadConfig(mode="host", host_budget=0.25, recompute_layers=LayerSet.parse("0-3,x.y.7")),
+        OffloadConfig(mode="auto", max_slowdown=0.5, write_bytes_per_s=1e6, plan_file=Path("/p")),
+    ],
+    ids=["off", "ssd", "host", "auto"],
+)
+def test_flags_say_all_that_a_config_says(config):
+    flags = OffloadConfig.flags_of(vars(config))
+    assert OffloadConfig.from_flags(flags) == config
+
+
+def test_a_sentence_about_flags_can_be_said_of_settings():
+    said = OffloadConfig.in_settings("--activation-offload auto needs --activation-memory-budget")
+    assert said == "mode auto needs memory_budget_bytes"

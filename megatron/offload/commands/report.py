@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What finished runs did, from their `metrics.jsonl`: `compare_runs`. The CLI calls it."""
+"""What runs did, from their `metrics.jsonl`: `compare_runs`, `compare_script`.
+
+The command line calls them. Only the second one starts anything.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
+from megatron.offload.commands.training_runs.script import ScriptTrainer
+from megatron.offload.commands.training_runs.trainer import METRICS, PLACEMENT_FLAGS
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import format_size
 
@@ -46,7 +54,7 @@ def compare_runs(paths: Sequence[Path]) -> str:
             (
                 path.parent.name or path.name,
                 str(len(steps)),
-                f"{steps[-1]['loss']:.4f}",
+                "-" if steps[-1]["loss"] is None else f"{steps[-1]['loss']:.4f}",
                 _same_losses(first, steps),
                 f"{_median(steady, 'step_time_s'):.3f}",
                 format_size(max(step["peak_activation_bytes"] for step in steady)),
@@ -55,6 +63,31 @@ def compare_runs(paths: Sequence[Path]) -> str:
             )
         )
     return tabulate(rows, tablefmt="plain", disable_numparse=True)
+
+
+def compare_script(script: Path, arguments: str, num_steps: int) -> str:
+    """Runs a script without offload and as it is, and gives the table of both.
+
+    Args:
+        script: with `offload_activations` in it.
+        arguments: of the script, in one string.
+        num_steps: of each run.
+
+    Raises:
+        RunError: one of them failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatron-offload-") as folder:
+        trainer = ScriptTrainer(script, shlex.split(arguments), Path(folder))
+        for name, flags in (("off", PLACEMENT_FLAGS["off"]), ("offload", ())):
+            print(f"{script.name}: {num_steps} steps, {name}", file=sys.stderr, flush=True)
+            trainer.train(
+                name,
+                flags,
+                "offload",
+                Path(folder) / name,
+                enough=lambda steps: len(steps) >= num_steps,
+            )
+        return compare_runs([Path(folder) / name / METRICS for name in ("off", "offload")])
 
 
 def _median(steps: list[dict[str, Any]], name: str) -> float:
@@ -66,6 +99,8 @@ def _median(steps: list[dict[str, Any]], name: str) -> float:
 def _same_losses(first: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
     wanted = {step["step"]: step["loss"] for step in first}
     common = [step for step in other if step["step"] in wanted]
+    if all(step["loss"] is None for step in first):
+        return "unknown"
     if not common:
         return "no common step"
     for step in common:

@@ -9,6 +9,7 @@ import importlib.util
 from pathlib import Path
 
 from megatron.offload.commands.rok.strategy import DEFAULT_STRATEGIES, STRATEGIES
+from megatron.offload.commands.training_runs.script import add_script_arguments
 from megatron.offload.commands.training_runs.trainer import CHECKOUT, add_training_arguments
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.errors import ConfigurationError
@@ -18,12 +19,14 @@ from megatron.offload.sizes import parse_rate, parse_size
 DESCRIPTION = """\
 Measures the recompute-offload-keep (ROK) curve of SSDTrain (arXiv 2408.10013) on this machine: peak
 activation memory against speed, one point for each strategy and batch size. It trains a GPT with
-the trainer of this checkout, a process for each point; on a CPU they take turns, step by step, else
-there are several rounds in changing order. It writes rok.png, rok.svg, rok.csv and rok.json.
+the trainer of this checkout, or runs a script of yours, a process for each point; on a CPU they
+take turns, step by step, else there are several rounds in changing order. It writes rok.png,
+rok.svg, rok.csv and rok.json.
 
   megatron-offload rok                                  # 8 layers, one batch size
   megatron-offload rok --micro-batch-sizes 2,4,8 --budgets 3
   megatron-offload rok --activation-offload-write-limit 150MB/s --check
+  megatron-offload rok --script train.py                # any script with offload_activations
 
 off          keep everything
 recompute    recompute every layer (Megatron's --recompute-granularity full)
@@ -48,6 +51,7 @@ Exit code: 0 done, 1 with --check: auto lost or losses differ, 2 it could not be
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds all flags of `megatron-offload rok`."""
     training = add_training_arguments(parser, num_layers=8, seq_length=256, vocab_size=1024)
+    add_script_arguments(training)
     training.add_argument(
         "--micro-batch-sizes",
         type=_counts,
@@ -59,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_argument(
         "--strategies",
         type=_strategies,
-        default=list(DEFAULT_STRATEGIES),
+        default=None,
         metavar="NAME,...",
         help=f"default: {','.join(DEFAULT_STRATEGIES)}; also: host, tiered",
     )
@@ -137,12 +141,15 @@ def check_arguments(args: argparse.Namespace) -> None:
         )
     if args.redraw is not None:
         return
-    for package in ("megatron.core", "tqdm"):
+    if args.script is not None:
+        _check_script(args)
+    args.strategies = args.strategies or list(DEFAULT_STRATEGIES)
+    for package in ("tqdm",) if args.script is not None else ("megatron.core", "tqdm"):
         if importlib.util.find_spec(package) is None:
             raise ConfigurationError(
                 f"rok trains, which needs {package}; pip install 'megatron-offload[examples]'"
             )
-    if not args.trainer.is_file():
+    if args.script is None and not args.trainer.is_file():
         raise ConfigurationError(
             f"there is no trainer at {args.trainer}, which is no part of the installed package; "
             "run this from a checkout of megatron-offload or give --trainer"
@@ -170,6 +177,18 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigurationError(f"--output {args.output} is not empty; name a new folder")
     # What the trainer's flags are made from, see `training_flags`: random tokens will do.
     args.mock_data = args.data_path is None
+
+
+def _check_script(args: argparse.Namespace) -> None:
+    """Also sets what a script decides itself: how large a batch is."""
+    if not args.script.is_file():
+        raise ConfigurationError(f"there is no script {args.script}")
+    chosen = args.strategies or [one for one in DEFAULT_STRATEGIES if one != "selective"]
+    if "selective" in chosen:
+        raise ConfigurationError(
+            "selective is Megatron's own recomputation; leave it out of --strategies with --script"
+        )
+    args.strategies, args.micro_batch_sizes = chosen, [1]
 
 
 def _strategies(text: str) -> list[str]:

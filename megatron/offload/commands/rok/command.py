@@ -23,6 +23,7 @@ from megatron.offload.commands.rok.text import measurements_table, verdict_table
 from megatron.offload.commands.rok.verdict import verdicts_of
 from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
 from megatron.offload.commands.training_runs.run import Run, first_difference
+from megatron.offload.commands.training_runs.script import ScriptTrainer
 from megatron.offload.commands.training_runs.trainer import Trainer, training_flags
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.sizes import parse_rate
@@ -56,11 +57,18 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
 def _measured(args: argparse.Namespace, command: Sequence[str]) -> Result:
     args.output.mkdir(parents=True, exist_ok=True)
     args.activation_offload_dir.mkdir(parents=True, exist_ok=True)
-    flags = training_flags(args)
+    limit: list[str] = []
     if args.activation_offload_write_limit is not None:
-        limit = str(round(parse_rate(args.activation_offload_write_limit)))
-        flags += ["--activation-offload-write-limit", limit]
-    trainer = Trainer(args.trainer, flags, args.activation_offload_dir)
+        rate = str(round(parse_rate(args.activation_offload_write_limit)))
+        limit = ["--activation-offload-write-limit", rate]
+    if args.script is not None:
+        flags = shlex.split(args.script_args)
+        trainer: Trainer = ScriptTrainer(
+            args.script, flags, args.activation_offload_dir, offload_flags=limit
+        )
+    else:
+        flags = [*training_flags(args), *limit]
+        trainer = Trainer(args.trainer, flags, args.activation_offload_dir)
     conditions = {
         "command": shlex.join(command),
         "trainer_flags": flags,
@@ -119,6 +127,8 @@ def _differences(runs: Sequence[Run]) -> Iterator[str]:
 
 def _title(args: argparse.Namespace) -> str:
     limit = args.activation_offload_write_limit
+    if args.script is not None:
+        return f"{args.script.name}{f', writes limited to {limit}' if limit else ''}"
     return (
         f"GPT, {args.num_layers} layers, hidden size {args.hidden_size}, "
         f"sequence length {args.seq_length}{f', writes limited to {limit}' if limit else ''}"

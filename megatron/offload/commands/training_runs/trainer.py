@@ -51,6 +51,8 @@ PLACEMENT_FLAGS: dict[str, list[str]] = {
 # Without offload: on a CPU they run with either allocator.
 WITHOUT_OFFLOAD = ("off", "recompute", "selective")
 
+METRICS = "metrics.jsonl"  # of a run, in its folder
+
 _POLL_S = 0.1
 _TAIL_LINES = 15
 _LIBC = ctypes.CDLL(None)
@@ -139,29 +141,38 @@ class Trainer:
             in_turns: it takes a step only when `Training.step` says so.
         """
         folder.mkdir(parents=True)
-        metrics = folder / "metrics.jsonl"
+        arguments, variables = self.how_to_run(flags, folder / METRICS, in_turns=in_turns)
         launch = ["-m", "torch.distributed.run", "--standalone"]
         launch += [f"--nproc-per-node={self.processes}"]
         command = [
             *(sys.executable, *(launch if self.processes > 1 else []), str(self.script)),
-            *self.flags,
-            *flags,
-            *("--activation-offload-dir", str(self.offload_dir)),
-            *("--metrics-file", str(metrics)),
-            *(["--wait-for-input"] if in_turns else []),
+            *arguments,
         ]
         with (folder / "output.log").open("wb") as output:
             output.write((shlex.join(command) + "\n").encode())
             output.flush()
             process = subprocess.Popen(
                 command,
-                env=_environment(allocator),
+                env=_environment(allocator) | variables,
                 stdin=subprocess.PIPE if in_turns else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 preexec_fn=_die_with_parent if in_turns else None,
             )
         return Training(name, process, folder, self.patience_s)
+
+    def how_to_run(
+        self, flags: Sequence[str], metrics: Path, *, in_turns: bool
+    ) -> tuple[list[str], dict[str, str]]:
+        """The arguments of the script for one training, and the variables of its environment."""
+        arguments = [
+            *self.flags,
+            *flags,
+            *("--activation-offload-dir", str(self.offload_dir)),
+            *("--metrics-file", str(metrics)),
+            *(["--wait-for-input"] if in_turns else []),
+        ]
+        return arguments, {}
 
 
 class Training:
@@ -173,7 +184,7 @@ class Training:
         self.steps: Steps = []  # taken so far
         self._name = name
         self._process = process
-        self._metrics, self._log = folder / "metrics.jsonl", folder / "output.log"
+        self._metrics, self._log = folder / METRICS, folder / "output.log"
         self._patience_s = patience_s
 
     def __enter__(self) -> Training:

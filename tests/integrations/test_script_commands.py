@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`report`, `doctor` and `rok` with `--script`: a training script that calls the door."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megatron.offload import cli
+
+SCRIPT = """
+    import sys, torch
+    from megatron.offload import offload_activations
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(64, 64)
+            self.layers = torch.nn.Sequential(*(
+                torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.GELU())
+                for _ in range(4)
+            ))
+
+        def forward(self, x):
+            return self.layers(self.first(x)).square().mean()
+
+    torch.manual_seed(0)
+    model = Model()
+    offload_activations(model, sys.argv[1], min_bytes="16KiB", write_bytes_per_s="4GB/s")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for step in range(int(sys.argv[2])):
+        model(torch.randn(256, 64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+def arguments(tmp_path: Path, num_steps: int = 60) -> list[str]:
+    return ["--script-args", f"{tmp_path} {num_steps}"]
+
+
+def test_report_runs_it_without_offload_and_as_it_is(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["report", "--script", str(script), "--steps", "4", *arguments(tmp_path, 4)]
+    assert cli.main(command) == 0
+    _, off, offload = capsys.readouterr().out.splitlines()
+    assert off.split()[:2] == ["off", "4"] and "identical" in off and " 0 B " in off
+    assert offload.split()[:2] == ["offload", "4"] and "identical" in offload
+    assert " 0 B " not in offload
+
+
+def test_doctor_looks_at_the_settings_in_it(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.main(["doctor", "--no-bandwidth", "--script", str(script), *arguments(tmp_path)]) == 0
+    )
+    found = capsys.readouterr().out
+    assert f"Directory {tmp_path}" in found and "--activation-offload ssd" in found
+    missing = ["--script-args", f"{tmp_path / 'missing'} 4"]
+    assert cli.main(["doctor", "--no-bandwidth", "--script", str(script), *missing]) == 1
+
+
+def test_rok_measures_it(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "rok"
+    command = ["rok", "--script", str(script), *arguments(tmp_path, 300)]
+    command += ["--strategies", "off,recompute,ssd", "--steps", "2", "--no-turns", "--rounds", "1"]
+    command += ["--output", str(output), "--activation-offload-dir", str(tmp_path / "offload")]
+    assert cli.main(command) == 0
+    result = json.loads((output / "rok.json").read_text())
+    assert result["title"] == "train.py" and not result["differences"]
+    written = {one["placement"]: one["written_bytes"] for one in result["figures"]}
+    assert written["off"] == written["recompute"] == 0 < written["ssd"]
+    log = next((output / "trainings").glob("*recompute*/metrics.jsonl")).read_text()
+    assert {json.loads(line)["offload"]["recomputed_layers"] for line in log.splitlines()} == {4}
+
+
+def test_a_script_without_the_door_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "other.py"
+    script.write_text("print('hello')\n")
+    assert cli.main(["doctor", "--script", str(script)]) == 2
+    error = capsys.readouterr().err
+    assert "exit code 0 and did not call offload_activations" in error and "hello" in error
+
+
+@pytest.mark.parametrize("command", [["report"], ["report", "a.jsonl", "--script", "b.py"]])
+def test_report_takes_files_or_a_script(command: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(command)
+
+
+def test_selective_recomputation_is_megatrons(script: Path, tmp_path: Path) -> None:
+    command = ["rok", "--script", str(script), "--strategies", "off,selective"]
+    assert cli.main(command) == 2
