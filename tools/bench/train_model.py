@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a model of transformers in one way, a step for each line on its input.
+
+`models.py` starts it and reads its metrics. Tokens are random, the same in every way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import json
+import logging
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from megatron.offload import offload_activations
+from megatron.offload.device.open import open_device
+from megatron.offload.stats.memory import PeakMemory
+
+_DIGESTED_STEPS = 4
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def make_model(args: argparse.Namespace) -> Any:
+    """A new model, from a fixed seed."""
+    torch.manual_seed(0)
+    if args.model == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=args.layers,
+            n_embd=args.hidden,
+            n_head=args.hidden // 64,
+            n_positions=args.sequence,
+            vocab_size=args.vocabulary,
+            use_cache=False,
+        )
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=args.layers,
+        hidden_size=args.hidden,
+        intermediate_size=8 * args.hidden // 3,
+        num_attention_heads=args.hidden // 64,
+        vocab_size=args.vocabulary,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def prepare(model: Any, args: argparse.Namespace) -> tuple[Context, Any]:
+    """Has the model train in the wanted way: a context for each forward pass, and our handle."""
+    if args.way in ("offload", "auto"):
+        settings: dict[str, Any] = {}
+        if args.way == "auto":
+            settings = {"mode": "auto", "memory_budget_bytes": args.budget}
+        return contextlib.nullcontext, offload_activations(
+            model, args.activation_offload_dir, **settings
+        )
+    if args.way == "checkpointing":
+        model.gradient_checkpointing_enable()
+    elif args.way == "save_on_cpu":
+        return torch.autograd.graph.save_on_cpu, None
+    elif args.way == "trl":
+        from trl.models.activation_offloading import OffloadActivations
+
+        offloading = OffloadActivations()
+        return lambda: offloading, None
+    elif args.way == "torchtune":
+        module = _peer(args.peers, "torchtune/training/_activation_offloading.py")
+        offloading = module.OffloadActivations()
+        return lambda: offloading, None
+    elif args.way == "axolotl_disk":
+        # The file asks for nothing else of its package.
+        sys.modules["axolotl.utils.logging"] = types.ModuleType("axolotl.utils.logging")
+        sys.modules["axolotl.utils.logging"].get_logger = logging.getLogger  # type: ignore[attr-defined]
+        disk = _peer(args.peers, "axolotl/monkeypatch/gradient_checkpointing/offload_disk.py")
+        for layer in model.modules():
+            if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
+                layer.gradient_checkpointing = True
+                layer._gradient_checkpointing_func = disk.Disco.apply
+    return contextlib.nullcontext, None
+
+
+def _peer(folder: Path | None, file: str) -> Any:
+    if folder is None or not (folder / file).is_file():
+        sys.exit(f"it is not installed here: no {file} in --peers")
+    sys.path.append(str(folder))
+    spec = importlib.util.spec_from_file_location("peer", folder / file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    """Differs if any bit does."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def train(args: argparse.Namespace) -> None:
+    """Until the input ends."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = make_model(args).to(device).train()
+    context, handle = prepare(model, args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    memory = PeakMemory(open_device(device))
+    shape = (args.batch, args.sequence)
+    with args.metrics_file.open("w") as metrics:
+        step = 0
+        while sys.stdin.readline():
+            step += 1
+            generator = torch.Generator().manual_seed(step)
+            tokens = torch.randint(0, args.vocabulary, shape, generator=generator).to(device)
+            torch.manual_seed(step)  # of dropout
+            began_s = time.perf_counter()
+            memory.begin_step()
+            with context():
+                loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            peak_bytes = memory.end_step()
+            seconds = time.perf_counter() - began_s
+            line: dict[str, Any] = {"step": step, "loss": loss.item()}
+            parameters = list(model.parameters())
+            if step <= _DIGESTED_STEPS:
+                line["gradients"] = digest([p.grad for p in parameters if p.grad is not None])
+            began_s = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds += time.perf_counter() - began_s
+            if step <= _DIGESTED_STEPS:
+                line["weights"] = digest(parameters)
+            line |= {
+                "step_time_s": seconds,
+                "tokens_per_s": tokens.numel() / seconds,
+                "peak_activation_bytes_rank0": peak_bytes,
+            }
+            if handle is not None:
+                line["offload"] = handle.statistics
+            metrics.write(json.dumps(line) + "\n")
+            metrics.flush()
+
+
+def main() -> None:
+    """Reads the flags and trains."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=("gpt2", "llama"), required=True)
+    parser.add_argument("--way", required=True)
+    parser.add_argument("--budget", type=int)
+    parser.add_argument("--peers", type=Path)
+    for name in ("layers", "hidden", "sequence", "batch", "vocabulary"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--activation-offload-dir", type=Path, required=True)
+    parser.add_argument("--metrics-file", type=Path, required=True)
+    parser.add_argument("--wait-for-input", action="store_true")
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
