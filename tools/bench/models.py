@@ -7,8 +7,8 @@
     tools/bench/models.py --models llama --ways none,offload,checkpointing,auto --budgets 700MiB
 
 Each way of training is a process of its own; they take turns, a step each, so that a machine that
-is slower for a while is so for all. On a CPU `none` and `checkpointing` run with two allocators, the
-C library's and the one that offload uses: time is compared with the faster `none` of the same turn,
+is slower for a while is so for all. On a CPU `none` and `checkpointing` run with two allocators,
+that of the C library and that of offload: time is compared with the faster `none` of the same turn,
 memory with the smaller one. Memory is the growth of the resident set over the state before a step.
 `identical`: losses of all steps, gradients of the first four and the weights after them have the
 same bits as those of `none`.
