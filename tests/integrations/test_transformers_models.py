@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,38 +14,216 @@ from tests.support.same_training import NUM_STEPS, Batch, train
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-TOKENS, WORDS = 64, 128
+from tests.support.text_models import (  # noqa: E402
+    HIDDEN,
+    LAYERS,
+    TOKENS,
+    WORDS,
+    checkpointed_llama,
+    llama,
+    text_batches,
+)
+
+Model = Callable[[], torch.nn.Module]
 
 
-def llama() -> torch.nn.Module:
-    """A Llama of four layers."""
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
+def gpt2() -> torch.nn.Module:
+    """With dropout, as its config has it."""
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=LAYERS,
+            n_embd=HIDDEN,
+            n_head=4,
+            n_positions=TOKENS,
             vocab_size=WORDS,
             use_cache=False,
         )
     )
 
 
-def text_batches() -> list[Batch]:
-    """Tokens that are their own labels."""
-    made = []
-    for step in range(NUM_STEPS):
-        tokens = torch.randint(0, WORDS, (2, TOKENS), generator=torch.Generator().manual_seed(step))
-        made.append({"input_ids": tokens, "labels": tokens})
-    return made
+def mixtral() -> torch.nn.Module:
+    """A mixture of four experts, of which two work on each token."""
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            hidden_size=HIDDEN,
+            intermediate_size=HIDDEN,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            vocab_size=WORDS,
+            output_router_logits=True,
+            use_cache=False,
+        )
+    )
+
+
+def t5() -> torch.nn.Module:
+    """Encoder and decoder, with dropout."""
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=HIDDEN,
+            d_kv=16,
+            d_ff=2 * HIDDEN,
+            num_layers=2,
+            num_heads=4,
+            vocab_size=WORDS,
+            decoder_start_token_id=0,
+            use_cache=False,
+        )
+    )
+
+
+def bert() -> torch.nn.Module:
+    """Predicts masked words, with dropout."""
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            hidden_size=HIDDEN,
+            intermediate_size=2 * HIDDEN,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            vocab_size=WORDS,
+            max_position_embeddings=TOKENS,
+        )
+    )
+
+
+def vit() -> torch.nn.Module:
+    """Classifies pictures of 32 by 32 points."""
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            hidden_size=HIDDEN,
+            intermediate_size=2 * HIDDEN,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            image_size=32,
+            patch_size=4,
+            num_labels=10,
+        )
+    )
+
+
+def whisper() -> torch.nn.Module:
+    """Speech to text."""
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            d_model=HIDDEN,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=2 * HIDDEN,
+            decoder_ffn_dim=2 * HIDDEN,
+            vocab_size=WORDS,
+            num_mel_bins=16,
+            max_source_positions=TOKENS,
+            max_target_positions=TOKENS,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+            use_cache=False,
+        )
+    )
+
+
+def _made(make: Callable[[torch.Generator], dict[str, torch.Tensor]]) -> list[Batch]:
+    return [make(torch.Generator().manual_seed(step)) for step in range(NUM_STEPS)]
+
+
+def pictures(dtype: torch.dtype) -> list[Batch]:
+    return _made(
+        lambda generator: {
+            "pixel_values": torch.randn(4, 3, 32, 32, generator=generator).to(dtype),
+            "labels": torch.randint(0, 10, (4,), generator=generator),
+        }
+    )
+
+
+def speech(dtype: torch.dtype) -> list[Batch]:
+    return _made(
+        lambda generator: {
+            "input_features": torch.randn(2, 16, 2 * TOKENS, generator=generator).to(dtype),
+            "labels": torch.randint(3, WORDS, (2, 32), generator=generator),
+        }
+    )
+
+
+def text(dtype: torch.dtype) -> list[Batch]:
+    return text_batches()
+
+
+MODELS: list[tuple[Model, Callable[[torch.dtype], list[Batch]], str]] = [
+    (gpt2, text, "transformer.h.0"),
+    (llama, text, "model.layers.0"),
+    (checkpointed_llama, text, "model.layers.0"),
+    (mixtral, text, "model.layers.0"),
+    (t5, text, "encoder.block.0"),
+    (bert, text, "bert.encoder.layer.0"),
+    (vit, pictures, "vit.layers.0"),
+    (whisper, speech, "model.encoder.layers.0"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("make", [llama])
+@pytest.mark.parametrize(
+    ("make", "batches", "first_layer"), MODELS, ids=[make.__name__ for make, _, _ in MODELS]
+)
 def test_a_model_trains_the_same(
-    make: Callable[[], torch.nn.Module], dtype: torch.dtype, tmp_path: Path
+    make: Model,
+    batches: Callable[[torch.dtype], list[Batch]],
+    first_layer: str,
+    dtype: torch.dtype,
+    tmp_path: Path,
 ) -> None:
-    expected = train(lambda: make().to(dtype), text_batches())
-    found = train(lambda: make().to(dtype), text_batches(), tmp_path)
+    def in_dtype() -> torch.nn.Module:
+        return make().to(dtype)
+
+    names: list[str] = []
+    expected = train(in_dtype, batches(dtype))
+    found = train(in_dtype, batches(dtype), tmp_path, wrap=_noting_layers(names))
     assert found == expected
-    assert all(one["offloaded_storages"] > 10 for one in found.statistics)
+    assert all(one["offloaded_storages"] > 5 for one in found.statistics)
+    assert found.statistics[-1]["tier_used_bytes"] == 0
+    assert names[0] == first_layer
+
+
+def _noting_layers(names: list[str]) -> Any:
+    from megatron.offload.integration.torch.layers import find_layers
+
+    def note(model: torch.nn.Module) -> torch.nn.Module:
+        names.extend(find_layers([model]).values())
+        return model
+
+    return note
+
+
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    return torch.compile(model)  # type: ignore[return-value]
+
+
+def compiled_by_layer(model: Any) -> torch.nn.Module:
+    for layer in model.model.layers:
+        layer.compile()
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """What is compiled adds up the gradient of an embedding in an order that threads decide."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("wraps_first", [True, False], ids=["door-last", "door-first"])
+@pytest.mark.parametrize("wrap", [compiled, compiled_by_layer])
+def test_a_compiled_model_trains_the_same(wrap: Any, wraps_first: bool, tmp_path: Path) -> None:
+    found = train(llama, text_batches(), tmp_path, wrap=wrap, wraps_first=wraps_first)
+    expected = train(llama, text_batches(), wrap=wrap)
+    assert found == expected
+    assert all(one["offloaded_storages"] > 5 for one in found.statistics)

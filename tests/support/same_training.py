@@ -42,6 +42,7 @@ def train(
     directory: Path | None = None,
     *,
     wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
+    wraps_first: bool = True,
     call: Callable[[torch.nn.Module, Batch], torch.Tensor] = lambda m, batch: m(**batch).loss,
     **settings: Any,
 ) -> Training:
@@ -51,17 +52,19 @@ def train(
         make_model: from a fixed seed.
         batches: as many as there are steps.
         directory: for activations; None: the door is not opened.
-        wrap: what is trained of the model; the door gets the result.
+        wrap: what is trained of the model.
+        wraps_first: the door gets that; else the model, before it is wrapped.
         call: a forward pass, to its loss.
         settings: of `offload_activations`; by default storages of 4 KiB and more move.
     """
     torch.manual_seed(5)
     model = make_model()
-    wrapped = wrap(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wrapped = wrap(model) if wraps_first else model
     result, offload = Training(), contextlib.nullcontext()
     if directory is not None:
         offload = offload_activations(wrapped, directory, **{"min_bytes": "4KiB", **settings})
+    wrapped = wrapped if wraps_first else wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(6)  # of dropout
     with offload as handle:
         for batch in batches:

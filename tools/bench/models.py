@@ -256,7 +256,7 @@ def keeps_promises(figures: dict[str, Any]) -> bool:
 def _allocators_of(way: str) -> list[str]:
     if has_cuda():
         return ["default"]
-    return ["default", "offload"] if way in (*_BOTH_ALLOCATORS, *PEERS[:1]) else ["offload"]
+    return ["default", "offload"] if way in _BOTH_ALLOCATORS else ["offload"]
 
 
 def make_parser() -> argparse.ArgumentParser:

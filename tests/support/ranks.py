@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a script in several processes that train together over gloo: `run_ranks`. Never hangs.
+
+For tests of frameworks: interpreters of their own, which meet through a file. What the script
+prints last on rank 0 is a line of JSON, which the test gets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.support.processes import ROOT
+
+_NOTICE_S = 5.0  # that the other ranks get to notice that one has failed
+
+
+def init_process_group() -> None:
+    """In a script: joins the other ranks."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{os.environ['RANKS_MEET_AT']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+
+
+def run_ranks(script: Path, folder: Path, *arguments: str, num_ranks: int = 2) -> Any:
+    """Runs a script on each rank, and gives what the first one prints last.
+
+    Args:
+        script: calls `init_process_group`, or finds what torchrun would have set.
+        folder: of its own, for what the processes write.
+        arguments: of the script.
+        num_ranks: processes, all on this machine.
+    """
+    logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
+    shared = {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "RANKS_MEET_AT": str(folder / "meet"),
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    processes = []
+    for rank, log in enumerate(logs):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(script), *arguments],
+                    cwd=ROOT,
+                    env={**os.environ, **shared, **own},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        _wait(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    codes = [process.returncode for process in processes]
+    if any(codes):
+        failed = next(rank for rank, code in enumerate(codes) if code not in (0, -9))
+        tail = "\n".join(logs[failed].read_text(errors="replace").splitlines()[-40:])
+        raise AssertionError(f"ranks ended with {codes}; the end of rank {failed}:\n{tail}")
+    return json.loads(logs[0].read_text().splitlines()[-1])
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended, one has failed, or too much time has passed."""
+    deadline_s = time.monotonic() + 200.0
+    while any(process.poll() is None for process in processes):
+        if any(process.returncode for process in processes):
+            deadline_s = min(deadline_s, time.monotonic() + _NOTICE_S)
+        if time.monotonic() > deadline_s:
+            return
+        time.sleep(0.05)
