@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         OffloadError,
         StorageError,
     )
+    from megatron.offload.integration.huggingface.callback import OffloadCallback
     from megatron.offload.integration.torch.door import offload_activations
     from megatron.offload.placement.policy import Placement, Policy
     from megatron.offload.saved.scope import Scope
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ChangedInPlaceError",
     "ConfigurationError",
+    "OffloadCallback",
     "OffloadConfig",
     "OffloadEngine",
     "OffloadError",
@@ -42,6 +44,7 @@ __all__ = [
 _FILES = {
     "ChangedInPlaceError": "errors",
     "ConfigurationError": "errors",
+    "OffloadCallback": "integration.huggingface.callback",
     "OffloadConfig": "config",
     "OffloadEngine": "engine",
     "OffloadError": "errors",

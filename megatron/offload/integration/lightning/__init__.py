@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation offload in Lightning: `OffloadCallback`."""
+
+from __future__ import annotations
+
+from megatron.offload.integration.lightning.callback import OffloadCallback
+
+__all__ = ["OffloadCallback"]

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' Trainer, TRL, PEFT and Accelerate: the same bits with one line more."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import offload_activations
+from tests.support.same_training import digest
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from megatron.offload.integration.huggingface import OffloadCallback  # noqa: E402
+from tests.support.text_models import WORDS, llama, text_batches  # noqa: E402
+
+SMALL = {"min_bytes": "4KiB"}
+
+
+def rows(number: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of a data set: tokens that are their own labels."""
+    batches = text_batches(num_steps=number)
+    return [{name: tensor[0] for name, tensor in batch.items()} for batch in batches]
+
+
+def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        **changes,
+    }
+
+
+def weights(model: torch.nn.Module) -> dict[str, str]:
+    return {name: digest(one) for name, one in model.named_parameters()}
+
+
+def results(trainer: Any) -> tuple[list[Any], dict[str, str]]:
+    """Losses and gradient norms of all log lines, and the weights."""
+    trainer.train()
+    names = ("loss", "grad_norm", "eval_loss")
+    lines = [[line.get(name) for name in names] for line in trainer.state.log_history]
+    return lines, weights(trainer.model)
+
+
+def trained(
+    folder: Path, callbacks: list[Any], model: torch.nn.Module, **changes: Any
+) -> tuple[Any, Any]:
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(**arguments(folder, **changes)),
+        train_dataset=rows(16),
+        eval_dataset=rows(4),
+        callbacks=callbacks,
+    )
+    return trainer, results(trainer)
+
+
+def new_llama() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return llama(attention_dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
+        {"gradient_checkpointing": True},
+        {"bf16": True},
+    ],
+    ids=["accumulation and evaluation", "checkpointing", "bf16"],
+)
+def test_the_trainer_comes_to_the_same_bits(changes: dict[str, Any], tmp_path: Path) -> None:
+    _, expected = trained(tmp_path, [], new_llama(), **changes)
+    callback = OffloadCallback(tmp_path, **SMALL)
+    trainer, found = trained(tmp_path, [callback], new_llama(), **changes)
+    assert found == expected
+    assert callback.offload is not None and callback.offload.statistics["offloaded_storages"] > 5
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert len(lines) == 4 and all(line["offload/offloaded_bytes"] > 100_000 for line in lines)
+
+
+def test_a_log_line_has_all_micro_batches_of_its_optimizer_steps(tmp_path: Path) -> None:
+    def logged(**changes: Any) -> list[float]:
+        callback = OffloadCallback(tmp_path, **SMALL)
+        trainer, _ = trained(tmp_path, [callback], new_llama(), **changes)
+        name = "offload/offloaded_bytes"
+        return [line[name] for line in trainer.state.log_history if name in line]
+
+    (once, *_) = logged()
+    assert logged(gradient_accumulation_steps=2) == [2 * once] * 4
+    assert logged(logging_steps=2) == [once] * 2
+
+
+def test_the_summary_is_logged_and_a_second_training_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = OffloadCallback(tmp_path, **SMALL)
+    with caplog.at_level(logging.INFO, logger="megatron.offload"):
+        trainer, _ = trained(tmp_path, [callback], new_llama())
+        first = callback.offload
+        trainer.train()
+    assert callback.offload is not first
+    assert sum("median of" in record.message for record in caplog.records) == 2
+
+
+def test_a_training_that_failed_leaves_no_hook_for_the_next(tmp_path: Path) -> None:
+    class Fails(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise ValueError("stop")
+
+    callback = OffloadCallback(tmp_path, **SMALL)
+    model = new_llama()
+    with pytest.raises(ValueError, match="stop"):
+        trained(tmp_path, [callback, Fails()], model)
+    trained(tmp_path, [callback], model)
+
+
+def test_tensorboard_has_what_moved(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = tmp_path / "board"
+    callback = OffloadCallback(tmp_path, **SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", str(board))
+        trained(tmp_path, [callback], new_llama(), report_to=["tensorboard"])
+    events = EventAccumulator(str(board))
+    events.Reload()
+    found = events.Tags()["scalars"]
+    assert "offload/offloaded_bytes" in found and "train/loss" in found
+    assert len(events.Scalars("offload/offloaded_bytes")) == 4
+
+
+def test_a_hooked_model_is_saved_and_copied_without_its_hooks(tmp_path: Path) -> None:
+    model: Any = new_llama()
+    batch = text_batches()[0]
+    with offload_activations(model, tmp_path, **SMALL) as offload:
+        model(**batch).loss.backward()
+        before = offload.statistics
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other(**batch).loss.backward()
+            assert offload.statistics == before
+        torch.save(model, tmp_path / "model.pt")
+        torch.load(tmp_path / "model.pt", weights_only=False)(**batch)
+        model(**batch).loss.backward()
+        assert offload.statistics["offloaded_bytes"] == before["offloaded_bytes"]
+
+
+# -- TRL ------------------------------------------------------------------------------------------
+
+
+def tokenizer() -> Any:
+    """A word for each number."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    words = {str(number): number for number in range(WORDS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="1", pad_token="2", unk_token="0"
+    )
+
+
+def sentences(number: int, words: int = 48) -> list[str]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        " ".join(map(str, torch.randint(3, WORDS, (words,), generator=generator).tolist()))
+        for _ in range(number)
+    ]
+
+
+def _compared(tmp_path: Path, make: Callable[[list[Any]], Any]) -> OffloadCallback:
+    torch.manual_seed(5)
+    expected = results(make([]))
+    callback = OffloadCallback(tmp_path, **SMALL)
+    torch.manual_seed(5)
+    assert results(make([callback])) == expected
+    assert callback.offload is not None and callback.offload.statistics["offloaded_storages"] > 5
+    return callback
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_sft_comes_to_the_same_bits(checkpointing: bool, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    data = datasets.Dataset.from_dict({"text": sentences(16)})
+
+    def make(callbacks: list[Any]) -> Any:
+        settings = arguments(tmp_path, gradient_checkpointing=checkpointing, max_length=64)
+        return trl.SFTTrainer(
+            new_llama(),
+            args=trl.SFTConfig(**settings),
+            train_dataset=data,
+            processing_class=tokenizer(),
+            callbacks=callbacks,
+        )
+
+    _compared(tmp_path, make)
+
+
+def test_dpo_with_its_copied_reference_comes_to_the_same_bits(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    prompt, chosen, rejected = sentences(16, 8), sentences(16, 40), sentences(16, 30)
+    data = datasets.Dataset.from_dict({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+
+    def make(callbacks: list[Any]) -> Any:
+        return trl.DPOTrainer(
+            new_llama(),
+            ref_model=new_llama(),
+            args=trl.DPOConfig(**arguments(tmp_path, gradient_checkpointing=False)),
+            train_dataset=data,
+            processing_class=tokenizer(),
+            callbacks=callbacks,
+        )
+
+    _compared(tmp_path, make)
+
+
+# -- PEFT and Accelerate ----------------------------------------------------------------------------
+
+
+def test_lora_trains_its_adapters_the_same_and_no_frozen_weight_moves(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def with_lora() -> Any:
+        adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+        return peft.get_peft_model(new_llama(), adapters)
+
+    _, expected = trained(tmp_path, [], with_lora())
+    callback = OffloadCallback(tmp_path, **SMALL)
+    model = with_lora()
+    frozen = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.requires_grad}
+    moved: set[int] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        from megatron.offload.capture.hooks import SavedTensorHooks
+
+        take = SavedTensorHooks.take
+
+        def noting(self: Any, tensor: torch.Tensor, move: Any) -> Any:
+            moved.add(tensor.untyped_storage().data_ptr())
+            return take(self, tensor, move)
+
+        patch.setattr(SavedTensorHooks, "take", noting)
+        _, found = trained(tmp_path, [callback], model)
+    assert found == expected
+    assert moved and not moved & frozen
+
+
+def test_accelerate_comes_to_the_same_bits(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+    def run(directory: Path | None) -> tuple[list[str], dict[str, str]]:
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model: Any = new_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loader = torch.utils.data.DataLoader(rows(16), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        settings = {**SMALL} if directory is not None else {"mode": "off"}
+        losses = []
+        with offload_activations(model, directory, **settings) as offload:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(digest(loss))
+            assert directory is None or offload.statistics["offloaded_storages"] > 5
+        return losses, weights(model)
+
+    assert run(tmp_path) == run(None)
