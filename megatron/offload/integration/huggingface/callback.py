@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -72,7 +73,7 @@ class OffloadCallback(TrainerCallback):
         if "tensorboard" in args.report_to and state.is_world_process_zero:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(log_dir=getattr(args, "logging_dir", None))
+            self._writer = SummaryWriter(log_dir=_board_of(args))
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -130,3 +131,13 @@ class OffloadCallback(TrainerCallback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _board_of(args: TrainingArguments) -> str:
+    """The folder of TensorBoard's files. The Trainer's own callback has just made it."""
+    named = os.environ.get("TENSORBOARD_LOGGING_DIR")
+    if named:
+        return os.path.expanduser(named)
+    runs = Path(args.output_dir or ".") / "runs"
+    made = [one for one in runs.glob("*") if one.is_dir()] if runs.is_dir() else []
+    return str(max(made, key=lambda one: one.stat().st_mtime, default=runs / "offload"))

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning: a callback, and the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.same_training import digest
+
+lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from megatron.offload.integration.lightning import OffloadCallback  # noqa: E402
+from tests.support.text_models import llama, text_batches  # noqa: E402
+
+
+class Trained(lightning.LightningModule):
+    """Calls its model in `training_step`, never its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.model: Any = llama(attention_dropout=0.1)
+        self.losses: list[str] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.model(**batch).loss
+        self.losses.append(digest(loss))
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("valid", self.model(**batch).loss)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fitted(folder: Path, callbacks: list[Any], **settings: Any) -> tuple[Trained, Any]:
+    module = Trained()
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=callbacks,
+        **settings,
+    )
+    torch.manual_seed(6)
+    batches = torch.utils.data.DataLoader(text_batches(), batch_size=None)
+    trainer.fit(module, batches, torch.utils.data.DataLoader(text_batches(9, 2), batch_size=None))
+    return module, trainer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed", "gradient_clip_val": 1.0}],
+    ids=["", "accumulating", "autocast"],
+)
+def test_lightning_comes_to_the_same_bits(settings: dict[str, Any], tmp_path: Path) -> None:
+    expected, _ = fitted(tmp_path, [], **settings)
+    callback = OffloadCallback(tmp_path, min_bytes="4KiB")
+    found, trainer = fitted(tmp_path, [callback], **settings)
+    assert found.losses == expected.losses and len(found.losses) == 8
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert digest(one) == digest(other)
+    assert trainer.callback_metrics["offload/offloaded_bytes"] > 100_000
+    assert callback.offload is not None and callback.offload.engine is None  # closed
