@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megatron.offload.engine import OffloadEngine
-from megatron.offload.integration.torch.passes import Passes
+from megatron.offload.integration.torch.passes import Passes, tensors_in
 from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
@@ -87,7 +86,7 @@ class LayerCalls:
         self._layer = layer
         self.num_calls += 1
         scope = dataclasses.replace(engine.scope, layer=self._names[layer])
-        inputs = _tensors((args, kwargs))
+        inputs = list(tensors_in((args, kwargs)))
         recomputes = layer in self._recomputed and _any_requires_grad(inputs)
         engine.statistics.recomputed_layers += recomputes
         if self._profiler is not None:
@@ -103,12 +102,12 @@ class LayerCalls:
         self._layer = self._timings = None
         self._contexts.close()
         if self._profiler is not None:
-            self._profiler.end_layer(_tensors(result))
+            self._profiler.end_layer(list(tensors_in(result)))
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of a layer's forward: saves its inputs only and runs again in backward."""
         # Without an input that wants a gradient, nothing would ask for the recomputation.
-        if self._layer is None or not _any_requires_grad(_tensors((args, kwargs))):
+        if self._layer is None or not _any_requires_grad(list(tensors_in((args, kwargs)))):
             return forward(*args, **kwargs)
         noted: Callable[[], _Context] = contextlib.nullcontext
         if self._timings is not None and self._profiler is not None:
@@ -118,10 +117,6 @@ class LayerCalls:
             return contextlib.nullcontext(), noted()
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
 
 
 def _any_requires_grad(tensors: Iterable[torch.Tensor]) -> bool:

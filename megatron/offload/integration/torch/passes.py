@@ -20,7 +20,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -118,8 +118,7 @@ class Passes:
         self._go_on(steps)
         forward = _ForwardPass(module, len(self._passes))
         # Held by whoever called, and in most cases until the next step.
-        inputs = [one for one in tree_leaves((args, kwargs)) if type(one) is torch.Tensor]
-        steps.engine.exclude(inputs)
+        steps.engine.exclude(tensors_in((args, kwargs)))
         enter = forward.contexts.enter_context
         try:
             if steps.profiler is not None:
@@ -149,8 +148,8 @@ class Passes:
             return
         self._close(forward)
         hook = _OutputHook(self, forward)
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor) and one.requires_grad:
+        for one in tensors_in(result):
+            if one.requires_grad:
                 one.register_hook(hook)
                 forward.listener = weakref.ref(hook)
 
@@ -253,6 +252,15 @@ class Passes:
         self._close_backward()
         self._end_step()
         self._steps = None
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors of what a module gets or gives: containers, and attributes of other objects."""
+    for one in tree_leaves(values):
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif hasattr(one, "__dict__"):
+            yield from (own for own in vars(one).values() if isinstance(own, torch.Tensor))
 
 
 def can_hook() -> bool:

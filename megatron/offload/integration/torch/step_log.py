@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from megatron.offload.device.open import open_device
-from megatron.offload.integration.torch.passes import can_hook
+from megatron.offload.integration.torch.passes import can_hook, tensors_in
 from megatron.offload.stats.memory import PeakMemory
 
 
@@ -73,8 +72,8 @@ class StepLog:
         if self._depth or not self._number or not torch.is_grad_enabled() or not can_hook():
             return
         self._loss = _loss_of(result)
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor) and one.requires_grad:
+        for one in tensors_in(result):
+            if one.requires_grad:
                 one.register_hook(self._begin_backward)
 
     def close(self) -> None:
@@ -116,7 +115,7 @@ class StepLog:
 
 def _tokens_of(inputs: Any) -> int:
     """Tokens of a batch of text, or samples of any other."""
-    tensors = [one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor) and one.dim()]
+    tensors = [one for one in tensors_in(inputs) if one.dim()]
     for one in tensors:
         if one.dim() == 2 and not one.is_floating_point():
             return one.numel()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door with DeepSpeed: ZeRO 1 to 3 on two processes, the same bits, and no parameter moves.
+
+All settings run in one pair of processes (`deepspeed_ranks.py`), whose start is most of the time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import ConfigurationError, offload_activations
+from tests.support.ranks import run_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+if importlib.util.find_spec("deepspeed") is None:  # its import takes seconds, here for nothing
+    pytest.skip("deepspeed is not installed", allow_module_level=True)
+
+SCRIPT = Path(__file__).parent / "deepspeed_ranks.py"
+SETTINGS = [
+    "zero 1",
+    "zero 2",
+    "zero 2, accumulating",
+    "zero 3",
+    "zero 3, weights copied",
+    "zero 3, checkpointed",
+    "zero 3, bf16",
+    "zero 3, optimizer on the host",
+    "deepspeed's checkpointing",
+]
+# What moves of the model is what moves of it without DeepSpeed.
+AS_ALONE = [
+    name for name in SETTINGS if not name.endswith(("bf16", "checkpointed", "checkpointing"))
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    result: dict[str, Any] = run_ranks(SCRIPT, folder, str(folder))
+    return result
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_bit_is_the_same_on_the_engine_and_on_the_model(
+    setting: str, found: dict[str, Any]
+) -> None:
+    assert found[setting]["identical"] == [[True, True], [True, True]]
+    assert found[setting]["left"] == 0 and found[setting]["gradients"] > 10
+    for steps in found[setting]["bytes"]:
+        assert len(steps) == 4 and all(step > 50_000 for step in steps)
+
+
+@pytest.mark.parametrize("setting", AS_ALONE)
+def test_no_gathered_parameter_moves(setting: str, found: dict[str, Any]) -> None:
+    assert found[setting]["bytes"] == found["alone"]["bytes"] * 2
+
+
+def test_the_pipeline_engine_is_refused(tmp_path: Path) -> None:
+    engine = type("PipelineEngine", (torch.nn.Module,), {})()
+    for models in (engine, [torch.nn.Linear(2, 2), engine]):
+        with pytest.raises(ConfigurationError, match="PipelineEngine cannot be combined"):
+            offload_activations(models, tmp_path)
