@@ -137,6 +137,15 @@ bootstrap_frameworks() {
     fi
 }
 
+# After `bootstrap`: what is started from here on a CPU gives memory back to the system when it is freed.
+offload_allocator() {
+    local settings
+    settings="$("$PYTHON" -m megatron.offload.device.allocator)"
+    if [[ -n "$settings" ]] && ! command -v nvidia-smi >/dev/null; then
+        while IFS= read -r setting; do export "${setting?}"; done <<<"$settings"
+    fi
+}
+
 _install_frameworks() {
     local venv="$OFFLOAD_ROOT/.venv" started=$SECONDS wanted
     wanted="$(_wanted_stamp)"

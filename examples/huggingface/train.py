@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a small Llama with transformers' Trainer, its activations on the SSD.
+
+    examples/huggingface/train.sh                        # installs what is missing
+    examples/huggingface/train.sh --lora --steps 40
+    examples/huggingface/train.sh --mode auto --budget 100MiB --steps 30
+
+What is ours is one line: `callbacks=[OffloadCallback(...)]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from megatron.offload import OffloadCallback
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from text import NUM_WORDS, rows_of_text  # noqa: E402
+
+
+def make_model(args: argparse.Namespace) -> torch.nn.Module:
+    """A new Llama, or adapters on one that stays as it is."""
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=args.hidden,
+            intermediate_size=8 * args.hidden // 3,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.hidden // 64,
+            vocab_size=NUM_WORDS,
+            use_cache=False,
+        )
+    )
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512, help="of a row")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--lora", action="store_true", help="train adapters only")
+    parser.add_argument("--directory", type=Path, default=ROOT / "runs/offload", help="on an SSD")
+    parser.add_argument("--mode", default="ssd", help="off, ssd, host, tiered or auto")
+    parser.add_argument("--budget", help="of auto: the most memory of activations")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+    torch.manual_seed(1)
+    rows = [{"input_ids": row, "labels": row} for row in rows_of_text(4096, args.tokens)]
+    args.directory.mkdir(parents=True, exist_ok=True)
+    settings = {"memory_budget_bytes": args.budget} if args.budget else {}
+    trainer = Trainer(
+        make_model(args),
+        TrainingArguments(
+            output_dir=str(ROOT / "runs/huggingface"),
+            per_device_train_batch_size=args.batch,
+            max_steps=args.steps,
+            learning_rate=1e-3,
+            logging_steps=5,
+            save_strategy="no",
+            report_to=[],
+        ),
+        train_dataset=rows,
+        callbacks=[OffloadCallback(args.directory, mode=args.mode, **settings)],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
