@@ -7,9 +7,10 @@
     tools/bench/models.py --models llama --ways none,offload,checkpointing,auto --budgets 700MiB
 
 Each way of training is a process of its own; they take turns, a step each, so that a machine that
-is slower for a while is so for all. On a CPU `none` and `checkpointing` run with two allocators,
-that of the C library and that of offload: time is compared with the faster `none` of the same turn,
-memory with the smaller one. Memory is the growth of the resident set over the state before a step.
+is slower for a while is so for all; all are in memory side by side. On a
+CPU `none` runs with two allocators, that of the C library and that of offload: time is compared
+with the faster `none` of the same turn, memory with the smaller one. Memory is the growth of the
+resident set over the state before a step's forward pass.
 `identical`: losses of all steps, gradients of the first four and the weights after them have the
 same bits as those of `none`.
 
@@ -62,7 +63,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("gpt2", "llama")
 WAYS = ("none", "offload", "checkpointing", "auto")
 PEERS = ("save_on_cpu", "trl", "torchtune", "axolotl_disk")
-_BOTH_ALLOCATORS = ("none", "checkpointing")
+_BOTH_ALLOCATORS = ("none",)
 _FIELDS = ("loss", "gradients", "weights")
 _SETTLED = 2  # first steps that do not count
 _MOST_STEPS_OF_AUTO = 40

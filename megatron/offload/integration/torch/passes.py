@@ -147,6 +147,7 @@ class Passes:
             forward.depth -= 1
             return
         self._close(forward)
+        forward.has_had_backward = result is None  # it raised: whoever catches that may hold it
         hook = _OutputHook(self, forward)
         for one in tensors_in(result):
             if one.requires_grad:
@@ -172,6 +173,7 @@ class Passes:
         if forward.thread != threading.get_ident():
             return True  # left alone: what it saves stays in memory
         if not _is_running(forward.frame):  # interrupted from the keyboard: no hook has told us
+            forward.has_had_backward = True
             self._close(forward)
             return False
         forward.depth += forward.module is module
