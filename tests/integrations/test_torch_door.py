@@ -333,6 +333,7 @@ def failing(model: Net, error: BaseException) -> contextlib.AbstractContextManag
                 yield
         finally:
             handle.remove()
+            error.__traceback__ = None  # its frames hold the graph
 
     return fails()
 
