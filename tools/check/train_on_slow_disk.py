@@ -86,7 +86,7 @@ def after_step(number: int, action: Callable[[Any], None]) -> None:
             yield
         num_steps += 1
         if num_steps == number:
-            action(self._engine)
+            action(self.engine)
 
     MegatronOffload.step = counted  # type: ignore[method-assign]
 

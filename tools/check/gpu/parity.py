@@ -75,7 +75,7 @@ def run_mode(trainee: Trainee, mode: str, settings: Settings) -> Outcome:
         for step in range(_NUM_STEPS):
             seed_everything(settings.seed + step)
             settled = step == _NUM_STEPS - 1
-            engine = offload._engine if settled else None
+            engine = offload.engine if settled else None
             trainee.after_forward = functools.partial(settle, engine)
             batches = trainee.batches(_NUM_MICROBATCHES, settings.seed + step)
             with offload.step():

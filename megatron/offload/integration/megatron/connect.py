@@ -94,6 +94,11 @@ class MegatronOffload:
         if calls is not None:
             connect(calls)
 
+    @property
+    def engine(self) -> OffloadEngine | None:
+        """What moves the bytes; None with offload off."""
+        return self._steps.engine if self._steps is not None else None
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """A context around the passes of one training step, forward and backward, no evaluation."""
