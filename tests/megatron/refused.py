@@ -81,6 +81,7 @@ OFFLOAD = (
         "cannot recompute layers whose routing is replayed",
         settings={"moe_enable_routing_replay": True},
     ),
+    Row(f"{SSD} --activation-offload-layers 0", "--activation-offload-layers names layer 0"),
     Row(f"{SSD} --activation-offload-layers 1-5", "--activation-offload-layers names layer 5"),
     Row(f"{SSD} --activation-recompute-layers 5", "--activation-recompute-layers names layer 5"),
     Row(
@@ -119,7 +120,7 @@ OFFLOAD = (
     Row("--activation-offload-host-budget 1.5", "1.5 is neither a fraction nor a size"),
     Row("--activation-offload-threads many", "'many' is not a whole number"),
     Row("--activation-offload-threads 0", "0 is not allowed; the smallest value is 1"),
-    Row("--activation-offload-layers 0", "'0' names no layers"),
+    Row("--activation-offload-layers a", "'a' names no layers"),
     Row("--activation-offload tape", "invalid choice: 'tape'"),
 )
 VIRTUAL = f"{PP2} --num-layers-per-virtual-pipeline-stage"
