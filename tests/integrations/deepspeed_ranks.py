@@ -132,6 +132,8 @@ def compared(setting: dict[str, Any], folder: Path) -> dict[str, Any]:
 def main(folder: Path, names: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     init_process_group()
+    # Its collectives in shared memory would be compiled first, which takes a minute; gloo will do.
+    deepspeed.comm.torch.build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     torch.set_num_threads(1)
     found = {}
