@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers through the door, beside no offload and what else users can pick.
+"""Models of transformers with `offload_activations`, beside none and what else users can pick.
 
     tools/bench/models.py --json models.json                  # GPT-2 and Llama; about 40 minutes
     tools/bench/models.py --models llama --ways none,offload,checkpointing --turns 4
     tools/bench/models.py --models llama --ways none,offload,checkpointing,auto --budgets 700MiB
 
 Each way of training is a process of its own; they take turns, a step each, so that a machine that
-is slower for a while is so for all; all are in memory side by side. On a
-CPU `none` runs with two allocators, that of the C library and that of offload: time is compared
-with the faster `none` of the same turn, memory with the smaller one. Memory is the growth of the
-resident set over the state before a step's forward pass.
+is slower for a while is so for all. All of a round are in memory side by side: the first has our
+ways and checkpointing, the second what else there is, each with `none`. On a CPU `none` runs with
+two allocators, that of the C library and that of offload: time is compared with the faster `none`
+of the same turn, memory with the smaller one. Memory is the growth of the resident set over the
+state before a step's forward pass.
 `identical`: losses of all steps, gradients of the first four and the weights after them have the
 same bits as those of `none`.
 
@@ -36,6 +37,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -128,7 +130,7 @@ class Comparison:
             "identical": all(
                 self.is_identical(run) for run in self.runs if run.variant.placement in WAYS
             ),
-            "ways": {run.variant.name: self._figures(run) for run in self.runs},
+            "ways": {self._name_of(run): self._figures(run) for run in self.runs},
             "errors": self.errors,
         }
         for name, placement in (("", "offload"), ("checkpointing_", "checkpointing")):
@@ -137,6 +139,9 @@ class Comparison:
                 found[f"{name}peak_ratio"] = self.peak_ratio(runs)
                 found[f"{name}{'step_' if not name else ''}time_ratio"] = self.time_ratio(runs)
         return found
+
+    def _name_of(self, run: Run) -> str:
+        return run.variant.name + (", second round" if run.round and run in self.of("none") else "")
 
     def _figures(self, run: Run) -> dict[str, Any]:
         assert isinstance(run.variant, Way)
@@ -191,25 +196,38 @@ class Comparer:
         self._trainer = Trainer(ROOT / "tools/bench/train_model.py", flags, args.directory)
         self._turns: int = args.turns
         self._folder = folder
-        self._ways = [
-            Way(way, allocator, budget)
-            for way in args.ways
-            for allocator in _allocators_of(way)
-            for budget in (args.budgets if way == "auto" else [None])
+        self._rounds = [
+            [
+                Way(way, allocator, budget)
+                for way in args.ways
+                if way in names
+                for allocator in _allocators_of(way)
+                for budget in (args.budgets if way == "auto" else [None])
+            ]
+            for names in (WAYS, ("none", *PEERS))
+            if {*names, "none"} & {*args.ways} - {"none"}
         ]
 
     def run(self, bar: tqdm[Any]) -> Comparison:
-        """Settles each training, then has all of them take turns.
+        """Runs all rounds.
 
         Raises:
             RunError: `none` or one of our own ways failed.
         """
         found = Comparison()
+        for number, ways in enumerate(self._rounds):
+            self._run_round(number, ways, found, bar)
+        return found
+
+    def _run_round(
+        self, number: int, ways: Sequence[Way], found: Comparison, bar: tqdm[Any]
+    ) -> None:
+        """Settles each training, then has all of them take turns."""
         with contextlib.ExitStack() as ends:
             waiting: dict[Way, Training] = {}
-            for way in self._ways:
+            for way in ways:
                 bar.set_description(f"{self._folder.name} {way.name}")
-                folder = self._folder / way.name
+                folder = self._folder / f"round{number + 1}-{way.name}"
                 training = self._trainer.start(
                     way.name, way.flags(), way.allocator, folder, in_turns=True
                 )
@@ -230,8 +248,7 @@ class Comparer:
                 bar.set_description(f"{self._folder.name} turn {turn + 1}")
                 bar.update()
             for way, one in waiting.items():
-                found.runs.append(Run(way, 0, one.steps, first_turns[way]))
-        return found
+                found.runs.append(Run(way, number, one.steps, first_turns[way]))
 
     def _has_settled(self, steps: list[dict[str, Any]]) -> bool:
         """`auto` first makes and follows its last plan."""
@@ -242,15 +259,15 @@ class Comparer:
     @property
     def num_updates(self) -> int:
         """Of the bar, in all."""
-        return len(self._ways) + self._turns
+        return sum(len(ways) + self._turns for ways in self._rounds)
 
 
 def keeps_promises(figures: dict[str, Any]) -> bool:
     """Whether a model's figures are those that the project promises."""
     return (
         figures["identical"]
-        and figures.get("peak_ratio", 0) <= MOST_PEAK_RATIO
-        and figures.get("step_time_ratio", 0) <= MOST_TIME_RATIO
+        and figures["peak_ratio"] <= MOST_PEAK_RATIO
+        and figures["step_time_ratio"] <= MOST_TIME_RATIO
     )
 
 
@@ -289,18 +306,19 @@ def main() -> int:
     args.ways = [one for one in args.ways.split(",") if one]
     args.budgets = [parse_size(one) for one in args.budgets.split(",") if one]
     unknown = {*args.models} - {*MODELS} | {*args.ways} - {*WAYS, *PEERS}
-    if unknown or "none" not in args.ways or ("auto" in args.ways) != bool(args.budgets):
+    is_complete = {"none", "offload"} <= {*args.ways}
+    if unknown or not is_complete or ("auto" in args.ways) != bool(args.budgets):
         parser.error(
             f"unknown: {', '.join(sorted(unknown))}"
             if unknown
-            else "everything is compared with none; auto goes with --budgets"
+            else "offload is compared with none: name both; auto goes with --budgets"
         )
     args.directory.mkdir(parents=True, exist_ok=True)
     work = ROOT / "runs" / f"models-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     comparers = {model: Comparer(args, model, work / model) for model in args.models}
     total = sum(one.num_updates for one in comparers.values())
     result: dict[str, Any] = {"machine": machine_facts(args.directory), "models": {}}
-    result["settings"] = {name: str(value) for name, value in vars(args).items()}
+    result["command"] = shlex.join(["tools/bench/models.py", *sys.argv[1:]])
     print(in_a_line(result["machine"]))
     try:
         with tqdm(total=total, unit="run", disable=None) as bar:
