@@ -61,6 +61,8 @@ class LayerCalls:
         """Around a forward pass: the layers that the policy recomputes run so."""
         engine = self._engine
         assert engine is not None
+        if self._layer is not None:  # interrupted in an earlier pass: no hook has told us
+            self._end(None)
         scopes = {
             layer: dataclasses.replace(engine.scope, layer=name)
             for layer, name in self._names.items()
@@ -79,9 +81,7 @@ class LayerCalls:
         engine = self._engine
         if engine is None or self._passes is None or not self._passes.is_in_forward:
             return
-        if self._layer is not None:  # within itself, or one that was interrupted
-            if self._layer is not layer:
-                self._end(None)
+        if self._layer is not None:  # within itself
             return
         self._layer = layer
         self.num_calls += 1
@@ -107,7 +107,7 @@ class LayerCalls:
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of a layer's forward: saves its inputs only and runs again in backward."""
         # Without an input that wants a gradient, nothing would ask for the recomputation.
-        if self._layer is None or not _any_requires_grad(list(tensors_in((args, kwargs)))):
+        if self._layer is None or not _any_requires_grad(tensors_in((args, kwargs))):
             return forward(*args, **kwargs)
         noted: Callable[[], _Context] = contextlib.nullcontext
         if self._timings is not None and self._profiler is not None:

@@ -99,7 +99,6 @@ class Passes:
         self._passes: list[_ForwardPass] = []  # of the step
         self._backward: list[tuple[_ForwardPass, contextlib.ExitStack]] = []  # under way
         self._graph_task = -1  # autograd's number of that backward
-        self.num_passes = 0  # so far
 
     # -- Forward --------------------------------------------------------------------------------
 
@@ -131,7 +130,6 @@ class Passes:
             raise
         self._passes.append(forward)
         self._forward = forward
-        self.num_passes += 1
         _of_thread.is_open = True
 
     def end_forward(self, module: torch.nn.Module, result: Any) -> None:
@@ -211,7 +209,7 @@ class Passes:
         for forward, _ in self._backward:
             forward.has_had_backward = True
         self._close_backward()
-        if all(one.is_over for one in self._passes):
+        if self._is_over:
             self._end_step()
 
     def _close_backward(self) -> None:
@@ -223,7 +221,7 @@ class Passes:
 
     def _go_on(self, steps: TrainingSteps) -> None:
         """Before a forward pass: within the step under way, or a new one."""
-        if all(one.is_over for one in self._passes[-_MOST_OVERTAKEN:]):
+        if self._is_over:
             self._close_backward()
             self._end_step()
         if self._step is not None:
@@ -234,6 +232,11 @@ class Passes:
         step = contextlib.ExitStack()
         step.enter_context(self._around_step(steps))
         self._step = step
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no pass of the step under way still waits for its backward."""
+        return all(one.is_over for one in self._passes[-_MOST_OVERTAKEN:])
 
     def _end_step(self) -> None:
         step, self._step = self._step, None
