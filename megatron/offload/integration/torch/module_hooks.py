@@ -84,10 +84,7 @@ class _Hook:
         if not torch.compiler.is_compiling():
             self._call(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return do_nothing
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # of pickle and of deepcopy
         return _get_do_nothing, ()
 
 
