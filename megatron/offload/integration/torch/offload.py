@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from megatron.offload.integration.torch.parameters import (
 )
 from megatron.offload.integration.torch.passes import Passes
 from megatron.offload.integration.torch.ranks import local_world_size, planned_stage, rank
+from megatron.offload.integration.torch.report import report_of, warnings_of
 from megatron.offload.integration.torch.step_log import StepLog
 from megatron.offload.integration.training_steps import TrainingSteps
 
@@ -128,8 +130,6 @@ class ActivationOffload:
 
         For whoever wonders why memory is not what was expected.
         """
-        from megatron.offload.integration.torch.report import report_of
-
         return report_of(self._config, self._models, self.layers, self.engine, self.summary())
 
     def log_steps(self, path: Path, *, in_turns: bool = False) -> None:
@@ -232,7 +232,8 @@ class ActivationOffload:
                 "model; else name the layers with layers=, or use mode='ssd' or 'host'"
             )
         self._watch_sharded()
-        with steps.step(stationary_tensors(self._models)):
+        gathered = (one for module in self._watched for one in unsharded_tensors(module))
+        with steps.step(itertools.chain(stationary_tensors(self._models), gathered)):
             yield
         self._num_steps += 1
         if self._num_steps == 1:
@@ -240,8 +241,6 @@ class ActivationOffload:
 
     def _warn(self) -> None:
         """After the first step: what a user would not expect."""
-        from megatron.offload.integration.torch.report import warnings_of
-
         assert self._steps is not None
         for sentence in warnings_of(self._config, self._models, self._steps.engine):
             logger.warning("activation offload: %s", sentence)

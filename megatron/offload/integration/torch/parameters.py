@@ -21,10 +21,7 @@ import torch
 
 
 def stationary_tensors(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Parameters, their gradients, buffers, and what sharded parameters are gathered into.
-
-    Of a DTensor the local part.
-    """
+    """Parameters, their gradients and buffers; of a DTensor the local part."""
     for model in models:
         for parameter in model.parameters():
             yield _local(parameter)
@@ -32,9 +29,6 @@ def stationary_tensors(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tens
                 yield _local(parameter.grad)
         for buffer in model.buffers():
             yield _local(buffer)
-        for module in model.modules():
-            if is_sharded(module):
-                yield from unsharded_tensors(module)
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
