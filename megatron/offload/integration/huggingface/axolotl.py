@@ -34,6 +34,6 @@ class OffloadPlugin(BasePlugin):
         return f"{__name__}.{OffloadArgs.__name__}"
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[OffloadCallback]:
-        """Gives the callback that opens the door when training begins."""
+        """Gives the callback that offloads while the trainer trains."""
         settings = cfg.get("activation_offload_settings") or {}
         return [OffloadCallback(cfg.get("activation_offload_directory"), **settings)]

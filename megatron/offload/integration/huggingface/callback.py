@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door for transformers' Trainer and what is built on it, such as TRL: `OffloadCallback`.
+"""`offload_activations` for transformers' Trainer and what is built on it: `OffloadCallback`.
 
-The Trainer calls it. It opens the door when a training begins, adds what moved to the Trainer's
-log lines, and closes it at the end. What the door does: `integration/torch/`.
+The Trainer calls it. It offloads from the beginning of a training to its end and adds what moved to
+the Trainer's log lines.
 """
 
 from __future__ import annotations
@@ -20,31 +20,22 @@ from transformers import (
     TrainingArguments,
 )
 
-from megatron.offload.integration.torch.door import offload_activations
-from megatron.offload.integration.torch.offload import ActivationOffload
+from megatron.offload.integration.torch.trainer_callback import TrainerOffload
 
 logger = logging.getLogger(__name__)
 
-# Of a step's counters, those that are logged: each as `offload/NAME`.
-_LOGGED = ("offloaded_bytes", "written_bytes", "read_bytes", "stall_s", "write_wait_s")
 _OF_AUTO = ("plans", "measured_peak_bytes", "predicted_peak_bytes")
 
 
-class OffloadCallback(TrainerCallback):
+class OffloadCallback(TrainerOffload, TrainerCallback):
     """Moves what the Trainer's model saves for backward to SSDs or host memory.
 
         trainer = Trainer(..., callbacks=[OffloadCallback("/mnt/nvme0")])
 
-    Log lines get `offload/offloaded_bytes`, `offload/stall_s` and others: the mean of the optimizer
-    steps since the last line, all micro-batches of a step together. They are in the log history,
-    in what the Trainer prints and in TensorBoard's files.
-
-    Args:
-        directory: as of `offload_activations`, like everything else.
-        settings: of `offload_activations`, by name.
-
-    Attributes:
-        offload: the handle of the training under way, or of the last one.
+    It takes what `offload_activations` takes. Log lines get `offload/offloaded_bytes`,
+    `offload/stall_s` and others: the mean of the optimizer steps since the last line, all
+    micro-batches of a step together. They are in the log history, in what the Trainer prints and in
+    TensorBoard's files.
     """
 
     def __init__(
@@ -52,10 +43,8 @@ class OffloadCallback(TrainerCallback):
         directory: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
         **settings: Any,
     ) -> None:
-        self.offload: ActivationOffload | None = None
-        self._directory = directory
-        self._settings = settings
-        self._sums: dict[str, float] = {}
+        super().__init__(directory, **settings)
+        self._sums: dict[str, float] = {}  # since the last log line
         self._num_steps = 0  # of the optimizer, in the sums
         self._writer: Any = None  # of TensorBoard's files
 
@@ -66,9 +55,9 @@ class OffloadCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Opens the door, and closes one that a training left open when it failed."""
-        self._close()
-        self.offload = offload_activations(kwargs["model"], self._directory, **self._settings)
+        """Begins to offload."""
+        self._close_writer()
+        self.open(kwargs["model"])
         self._sums, self._num_steps = {}, 0
         if "tensorboard" in args.report_to and state.is_world_process_zero:
             from torch.utils.tensorboard import SummaryWriter
@@ -99,7 +88,7 @@ class OffloadCallback(TrainerCallback):
         """Adds to a training's log line; those of evaluation and the last one are left alone."""
         if logs is None or "loss" not in logs or not self._num_steps or self.offload is None:
             return
-        added = {f"offload/{name}": one / self._num_steps for name, one in self._sums.items()}
+        added = {name: one / self._num_steps for name, one in self._sums.items()}
         last = self.offload.statistics
         added |= {f"offload/{name}": last[name] for name in _OF_AUTO if name in last}
         self._sums, self._num_steps = {}, 0
@@ -114,20 +103,17 @@ class OffloadCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Closes the door and says what the steps moved."""
-        self._close()
+        """Ends offload and says what the steps moved."""
+        self._close_writer()
+        self.close()
         if self.offload is not None and state.is_world_process_zero:
             logger.info("%s", self.offload.summary())
 
     def _count(self) -> None:
-        statistics = self.offload.statistics if self.offload is not None else {}
-        for name in _LOGGED:
-            if name in statistics:
-                self._sums[name] = self._sums.get(name, 0) + statistics[name]
+        for name, value in self.logged().items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
 
-    def _close(self) -> None:
-        if self.offload is not None:
-            self.offload.close()
+    def _close_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What callbacks of trainers share: `TrainerOffload` opens with a training and closes with it.
+
+The callbacks for transformers and Lightning are made of it; it calls `offload_activations`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megatron.offload.integration.torch.door import offload_activations
+from megatron.offload.integration.torch.offload import ActivationOffload
+
+# Of a step's counters, those that trainers log: each as `offload/NAME`.
+LOGGED = ("offloaded_bytes", "written_bytes", "read_bytes", "stall_s", "write_wait_s")
+
+
+class TrainerOffload:
+    """A training's offload, which a callback opens and closes.
+
+    Args:
+        directory: as of `offload_activations`, like everything else.
+        settings: of `offload_activations`, by name.
+
+    Attributes:
+        offload: the handle of the training under way, or of the last one.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.offload: ActivationOffload | None = None
+        self._directory = directory
+        self._settings = settings
+
+    def open(self, model: torch.nn.Module) -> None:
+        """Offloads this model, and ends what a training that failed has left open."""
+        self.close()
+        self.offload = offload_activations(model, self._directory, **self._settings)
+
+    def close(self) -> None:
+        """Ends it; the handle still has its statistics and its summary."""
+        if self.offload is not None:
+            self.offload.close()
+
+    def logged(self) -> dict[str, float]:
+        """Those counters of the last step that trainers log; empty before the first."""
+        statistics = self.offload.statistics if self.offload is not None else {}
+        return {f"offload/{name}": float(statistics[name]) for name in LOGGED if name in statistics}
