@@ -32,7 +32,8 @@ SETTINGS = [
     "tensor parallel",
 ]
 # What moves of the model is what moves of it without sharding.
-AS_ALONE = [name for name in SETTINGS if not name.endswith(("bf16", "checkpointed", "auto"))][:-1]
+NOT_AS_ALONE = ("bf16", "checkpointed", "auto", "tensor parallel")
+AS_ALONE = [name for name in SETTINGS if not name.endswith(NOT_AS_ALONE)]
 
 
 @pytest.fixture(scope="module")

@@ -200,6 +200,16 @@ def _noting_layers(names: list[str]) -> Any:
     return note
 
 
+def test_a_model_that_generates_between_steps_trains_the_same(tmp_path: Path) -> None:
+    def call(model: Any, batch: Batch) -> torch.Tensor:
+        made = model.generate(batch["input_ids"][:, :4], max_new_tokens=4, do_sample=False)
+        return model(input_ids=made, labels=made).loss + model(**batch).loss  # type: ignore
+
+    found = train(llama, text_batches(), tmp_path, call=call)
+    assert found == train(llama, text_batches(), call=call)
+    assert all(one["offloaded_storages"] > 5 for one in found.statistics)
+
+
 def compiled(model: torch.nn.Module) -> torch.nn.Module:
     return torch.compile(model)  # type: ignore[return-value]
 

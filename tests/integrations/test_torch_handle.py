@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handles of `offload_activations`: several models, copies, threads, settings, reports, the end."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import ConfigurationError, StorageError, offload_activations
+from tests.support.loops import gradients, net, noise
+from tests.support.processes import ROOT
+from tests.support.same_training import digest
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one handle", "two handles"])
+def test_two_models_that_train_each_other(together: bool, tmp_path: Path) -> None:
+    def run(folder: Path | None) -> list[str | None]:
+        makes, judges = net(1), net(2)
+        with contextlib.ExitStack() as stack:
+            handles = []
+            if folder is not None:
+                groups: list[Any] = [[makes, judges]] if together else [makes, judges]
+                handles = [
+                    stack.enter_context(offload_activations(group, folder, min_bytes=1))
+                    for group in groups
+                ]
+            torch.manual_seed(3)
+            for seed in range(2):
+                made = makes(noise(seed))
+                loss = judges(made.detach()).mean() - judges(noise(seed + 5)).mean()
+                loss.backward()
+                judges(made).mean().backward()
+            for handle in handles:
+                assert handle.statistics["offloaded_storages"] > 10
+            return gradients(makes, judges)
+
+    assert run(tmp_path) == run(None)
+
+
+def test_another_thread_is_left_alone(tmp_path: Path) -> None:
+    model, other = net(), net(1)
+    found: list[Any] = []
+
+    def beside() -> None:
+        other(noise()).sum().backward()
+        found.append(gradients(other))
+
+    def start(*_: Any) -> None:
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+
+    model.blocks[1].register_forward_pre_hook(start)
+    model.eval(), other.eval()
+    with offload_activations([model, other], tmp_path, min_bytes=1):
+        model(noise()).sum().backward()
+    expected = net(1).eval()
+    expected(noise()).sum().backward()
+    assert found == [gradients(expected)]
+
+
+def test_transforms_of_torch_func_are_left_alone(tmp_path: Path) -> None:
+    model = net().eval()
+    parameters = dict(model.named_parameters())
+
+    def loss(values: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, values, (x,)).square().mean()
+
+    def run() -> list[str]:
+        one = torch.func.grad(loss)(parameters, noise())
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, noise()[:, None])
+        return [digest(value) for found in (one, each) for value in found.values()]
+
+    expected = run()
+    with offload_activations(model, tmp_path, min_bytes=1) as offload:
+        assert run() == expected
+        model(noise()).sum().backward()
+        assert offload.statistics["offloaded_storages"] > 10
+
+
+def test_a_copy_and_a_pickle_have_no_hooks(tmp_path: Path) -> None:
+    model = net()
+    with offload_activations(model, tmp_path, min_bytes=1) as offload:
+        torch.save(model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        for other in (copy.deepcopy(model), loaded):
+            other(noise()).sum().backward()
+        assert offload.engine is None  # nobody has called the model
+
+
+def test_tied_and_meta_and_moved_weights(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = net()
+    offload = offload_activations(model, tmp_path, min_bytes=1)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    model.to(torch.bfloat16).eval()
+    model(noise().bfloat16()).sum().backward()
+    assert offload.statistics["offloaded_storages"] > 10
+    offload.close()
+    expected = copy.deepcopy(model)
+    expected.zero_grad()
+    expected(noise().bfloat16()).sum().backward()
+    assert gradients(model) == gradients(expected)
+
+
+def test_parameters_buffers_and_inputs_never_move(tmp_path: Path) -> None:
+    class Saves(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(64, 64))
+            self.register_buffer("scale", torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight.t() * self.scale).sum()  # saves all three, and one product
+
+    model = Saves()
+    with offload_activations(model, tmp_path, min_bytes=1) as offload:
+        for _ in range(2):
+            model(torch.randn(64, 64)).backward()
+            assert offload.statistics["offloaded_storages"] <= 1
+
+
+def test_one_handle_a_model(tmp_path: Path) -> None:
+    model = net()
+    with offload_activations(model, tmp_path):
+        for again in (model, torch.nn.Sequential(model), model.blocks):
+            with pytest.raises(ConfigurationError, match="offloaded already"):
+                offload_activations(again, tmp_path)
+    offload_activations(model, tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (torch.nn.DataParallel(torch.nn.Linear(2, 2)), "use DistributedDataParallel"),
+        (torch.jit.script(torch.nn.Linear(2, 2)), "TorchScript"),
+        ([], "there is no model"),
+        ("model", "is no torch.nn.Module"),
+    ],
+    ids=["DataParallel", "TorchScript", "none", "text"],
+)
+def test_what_cannot_be_served_is_refused(model: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        offload_activations(model, tmp_path)
+
+
+def test_settings_have_the_names_of_the_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="did you mean min_bytes"):
+        offload_activations(net(), tmp_path, min_byte=1)
+    with pytest.raises(ConfigurationError, match="memory_budget_bytes is for mode auto"):
+        offload_activations(net(), tmp_path, memory_budget_bytes="1GiB")
+    with pytest.raises(ConfigurationError, match=r"layers='Blok' names no module"):
+        offload_activations(net(), tmp_path, layers=["Blok"])
+
+
+def test_off_touches_nothing(tmp_path: Path) -> None:
+    model = net()
+    offload = offload_activations(model, mode="off")
+    assert not model._forward_pre_hooks and not model._forward_hooks
+    model(noise()).sum().backward()
+    assert offload.statistics == {} and offload.summary() == ""
+    offload.close()
+
+
+def test_the_report_says_what_was_found_and_the_summary_what_moved(tmp_path: Path) -> None:
+    model = net()
+    with offload_activations(model, tmp_path, min_bytes=1) as offload:
+        for seed in range(3):
+            model(noise(seed)).sum().backward()
+        report = offload.report()
+    assert "3: blocks.0 to blocks.2" in report and str(tmp_path) in report
+    assert offload.summary() in report and "offloaded" in offload.summary()
+    assert offload.statistics["offloaded_storages"] > 10  # also afterwards
+    offload.close()
+
+
+def test_a_user_is_told_when_nothing_moves(tmp_path: Path, caplog: Any) -> None:
+    with offload_activations(net(), tmp_path) as offload:
+        offload._models[0](noise()).sum().backward()
+    with offload_activations(net(), tmp_path):
+        pass
+    said = [record.getMessage() for record in caplog.records]
+    assert any("no saved storage has 1 MiB or more; lower min_bytes" in one for one in said)
+    assert any("no forward pass with gradients was seen of Net" in one for one in said)
+
+
+@pytest.mark.parametrize("mode", ["host", "ssd"])
+def test_a_graph_that_outlives_its_handle_raises_and_the_model_goes_on(
+    mode: str, tmp_path: Path
+) -> None:
+    model, expected = net().eval(), net().eval()
+    offload = offload_activations(model, tmp_path, mode=mode, min_bytes=1)
+    loss = model(noise()).sum()
+    assert offload.engine is not None and offload.engine.wait_for_writes(30)
+    offload.close()
+    with pytest.raises(StorageError, match="the tier is closed"):
+        loss.backward()
+    model.zero_grad()
+    model(noise()).sum().backward()
+    expected(noise()).sum().backward()
+    assert gradients(model) == gradients(expected)
+
+
+def test_what_a_tier_has_no_room_for_stays(tmp_path: Path) -> None:
+    model, expected = net().eval(), net().eval()
+    with offload_activations(model, tmp_path, min_bytes=1, ssd_budget_bytes="64KiB") as offload:
+        loss = model(noise()).sum()
+        assert offload.engine is not None and offload.engine.wait_for_writes(30)
+        loss.backward()
+        assert offload.statistics["rejected_bytes"] > 0 < offload.statistics["offloaded_bytes"]
+    expected(noise()).sum().backward()
+    assert gradients(model) == gradients(expected)
+
+
+def test_a_program_may_end_without_closing(tmp_path: Path) -> None:
+    script = """
+        import sys, torch
+        from megatron.offload import offload_activations
+        linear = torch.nn.Linear(64, 64)
+        model = torch.nn.Sequential(linear, torch.nn.GELU(), torch.nn.Linear(64, 64))
+        offload_activations(model, sys.argv[1], min_bytes=1, metrics_file=sys.argv[1] + "/m.jsonl")
+        for _ in range(2):
+            model(torch.randn(64, 64)).sum().backward()
+        loss = model(torch.randn(64, 64)).sum()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 3
+
+
+def test_nothing_grows_with_the_number_of_steps(tmp_path: Path) -> None:
+    model = net().eval()
+    with offload_activations(model, tmp_path, min_bytes=1) as offload:
+
+        def objects_after(num_steps: int) -> int:
+            for seed in range(num_steps):
+                model(noise(seed)).sum().backward()
+            gc.collect()
+            return len(gc.get_objects())
+
+        before = objects_after(10)
+        assert objects_after(60) - before < 60
+        assert offload.engine is not None and offload.engine.cache.num_records < 5
+
+
+def test_a_layer_may_be_the_outermost_call(tmp_path: Path) -> None:
+    model = net().eval()
+    expected = copy.deepcopy(model)
+    with offload_activations(model, tmp_path, min_bytes=1, layers=["Block"]):
+        model.blocks[0](noise()).sum().backward()
+    expected.blocks[0](noise()).sum().backward()
+    assert gradients(model) == gradients(expected)
