@@ -96,7 +96,7 @@ class Comparison:
 
     Attributes:
         runs: of each way that runs here.
-        errors: why another does not, by its name.
+        errors: why another does not, or has not settled, by its name.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -174,7 +174,7 @@ class Comparison:
         ]
         header = ("way", "bits", "step s", "/ none", "peak", "/ none", "written/step", "stall s")
         lines = [tabulate(rows, headers=header, disable_numparse=True)]
-        lines += [f"{name} does not run here: {error}" for name, error in self.errors.items()]
+        lines += [f"{name} was not measured: {error}" for name, error in self.errors.items()]
         return "\n".join(lines)
 
 
@@ -248,7 +248,15 @@ class Comparer:
                 bar.set_description(f"{self._folder.name} turn {turn + 1}")
                 bar.update()
             for way, one in waiting.items():
-                found.runs.append(Run(way, number, one.steps, first_turns[way]))
+                run = Run(way, number, one.steps, first_turns[way])
+                if run.settled_steps(_SETTLED):
+                    found.runs.append(run)
+                else:  # `auto`, which still plans
+                    plans = one.steps[-1]["offload"]["plans"]
+                    found.errors[way.name] = (
+                        f"{plans} plans in {len(one.steps)} steps; the last one's peak is "
+                        f"{format_size(one.steps[-1]['peak_activation_bytes_rank0'])}"
+                    )
 
     def _has_settled(self, steps: list[dict[str, Any]]) -> bool:
         """`auto` first makes and follows its last plan."""
@@ -266,6 +274,7 @@ def keeps_promises(figures: dict[str, Any]) -> bool:
     """Whether a model's figures are those that the project promises."""
     return (
         figures["identical"]
+        and not any(name.startswith(WAYS) for name in figures["errors"])
         and figures["peak_ratio"] <= MOST_PEAK_RATIO
         and figures["step_time_ratio"] <= MOST_TIME_RATIO
     )
