@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
+from megatron.offload.saved.scope import is_between_layers
 
 _PARTS = ("attention", "mlp")
 _ALL_PARTS = (*_PARTS, WHOLE_LAYER, *(part + SELECTIVE for part in _PARTS))
@@ -95,7 +96,8 @@ class Plan:
         """Whether a stage can follow it.
 
         Args:
-            layers: chunk and name of each layer of the stage.
+            layers: chunk and name of each layer of the stage. What runs between them may be
+                planned or not.
             tiers: placements that there is a tier for.
 
         Raises:
@@ -103,6 +105,8 @@ class Plan:
         """
         planned, there = {(one.chunk, one.layer) for one in self.parts}, set(layers)
         for chunk, layer in sorted(planned ^ there):
+            if is_between_layers(layer):
+                continue
             has, lacks = ("plan", "model") if (chunk, layer) in planned else ("model", "plan")
             raise ConfigurationError(
                 f"the plan does not fit stage {self.stage} of the model: the {has} has layer "

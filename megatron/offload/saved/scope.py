@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_BEFORE_LAYERS = "before_layers"
+_AFTER = ".after"
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -19,3 +22,13 @@ class Scope:
         layer = f" layer {self.layer}" if self.layer else ""
         part = f" {self.part}" if self.part else ""
         return f"chunk {self.chunk} micro-batch {self.micro_batch}{layer}{part}"
+
+
+def name_after(layer: str) -> str:
+    """The name of what runs between a layer and the next one, or before the first one (empty)."""
+    return layer + _AFTER if layer else _BEFORE_LAYERS
+
+
+def is_between_layers(name: str) -> bool:
+    """Whether a name is one that `name_after` gives."""
+    return name == _BEFORE_LAYERS or name.endswith(_AFTER)

@@ -21,6 +21,7 @@ from megatron.offload.integration.torch.passes import Passes, tensors_in
 from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
+from megatron.offload.saved.scope import Scope, name_after
 
 _FORWARD = "forward"
 _Context = contextlib.AbstractContextManager[Any]
@@ -45,7 +46,7 @@ class LayerCalls:
         self._recomputed: set[torch.nn.Module] = set()  # in the forward pass under way
         self._layer: torch.nn.Module | None = None  # whose forward is under way
         self._timings: LayerTimings | None = None  # of it
-        self._contexts = contextlib.ExitStack()  # around it
+        self._contexts = contextlib.ExitStack()  # around it, or around what runs after it
 
     def connect(self, passes: Passes, engine: OffloadEngine, profiler: Profiler | None) -> None:
         """From now on these hear of layers.
@@ -57,12 +58,14 @@ class LayerCalls:
         """
         self._passes, self._engine, self._profiler = passes, engine, profiler
 
-    def recomputing(self) -> contextlib.AbstractContextManager[None]:
-        """Around a forward pass: the layers that the policy recomputes run so."""
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward pass: names what is saved in it, recomputes what the policy says."""
         engine = self._engine
         assert engine is not None
         if self._layer is not None:  # interrupted in an earlier pass: no hook has told us
             self._end(None)
+        self._enter(engine, name_after(""))
         scopes = {
             layer: dataclasses.replace(engine.scope, layer=name)
             for layer, name in self._names.items()
@@ -72,9 +75,12 @@ class LayerCalls:
             for layer, scope in scopes.items()
             if engine.place_layer(scope) is Placement.RECOMPUTE
         }
-        return _replaced(
-            {one: functools.partial(self._run, one.forward) for one in self._recomputed}
-        )
+        run = {one: functools.partial(self._run, one.forward) for one in self._recomputed}
+        try:
+            with _replaced(run):
+                yield
+        finally:
+            self._contexts.close()
 
     def begin(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A layer is called."""
@@ -85,13 +91,12 @@ class LayerCalls:
             return
         self._layer = layer
         self.num_calls += 1
-        scope = dataclasses.replace(engine.scope, layer=self._names[layer])
+        scope = self._enter(engine, self._names[layer])
         inputs = list(tensors_in((args, kwargs)))
         recomputes = layer in self._recomputed and _any_requires_grad(inputs)
         engine.statistics.recomputed_layers += recomputes
         if self._profiler is not None:
             self._timings = self._profiler.begin_layer(scope, inputs, recomputes=recomputes)
-        self._contexts.enter_context(engine.within(scope))
 
     def end(self, layer: torch.nn.Module, result: Any) -> None:
         """The call of a layer has ended, with its result or None."""
@@ -99,10 +104,19 @@ class LayerCalls:
             self._end(result)
 
     def _end(self, result: Any) -> None:
+        assert self._layer is not None and self._engine is not None
+        name = self._names[self._layer]
         self._layer = self._timings = None
-        self._contexts.close()
         if self._profiler is not None:
             self._profiler.end_layer(list(tensors_in(result)))
+        self._enter(self._engine, name_after(name))
+
+    def _enter(self, engine: OffloadEngine, name: str) -> Scope:
+        """What is saved from now on has this name."""
+        self._contexts.close()
+        scope = dataclasses.replace(engine.scope, layer=name)
+        self._contexts.enter_context(engine.within(scope))
+        return scope
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of a layer's forward: saves its inputs only and runs again in backward."""

@@ -85,7 +85,7 @@ class ActivationOffload:
         self._run_directory = run_directory
         self._steps: TrainingSteps | None = None
         self._calls = LayerCalls(layers)
-        self._passes = Passes(self._open, self._step, self._calls.recomputing)
+        self._passes = Passes(self._open, self._step, self._calls.forward)
         self._hooks = ModuleHooks()
         self._log: StepLog | None = None
         self._log_hooks = ModuleHooks()

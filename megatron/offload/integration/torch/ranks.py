@@ -41,6 +41,7 @@ def planned_stage(layers: Sequence[str], device: torch.device) -> tuple[RankCons
         [(0, name) for name in layers],
         speaks=rank() == 0,
         num_local_ranks=local_world_size(),
+        hands_over="operation",
     )
     if not _is_distributed():
         return SingleRank(), stage

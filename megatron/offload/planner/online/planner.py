@@ -249,7 +249,10 @@ class Planner:
     def _measured_profile(self, previous: StageProfile | None) -> StageProfile:
         """The profile of the steps that were measured, the same on all ranks of the group."""
         profile = self.meter.profile(
-            self._stage.position, recomputes=not self._stage.why_not_recomputed, previous=previous
+            self._stage.position,
+            recomputes=not self._stage.why_not_recomputed,
+            previous=previous,
+            hands_over=self._stage.hands_over,
         )
         self._own_tiers = profile.tiers
         return agreed_profile(profile, self._consensus)

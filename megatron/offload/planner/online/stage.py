@@ -14,6 +14,7 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import HandsOver
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Stage:
         why_not_recomputed: what keeps its layers from being recomputed; empty: nothing does.
         speaks: whether this rank's plan is the one of its stage that is shown and written.
         num_local_ranks: ranks on this machine, which share a CPU's memory.
+        hands_over: when the integration hands over what is to leave, see `StageProfile`.
         not_alone: layers with the parts of theirs that cannot be recomputed without the rest.
     """
 
@@ -35,6 +37,7 @@ class Stage:
     speaks: bool = True
     num_local_ranks: int = 1
     not_alone: Collection[tuple[str, str]] = ()
+    hands_over: HandsOver = "layer"
 
     def check(self, plan: Plan, tiers: Collection[Placement], path: Path) -> None:
         """Raises an error if the stage cannot follow a plan.

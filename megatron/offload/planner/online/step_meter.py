@@ -22,7 +22,12 @@ from megatron.offload.planner.online.drift import MeasuredStep
 from megatron.offload.planner.profile.build import Rates, passes_s, profile_of, tier_profiles
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.profiler import Profiler
-from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile, tokens_of
+from megatron.offload.planner.profile.stage_profile import (
+    HandsOver,
+    StageProfile,
+    TierProfile,
+    tokens_of,
+)
 from megatron.offload.stats.memory import PeakMemory
 from megatron.offload.tiers.tier import Tier
 
@@ -101,14 +106,19 @@ class StepMeter:
             self._ended_s = None
 
     def profile(
-        self, position: PipelinePosition, *, recomputes: bool, previous: StageProfile | None
+        self,
+        position: PipelinePosition,
+        *,
+        recomputes: bool,
+        previous: StageProfile | None,
+        hands_over: HandsOver = "layer",
     ) -> StageProfile:
         """The profile of the steps noted in detail, which are forgotten.
 
         Args:
             position: of the stage in its pipeline.
             recomputes: whether its layers may be recomputed.
-            previous: see `profile_of`.
+            previous, hands_over: see `profile_of`.
 
         Raises:
             ConfigurationError: there was no such step.
@@ -133,6 +143,7 @@ class StepMeter:
             previous=previous,
             sizes=self._detailed_sizes,
             inflight_bytes=self._engine.inflight_bytes,
+            hands_over=hands_over,
             source=f"measured in {len(steps)} step{'' if len(steps) == 1 else 's'}",
         )
         self.profiler.clear()

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from megatron.offload.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import (
+    HandsOver,
     LayerProfile,
     PartProfile,
     StageProfile,
     TierProfile,
 )
 from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, Timestamp
+from megatron.offload.saved.scope import name_after
 from megatron.offload.tiers.tier import Tier
 
 Seconds = Callable[[Timestamp | None, Timestamp | None], float]
@@ -41,6 +43,7 @@ def profile_of(
     previous: StageProfile | None = None,
     sizes: dict[str, int] | None = None,
     inflight_bytes: int = 512 << 20,
+    hands_over: HandsOver = "layer",
     source: str = "",
 ) -> StageProfile:
     """Puts a stage's profile together from measured steps.
@@ -53,7 +56,7 @@ def profile_of(
         step_fixed_s: seconds of a step outside of its passes.
         recomputes: whether layers may be recomputed at all.
         previous: an earlier profile, for what layers save that were recomputed in these steps.
-        sizes, inflight_bytes, source: see `StageProfile`.
+        sizes, inflight_bytes, hands_over, source: see `StageProfile`.
     """
 
     def between(earlier: Timestamp | None, later: Timestamp | None) -> float:
@@ -67,30 +70,26 @@ def profile_of(
     layers: list[LayerProfile] = []
     for chunk, own in enumerate(by_chunk):
         earlier = {one.name: one for one in (previous.layers if previous else ())}
-        for alike in zip(*(one.layers for one in own), strict=True):
+        layers += _between_layers(chunk, 0, own, between)
+        for number, alike in enumerate(zip(*(one.layers for one in own), strict=True), 1):
             layers.append(_layer(chunk, list(alike), own, between, recomputes, earlier))
+            layers += _between_layers(chunk, number, own, between)
 
-    def outside(part: Callable[[PassTimings], float]) -> tuple[float, ...]:
-        return tuple(_median(part(one) for one in own) for own in by_chunk)
-
+    before = [_seconds_outside(own, 0, between) for own in by_chunk]
+    after = [_seconds_outside(own, -1, between) for own in by_chunk]
     return StageProfile(
         position=position,
         num_micro_batches=len(by_chunk[0]) // len(steps),
         layers=tuple(layers),
         tiers=tuple(tiers),
-        before_s=outside(lambda p: between(p.began, p.layers[0].began if p.layers else p.ended)),
-        after_s=outside(lambda p: between(p.layers[-1].ended, p.ended) if p.layers else 0.0),
-        backward_before_s=outside(
-            lambda p: between(
-                p.backward_began, p.layers[-1].backward_began if p.layers else p.backward_ended
-            )
-        ),
-        backward_after_s=outside(
-            lambda p: between(p.layers[0].backward_ended, p.backward_ended) if p.layers else 0.0
-        ),
+        before_s=tuple(forward_s for forward_s, _ in before),
+        after_s=tuple(forward_s for forward_s, _ in after),
+        backward_before_s=tuple(backward_s for _, backward_s in after),
+        backward_after_s=tuple(backward_s for _, backward_s in before),
         step_fixed_s=max(step_fixed_s, 0.0),
         pass_fixed_bytes=tuple(max(one.held_bytes for one in own) for own in by_chunk),
         inflight_bytes=inflight_bytes,
+        hands_over=hands_over,
         sizes=dict(sizes or {}),
         source=source,
     )
@@ -177,6 +176,59 @@ def _layer(
         input_bytes=input_bytes,
         parts=parts,
     )
+
+
+def _between_layers(
+    chunk: int, number: int, passes: list[PassTimings], between: Seconds
+) -> list[LayerProfile]:
+    """What runs after so many layers, where it saves anything, as one that is not recomputed."""
+    saved = [one.between[number] for one in passes if number in one.between]
+    if not saved:
+        return []
+    forward_s, backward_s = _seconds_between_layers(passes, number, between)
+    part = PartProfile(
+        name=WHOLE_LAYER,
+        movable_bytes=max(one.movable_bytes for one in saved),
+        resident_bytes=max(one.resident_bytes for one in saved),
+        num_storages=max(one.num_storages for one in saved),
+        produced_s=forward_s,
+        first_use_s=0.0,
+    )
+    name = name_after(passes[0].layers[number - 1].name if number else "")
+    return [LayerProfile(chunk, name, forward_s, backward_s, None, 0, (part,))]
+
+
+def _seconds_outside(
+    passes: list[PassTimings], number: int, between: Seconds
+) -> tuple[float, float]:
+    """Seconds before the first layer (0) or after the last (-1), where no layer above has them."""
+    number_after_all = len(passes[0].layers)
+    if number == -1 and not number_after_all:
+        return 0.0, 0.0  # all of the pass is before
+    number %= number_after_all + 1
+    if any(number in one.between for one in passes):
+        return 0.0, 0.0
+    return _seconds_between_layers(passes, number, between)
+
+
+def _seconds_between_layers(
+    passes: list[PassTimings], number: int, between: Seconds
+) -> tuple[float, float]:
+    """Seconds, forward and backward, after so many layers and before the next one."""
+    forward_s, backward_s = [], []
+    for one in passes:
+        before = one.layers[number - 1] if number else None
+        after = one.layers[number] if number < len(one.layers) else None
+        forward_s.append(
+            between(before.ended if before else one.began, after.began if after else one.ended)
+        )
+        backward_s.append(
+            between(
+                after.backward_ended if after else one.backward_began,
+                before.backward_began if before else one.backward_ended,
+            )
+        )
+    return _median(forward_s), _median(backward_s)
 
 
 def _parts(timings: list[LayerTimings], between: Seconds, can_be: bool) -> tuple[PartProfile, ...]:

@@ -23,7 +23,13 @@ import torch
 from megatron.offload.device.device import Device
 from megatron.offload.placement.policy import WHOLE_LAYER
 from megatron.offload.planner.profile.stage_profile import tokens_of
-from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, TimeSpan, Timestamp
+from megatron.offload.planner.profile.timings import (
+    LayerTimings,
+    PartTimings,
+    PassTimings,
+    TimeSpan,
+    Timestamp,
+)
 from megatron.offload.saved.autograd_graph import node_of
 from megatron.offload.saved.scope import Scope
 
@@ -187,23 +193,29 @@ class Profiler:
 
     def moves(self, scope: Scope, num_bytes: int) -> None:
         """Notes a storage that moves to a tier, as `Observer` asks."""
-        if self._layer is not None:
-            part = self._layer.part(scope.part)
+        part = self._part(scope)
+        if part is not None:
             part.movable_bytes += num_bytes
             part.num_storages += 1
 
     def stayed(self, scope: Scope, storage: torch.UntypedStorage) -> None:
         """Notes a storage that stays; one that is large enough to move could have moved."""
         # Saved, so it lives until backward: no other can get its address in this pass.
-        if self._layer is None or storage._cdata in self._stayed:
+        part, num_bytes = self._part(scope), storage.nbytes()
+        if part is None or storage._cdata in self._stayed:
             return
         self._stayed.add(storage._cdata)
-        part, num_bytes = self._layer.part(scope.part), storage.nbytes()
         if num_bytes < self._min_bytes:
             part.resident_bytes += num_bytes
         else:
             part.movable_bytes += num_bytes
             part.num_storages += 1
+
+    def _part(self, scope: Scope) -> PartTimings | None:
+        """Where to note what is saved now; None: nowhere."""
+        if self._layer is not None:
+            return self._layer.part(scope.part)
+        return None if self._forward is None else self._forward.between_layers
 
 
 def _recorder(profiler: Profiler, timings: LayerTimings, name: str) -> Callable[[Any], None]:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -21,6 +22,8 @@ from megatron.offload.planner.profile.numbers import with_numbers
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 
 FORMAT_VERSION = 2
+
+HandsOver = Literal["layer", "operation"]
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,8 @@ class StageProfile:
             activations, the loss).
         allocator_slack: what saved activations take beyond their own bytes, as a part of these.
         inflight_bytes: most bytes on their way out at a time; forward waits beyond it.
+        hands_over: when forward hands over what is to leave: at the end of the `layer` that saved
+            it, or of the `operation`.
         sizes: what the measurements depend on: micro-batch size, sequence length.
         source: where they come from, for people.
     """
@@ -141,6 +146,7 @@ class StageProfile:
     transient_bytes: int = 0
     allocator_slack: float = 0.0
     inflight_bytes: int = 512 << 20
+    hands_over: HandsOver = "layer"
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     source: str = ""
 

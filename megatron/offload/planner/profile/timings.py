@@ -71,6 +71,12 @@ class PassTimings:
     backward_ended: Timestamp | None = None
     held_bytes: int = 0  # of its input, where the schedule holds that until backward
     layers: list[LayerTimings] = field(default_factory=list)
+    between: dict[int, PartTimings] = field(default_factory=dict)
+
+    @property
+    def between_layers(self) -> PartTimings:
+        """What is saved after the layers so far, and outside of them; by their number."""
+        return self.between.setdefault(len(self.layers), PartTimings())
 
     @property
     def is_complete(self) -> bool:

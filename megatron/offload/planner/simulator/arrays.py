@@ -67,6 +67,7 @@ class StageArrays(NamedTuple):
     step_fixed_s: float
     transient_bytes: float
     inflight_bytes: float
+    by_operation: int  # 1: pieces are handed over while their layer runs, else at its end
     allocator_slack: float
     chunk_with_loss: int  # -1: not on this stage
 
@@ -141,6 +142,7 @@ def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> Stag
         step_fixed_s=float(profile.step_fixed_s),
         transient_bytes=float(profile.transient_bytes),
         inflight_bytes=float(profile.inflight_bytes),
+        by_operation=int(profile.hands_over == "operation"),
         allocator_slack=float(profile.allocator_slack),
         chunk_with_loss=position.num_chunks - 1
         if position.stage == position.num_stages - 1

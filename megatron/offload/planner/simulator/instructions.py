@@ -168,6 +168,8 @@ def _forward(
 ) -> tuple[int, int]:
     """Bytes are there from when their part begins to be produced; all are handed over at the end.
 
+    Or, by operation: pieces come, and are handed over, one after the other at an even pace.
+
     Returns:
         Where the instructions go on, and the next piece.
     """
@@ -179,15 +181,26 @@ def _forward(
     now = 0.0
     for part in parts:
         of_part = stage.parts[part]
-        size = of_part.resident_bytes
+        size, seconds = of_part.resident_bytes, of_part.produced_s - now
+        now = of_part.produced_s
+        if stage.by_operation and choices[part] % SELECTIVE_OFFSET >= FIRST_TIER:
+            at = _add(instructions, at, MEMORY, 0, size)
+            size, pieces = _moving_bytes(of_part, choices[part]), of_part.num_pieces
+            for number in range(pieces):
+                at = _add(instructions, at, MEMORY, 0, _piece_bytes(size, number, pieces))
+                at = _add(instructions, at, COMPUTE, layer, seconds / pieces)
+                at = _add(instructions, at, HAND_OVER, piece, 0.0)
+                piece += 1
+            continue
         if choices[part] == RECOMPUTE_PART:
             size += of_part.input_bytes
         else:
             size += _moving_bytes(of_part, choices[part])
         at = _add(instructions, at, MEMORY, 0, size)
-        at = _add(instructions, at, COMPUTE, layer, of_part.produced_s - now)
-        now = of_part.produced_s
+        at = _add(instructions, at, COMPUTE, layer, seconds)
     at = _add(instructions, at, COMPUTE, layer, row.forward_s - now)
+    if stage.by_operation:
+        return at, piece
     for part in parts:
         if choices[part] % SELECTIVE_OFFSET >= FIRST_TIER:
             for _ in range(stage.parts[part].num_pieces):

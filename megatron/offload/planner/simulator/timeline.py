@@ -10,7 +10,8 @@ Note [What is simulated]
     served. While both work, the read has its full rate, the write what is left of the shared one.
     A step begins with the first stage's first forward pass and ends when the last stage is done.
     Forward   A part's bytes are there from when its production begins. At the end of a layer its
-              pieces are handed over one by one; compute waits while more than `inflight_bytes` are
+              pieces are handed over one by one (or, where operations hand over what they save, as
+              they come); compute waits while more than `inflight_bytes` are
               on their way. A write that ends frees its memory. A tier that is full refuses.
     Backward  Pieces come back in reverse order. Reading ahead fills a window of two of the largest
               pieces plus what proved missing, at most `inflight_bytes`, and begins when the pass
