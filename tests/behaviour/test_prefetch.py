@@ -21,6 +21,14 @@ def save_on(engine, sizes):
     return save_order, packed
 
 
+def order_of(sizes):
+    save_order = SaveOrder()
+    records = [SavedStorage(torch.UntypedStorage(size), Scope(), 0) for size in sizes]
+    for record in records:
+        save_order.append(record)
+    return save_order, records
+
+
 def on_their_way(engine, packed):
     engine.dispatcher.drain()
     return [index for index, view in enumerate(packed) if view.saved.state is not State.ON_TIER]
@@ -61,6 +69,16 @@ def test_the_window_holds_two_of_the_largest_within_the_inflight_budget(
         del packed
 
 
+def test_what_has_been_passed_does_not_widen_the_window(engine):
+    """Logits, as a rule the largest and saved last: while they are used memory is scarcest."""
+    with engine.step():
+        save_order, packed = save_on(engine, [1024] * 6 + [65536])
+        with engine.backward(save_order):
+            engine.hooks.unpack(packed.pop())
+            assert on_their_way(engine, packed) == [4, 5]
+        del packed
+
+
 def test_by_default_one_storage_is_read_while_one_waits_however_large_they_are(
     make_engine, monkeypatch
 ):
@@ -95,14 +113,12 @@ def test_a_storage_saved_twice_is_brought_back_for_its_last_save(engine):
 
 
 def test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again():
-    save_order = SaveOrder()
-    save_order.largest_bytes = 1000
+    save_order, largest = order_of([1000])
     prefetcher = Prefetcher(lambda record, deadline: None, budget=ByteBudget(10**6))
     prefetcher.start(save_order)
     prefetcher.waited(1.0, 500.0)  # for the first storage no window would have helped
     assert prefetcher.window_bytes == 0
-    record = SavedStorage(torch.UntypedStorage(1), Scope(), 0)
-    prefetcher.used(record)
+    prefetcher.used(largest[0])
     assert prefetcher.window_bytes == 2000
     prefetcher.waited(0.5, 500.0)
     assert prefetcher.window_bytes == 2250
@@ -110,13 +126,12 @@ def test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again():
         prefetcher.start(save_order)
         prefetcher.stop()
     prefetcher.start(save_order)
-    prefetcher.used(record)
+    prefetcher.used(largest[0])
     assert prefetcher.window_bytes == pytest.approx(2000, abs=1)
 
 
 def test_a_pass_that_was_prepared_is_not_begun_a_second_time():
-    save_order = SaveOrder()
-    save_order.largest_bytes = 1000
+    save_order, _ = order_of([1000])
     prefetcher = Prefetcher(lambda record, deadline: True, budget=ByteBudget(10**6))
     prefetcher.start(save_order, opens_at_once=True)
     assert prefetcher.window_bytes == 2000

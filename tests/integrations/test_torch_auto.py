@@ -65,7 +65,7 @@ def test_a_plan_is_followed_layer_by_layer_and_recomputation_has_the_same_dropou
     everything = trained(4, tmp_path).statistics[-1]
     for step in found.statistics:
         assert step["recomputed_layers"] == 2
-        # What is outside of layers goes where everything goes without a plan.
+        # What a plan says nothing of, the head here, goes where everything goes without one.
         assert 0.3 < step["offloaded_bytes"] / everything["offloaded_bytes"] < 0.45
 
 
@@ -77,9 +77,12 @@ def test_auto_plans_within_a_budget_and_changes_no_bit(tmp_path: Path) -> None:
     assert [step["plans"] for step in found.statistics[:4]] == [0, 0, 0, 1]
     assert found.statistics[-1]["predicted_peak_bytes"] > 0
     profile = json.loads((tmp_path / "activation-profile-stage0.json").read_text())
-    assert [layer["name"] for layer in profile["layers"]] == LAYERS
-    assert all(layer["recompute_s"] is not None for layer in profile["layers"])
-    assert [part.layer for part in load_plans(plan_file)[0].parts] == LAYERS
+    names = [*LAYERS, f"{LAYERS[-1]}.after"]  # the head saves something too
+    assert [layer["name"] for layer in profile["layers"]] == names
+    assert all(layer["recompute_s"] is not None for layer in profile["layers"][:-1])
+    assert [part.layer for part in load_plans(plan_file)[0].parts] == names
+    # Such a plan can be followed.
+    assert trained(3, tmp_path, mode="auto", plan_file=plan_file) == trained(3)
 
 
 def test_what_was_recomputed_while_it_was_measured_is_known_from_before(tmp_path: Path) -> None:

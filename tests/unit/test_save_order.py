@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import gc
 import weakref
 
@@ -178,8 +180,10 @@ def test_the_read_ahead_hears_of_the_first_use_and_whenever_half_of_the_window_w
     records = [on_tier(size) for size in sizes]
     prefetcher.start(on_save_order(records))
     prefetcher.advance()
-    half = [False, False, False, True]  # 200 bytes, the second time with the large one
-    assert uses(prefetcher, records) == [True, *half, *half, False, False, False]
+    while_large_is_to_come = [False, False, False, True]  # 4 x 50 bytes are half of 2 x 200
+    then = [False, True], [False, True], [True]  # 2 x 50; 50 and the large one; 100
+    heard = [True, *while_large_is_to_come, *itertools.chain(*then), False, False]
+    assert uses(prefetcher, records) == heard
 
 
 def test_a_storage_used_more_than_once_counts_once() -> None:

@@ -17,12 +17,17 @@ class SaveOrder:
 
     def __init__(self) -> None:
         self._saves: list[SavedReference] = []
-        self.largest_bytes = 0
+        self._largest: list[int] = []  # bytes, of each save and all before it
 
     def append(self, record: SavedStorage) -> None:
         """Notes that a storage was saved, for the first time or once more."""
+        self._largest.append(max(self.largest_bytes, record.num_bytes))
         self._saves.append(weakref.ref(record))
-        self.largest_bytes = max(self.largest_bytes, record.num_bytes)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest storage among the saves that were not taken off."""
+        return max(self._largest[-1:], default=0)  # another thread may take the last one off
 
     def last(self) -> SavedStorage | None:
         """The latest save that is still there and of use; None once there is none left."""
@@ -30,9 +35,10 @@ class SaveOrder:
             record = self._saves[-1]()
             if record is not None:
                 return record
-            self._saves.pop()
+            self.drop_last()
         return None
 
     def drop_last(self) -> None:
         """Takes the latest save off."""
         self._saves.pop()
+        self._largest.pop()

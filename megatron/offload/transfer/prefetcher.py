@@ -26,9 +26,11 @@ _FORGETTING = 0.7  # of what was missing, from one backward pass to the next
 class Prefetcher:
     """Keeps a window of restored bytes ahead of the backward pass.
 
-    The window holds two of the save order's largest storages, one ready and one being read (double
+    The window holds two of the largest storages still to come, one ready and one being read (double
     buffering), and what turned out to be missing: where compute waited t seconds for a read, a
-    window larger by t times the read bandwidth would have had it in time.
+    window larger by t times the read bandwidth would have had it in time. What has been passed no
+    longer counts: the logits, saved last and as a rule the largest, are used when memory is
+    scarcest, and are never read.
 
     Args:
         begin_read: starts the read of a record that is on a tier, unless somebody else has; whether

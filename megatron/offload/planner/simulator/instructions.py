@@ -47,7 +47,7 @@ def new_pieces(stage: StageArrays, choices: Ints) -> tuple[Ints, Rows]:
     pieces = np.zeros(number, PIECE)
     at = 0
     for chunk in range(chunks):
-        first_part = stage.layer_part[stage.chunk_layer[chunk]]
+        first_part, largest = stage.layer_part[stage.chunk_layer[chunk]], 0.0
         for part in range(first_part, stage.layer_part[stage.chunk_layer[chunk + 1]]):
             if choices[part] % SELECTIVE_OFFSET < FIRST_TIER:
                 continue
@@ -56,6 +56,8 @@ def new_pieces(stage: StageArrays, choices: Ints) -> tuple[Ints, Rows]:
             for piece in range(number):
                 pieces[at].state = chunk
                 pieces[at].size_bytes = _piece_bytes(size, piece, number)
+                largest = max(largest, pieces[at].size_bytes)
+                pieces[at].largest_bytes = largest
                 pieces[at].tier = choices[part] % SELECTIVE_OFFSET - FIRST_TIER
                 pieces[at].num_storages = stage.parts[part].storages_each
                 at += 1

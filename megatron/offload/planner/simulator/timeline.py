@@ -14,7 +14,7 @@ Note [What is simulated]
               they come); compute waits while more than `inflight_bytes` are
               on their way. A write that ends frees its memory. A tier that is full refuses.
     Backward  Pieces come back in reverse order. Reading ahead fills a window of two of the largest
-              pieces plus what proved missing, at most `inflight_bytes`, and begins when the pass
+              pieces still to come plus what proved missing, at most `inflight_bytes`, and begins when the pass
               before ends; before the loss's backward one piece has to do. A write that has not
               begun is cancelled when its piece comes near, one that has goes on for nothing. What
               was used is freed. A recomputed layer holds all of its bytes until its backward ends.

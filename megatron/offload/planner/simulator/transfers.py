@@ -31,7 +31,6 @@ STEP = np.dtype(
         ("written_bytes", np.float64),
         ("read_bytes", np.float64),
         ("ahead_bytes", np.float64),  # read ahead and not used yet
-        ("largest_bytes", np.float64),  # of the pieces of this backward pass
         ("missing_bytes", np.float64),  # by which the read-ahead proved too small
         ("has_used", np.int64),
         ("next_ahead", np.int64),  # piece
@@ -49,6 +48,7 @@ PIECE = np.dtype(
         ("state", np.int64),
         ("is_ahead", np.int64),
         ("size_bytes", np.float64),
+        ("largest_bytes", np.float64),  # of it and those before it in its pass
         ("tier", np.int64),
         ("num_storages", np.float64),
         ("next", np.int64),
@@ -271,10 +271,6 @@ def prefetch(
     state.has_used = opens_at_once
     state.missing_bytes *= _FORGETTING
     state.last_ahead, state.next_ahead = first, end - 1
-    largest = 0.0
-    for piece in range(first, end):
-        largest = max(largest, pieces[piece].size_bytes)
-    state.largest_bytes = largest
     _read_ahead(state, pieces, channels, log)
 
 
@@ -293,7 +289,7 @@ def _read_ahead(state: Row, pieces: Rows, channels: Rows, log: Rows) -> None:
         if where in (QUEUED, WRITING, ON_TIER):
             window = 0.0
             if state.has_used != 0:
-                wanted = 2 * state.largest_bytes + state.missing_bytes
+                wanted = 2 * pieces[piece].largest_bytes + state.missing_bytes
                 window = min(wanted, state.in_flight_limit_bytes)
             if state.ahead_bytes > 0 and state.ahead_bytes + size > window:
                 return
