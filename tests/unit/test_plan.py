@@ -19,6 +19,7 @@ from megatron.offload.placement.plan_file import (
     save_plans,
 )
 from megatron.offload.placement.plan_table import plan_table
+from megatron.offload.saved.scope import name_after
 
 MIB = 1 << 20
 
@@ -83,6 +84,13 @@ LAYERS = [(0, f"decoder.{number}") for number in range(1, 5)]
 
 def test_a_plan_fits_the_layers_and_tiers_that_it_names() -> None:
     plan().check(LAYERS, [Placement.SSD])
+
+
+def test_what_runs_between_layers_may_be_planned() -> None:
+    extra = [
+        PlannedPart(0, name_after(layer), "layer", Placement.SSD, 1) for layer in ("", "decoder.4")
+    ]
+    Plan((*plan().parts, *extra)).check(LAYERS, [Placement.SSD])
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ class Run:
         self.has_parts = False
         self.recomputed_parts: set[tuple[str, str]] = set()
         self.selective: list[int] = []  # sizes, of each MLP
+        self.head_bytes = 0  # that the loss saves
 
     def step(self, num: int = 2, tokens: int = 8, *, well: bool = True) -> None:
         self.profiler.begin_step()
@@ -77,6 +78,8 @@ class Run:
                 for name in ("decoder.1", "decoder.2"):
                     x = self.layer(name, x)
                 x = self.takes(x, 0.125, 4.0)
+                if self.head_bytes:
+                    self.profiler.moves(Scope(), self.head_bytes)
             with self.profiler.backward(0, micro_batch):
                 x.sum().backward()
             self.clock.now_s += 100.0  # between passes
@@ -192,6 +195,19 @@ def test_bytes_are_told_by_what_could_move() -> None:
     assert (mlp.movable_bytes, mlp.resident_bytes, mlp.num_storages) == (8000, MIN_BYTES - 1, 1)
     assert run.profile().layers[0].input_bytes == 8 * 2 * 4 * 4
     assert run.profile().sizes == {"sequence_length": 8, "micro_batch_size": 2}
+
+
+def test_what_is_saved_after_the_layers_can_be_planned_too() -> None:
+    run = Run()
+    run.head_bytes = 5000
+    run.step()
+    profile = run.profile()
+    assert [one.name for one in profile.layers] == ["decoder.1", "decoder.2", "decoder.2.after"]
+    head = profile.layers[-1]
+    assert (head.forward_s, head.backward_s, head.recompute_s) == (0.125, 4.0, None)
+    assert [(part.name, part.movable_bytes) for part in head.parts] == [("layer", 5000)]
+    assert (profile.before_s, profile.backward_after_s) == ((0.5,), (0.25,))
+    assert (profile.after_s, profile.backward_before_s) == ((0.0,), (0.0,)), "it has them"
 
 
 def test_a_layer_that_is_not_divided_is_one_group() -> None:

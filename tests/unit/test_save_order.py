@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import itertools
-
 import gc
+import itertools
 import weakref
 
 import pytest

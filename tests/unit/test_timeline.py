@@ -92,6 +92,27 @@ def test_before_the_loss_one_piece_has_to_do() -> None:
     assert predict(middle, SSD) == Prediction(42.0, 0.0, 0.0, 16, 16, 16)
 
 
+def test_operations_hand_over_what_they_save_while_their_layer_runs() -> None:
+    # Four storages of 2 bytes, one each 0.25 s, each written in the next 0.25 s: the last one when
+    # the second layer's 8 bytes come. Nothing is used before B0, for which one storage is there.
+    layers = (layer(parts=(part(num_storages=4),)), layer("decoder.1"))
+    by_layer = stage(layers=layers)
+    by_operation = stage(layers=layers, hands_over="operation")
+    assert predict(by_layer, SSD, KEEP) == Prediction(6.0, 0.0, 0.0, 16, 8, 8)
+    assert predict(by_operation, SSD, KEEP) == Prediction(6.0, 0.0, 0.0, 10, 8, 8)
+
+
+def test_what_has_been_passed_does_not_widen_the_window() -> None:
+    # The last layer's 32 bytes are used at once; then two of the first one's 2-byte pieces are read.
+    four, nothing, head = part(num_storages=4), part(size=0), part(size=32)
+    layers = (
+        layer(parts=(four,)),
+        layer("decoder.1", parts=(nothing,)),
+        layer("decoder.2", parts=(head,)),
+    )
+    assert predict(stage(layers=layers), SSD).peak_bytes == 32 + 2 * 2
+
+
 def test_forward_waits_while_too_many_bytes_are_on_their_way() -> None:
     # Writes take 2 s. Layer 1 ends at 2 and is handed over when layer 0 is written, at 3.
     profile = stage(2, tiers=(tier(write=4.0),), inflight_bytes=8)

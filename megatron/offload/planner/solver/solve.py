@@ -226,7 +226,7 @@ class _Solution:
         tried = [one for cost, one in self._search.tried if cost.peak_bytes <= least_bytes]
         costs = [(self._whole.cost(one), one) for one in tried]
         fitting = [(cost, one) for cost, one in costs if cost.peak_bytes <= smallest]
-        within, chosen = min(fitting, key=lambda found: found[0].step_s)
+        within, chosen = min(fitting, key=lambda found: (found[0].step_s, found[0].written_bytes))
         slower = within.step_s / self._fastest.step_s - 1
         return InfeasibleBudgetError(
             f"no plan fits into {format_size(self._budget_bytes or 0)} of device memory; the "
@@ -247,5 +247,5 @@ class _Solution:
 
 
 def _smallest(cost: Cost) -> Value:
-    """As little memory as can be."""
-    return cost.peak_bytes, cost.step_s
+    """As little memory as can be; what moves for nothing stays."""
+    return cost.peak_bytes, cost.step_s, cost.written_bytes
