@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from megatron.offload import ConfigurationError, Placement, offload_activations
 from megatron.offload.placement.plan import Plan, PlannedPart
 from megatron.offload.placement.plan_file import load_plans, save_plans
+from megatron.offload.saved.scope import name_of_call
 from tests.support.models import Block
 from tests.support.same_training import Batch, Training, train
 
@@ -47,8 +48,8 @@ def trained(num_steps: int, directory: Path | None = None, **settings: object) -
     return train(Stack, batches(num_steps), directory, call=lambda m, b: m(**b), **settings)
 
 
-def plan_of(placements: Iterable[Placement]) -> Plan:
-    named = zip(LAYERS, placements, strict=True)
+def plan_of(placements: Iterable[Placement], layers: Sequence[str] = LAYERS) -> Plan:
+    named = zip(layers, placements, strict=True)
     return Plan(
         tuple(PlannedPart(0, name, "layer", placement, 1 << 20) for name, placement in named)
     )
@@ -67,6 +68,39 @@ def test_a_plan_is_followed_layer_by_layer_and_recomputation_has_the_same_dropou
         assert step["recomputed_layers"] == 2
         # What a plan says nothing of, the head here, goes where everything goes without one.
         assert 0.3 < step["offloaded_bytes"] / everything["offloaded_bytes"] < 0.45
+
+
+class Repeated(Stack):
+    """Each block runs twice, as in models whose layers share their weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return x.square().mean()
+
+
+def repeated(num_steps: int, directory: Path | None = None, **settings: object) -> Training:
+    return train(Repeated, batches(num_steps), directory, call=lambda m, b: m(**b), **settings)
+
+
+def test_each_call_of_a_layer_has_a_place_of_its_own_in_plans(tmp_path: Path) -> None:
+    keep, recompute = Placement.KEEP, Placement.RECOMPUTE
+    names = [*LAYERS, *(name_of_call(one, 2) for one in LAYERS)]
+    placements = [keep] * 6 + [recompute, recompute, keep, keep, keep, keep]
+    plan_file = tmp_path / "plan.json"
+    save_plans(plan_file, [plan_of(placements, names)])
+    found = repeated(4, tmp_path, mode="auto", plan_file=plan_file)
+    assert found == repeated(4)
+    assert [step["recomputed_layers"] for step in found.statistics] == [2, 2, 2, 2]
+
+
+def test_layers_that_run_twice_keep_to_a_budget_too(tmp_path: Path) -> None:
+    plan_file = tmp_path / "plan.json"
+    settings = {"mode": "auto", "memory_budget_bytes": "1GiB", "plan_file": plan_file}
+    assert repeated(6, tmp_path, **settings) == repeated(6)
+    planned = [part.layer for part in load_plans(plan_file)[0].parts]
+    assert planned[:12] == [*LAYERS, *(name_of_call(one, 2) for one in LAYERS)]
 
 
 def test_auto_plans_within_a_budget_and_changes_no_bit(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
-from megatron.offload.saved.scope import is_between_layers
+from megatron.offload.saved.scope import layer_of
 
 _PARTS = ("attention", "mlp")
 _ALL_PARTS = (*_PARTS, WHOLE_LAYER, *(part + SELECTIVE for part in _PARTS))
@@ -103,10 +103,9 @@ class Plan:
         Raises:
             ConfigurationError: other layers, unknown parts, or tiers that are not there.
         """
-        planned, there = {(one.chunk, one.layer) for one in self.parts}, set(layers)
+        planned = {(one.chunk, layer) for one in self.parts if (layer := layer_of(one.layer))}
+        there = set(layers)
         for chunk, layer in sorted(planned ^ there):
-            if is_between_layers(layer):
-                continue
             has, lacks = ("plan", "model") if (chunk, layer) in planned else ("model", "plan")
             raise ConfigurationError(
                 f"the plan does not fit stage {self.stage} of the model: the {has} has layer "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 _BEFORE_LAYERS = "before_layers"
 _AFTER = ".after"
+_CALL = "#"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,13 @@ def name_after(layer: str) -> str:
     return layer + _AFTER if layer else _BEFORE_LAYERS
 
 
-def is_between_layers(name: str) -> bool:
-    """Whether a name is one that `name_after` gives."""
-    return name == _BEFORE_LAYERS or name.endswith(_AFTER)
+def name_of_call(layer: str, number: int) -> str:
+    """The name of a layer's call in a forward pass; from the second one (2) on not the layer's."""
+    return layer if number < 2 else f"{layer}{_CALL}{number}"
+
+
+def layer_of(name: str) -> str:
+    """The layer that a name is of, whichever call; empty for what runs between layers."""
+    if name == _BEFORE_LAYERS or name.endswith(_AFTER):
+        return ""
+    return name.partition(_CALL)[0]

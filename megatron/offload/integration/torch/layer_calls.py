@@ -7,10 +7,11 @@ in backward, by torch's own checkpoint.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from megatron.offload.integration.torch.passes import Passes, tensors_in
 from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
-from megatron.offload.saved.scope import Scope, name_after
+from megatron.offload.saved.scope import Scope, name_after, name_of_call
 
 _FORWARD = "forward"
+_MOST_CALLS = 32  # of a layer that are looked up in a plan before a first pass has shown how many
 _Context = contextlib.AbstractContextManager[Any]
 
 
@@ -43,8 +45,11 @@ class LayerCalls:
         self._passes: Passes | None = None
         self._engine: OffloadEngine | None = None
         self._profiler: Profiler | None = None
-        self._recomputed: set[torch.nn.Module] = set()  # in the forward pass under way
+        self._calls: collections.Counter[torch.nn.Module] = collections.Counter()  # in this pass
+        self._most_calls: collections.Counter[torch.nn.Module] = collections.Counter()  # in any
+        self._replaced: set[torch.nn.Module] = set()  # they may be recomputed in this pass
         self._layer: torch.nn.Module | None = None  # whose forward is under way
+        self._recomputes = False  # whether it is to be recomputed
         self._timings: LayerTimings | None = None  # of it
         self._contexts = contextlib.ExitStack()  # around it, or around what runs after it
 
@@ -65,22 +70,23 @@ class LayerCalls:
         assert engine is not None
         if self._layer is not None:  # interrupted in an earlier pass: no hook has told us
             self._end(None)
+        self._calls.clear()
         self._enter(engine, name_after(""))
-        scopes = {
-            layer: dataclasses.replace(engine.scope, layer=name)
-            for layer, name in self._names.items()
-        }
-        self._recomputed = {
+        self._replaced = {
             layer
-            for layer, scope in scopes.items()
-            if engine.place_layer(scope) is Placement.RECOMPUTE
+            for layer, name in self._names.items()
+            if any(
+                self._is_recomputed(engine, name_of_call(name, number + 1))
+                for number in range(self._most_calls[layer] or _MOST_CALLS)
+            )
         }
-        run = {one: functools.partial(self._run, one.forward) for one in self._recomputed}
+        run = {one: functools.partial(self._run, one.forward) for one in self._replaced}
         try:
             with _replaced(run):
                 yield
         finally:
             self._contexts.close()
+            self._most_calls |= self._calls
 
     def begin(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A layer is called."""
@@ -91,12 +97,20 @@ class LayerCalls:
             return
         self._layer = layer
         self.num_calls += 1
-        scope = self._enter(engine, self._names[layer])
+        self._calls[layer] += 1
+        # A plan has a line for each call of a layer; settings name layers.
+        number = self._calls[layer] if engine.divides_layers else 1
+        scope = self._enter(engine, name_of_call(self._names[layer], number))
         inputs = list(tensors_in((args, kwargs)))
-        recomputes = layer in self._recomputed and _any_requires_grad(inputs)
-        engine.statistics.recomputed_layers += recomputes
+        # Without an input that wants a gradient, nothing would ask for the recomputation.
+        self._recomputes = (
+            layer in self._replaced
+            and self._is_recomputed(engine, scope.layer)
+            and any(one.requires_grad for one in inputs)
+        )
+        engine.statistics.recomputed_layers += self._recomputes
         if self._profiler is not None:
-            self._timings = self._profiler.begin_layer(scope, inputs, recomputes=recomputes)
+            self._timings = self._profiler.begin_layer(scope, inputs, recomputes=self._recomputes)
 
     def end(self, layer: torch.nn.Module, result: Any) -> None:
         """The call of a layer has ended, with its result or None."""
@@ -104,12 +118,15 @@ class LayerCalls:
             self._end(result)
 
     def _end(self, result: Any) -> None:
-        assert self._layer is not None and self._engine is not None
-        name = self._names[self._layer]
+        assert self._engine is not None
         self._layer = self._timings = None
         if self._profiler is not None:
             self._profiler.end_layer(list(tensors_in(result)))
-        self._enter(self._engine, name_after(name))
+        self._enter(self._engine, name_after(self._engine.scope.layer))
+
+    def _is_recomputed(self, engine: OffloadEngine, name: str) -> bool:
+        scope = dataclasses.replace(engine.scope, layer=name)
+        return engine.place_layer(scope) is Placement.RECOMPUTE
 
     def _enter(self, engine: OffloadEngine, name: str) -> Scope:
         """What is saved from now on has this name."""
@@ -120,8 +137,7 @@ class LayerCalls:
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of a layer's forward: saves its inputs only and runs again in backward."""
-        # Without an input that wants a gradient, nothing would ask for the recomputation.
-        if self._layer is None or not _any_requires_grad(tensors_in((args, kwargs))):
+        if self._layer is None or not self._recomputes:
             return forward(*args, **kwargs)
         noted: Callable[[], _Context] = contextlib.nullcontext
         if self._timings is not None and self._profiler is not None:
@@ -131,10 +147,6 @@ class LayerCalls:
             return contextlib.nullcontext(), noted()
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _any_requires_grad(tensors: Iterable[torch.Tensor]) -> bool:
-    return any(one.requires_grad for one in tensors)
 
 
 @contextlib.contextmanager
