@@ -79,7 +79,10 @@ def test_what_a_layer_saved_before_an_error_is_written(engine, monkeypatch, reco
 # -- Operations ---------------------------------------------------------------------------------
 
 
-def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(engine, records):
+def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(
+    engine, records, monkeypatch
+):
+    monkeypatch.setattr("megatron.offload.capture.context._ENOUGH_BYTES", 4000)
     x, y = leaf(), leaf()
     with engine.step():
         with engine.saved_tensors_hooks():
@@ -90,6 +93,21 @@ def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(engine
         assert states(engine, records) == [ON_TIER] * 3
         result.exp()
         assert len(records) == 3, "the context has ended"
+
+
+def test_in_a_context_operations_that_save_little_are_handed_over_together(
+    engine, records, monkeypatch
+):
+    monkeypatch.setattr("megatron.offload.capture.context._ENOUGH_BYTES", 8000)
+    x = leaf()
+    with engine.step():
+        with engine.saved_tensors_hooks():
+            result = x.exp()
+            for expected in ([QUEUED] * 2, [ON_TIER] * 2 + [QUEUED], [ON_TIER] * 2 + [QUEUED] * 2):
+                result = result.exp()
+                assert states(engine, records) == expected
+        assert states(engine, records) == [ON_TIER] * 4
+        del result
 
 
 def test_threads_hand_over_what_they_saved_themselves(engine, monkeypatch, records):

@@ -69,7 +69,7 @@ def test_another_thread_is_left_alone(tmp_path: Path) -> None:
     assert found == [gradients(expected)]
 
 
-def test_transforms_of_torch_func_are_left_alone(tmp_path: Path) -> None:
+def test_transforms_of_torch_func_are_left_alone_and_said(tmp_path: Path, caplog: Any) -> None:
     model = net().eval()
     parameters = dict(model.named_parameters())
 
@@ -84,6 +84,8 @@ def test_transforms_of_torch_func_are_left_alone(tmp_path: Path) -> None:
     expected = run()
     with offload_activations(model, tmp_path, min_bytes=1) as offload:
         assert run() == expected
+        (said,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+        assert "transform of torch.func takes no hooks" in said
         model(noise()).sum().backward()
         assert offload.statistics["offloaded_storages"] > 10
 

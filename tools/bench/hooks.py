@@ -5,7 +5,7 @@
     tools/bench/hooks.py --json hooks.json          # about 4 minutes on 2 cores
     tools/bench/hooks.py --steps 200 --train-iters 3
 
-Four measurements:
+Five measurements:
 - keep_overhead_fraction: the benchmark GPT (hidden 1024, 8 layers, megatron-core) trained with
   hooks on every layer and a policy that keeps everything. The time spent in the engine's own code
   in a step over the time of the step, the median of the steps. It is measured directly, because
@@ -14,6 +14,8 @@ Four measurements:
 - pack_unpack_us_median: microseconds that the computing thread spends in `pack` plus `unpack` for
   a tensor that is captured, moved and read ahead, its share of handing the layer over included:
   100 tensors in a row, so that it is the cost of this code alone.
+- context_pack_unpack_us_median: the same in a context, as outside of Megatron: each operation saves
+  one tensor, which is handed over when the next one saves.
 - pack_unpack_us_median_in_training: the same in the training above with everything on the SSD,
   without the time spent waiting for the drive. Each `unpack` comes right after an operation that
   has replaced everything in the processor's caches, and whatever is called then takes many times
@@ -126,8 +128,12 @@ def keep_overhead(args: argparse.Namespace, metrics: Path) -> float:
     )
 
 
-def pack_unpack_us(args: argparse.Namespace) -> list[float]:
-    """Microseconds for each of many tensors, one after the other."""
+def pack_unpack_us(args: argparse.Namespace, *, in_context: bool) -> list[float]:
+    """Microseconds for each of many tensors, one after the other.
+
+    Args:
+        in_context: each of an operation of its own; else all are handed over together.
+    """
     torch.set_num_threads(1)
     engine = OffloadEngine(
         OffloadConfig(mode="ssd", directories=(args.dir,), min_bytes=1), args.device
@@ -144,13 +150,27 @@ def pack_unpack_us(args: argparse.Namespace) -> list[float]:
         result = function(argument)
         return time.perf_counter() - began, result
 
-    for step in range(args.loops + 1):
+    leaf = torch.zeros((), requires_grad=True)
+
+    def pack_in_context(tensors: list[torch.Tensor]) -> tuple[list[tuple[float, Any]], float]:
+        packed, context = [], engine.saved_tensors_hooks()
+        with context:
+            for tensor in tensors:
+                _ = leaf + 0  # the next operation; it saves nothing
+                packed.append(seconds(context.pack_hook, tensor))
+        return packed, 0.0
+
+    def pack_together(tensors: list[torch.Tensor]) -> tuple[list[tuple[float, Any]], float]:
         outgoing: list[Any] = []
+        with engine.writer.collect(outgoing):
+            packed = [seconds(pack, tensor) for tensor in tensors]
+        return packed, seconds(engine.writer.submit, outgoing)[0]
+
+    for step in range(args.loops + 1):
         with engine.step():
-            with engine.forward(Scope()) as save_order, engine.writer.collect(outgoing):
+            with engine.forward(Scope()) as save_order:
                 tensors = [torch.zeros(1024, device=args.device) for _ in range(LOOP_LENGTH)]
-                packed = [seconds(pack, tensor) for tensor in tensors]
-                share, _ = seconds(engine.writer.submit, outgoing)
+                packed, share = (pack_in_context if in_context else pack_together)(tensors)
                 del tensors
             move_and_read(engine, [view for _, view in packed])
             with engine.backward(save_order):
@@ -296,8 +316,8 @@ def measure_part(args: argparse.Namespace) -> Any:
         metrics = Path(folder) / "metrics.jsonl"
         if args.part == "keep":
             return keep_overhead(args, metrics)
-        if args.part == "pack":
-            return pack_unpack_us(args)
+        if args.part in ("pack", "context"):
+            return pack_unpack_us(args, in_context=args.part == "context")
         if args.part == "training":
             return pack_unpack_in_training_us(args, metrics)
         return growth(args)
@@ -322,7 +342,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=ROOT / "runs/offload", help="on an SSD")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     parser.add_argument(
-        "--part", choices=("keep", "pack", "training", "growth"), help=argparse.SUPPRESS
+        "--part", choices=("keep", "pack", "context", "training", "growth"), help=argparse.SUPPRESS
     )
     args = parser.parse_args()
     if args.device == "cuda" and not has_cuda:
@@ -333,7 +353,9 @@ def main() -> int:
     if args.part:
         args.json.write_text(json.dumps(measure_part(args)))
         return 0
-    costs, in_training = (in_a_process_of_its_own(part, args) for part in ("pack", "training"))
+    costs, in_context, in_training = (
+        in_a_process_of_its_own(part, args) for part in ("pack", "context", "training")
+    )
     result = {
         "command": shlex.join(["tools/bench/hooks.py", *sys.argv[1:]]),
         "machine": machine_facts(args.dir),
@@ -341,6 +363,7 @@ def main() -> int:
         "pack_unpack_us_median": statistics.median(costs),
         "pack_unpack_us_90th_percentile": statistics.quantiles(costs, n=10)[-1],
         "num_saved_tensors_timed": len(costs),
+        "context_pack_unpack_us_median": statistics.median(in_context),
         "pack_unpack_us_median_in_training": statistics.median(in_training),
         "num_saved_tensors_timed_in_training": len(in_training),
         **in_a_process_of_its_own("growth", args),
@@ -365,6 +388,12 @@ def main() -> int:
             result["pack_unpack_us_median"] <= MOST_PACK_UNPACK_US,
         ),
         (
+            "the same in a context",
+            f"{result['context_pack_unpack_us_median']:.1f} us (median of {len(in_context)})",
+            "20 us",
+            result["context_pack_unpack_us_median"] <= MOST_PACK_UNPACK_US,
+        ),
+        (
             "resident memory after 1000 steps",
             ("-" if grown < 0 else "+") + format_size(abs(grown)),
             format_size(MOST_GROWTH_BYTES),
@@ -379,7 +408,7 @@ def main() -> int:
     ]
     trained_us = result["pack_unpack_us_median_in_training"]
     rows.insert(
-        2,
+        3,
         (
             "the same between the operations of a training",
             f"{trained_us:.1f} us (median of {len(in_training)})",

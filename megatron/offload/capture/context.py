@@ -13,10 +13,14 @@ from megatron.offload.capture.hooks import Packed, SavedTensorHooks
 from megatron.offload.transfer.writer import Outgoing, Writer
 
 
-class SavingContext(torch.autograd.graph.saved_tensors_hooks):
-    """The hooks as a context. What an operation saved is written when the next one saves.
+_ENOUGH_BYTES = 8 << 20  # to be handed over: it takes the time of several saves
 
-    Autograd hands some tensors over before the operation has filled them (the noise of `rrelu`).
+
+class SavingContext(torch.autograd.graph.saved_tensors_hooks):
+    """The hooks as a context. What operations saved is written when the next one saves.
+
+    Not before: autograd hands some tensors over before the operation has filled them (the noise of
+    `rrelu`). And not before it is worth to wake the thread that starts transfers.
 
     Args:
         hooks: take a tensor and bring it back.
@@ -28,6 +32,7 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
         self._hooks = hooks
         self._writer = writer
         self._saved: list[Outgoing] = []
+        self._num_bytes = 0  # of these
         self._node_number = -1  # of the operation that saved last
 
     def __exit__(self, *error: object) -> None:
@@ -37,11 +42,15 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, tensor: torch.Tensor) -> Packed:
         node_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if node_number != self._node_number:
-            self._submit()
+            if self._num_bytes >= _ENOUGH_BYTES:
+                self._submit()
             self._node_number = node_number
+        before = len(self._saved)
         with self._writer.collect(self._saved):
-            return self._hooks.pack(tensor)
+            packed = self._hooks.pack(tensor)
+        self._num_bytes += sum(one.num_bytes for one in self._saved[before:])
+        return packed
 
     def _submit(self) -> None:
-        saved, self._saved = self._saved, []
+        saved, self._saved, self._num_bytes = self._saved, [], 0
         self._writer.submit(saved)

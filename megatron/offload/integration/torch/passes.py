@@ -17,6 +17,7 @@ What a plan changes is decided when the next step begins: autograd's callback is
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 import weakref
@@ -30,6 +31,8 @@ from torch.utils._pytree import tree_leaves
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.saved.scope import Scope
+
+logger = logging.getLogger(__name__)
 
 # A graph that somebody keeps for good does not keep its step from ending for good: so many forward
 # passes later it no longer counts.
@@ -99,6 +102,7 @@ class Passes:
         self._passes: list[_ForwardPass] = []  # of the step
         self._backward: list[tuple[_ForwardPass, contextlib.ExitStack]] = []  # under way
         self._graph_task = -1  # autograd's number of that backward
+        self._has_warned = False  # of a transform
 
     # -- Forward --------------------------------------------------------------------------------
 
@@ -111,6 +115,13 @@ class Passes:
         if not torch.is_grad_enabled():
             self._pause()
             return
+        if _in_transform() and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "activation offload: a transform of torch.func takes no hooks; what %s saves inside "
+                "of one stays in memory",
+                type(module).__name__,
+            )
         if not can_hook() or getattr(_of_thread, "is_open", False):
             return
         steps = self._steps = self._steps or self._open_steps()
@@ -270,10 +281,14 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 def can_hook() -> bool:
     """Whether autograd takes hooks here: not in a backward pass, nor in a torch.func transform."""
-    if _in_backward() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if _in_backward() or _in_transform():
         return False
     autograd: Any = torch._C._autograd
     return bool(autograd._saved_tensors_hooks_is_enabled())
+
+
+def _in_transform() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _in_backward() -> bool:
