@@ -73,6 +73,9 @@ def _flag(
     return field(default=default, metadata=metadata)
 
 
+_ON_SSD, _ON_HOST = frozenset({"ssd", "tiered"}), frozenset({"host", "tiered"})
+
+
 @dataclass(frozen=True)
 class OffloadConfig:
     """Where activations go and within which bounds. Sizes in bytes.
@@ -117,6 +120,14 @@ class OffloadConfig:
         "layers that keep their input only and run forward again in backward, written as above.",
         parse=LayerSet.parse,
         metavar="LAYERS",
+    )
+    recompute_input: str = _flag(
+        "--activation-recompute-input",
+        "keep",
+        "where the inputs of the layers that --activation-recompute-layers names wait until these "
+        "run again. keep: in device memory. host, ssd, tiered: there, written when the layer has "
+        "run and read ahead of its recomputation.",
+        choices=("keep", "host", "ssd", "tiered"),
     )
     memory_budget_bytes: int | None = _flag(
         "--activation-memory-budget",
@@ -236,9 +247,16 @@ class OffloadConfig:
                     f"{spec.metadata['flag']} is {value!r}; choose one of {', '.join(choices)}"
                 )
         if self.uses_ssd and not self.directories:
+            asks = f"--activation-offload {self.mode}"
+            if self.mode == "host":
+                asks = f"--activation-recompute-input {self.recompute_input}"
             raise ConfigurationError(
-                f"--activation-offload {self.mode} needs a place on an SSD; "
-                "give it with --activation-offload-dir DIR"
+                f"{asks} needs a place on an SSD; give it with --activation-offload-dir DIR"
+            )
+        if self.recompute_input != "keep" and self.recompute_layers is None:
+            raise ConfigurationError(
+                f"--activation-recompute-input {self.recompute_input} is for the layers that "
+                "--activation-recompute-layers names; give both or neither"
             )
         self._check_planning()
         if self.io == "gds" and self.verify == "checksum":
@@ -321,14 +339,16 @@ class OffloadConfig:
     @property
     def uses_ssd(self) -> bool:
         """Whether activations may go to an SSD."""
-        return self.mode in ("ssd", "tiered") or (self.plans and bool(self.directories))
+        return _ON_SSD.intersection((self.mode, self.recompute_input)) != set() or (
+            self.plans and bool(self.directories)
+        )
 
     @property
     def uses_host(self) -> bool:
         """Whether activations may go to host memory."""
         if self.plans:
             return not self.directories or self.host_budget is not None
-        return self.mode in ("host", "tiered")
+        return _ON_HOST.intersection((self.mode, self.recompute_input)) != set()
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:

@@ -90,6 +90,7 @@ class OffloadEngine:
             Placement(config.safe_mode),
             offloaded=config.offload_layers,
             recomputed=config.recompute_layers,
+            recompute_input=Placement(config.recompute_input),
         )
         self._step = step = StepContext()
         self._tiers = open_tiers(
@@ -170,6 +171,8 @@ class OffloadEngine:
         scope: Scope,
         outputs: Iterable[torch.Tensor],
         inputs: Iterable[torch.Tensor],
+        *,
+        recomputes: bool = False,
     ) -> None:
         """Takes over what a layer saved. Call at the end of its forward pass.
 
@@ -177,8 +180,10 @@ class OffloadEngine:
             scope: the layer's place in the step.
             outputs: the tensors that the layer returned.
             inputs: the tensors that it was called with.
+            recomputes: it runs again in backward: only inputs that want a gradient can move, not
+                masks and tables that other layers share.
         """
-        self._layers.capture(scope, outputs, inputs)
+        self._layers.capture(scope, outputs, inputs, recomputes=recomputes)
 
     @property
     def copying_nodes(self) -> set[type]:

@@ -119,6 +119,17 @@ def test_auto_plans_within_a_budget_and_changes_no_bit(tmp_path: Path) -> None:
     assert trained(3, tmp_path, mode="auto", plan_file=plan_file) == trained(3)
 
 
+def test_the_inputs_of_recomputed_layers_may_move(tmp_path: Path) -> None:
+    lists = {"recompute_layers": "0-5", "min_bytes": 1}
+    moved = trained(4, tmp_path, recompute_input="ssd", **lists)
+    kept = trained(4, tmp_path, **lists)
+    assert moved == kept == trained(4)
+    input_bytes = 2 * 64 * HIDDEN * 4
+    for step, other in zip(moved.statistics, kept.statistics, strict=True):
+        assert step["recomputed_layers"] == other["recomputed_layers"] == NUM_LAYERS
+        assert step["offloaded_bytes"] == other["offloaded_bytes"] + NUM_LAYERS * input_bytes
+
+
 def test_what_was_recomputed_while_it_was_measured_is_known_from_before(tmp_path: Path) -> None:
     """A disk that is far too slow: later plans still know the bytes of recomputed layers."""
     found = trained(

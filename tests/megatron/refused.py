@@ -108,6 +108,15 @@ OFFLOAD = (
         "--activation-offload-verify checksum reads every byte in host memory",
     ),
     Row("--activation-recompute-layers 1", "--activation-recompute-layers needs"),
+    Row(
+        f"{SSD} --activation-recompute-input ssd",
+        "--activation-recompute-input ssd is for the layers that --activation-recompute-layers",
+    ),
+    Row(
+        "--activation-offload host --activation-recompute-layers 1"
+        " --activation-recompute-input ssd",
+        "--activation-recompute-input ssd needs a place on an SSD",
+    ),
     Row("--activation-offload-trace t.json", "--activation-offload-trace shows what offload does"),
     Row(
         f"{SSD} --activation-recompute-layers 1-3 --activation-offload-layers 2",

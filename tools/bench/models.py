@@ -327,7 +327,9 @@ def main() -> int:
     comparers = {model: Comparer(args, model, work / model) for model in args.models}
     total = sum(one.num_updates for one in comparers.values())
     result: dict[str, Any] = {"machine": machine_facts(args.directory), "models": {}}
-    result["command"] = shlex.join(["tools/bench/models.py", *sys.argv[1:]])
+    result["command"] = shlex.join(
+        ["tools/bench/models.py", *(Path(one).name if "/" in one else one for one in sys.argv[1:])]
+    )
     print(in_a_line(result["machine"]))
     try:
         with tqdm(total=total, unit="run", disable=None) as bar:

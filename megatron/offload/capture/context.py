@@ -12,7 +12,6 @@ import torch
 from megatron.offload.capture.hooks import Packed, SavedTensorHooks
 from megatron.offload.transfer.writer import Outgoing, Writer
 
-
 _ENOUGH_BYTES = 8 << 20  # to be handed over: it takes the time of several saves
 
 

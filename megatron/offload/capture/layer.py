@@ -53,7 +53,12 @@ class LayerCapture:
         self._step = step
 
     def capture(
-        self, scope: Scope, outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
+        self,
+        scope: Scope,
+        outputs: Iterable[torch.Tensor],
+        inputs: Iterable[torch.Tensor],
+        *,
+        recomputes: bool = False,
     ) -> None:
         """Takes over what a layer saved, at the end of its forward pass.
 
@@ -61,6 +66,8 @@ class LayerCapture:
         """
         with PLAIN_TORCH():
             found = self._find(scope, outputs, list(inputs))
+            if recomputes:
+                found = [one for one in found if one[1].requires_grad]
             needed_whole = needed_together([(tensor, storage) for _, tensor, storage in found])
             with self._writer.batch(), self._step.within(scope):
                 for saved, tensor, storage in found:

@@ -58,6 +58,7 @@ class FixedPolicy:
         placement: of the rest.
         offloaded: other layers keep everything; None: none do.
         recomputed: layers that are recomputed.
+        recompute_input: where what they start from goes.
     """
 
     def __init__(
@@ -67,11 +68,13 @@ class FixedPolicy:
         *,
         offloaded: LayerSet | None = None,
         recomputed: LayerSet | None = None,
+        recompute_input: Placement = Placement.KEEP,
     ) -> None:
         self._min_bytes = min_bytes
         self._placement = placement
         self._offloaded = offloaded
         self._recomputed = recomputed or LayerSet()
+        self._recompute_input = recompute_input
         self._of_layer: dict[str, Placement] = {}  # answers given so far
 
     def place_layer(self, scope: Scope) -> Placement:
@@ -90,6 +93,6 @@ class FixedPolicy:
     def place(self, scope: Scope, num_bytes: int) -> Placement:
         """The placement of its layer for storages of at least `min_bytes`, else `KEEP`."""
         placement = self.place_layer(scope)
-        if num_bytes < self._min_bytes or placement is Placement.RECOMPUTE:
+        if num_bytes < self._min_bytes:
             return Placement.KEEP
-        return placement
+        return self._recompute_input if placement is Placement.RECOMPUTE else placement

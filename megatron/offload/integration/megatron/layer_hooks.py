@@ -89,6 +89,8 @@ class LayerHooks:
             engine.statistics.recomputed_layers += 1
             again = self._noted(timings, WHOLE_LAYER, functools.partial(forward, layer))
             result = recomputed(again, args, kwargs)
+            if engine.config.recompute_input != "keep":
+                engine.capture(scope, _tensors(result), inputs, recomputes=True)
         else:
             run = functools.partial(forward, layer, *args, **kwargs)
             result = self._captured(run, layer, scope, inputs, timings)

@@ -118,8 +118,8 @@ class Passes:
         if _in_transform() and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "activation offload: a transform of torch.func takes no hooks; what %s saves inside "
-                "of one stays in memory",
+                "activation offload: a transform of torch.func takes no hooks; what %s saves "
+                "inside of one stays in memory",
                 type(module).__name__,
             )
         if not can_hook() or getattr(_of_thread, "is_open", False):
