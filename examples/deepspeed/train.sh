@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Trains a small Llama with DeepSpeed's ZeRO 3, its activations on the SSD; on a CPU in a minute.
-# Installs what is missing into .venv. Arguments go to train.py; processes:
+# The first start takes some five: it installs what is missing into .venv (MEGATRON_OFFLOAD_PYTHON: an
+# interpreter that has everything), and DeepSpeed compiles. Arguments go to train.py; processes:
 #   NPROC_PER_NODE=4 examples/deepspeed/train.sh --steps 20
 set -euo pipefail
 

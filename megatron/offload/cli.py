@@ -125,6 +125,7 @@ def _doctor(args: argparse.Namespace) -> int:
             args,
             supported_megatron=SUPPORTED_VERSIONS,
             measures_bandwidth=not args.no_bandwidth,
+            needs_megatron=args.script is None,
         )
     except KeyboardInterrupt:
         return 130

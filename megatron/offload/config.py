@@ -392,6 +392,7 @@ class OffloadConfig:
     def in_settings(cls, message: str) -> str:
         """A sentence about flags, for somebody who gave settings: with the names of the fields."""
         flags = {spec.metadata["flag"]: spec.name for spec in dataclasses.fields(cls)}
+        flags["--activation-offload-dir"] = "directory"  # as the doors call it
         for flag in sorted(flags, key=len, reverse=True):
             message = message.replace(flag, flags[flag])
         return message

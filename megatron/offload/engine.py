@@ -19,7 +19,7 @@ from megatron.offload.capture.context import SavingContext
 from megatron.offload.capture.hooks import SavedTensorHooks
 from megatron.offload.capture.layer import LayerCapture
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES, OffloadConfig
-from megatron.offload.device.allocator import MIMALLOC, allocator_name
+from megatron.offload.device.allocator import allocator_name, keeps_freed_memory
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
@@ -117,10 +117,13 @@ class OffloadEngine:
             names = {placement.value: tier for placement, tier in self.tiers.items()}
             step.tracer = Tracer(config.trace_file, rank, names, self._memory)
         logger.info("activation offload: to %s", self.where)
-        if device.is_host and allocator_name() != MIMALLOC:
-            logger.info(
-                "activation offload: memory comes from %s, which may keep what offload frees",
+        if device.is_host and keeps_freed_memory():
+            logger.log(
+                logging.WARNING if config.plans else logging.INFO,
+                "activation offload: memory comes from %s, which may keep what offload frees; "
+                "start training with the environment that `megatron-offload doctor` prints, or %s",
                 allocator_name(),
+                "auto measures too much memory" if config.plans else "memory does not fall",
             )
 
     # -- The step, as an integration tells it ---------------------------------------------------

@@ -153,6 +153,16 @@ def test_a_timeline_shows_the_layers(tmp_path: Path) -> None:
     assert {*LAYERS, "backward micro-batch 0", f"{LAYERS[-1]} backward"} <= names
 
 
+def test_the_report_shows_the_plan(tmp_path: Path) -> None:
+    plan_file = tmp_path / "plan.json"
+    save_plans(plan_file, [plan_of([Placement.KEEP] * 5 + [Placement.SSD])])
+    model = Stack()
+    with offload_activations(model, tmp_path, mode="auto", plan_file=plan_file) as offload:
+        model(**batches(1)[0]).backward()
+        said = offload.report()
+    assert "activation plan of stage 0" in said and "blocks.5" in said
+
+
 def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
     plan_file = tmp_path / "plan.json"
     save_plans(plan_file, [Plan((PlannedPart(0, "blocks.0", "layer", Placement.SSD, 1),))])

@@ -305,6 +305,14 @@ def test_an_unknown_megatron_is_a_problem_and_a_missing_one_a_warning():
     assert megatron_check(None, ("0.16.1",)).status is Status.WARNING
 
 
+def test_a_script_of_ones_own_needs_no_megatron(monkeypatch):
+    monkeypatch.setattr("megatron.offload.commands.doctor.machine.megatron_version", lambda _: None)
+    for needs, status in ((True, Status.WARNING), (False, Status.INFO)):
+        checks = version_checks({}, ("0.16.1",), needs_megatron=needs)
+        (megatron,) = (check for check in checks if check.name == "megatron-core")
+        assert megatron.status is status
+
+
 def test_the_version_is_that_of_the_megatron_that_an_import_finds(tmp_path, monkeypatch):
     spec = importlib.machinery.ModuleSpec("megatron.core", None, origin=str(tmp_path / "x.py"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)

@@ -259,12 +259,19 @@ def test_a_plan_that_recomputes_alone_what_cannot_be_is_refused(
         start(plan_file=tmp_path / "plan.json")
 
 
-def test_a_budget_that_cannot_be_met_ends_the_run(start: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_budget_that_cannot_be_met_ends_the_run(
+    keeps: bool, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says so if an allocator that keeps freed memory may be why."""
+    planner = "megatron.offload.planner.online.planner"
+    monkeypatch.setattr(f"{planner}.keeps_freed_memory", lambda: keeps)
     run = start(memory_budget_bytes=1000)
     run.solver.smallest_bytes = 2000
     run.steps(2)
-    with pytest.raises(ConfigurationError, match="no plan is so small"):
+    with pytest.raises(ConfigurationError, match="no plan is so small") as error:
         run.step()
+    assert ("megatron-offload doctor" in str(error.value)) is keeps
 
 
 def test_a_budget_that_nobody_gave_is_what_is_free_or_as_little_as_possible(

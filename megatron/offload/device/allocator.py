@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import os
 from pathlib import Path
 
 MIMALLOC = "mimalloc"
@@ -51,6 +52,11 @@ def return_freed_memory() -> None:
         process.mi_collect(True)
     elif hasattr(process, "malloc_trim"):
         process.malloc_trim(0)
+
+
+def keeps_freed_memory() -> bool:
+    """Whether the allocator in use may keep for long what tensors give up: see the Note above."""
+    return allocator_name() != MIMALLOC and not set(_GLIBC_ENVIRONMENT) <= set(os.environ)
 
 
 def allocator_name() -> str:

@@ -28,5 +28,5 @@ def check_libraries(asked_for: str) -> None:
         are = "are" if len(missing) > 1 else "is"
         raise ConfigurationError(
             f"{asked_for} needs {' and '.join(missing)}, which {are} not installed; "
-            "pip install 'megatron-offload[auto]'"
+            "pip install 'megatron-offload[auto]' ('.[auto]' in a clone)"
         )

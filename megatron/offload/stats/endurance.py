@@ -73,12 +73,13 @@ class Endurance:
 
     def lines(self) -> list[str]:
         """Lines for the summary at the end, one for each drive."""
+        shared = " (all ranks of the machine)" if self._num_local_ranks > 1 else ""
         lines = []
         for directory, written in self._written.items():
             years = self.life_years(directory)
             life = "" if years is None else f"; lasts {format_span(years)} of training at this pace"
             lines.append(
-                f"{format_size(written)} in this run to the drive of {directory}, "
+                f"{format_size(written)} in this run{shared} to the drive of {directory}, "
                 f"{format_size(written / max(self._seconds, 1e-9))}/s on average{life}"
             )
         return lines

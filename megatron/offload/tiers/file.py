@@ -171,7 +171,7 @@ def check_room(directory: Path, io: str, num_bytes: int) -> None:
 
 
 def _check_directory(directory: Path) -> None:
-    advice = "give an existing, writable directory on an SSD with --activation-offload-dir"
+    advice = "give an existing, writable one on an SSD (--activation-offload-dir)"
     if not directory.exists():
         raise ConfigurationError(f"directory {directory} does not exist; {advice}")
     if not directory.is_dir():

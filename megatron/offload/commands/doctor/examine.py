@@ -78,12 +78,14 @@ def examine(
     *,
     supported_megatron: Sequence[str],
     measures_bandwidth: bool = True,
+    needs_megatron: bool = True,
 ) -> Diagnosis:
     """Checks the machine, and measures each directory's bandwidth for a few seconds.
 
     Args:
         args: parsed flags of `OffloadConfig.add_arguments`.
         supported_megatron: versions of megatron-core that the hooks fit.
+        needs_megatron: whether it matters that none of them is installed.
     """
     flags = Flags.from_args(args)
     limit, cuda, installed = memory_limit(), find_cuda(), installed_versions()
@@ -96,7 +98,10 @@ def examine(
     sections += [
         Section("Memory", [*memory, allocator_check(has_gpu)]),
         Section("GPU", gpu),
-        Section("Versions", version_checks(installed, supported_megatron)),
+        Section(
+            "Versions",
+            version_checks(installed, supported_megatron, needs_megatron=needs_megatron),
+        ),
     ]
     if flags.mode == "off":
         step = "begin with --activation-offload ssd --activation-offload-dir DIR"

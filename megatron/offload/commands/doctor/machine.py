@@ -130,12 +130,17 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def version_checks(installed: dict[str, str], supported_megatron: Sequence[str]) -> list[Check]:
+def version_checks(
+    installed: dict[str, str], supported_megatron: Sequence[str], *, needs_megatron: bool = True
+) -> list[Check]:
     """Checks the versions of Python, torch, megatron-core, and of what is optional."""
+    megatron = megatron_check(megatron_version(installed), supported_megatron)
+    if not needs_megatron and megatron.status is not Status.OK:
+        megatron = Check(megatron.name, Status.INFO, f"{megatron.value}; the script needs none")
     checks = [
         _at_least("python", platform.python_version(), _MIN_PYTHON, "use a newer Python"),
         _at_least("torch", str(torch.__version__), _MIN_TORCH, "pip install --upgrade torch"),
-        megatron_check(megatron_version(installed), supported_megatron),
+        megatron,
     ]
     for name, purpose in _OPTIONAL:
         version = version_of(name, installed)

@@ -126,11 +126,13 @@ class ActivationOffload:
         return self._steps.summary() if self._steps is not None else self._summary
 
     def report(self) -> str:
-        """What was found in the model, where its activations go and what stays in memory, as text.
+        """What was found in the model, where its activations go, `auto`'s plan and the summary.
 
         For whoever wonders why memory is not what was expected.
         """
-        return report_of(self._config, self._models, self.layers, self.engine, self.summary())
+        planner = self._steps.planner if self._steps is not None else None
+        plan = planner.plan if planner is not None else None
+        return report_of(self._config, self._models, self.layers, self.engine, plan, self.summary())
 
     def log_steps(self, path: Path, *, in_turns: bool = False) -> None:
         """Writes a line for each step from now on.

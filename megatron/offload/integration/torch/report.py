@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import indent
 
 import torch
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.engine import OffloadEngine
+from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.sizes import format_size
 
 
@@ -17,6 +20,7 @@ def report_of(
     models: Sequence[torch.nn.Module],
     layers: Sequence[str],
     engine: OffloadEngine | None,
+    plan: Plan | None,
     summary: str,
 ) -> str:
     """What was found in the models, where activations go and what stays, as lines of text."""
@@ -38,6 +42,8 @@ def report_of(
             )
         lines += [f"  long-lived  {format_size(one.num_bytes)}: {one}" for one in engine.long_lived]
         lines += [f"  warning     {one}" for one in warnings_of(config, models, engine)]
+    if plan is not None:
+        lines.append(indent(plan_table(plan), "  "))
     if summary:
         lines.append(summary)
     return "\n".join(lines)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.offload.config import OffloadConfig
+from megatron.offload.device.allocator import allocator_name, keeps_freed_memory
 from megatron.offload.device.device import Device
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import PREFIX, OffloadError
@@ -218,6 +219,11 @@ class Planner:
             self.profile, plan = self._maker.first(self._measured_profile(None), whole)
         except OffloadError as error:
             message = str(error).removeprefix(PREFIX)
+            if self._device.is_host and keeps_freed_memory():
+                message += (
+                    f"; what was measured has memory in it that {allocator_name()} keeps: start "
+                    "training with the environment that `megatron-offload doctor` prints"
+                )
         told = self._consensus.of_all((plan if self._stage.speaks else None, message))
         raise_first(one for _, one in told)
         assert plan is not None and self.profile is not None
