@@ -69,16 +69,6 @@ def test_the_window_holds_two_of_the_largest_within_the_inflight_budget(
         del packed
 
 
-def test_what_has_been_passed_does_not_widen_the_window(engine):
-    """Logits, as a rule the largest and saved last: while they are used memory is scarcest."""
-    with engine.step():
-        save_order, packed = save_on(engine, [1024] * 6 + [65536])
-        with engine.backward(save_order):
-            engine.hooks.unpack(packed.pop())
-            assert on_their_way(engine, packed) == [4, 5]
-        del packed
-
-
 def test_by_default_one_storage_is_read_while_one_waits_however_large_they_are(
     make_engine, monkeypatch
 ):

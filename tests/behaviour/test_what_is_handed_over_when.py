@@ -82,7 +82,7 @@ def test_what_a_layer_saved_before_an_error_is_written(engine, monkeypatch, reco
 def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(
     engine, records, monkeypatch
 ):
-    monkeypatch.setattr("megatron.offload.capture.context._ENOUGH_BYTES", 4000)
+    monkeypatch.setattr("megatron.offload.capture.context.SavingContext.enough_bytes", 4000)
     x, y = leaf(), leaf()
     with engine.step():
         with engine.saved_tensors_hooks():
@@ -98,7 +98,7 @@ def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(
 def test_in_a_context_operations_that_save_little_are_handed_over_together(
     engine, records, monkeypatch
 ):
-    monkeypatch.setattr("megatron.offload.capture.context._ENOUGH_BYTES", 8000)
+    monkeypatch.setattr("megatron.offload.capture.context.SavingContext.enough_bytes", 8000)
     x = leaf()
     with engine.step():
         with engine.saved_tensors_hooks():

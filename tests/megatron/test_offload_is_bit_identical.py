@@ -77,19 +77,16 @@ def test_layers_may_be_placed_one_by_one(layout: str, tmp_path: Path) -> None:
         assert step["recomputed_layers"] > 0 and step["offloaded_bytes"] > 0
 
 
-@pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "PP2xVPP2"])
+@pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2"])
 def test_the_inputs_of_recomputed_layers_may_move(layout: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[layout]
     flags += f" --train-iters {STEPS}"
     lists = " --activation-recompute-layers 1-4 --activation-recompute-input ssd"
     moved = train(flags, ssd(tmp_path) + lists, world_size=world_size)
     assert_same_bits(moved, train_once(flags, world_size=world_size), STEPS)
-    kept = train(
-        flags, ssd(tmp_path) + lists.replace("input ssd", "input keep"), world_size=world_size
-    )
-    for step, other in zip(moved.metrics, kept.metrics, strict=True):
-        assert step["offload"]["recomputed_layers"] == other["offload"]["recomputed_layers"] > 0
-        assert step["offload"]["offloaded_bytes"] > other["offload"]["offloaded_bytes"] == 0
+    for step in (record["offload"] for record in moved.metrics):
+        # An input each, and nothing else.
+        assert step["offloaded_storages"] == step["recomputed_layers"] > 0
 
 
 @pytest.mark.parametrize(

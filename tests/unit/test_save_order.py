@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 
 import pytest
@@ -179,10 +178,8 @@ def test_the_read_ahead_hears_of_the_first_use_and_whenever_half_of_the_window_w
     records = [on_tier(size) for size in sizes]
     prefetcher.start(on_save_order(records))
     prefetcher.advance()
-    while_large_is_to_come = [False, False, False, True]  # 4 x 50 bytes are half of 2 x 200
-    then = [False, True], [False, True], [True]  # 2 x 50; 50 and the large one; 100
-    heard = [True, *while_large_is_to_come, *itertools.chain(*then), False, False]
-    assert uses(prefetcher, records) == heard
+    half = [False, False, False, True]  # 200 bytes, the second time with the large one
+    assert uses(prefetcher, records) == [True, *half, *half, False, False, False]
 
 
 def test_a_storage_used_more_than_once_counts_once() -> None:
@@ -277,6 +274,35 @@ def test_what_is_still_to_be_written_stays_in_memory_within_the_window() -> None
     assert prefetcher.used(records[2])
     prefetcher.advance()
     assert all(record.state is State.IN_MEMORY for record in records) and reads.sizes == []
+
+
+def test_what_was_passed_without_a_read_does_not_widen_the_window() -> None:
+    """Logits: saved last, as a rule the largest, and used when memory is scarcest."""
+    reads = Reads()
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
+    logits = SavedStorage(torch.UntypedStorage(6400), Scope(), 0)
+    logits.queue_write()
+    logits.num_unused_views = 1
+    records = [*(on_tier(100) for _ in range(6)), logits]
+    prefetcher.start(on_save_order(records))
+    prefetcher.advance()
+    prefetcher.used(logits)
+    prefetcher.advance()
+    assert reads.sizes == [100] * 2
+
+
+def test_a_window_forgets_what_other_passes_read() -> None:
+    reads = Reads()
+    prefetcher = Prefetcher(reads, ByteBudget(1 << 20))
+    for sizes, expected in (([1000], [1000]), ([10] * 9, [10] * 3)):
+        reads.sizes.clear()
+        records = [on_tier(size) for size in sizes]
+        prefetcher.start(on_save_order(records))
+        prefetcher.advance()
+        prefetcher.used(records.pop())
+        prefetcher.advance()
+        assert reads.sizes == expected
+        prefetcher.stop()
 
 
 def test_a_read_that_cannot_begin_ends_the_read_ahead_of_its_pass() -> None:

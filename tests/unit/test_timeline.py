@@ -102,7 +102,7 @@ def test_operations_hand_over_what_they_save_while_their_layer_runs() -> None:
     assert predict(by_operation, SSD, KEEP) == Prediction(6.0, 0.0, 0.0, 10, 8, 8)
 
 
-def test_what_has_been_passed_does_not_widen_the_window() -> None:
+def test_what_is_passed_without_a_read_does_not_widen_the_window() -> None:
     # The last layer's 32 bytes are used at once; then two of the first one's pieces are read.
     four, nothing, head = part(num_storages=4), part(size=0), part(size=32)
     layers = (

@@ -12,8 +12,6 @@ import torch
 from megatron.offload.capture.hooks import Packed, SavedTensorHooks
 from megatron.offload.transfer.writer import Outgoing, Writer
 
-_ENOUGH_BYTES = 8 << 20  # to be handed over: it takes the time of several saves
-
 
 class SavingContext(torch.autograd.graph.saved_tensors_hooks):
     """The hooks as a context. What operations saved is written when the next one saves.
@@ -24,7 +22,12 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
     Args:
         hooks: take a tensor and bring it back.
         writer: gets what an operation saved.
+
+    Attributes:
+        enough_bytes: to be handed over, which takes the time of several saves.
     """
+
+    enough_bytes = 8 << 20
 
     def __init__(self, hooks: SavedTensorHooks, writer: Writer) -> None:
         super().__init__(self._pack, hooks.unpack)
@@ -41,7 +44,7 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, tensor: torch.Tensor) -> Packed:
         node_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if node_number != self._node_number:
-            if self._num_bytes >= _ENOUGH_BYTES:
+            if self._num_bytes >= self.enough_bytes:
                 self._submit()
             self._node_number = node_number
         before = len(self._saved)

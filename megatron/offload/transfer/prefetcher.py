@@ -26,11 +26,10 @@ _FORGETTING = 0.7  # of what was missing, from one backward pass to the next
 class Prefetcher:
     """Keeps a window of restored bytes ahead of the backward pass.
 
-    The window holds two of the largest storages still to come, one ready and one being read (double
-    buffering), and what turned out to be missing: where compute waited t seconds for a read, a
-    window larger by t times the read bandwidth would have had it in time. What has been passed no
-    longer counts: the logits, saved last and as a rule the largest, are used when memory is
-    scarcest, and are never read.
+    The window holds two of the largest storages, one ready and one being read (double buffering),
+    and what turned out to be missing: where compute waited t seconds for a read, a window larger by
+    t times the read bandwidth would have had it in time. What is passed without a read no longer
+    counts: the logits, as a rule the largest, are saved last and used when memory is scarcest.
 
     Args:
         begin_read: starts the read of a record that is on a tier, unless somebody else has; whether
@@ -47,6 +46,7 @@ class Prefetcher:
         self._save_order: SaveOrder | None = None
         self._num_begun = 0
         self._missing_bytes = 0.0
+        self._largest_read_bytes = 0  # of this save order
         self._has_used_one = False  # of this save order
         # What was read, or is being read, and not used yet. An entry goes when its record is used
         # or dies, whichever comes first; its bytes are then in `_left` until the next `advance`.
@@ -63,6 +63,7 @@ class Prefetcher:
         if self._save_order is not save_order:
             self._has_used_one = opens_at_once
             self._missing_bytes *= _FORGETTING
+            self._largest_read_bytes = 0
             self._save_order = save_order
 
     def stop(self) -> None:
@@ -100,7 +101,7 @@ class Prefetcher:
                     self._ahead_bytes -= self._left.popleft()
                 wanted_bytes = self._ahead_bytes + record.num_bytes
                 if self._ahead_bytes and wanted_bytes > self.window_bytes:
-                    self._resume_after = self._num_that_hold(save_order.largest_bytes)
+                    self._resume_after = self._num_that_hold(self._largest_bytes(save_order))
                     return
                 self._begin(record)
             save_order.drop_last()
@@ -117,7 +118,12 @@ class Prefetcher:
         save_order = self._save_order
         if save_order is None or not self._has_used_one:
             return 0
-        return min(2 * save_order.largest_bytes + self._missing_bytes, self._budget.limit_bytes)
+        wanted_bytes = 2 * self._largest_bytes(save_order) + self._missing_bytes
+        return min(wanted_bytes, self._budget.limit_bytes)
+
+    def _largest_bytes(self, save_order: SaveOrder) -> int:
+        """Of the storages that were read, and those still to come."""
+        return max(save_order.largest_bytes, self._largest_read_bytes)
 
     def _begin(self, record: SavedStorage) -> None:
         """What is still in memory, because it was not written yet, stays there; else it is read."""
@@ -128,9 +134,10 @@ class Prefetcher:
         self._num_begun += 1
         is_ahead = False
         try:
-            is_ahead = record.cancel_write() is not None or self._begin_read(
-                record, self._num_begun
-            )
+            is_ahead = record.cancel_write() is not None
+            if not is_ahead:
+                is_ahead = self._begin_read(record, self._num_begun)
+                self._largest_read_bytes = max(self._largest_read_bytes, record.num_bytes)
         except BaseException:
             self._save_order = None  # out of memory, say; compute asks itself for what it needs
             raise

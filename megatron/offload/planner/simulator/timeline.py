@@ -14,11 +14,11 @@ Note [What is simulated]
               they come); compute waits while more than `inflight_bytes` are on their way. A write
               that ends frees its memory. A tier that is full refuses.
     Backward  Pieces come back in reverse order. Reading ahead fills a window of two of the largest
-              pieces still to come plus what proved missing, at most `inflight_bytes`, and begins
-              when the pass before ends; before the loss's backward one piece has to do. A write
-              that has not begun is cancelled when its piece comes near, one that has goes on for
-              nothing. What was used is freed. A recomputed layer holds all of its bytes until its
-              backward ends.
+              pieces, of those that were read or are to come, plus what proved missing, at most
+              `inflight_bytes`, and begins when the pass before ends; before the loss's backward one
+              piece has to do. A write that has not begun is cancelled when its piece comes near,
+              one that has goes on for nothing. What was used is freed. A recomputed layer holds all
+              of its bytes until its backward ends.
     Pipeline  A pass begins when its input arrives. All stages follow Megatron's order of passes and
               take as long for a pass as this one, with its recomputation and without its waits.
 

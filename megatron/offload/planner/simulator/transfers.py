@@ -31,6 +31,7 @@ STEP = np.dtype(
         ("written_bytes", np.float64),
         ("read_bytes", np.float64),
         ("ahead_bytes", np.float64),  # read ahead and not used yet
+        ("largest_bytes", np.float64),  # of the pieces that this backward pass has read
         ("missing_bytes", np.float64),  # by which the read-ahead proved too small
         ("has_used", np.int64),
         ("next_ahead", np.int64),  # piece
@@ -271,6 +272,7 @@ def prefetch(
     state.has_used = opens_at_once
     state.missing_bytes *= _FORGETTING
     state.last_ahead, state.next_ahead = first, end - 1
+    state.largest_bytes = 0.0
     _read_ahead(state, pieces, channels, log)
 
 
@@ -289,13 +291,15 @@ def _read_ahead(state: Row, pieces: Rows, channels: Rows, log: Rows) -> None:
         if where in (QUEUED, WRITING, ON_TIER):
             window = 0.0
             if state.has_used != 0:
-                wanted = 2 * pieces[piece].largest_bytes + state.missing_bytes
+                largest = max(pieces[piece].largest_bytes, state.largest_bytes)
+                wanted = 2 * largest + state.missing_bytes
                 window = min(wanted, state.in_flight_limit_bytes)
             if state.ahead_bytes > 0 and state.ahead_bytes + size > window:
                 return
             state.ahead_bytes += size
             pieces[piece].is_ahead = 1
             if _take_back(state, pieces, log, piece):
+                state.largest_bytes = max(state.largest_bytes, size)
                 reads = channels.shape[0] // 2 + pieces[piece].tier
                 _append(pieces, channels, reads, piece)
         state.next_ahead -= 1
