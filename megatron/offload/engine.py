@@ -42,6 +42,8 @@ from megatron.offload.transfer.writer import Writer
 
 logger = logging.getLogger(__name__)
 
+_HANDED_OVER = 8  # storages of the least size that a context hands over together
+
 
 class OffloadEngine:
     """Activation offload of one process.
@@ -195,7 +197,7 @@ class OffloadEngine:
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """The hooks as a context, for models without layers that can be captured one by one."""
-        return SavingContext(self.hooks, self.writer)
+        return SavingContext(self.hooks, self.writer, _HANDED_OVER * self.config.min_bytes)
 
     def prefetch(self, save_order: SaveOrder, *, opens_at_once: bool = False) -> None:
         """The next backward pass is that of `save_order`: brings back what it needs first.

@@ -60,12 +60,6 @@ class PromptEngine(OffloadEngine):
 
         self.writer.submit = submit_and_wait  # type: ignore[method-assign]
 
-    def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Each operation is handed over by itself."""
-        context = super().saved_tensors_hooks()
-        context.enough_bytes = 1  # type: ignore[attr-defined]
-        return context
-
     @property
     def used_bytes(self) -> int:
         """On all tiers together."""

@@ -79,10 +79,7 @@ def test_what_a_layer_saved_before_an_error_is_written(engine, monkeypatch, reco
 # -- Operations ---------------------------------------------------------------------------------
 
 
-def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(
-    engine, records, monkeypatch
-):
-    monkeypatch.setattr("megatron.offload.capture.context.SavingContext.enough_bytes", 4000)
+def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(engine, records):
     x, y = leaf(), leaf()
     with engine.step():
         with engine.saved_tensors_hooks():
@@ -98,7 +95,7 @@ def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(
 def test_in_a_context_operations_that_save_little_are_handed_over_together(
     engine, records, monkeypatch
 ):
-    monkeypatch.setattr("megatron.offload.capture.context.SavingContext.enough_bytes", 8000)
+    monkeypatch.setattr("megatron.offload.engine._HANDED_OVER", 8000 // engine.config.min_bytes)
     x = leaf()
     with engine.step():
         with engine.saved_tensors_hooks():

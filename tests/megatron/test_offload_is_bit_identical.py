@@ -85,8 +85,8 @@ def test_the_inputs_of_recomputed_layers_may_move(layout: str, tmp_path: Path) -
     moved = train(flags, ssd(tmp_path) + lists, world_size=world_size)
     assert_same_bits(moved, train_once(flags, world_size=world_size), STEPS)
     for step in (record["offload"] for record in moved.metrics):
-        # An input each, and nothing else.
-        assert step["offloaded_storages"] == step["recomputed_layers"] > 0
+        # At most an input each: the schedule holds the first one of a chunk itself.
+        assert 0 < step["offloaded_storages"] <= step["recomputed_layers"]
 
 
 @pytest.mark.parametrize(

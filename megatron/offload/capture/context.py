@@ -22,17 +22,14 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
     Args:
         hooks: take a tensor and bring it back.
         writer: gets what an operation saved.
-
-    Attributes:
         enough_bytes: to be handed over, which takes the time of several saves.
     """
 
-    enough_bytes = 8 << 20
-
-    def __init__(self, hooks: SavedTensorHooks, writer: Writer) -> None:
+    def __init__(self, hooks: SavedTensorHooks, writer: Writer, enough_bytes: int) -> None:
         super().__init__(self._pack, hooks.unpack)
         self._hooks = hooks
         self._writer = writer
+        self._enough_bytes = enough_bytes
         self._saved: list[Outgoing] = []
         self._num_bytes = 0  # of these
         self._node_number = -1  # of the operation that saved last
@@ -44,7 +41,7 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, tensor: torch.Tensor) -> Packed:
         node_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if node_number != self._node_number:
-            if self._num_bytes >= self.enough_bytes:
+            if self._num_bytes >= self._enough_bytes:
                 self._submit()
             self._node_number = node_number
         before = len(self._saved)
