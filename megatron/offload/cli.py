@@ -6,6 +6,7 @@ megatron-offload plan (--profile FILE | --hardware GPU --num-layers N ...) [--ou
 megatron-offload rok [--micro-batch-sizes N,...] [--budgets N] [--check]
 megatron-offload bench [--directory DIR] [--quick] [--json FILE] [--plot FILE]
 megatron-offload report (runs/NAME/metrics.jsonl ... | --script train.py)
+megatron-offload report --memory FILE [--picture PNG]
 
 doctor, rok and report also take a training script that calls `offload_activations`, with --script.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from megatron.offload.commands.bench import arguments as benchmark
 from megatron.offload.commands.doctor.examine import examine
+from megatron.offload.commands.memory.command import explain_memory
 from megatron.offload.commands.plan import arguments as planning
 from megatron.offload.commands.report import compare_runs, compare_script
 from megatron.offload.commands.rok import arguments as curve
@@ -77,19 +79,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmark.add_arguments(bench)
     report = commands.add_parser(
         "report",
-        help="table of runs: losses, step time, peak activation memory, bytes moved",
+        help="table of runs: losses, step time, peak memory, bytes moved; what a peak is made of",
         description="Prints a row for each run: medians over all steps but the first. The first "
         "run is the one that others are compared with. With --script, a script that calls "
-        "offload_activations is run without offload and as it is.",
+        "offload_activations is run without offload and as it is. With --memory, the largest peak "
+        "in a file of --activation-memory-report is explained.",
     )
     report.add_argument("metrics", nargs="*", type=Path, help="a run's metrics.jsonl")
     add_script_arguments(report)
     report.add_argument(
         "--steps", type=int, default=8, metavar="N", help="of the script; default: 8"
     )
+    report.add_argument("--memory", type=Path, metavar="FILE", help="a run's memory report")
+    report.add_argument(
+        "--picture", type=Path, metavar="PNG", help="with --memory: draw that step here"
+    )
     args = parser.parse_args(argv)
-    if args.command == "report" and bool(args.metrics) == (args.script is not None):
-        report.error("give either files or --script")
+    if args.command == "report":
+        given = (bool(args.metrics), args.script is not None, args.memory is not None)
+        if sum(given) != 1:
+            report.error("give either files or --script or --memory")
+        if args.picture is not None and args.memory is None:
+            report.error("--picture is for --memory")
     try:
         if args.command == "doctor" and args.script is not None:
             doctor.parse_args(flags_of_script(args.script, args.script_args), args)
@@ -104,7 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _rok(args, sys.argv[1:] if argv is None else argv)
         if args.command == "bench":
             return _bench(args, argv)
-        if args.script is not None:
+        if args.memory is not None:
+            print(explain_memory(args.memory, args.picture))
+        elif args.script is not None:
             print(compare_script(args.script, args.script_args, args.steps))
         else:
             print(compare_runs(args.metrics))

@@ -11,66 +11,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.flag import (
+    add_flag,
+    destination,
+    flag,
+    parse_chunks,
+    parse_count,
+    parse_path,
+    parse_paths,
+    parse_slowdown,
+)
 from megatron.offload.layer_set import LayerSet
-from megatron.offload.sizes import KIB, MIB, format_size, parse_budget, parse_rate, parse_size
+from megatron.offload.sizes import MIB, format_size, parse_budget, parse_rate, parse_size
 
 DEFAULT_INFLIGHT_BYTES = 512 * MIB  # raised to what the largest layer asks for
-
-
-def _parse_count(text: str | int) -> int:
-    try:
-        count = int(text)
-    except ValueError:
-        raise ConfigurationError(f"{text!r} is not a whole number") from None
-    if count < 1:
-        raise ConfigurationError(f"{count} is not allowed; the smallest value is 1")
-    return count
-
-
-def _parse_path(text: str) -> Path:
-    return Path(text).expanduser()
-
-
-def _parse_slowdown(text: str | float) -> float:
-    try:
-        slowdown = float(text)
-    except ValueError:
-        slowdown = -1.0
-    if not 0.0 <= slowdown < float("inf"):
-        raise ConfigurationError(
-            f"{text} is no slowdown; write the part of a step's time, for example 0.02"
-        )
-    return slowdown
-
-
-def _parse_directories(text: str) -> tuple[Path, ...]:
-    return tuple(Path(part).expanduser() for part in text.split(",") if part)
-
-
-def _flag(
-    name: str,
-    default: Any,
-    help: str,
-    *,
-    parse: Callable[[str], Any] = str,
-    choices: tuple[str, ...] | None = None,
-    metavar: str | None = None,
-) -> Any:
-    """A dataclass field that is also a command-line flag."""
-    metadata = {
-        "flag": name,
-        "help": help,
-        "parse": parse,
-        "choices": choices,
-        "metavar": metavar,
-    }
-    return field(default=default, metadata=metadata)
 
 
 _ON_SSD, _ON_HOST = frozenset({"ssd", "tiered"}), frozenset({"host", "tiered"})
@@ -84,7 +44,7 @@ class OffloadConfig:
         ConfigurationError: the values contradict each other (checked on construction).
     """
 
-    mode: str = _flag(
+    mode: str = flag(
         "--activation-offload",
         "off",
         "off: activations stay in device memory. ssd: every activation of at least "
@@ -96,16 +56,16 @@ class OffloadConfig:
         "within --activation-memory-budget. Results are bit-identical.",
         choices=("off", "ssd", "host", "tiered", "auto"),
     )
-    directories: tuple[Path, ...] = _flag(
+    directories: tuple[Path, ...] = flag(
         "--activation-offload-dir",
         (),
         "directory on the SSD for activations, or several on different SSDs, over which large "
         "storages are striped. Each rank keeps one unlinked file in each, so nothing is left "
         "behind however the run ends.",
-        parse=_parse_directories,
+        parse=parse_paths,
         metavar="DIR[,DIR...]",
     )
-    offload_layers: LayerSet | None = _flag(
+    offload_layers: LayerSet | None = flag(
         "--activation-offload-layers",
         None,
         "layers whose activations leave device memory, by their numbers in the whole model, for "
@@ -114,22 +74,24 @@ class OffloadConfig:
         parse=LayerSet.parse,
         metavar="LAYERS",
     )
-    recompute_layers: LayerSet | None = _flag(
+    recompute_layers: LayerSet | None = flag(
         "--activation-recompute-layers",
         None,
         "layers that keep their input only and run forward again in backward, written as above.",
         parse=LayerSet.parse,
         metavar="LAYERS",
     )
-    recompute_input: str = _flag(
+    recompute_input: str | None = flag(
         "--activation-recompute-input",
-        "keep",
-        "where the inputs of the layers that --activation-recompute-layers names wait until these "
-        "run again. keep: in device memory. host, ssd, tiered: there, written when the layer has "
-        "run and read ahead of its recomputation.",
+        None,
+        "where the inputs of recomputed layers wait until these run again. keep: in device memory. "
+        "host: in host memory, written when the layer has run and read ahead of its recomputation. "
+        "ssd: the same, on --activation-offload-dir. tiered: the same, on both side by side. "
+        "Default: keep; with Megatron's own --recompute-granularity full where "
+        "--activation-offload says; with auto, which only takes keep, where the plan says.",
         choices=("keep", "host", "ssd", "tiered"),
     )
-    memory_budget_bytes: int | None = _flag(
+    memory_budget_bytes: int | None = flag(
         "--activation-memory-budget",
         None,
         "with auto: most device memory that the activations of a rank may take at any time, for "
@@ -138,38 +100,46 @@ class OffloadConfig:
         parse=parse_size,
         metavar="SIZE",
     )
-    max_slowdown: float | None = _flag(
+    max_slowdown: float | None = flag(
         "--activation-offload-max-slowdown",
         None,
         "with auto: take as little memory as a step that is slower by this fraction allows, for "
         "example 0.02, instead of as little time as a budget allows. With a budget as well: as "
         "little time as that allows, and an error if the step is slower than this.",
-        parse=_parse_slowdown,
+        parse=parse_slowdown,
         metavar="FRACTION",
     )
-    plan_file: Path | None = _flag(
+    plan_file: Path | None = flag(
         "--activation-offload-plan",
         None,
         "with auto: follow the plan in this file from the first step on and make no other; "
         "where there is no such file yet, write the plan to it.",
-        parse=_parse_path,
+        parse=parse_path,
         metavar="FILE",
     )
-    min_bytes: int = _flag(
+    min_bytes: int = flag(
         "--activation-offload-min-bytes",
         MIB,
         "smaller storages stay in device memory: they hold few bytes and cost as many operations.",
         parse=parse_size,
         metavar="SIZE",
     )
-    threads: int = _flag(
+    granularity: str = flag(
+        "--activation-offload-granularity",
+        "operation",
+        "how much of a layer of Megatron has run when what it saved begins to leave device memory. "
+        "layer: all of it. part: its attention, then its MLP. operation: each linear layer, norm "
+        "and core attention, so that forward holds little more than what it works on.",
+        choices=("layer", "part", "operation"),
+    )
+    threads: int = flag(
         "--activation-offload-threads",
         4,
         "I/O threads of each rank and directory: how many reads and writes a drive sees at once.",
-        parse=_parse_count,
+        parse=parse_count,
         metavar="N",
     )
-    inflight_bytes: int | None = _flag(
+    inflight_bytes: int | None = flag(
         "--activation-offload-inflight",
         None,
         "most bytes on their way to the tiers at any time, and most bytes read ahead of backward. "
@@ -178,7 +148,7 @@ class OffloadConfig:
         parse=parse_size,
         metavar="SIZE",
     )
-    ssd_budget_bytes: int | None = _flag(
+    ssd_budget_bytes: int | None = flag(
         "--activation-offload-ssd-budget",
         None,
         "most bytes of SSD space that a rank may take. Default: what the model's shape asks for. "
@@ -186,7 +156,7 @@ class OffloadConfig:
         parse=parse_size,
         metavar="SIZE",
     )
-    host_budget: int | float | None = _flag(
+    host_budget: int | float | None = flag(
         "--activation-offload-host-budget",
         None,
         "most bytes of host memory that a rank may take, or a fraction of the machine's (or the "
@@ -196,7 +166,7 @@ class OffloadConfig:
         parse=parse_budget,
         metavar="SIZE",
     )
-    io: str = _flag(
+    io: str = flag(
         "--activation-offload-io",
         "auto",
         "direct: O_DIRECT, past the page cache, or an error where the file system lacks it. "
@@ -205,7 +175,7 @@ class OffloadConfig:
         "GPU's memory and the SSD without host memory (needs a CUDA device and kvikio).",
         choices=("auto", "direct", "buffered", "gds"),
     )
-    write_bytes_per_s: float | None = _flag(
+    write_bytes_per_s: float | None = flag(
         "--activation-offload-write-limit",
         None,
         "most bytes per second that a rank writes to its SSDs, for example 500MB/s: leaves the "
@@ -213,23 +183,42 @@ class OffloadConfig:
         parse=parse_rate,
         metavar="RATE",
     )
-    trace_file: Path | None = _flag(
+    trace_file: Path | None = flag(
         "--activation-offload-trace",
         None,
         "write a timeline of the first 16 steps to this file: computing, writes, reads, waits, "
         "recomputation and memory, to be opened at ui.perfetto.dev or chrome://tracing. Rank 1 "
         "writes FILE with -rank1 before the extension, and so on.",
-        parse=_parse_path,
+        parse=parse_path,
         metavar="FILE",
     )
-    verify: str = _flag(
+    memory_report_file: Path | None = flag(
+        "--activation-memory-report",
+        None,
+        "write to this file what the memory of three settled steps is made of, by layer and by "
+        "what becomes of it; megatron-offload report shows the peak. Rank 1 writes FILE with "
+        "-rank1 before the extension, and so on.",
+        parse=parse_path,
+        metavar="FILE",
+    )
+    chunked_loss: str | int = flag(
+        "--activation-chunked-loss",
+        "off",
+        "compute output projection and cross entropy over chunks of so many tokens, so that the "
+        "logits are never in memory together; backward computes them again. auto: chunks of a size "
+        "that suits the device. Works with every --activation-offload, off too. Not bit-identical: "
+        "chunks change the order of a sum, within its rounding.",
+        parse=parse_chunks,
+        metavar="{off,auto,TOKENS}",
+    )
+    verify: str = flag(
         "--activation-offload-verify",
         "off",
         "checksum: keep a checksum of everything written to an SSD and compare it when it is read; "
         "other bytes end the training with an error. off: trust the drive.",
         choices=("off", "checksum"),
     )
-    drive_endurance_bytes: int | None = _flag(
+    drive_endurance_bytes: int | None = flag(
         "--activation-offload-drive-tbw",
         None,
         "bytes that each SSD is rated to endure, as its data sheet says (TBW), for example 1200TB. "
@@ -242,21 +231,18 @@ class OffloadConfig:
         for spec in dataclasses.fields(self):
             choices = spec.metadata["choices"]
             value = getattr(self, spec.name)
-            if choices and value not in choices:
+            if choices and value is not None and value not in choices:
                 raise ConfigurationError(
                     f"{spec.metadata['flag']} is {value!r}; choose one of {', '.join(choices)}"
                 )
+        parse_chunks(self.chunked_loss)
+        self._check_recomputation()
         if self.uses_ssd and not self.directories:
-            asks = f"--activation-offload {self.mode}"
-            if self.mode == "host":
-                asks = f"--activation-recompute-input {self.recompute_input}"
+            asks = f"--activation-recompute-input {self.recompute_input}"
+            if self.mode in _ON_SSD:
+                asks = f"--activation-offload {self.mode}"
             raise ConfigurationError(
                 f"{asks} needs a place on an SSD; give it with --activation-offload-dir DIR"
-            )
-        if self.recompute_input != "keep" and self.recompute_layers is None:
-            raise ConfigurationError(
-                f"--activation-recompute-input {self.recompute_input} is for the layers that "
-                "--activation-recompute-layers names; give both or neither"
             )
         self._check_planning()
         if self.io == "gds" and self.verify == "checksum":
@@ -264,16 +250,15 @@ class OffloadConfig:
                 "--activation-offload-verify checksum reads every byte in host memory, where "
                 "--activation-offload-io gds never has it; drop one of the two"
             )
-        if self.recompute_layers is not None and not self.enabled:
-            raise ConfigurationError(
-                "--activation-recompute-layers needs --activation-offload ssd, host or tiered; "
-                "without it use Megatron's own --recompute-method block"
-            )
-        if self.trace_file is not None and not self.enabled:
-            raise ConfigurationError(
-                "--activation-offload-trace shows what offload does; give --activation-offload "
-                "ssd, host, tiered or auto as well"
-            )
+        for name, file in (
+            ("--activation-offload-trace", self.trace_file),
+            ("--activation-memory-report", self.memory_report_file),
+        ):
+            if file is not None and not self.enabled:
+                raise ConfigurationError(
+                    f"{name} shows what offload does; give --activation-offload ssd, host, tiered "
+                    "or auto as well"
+                )
         both = (self.offload_layers or LayerSet()).overlap(self.recompute_layers or LayerSet())
         if both is not None:
             raise ConfigurationError(
@@ -292,26 +277,58 @@ class OffloadConfig:
                 "ever be written; raise the former"
             )
 
+    def _check_recomputation(self) -> None:
+        if self.recompute_layers is not None and not self.enabled:
+            raise ConfigurationError(
+                "--activation-recompute-layers needs --activation-offload ssd, host or tiered; "
+                "without it use Megatron's own --recompute-method block"
+            )
+        if not self.enabled:
+            self.check_recompute_input(
+                "give both with --activation-offload ssd, host or tiered, or leave it out"
+            )
+
+    def check_recompute_input(self, advice: str) -> None:
+        """Makes sure that there are recomputed layers whose inputs `recompute_input` is for.
+
+        Args:
+            advice: what to do, the end of the sentence; it depends on what else could recompute.
+
+        Raises:
+            ConfigurationError: neither a plan nor `recompute_layers` chooses any.
+        """
+        is_heard = self.plans or self.recompute_layers is not None
+        if self.recompute_input is not None and not is_heard:
+            raise ConfigurationError(
+                f"--activation-recompute-input {self.recompute_input} is for the layers that "
+                f"--activation-recompute-layers names; {advice}"
+            )
+
     def _check_planning(self) -> None:
-        for flag, value in (
+        for name, value in (
             ("--activation-memory-budget", self.memory_budget_bytes),
             ("--activation-offload-max-slowdown", self.max_slowdown),
             ("--activation-offload-plan", self.plan_file),
         ):
             if value is not None and not self.plans:
                 raise ConfigurationError(
-                    f"{flag} is for --activation-offload auto, which decides by it; got "
+                    f"{name} is for --activation-offload auto, which decides by it; got "
                     f"--activation-offload {self.mode}"
                 )
-        for flag, layers in (
+        for name, layers in (
             ("--activation-offload-layers", self.offload_layers),
             ("--activation-recompute-layers", self.recompute_layers),
         ):
             if layers is not None and self.plans:
                 raise ConfigurationError(
-                    f"{flag} chooses layers, and so does --activation-offload auto; drop one of "
+                    f"{name} chooses layers, and so does --activation-offload auto; drop one of "
                     "the two"
                 )
+        if self.plans and self.recompute_input not in (None, "keep"):
+            raise ConfigurationError(
+                f"--activation-recompute-input {self.recompute_input} chooses where inputs wait, "
+                "and so does --activation-offload auto; leave it out, or give keep: they stay"
+            )
         if self.memory_budget_bytes == 0:
             raise ConfigurationError(
                 "--activation-memory-budget is less than a byte, which leaves no memory to compute "
@@ -337,9 +354,19 @@ class OffloadConfig:
         return self.mode != "off"
 
     @property
+    def chunks_loss(self) -> bool:
+        """Whether output projection and loss are computed over chunks of tokens."""
+        return self.chunked_loss != "off"
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Most tokens of such a chunk; None: as many as suit the device."""
+        return self.chunked_loss if isinstance(self.chunked_loss, int) else None
+
+    @property
     def uses_ssd(self) -> bool:
         """Whether activations may go to an SSD."""
-        return _ON_SSD.intersection((self.mode, self.recompute_input)) != set() or (
+        return not _ON_SSD.isdisjoint((self.mode, self.recompute_input)) or (
             self.plans and bool(self.directories)
         )
 
@@ -348,26 +375,14 @@ class OffloadConfig:
         """Whether activations may go to host memory."""
         if self.plans:
             return not self.directories or self.host_budget is not None
-        return _ON_HOST.intersection((self.mode, self.recompute_input)) != set()
+        return not _ON_HOST.isdisjoint((self.mode, self.recompute_input))
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the flags as an argument group. A bad value ends in `parser.error` (exit code 2)."""
         group = parser.add_argument_group("activation offload")
         for spec in dataclasses.fields(cls):
-            meta = spec.metadata
-            shown = "" if spec.default in (None, ()) else f" Default: {_shown(spec.default)}."
-            options: dict[str, Any] = {
-                "dest": _destination(meta["flag"]),
-                "default": spec.default,
-                "help": meta["help"] + shown,
-            }
-            if meta["choices"]:
-                options["choices"] = meta["choices"]
-            else:
-                options["type"] = _argparse_type(meta["parse"])
-                options["metavar"] = meta["metavar"]
-            group.add_argument(meta["flag"], **options)
+            add_flag(group, spec)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> OffloadConfig:
@@ -391,10 +406,10 @@ class OffloadConfig:
     @classmethod
     def in_settings(cls, message: str) -> str:
         """A sentence about flags, for somebody who gave settings: with the names of the fields."""
-        flags = {spec.metadata["flag"]: spec.name for spec in dataclasses.fields(cls)}
-        flags["--activation-offload-dir"] = "directory"  # as the doors call it
-        for flag in sorted(flags, key=len, reverse=True):
-            message = message.replace(flag, flags[flag])
+        names = {spec.metadata["flag"]: spec.name for spec in dataclasses.fields(cls)}
+        names["--activation-offload-dir"] = "directory"  # as the doors call it
+        for name in sorted(names, key=len, reverse=True):
+            message = message.replace(name, names[name])
         return message
 
     @classmethod
@@ -427,31 +442,7 @@ class OffloadConfig:
             ConfigurationError: the flags contradict each other.
         """
         values: dict[str, Any] = {
-            spec.name: getattr(args, _destination(spec.metadata["flag"]), spec.default)
+            spec.name: getattr(args, destination(spec), spec.default)
             for spec in dataclasses.fields(cls)
         }
         return cls(**values)
-
-
-def _destination(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, int) and default >= KIB:
-        return format_size(default).replace(" ", "")
-    return str(default)
-
-
-def _argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Turns our error into argparse's, which adds the flag's name and exits with code 2."""
-
-    def convert(text: str) -> Any:
-        try:
-            return parse(text)
-        except ConfigurationError as error:
-            raise argparse.ArgumentTypeError(
-                str(error).removeprefix("activation offload: ")
-            ) from None
-
-    return convert

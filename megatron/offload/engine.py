@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -19,7 +20,11 @@ from megatron.offload.capture.context import SavingContext
 from megatron.offload.capture.hooks import SavedTensorHooks
 from megatron.offload.capture.layer import LayerCapture
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES, OffloadConfig
-from megatron.offload.device.allocator import allocator_name, keeps_freed_memory
+from megatron.offload.device.allocator import (
+    START_WITH_ENVIRONMENT,
+    allocator_name,
+    keeps_freed_memory,
+)
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
@@ -28,6 +33,8 @@ from megatron.offload.saved.cache import LongLived, TensorCache
 from megatron.offload.saved.observer import Observer
 from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.saved.scope import Scope
+from megatron.offload.stats.memory_report import MemoryReport
+from megatron.offload.stats.memory_sampler import MemorySampler
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.step_context import StepContext
 from megatron.offload.stats.trace import Tracer
@@ -57,6 +64,7 @@ class OffloadEngine:
         hooks: `pack` and `unpack` for single tensors; layers and contexts use them.
         writer: the way out, `reader`: the way back, `dispatcher`: whose thread starts both.
         cache: which saved tensors are the same bytes, and which never move.
+        memory_report: what peaks are made of; None: nobody asked for it.
 
     Args:
         config: must have offload enabled.
@@ -92,7 +100,7 @@ class OffloadEngine:
             Placement(config.safe_mode),
             offloaded=config.offload_layers,
             recomputed=config.recompute_layers,
-            recompute_input=Placement(config.recompute_input),
+            recompute_input=Placement(config.recompute_input) if config.recompute_input else None,
         )
         self._step = step = StepContext()
         self._tiers = open_tiers(
@@ -118,13 +126,19 @@ class OffloadEngine:
         if config.trace_file is not None:
             names = {placement.value: tier for placement, tier in self.tiers.items()}
             step.tracer = Tracer(config.trace_file, rank, names, self._memory)
+        self.memory_report: MemoryReport | None = None
+        if config.memory_report_file is not None:
+            self.memory_report = MemoryReport(
+                config.memory_report_file, rank, device, self.cache, step
+            )
         logger.info("activation offload: to %s", self.where)
         if device.is_host and keeps_freed_memory():
             logger.log(
                 logging.WARNING if config.plans else logging.INFO,
                 "activation offload: memory comes from %s, which may keep what offload frees; "
-                "start training with the environment that `megatron-offload doctor` prints, or %s",
+                "%s, or %s",
                 allocator_name(),
+                START_WITH_ENVIRONMENT,
                 "auto measures too much memory" if config.plans else "memory does not fall",
             )
 
@@ -137,14 +151,19 @@ class OffloadEngine:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around all forward and backward passes of a training step."""
+        self._device.begin_phase("step")
         self._step.statistics = StepStatistics()
         self.writer.begin_step()
         self._traffic.begin_step()
         if self.tracer is not None:
             self.tracer.begin_step()
+        if self.memory_report is not None:
+            self.memory_report.begin_step()
         try:
             yield
         finally:
+            if self.memory_report is not None:
+                self.memory_report.end_step()
             self.reader.end_prefetch()
             self.dispatcher.drain()
             self.statistics.long_lived_bytes = self.cache.end_step()
@@ -166,6 +185,10 @@ class OffloadEngine:
         """What becomes of a layer, or a part of it; `RECOMPUTE` is the caller's to carry out."""
         return self._policy.place_layer(scope)
 
+    def place(self, scope: Scope, num_bytes: int) -> Placement:
+        """Where a storage of that size goes that a layer, or a part of it, saves."""
+        return self._policy.place(scope, num_bytes)
+
     @property
     def divides_layers(self) -> bool:
         """Whether the policy wants to hear of the parts of a layer, see `Policy`."""
@@ -177,18 +200,21 @@ class OffloadEngine:
         outputs: Iterable[torch.Tensor],
         inputs: Iterable[torch.Tensor],
         *,
+        captured: Iterable[Any] = (),
         recomputes: bool = False,
     ) -> None:
-        """Takes over what a layer saved. Call at the end of its forward pass.
+        """Takes over what a layer saved. Call at the end of its forward pass, and within it too.
 
         Args:
             scope: the layer's place in the step.
             outputs: the tensors that the layer returned.
             inputs: the tensors that it was called with.
+            captured: autograd's nodes that earlier calls in this layer had as outputs. Not their
+                tensors: whoever held those would keep what has been written in memory.
             recomputes: it runs again in backward: only inputs that want a gradient can move, not
-                masks and tables that other layers share.
+                masks and tables that other layers share, nor what ran after it.
         """
-        self._layers.capture(scope, outputs, inputs, recomputes=recomputes)
+        self._layers.capture(scope, outputs, inputs, captured=captured, recomputes=recomputes)
 
     @property
     def copying_nodes(self) -> set[type]:
@@ -205,20 +231,29 @@ class OffloadEngine:
         Args:
             save_order: from `forward`.
             opens_at_once: backward goes straight to the layers that filled the save order. Else it
-                passes through the loss, where memory is scarcest, and one storage has to do until
-                then.
+                passes through the loss, where memory is scarcest unless the loss is chunked, and
+                one storage has to do until then.
         """
         self.writer.make_room(2 * save_order.largest_bytes)  # one is read while one waits for use
-        self.reader.begin_prefetch(save_order, opens_at_once)
+        self.reader.begin_prefetch(save_order, opens_at_once or self.config.chunks_loss)
 
     @contextlib.contextmanager
     def backward(self, save_order: SaveOrder) -> Iterator[None]:
         """Around the backward pass of the forward pass that filled `save_order`."""
+        self._device.begin_phase("backward")
         self.prefetch(save_order)
+        if self.sampler is not None:
+            self.sampler.enter("backward")
         try:
             yield
         finally:
             self.reader.end_prefetch()
+            if self.sampler is not None:
+                self.sampler.enter("")
+
+    def end_layers(self) -> None:
+        """The last layer of a forward pass has run: the loss may be next, which takes much."""
+        self._device.begin_phase("loss")
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Blocks until no write of what was captured so far is under way; whether it came to that.
@@ -260,6 +295,11 @@ class OffloadEngine:
     def tracer(self) -> Tracer | None:
         """Draws the timeline of the first steps; None: nobody asked for one."""
         return self._step.tracer
+
+    @property
+    def sampler(self) -> MemorySampler | None:
+        """Samples the memory of the step under way; None: of most steps nobody wants to know."""
+        return self._step.sampler
 
     def _memory(self) -> dict[str, float]:
         """Bytes by what takes them, for the timeline."""

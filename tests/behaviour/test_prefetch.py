@@ -48,14 +48,26 @@ def test_the_window_opens_at_the_first_use_and_moves_in_reverse_order(engine):
             assert on_their_way(engine, packed) == [5]
             for used in (5, 4, 3):
                 engine.hooks.unpack(packed.pop())
-                assert on_their_way(engine, packed) == [used - 2, used - 1]
+                assert on_their_way(engine, packed) == [used - 1]
             while packed:
                 engine.hooks.unpack(packed.pop())
     assert engine.statistics.read_bytes == 6 * 4096
 
 
-@pytest.mark.parametrize(("inflight_bytes", "ahead_bytes"), [(1 << 20, 32768), (16384, 16384)])
-def test_the_window_holds_two_of_the_largest_within_the_inflight_budget(
+def test_the_first_use_opens_the_window(engine):
+    with engine.step():
+        save_order, packed = save_on(engine, [3072] + [1024] * 5)  # as large as three of the others
+        with engine.backward(save_order):
+            assert on_their_way(engine, packed) == [5]
+            for ahead in ([2, 3, 4], [2, 3], [1, 2]):  # more when half of the window was used
+                view = packed.pop()  # alive until the next: it is its use that makes room
+                engine.hooks.unpack(view)
+                assert on_their_way(engine, packed) == ahead
+        del packed
+
+
+@pytest.mark.parametrize(("inflight_bytes", "ahead_bytes"), [(1 << 20, 16384), (8192, 8192)])
+def test_the_window_holds_one_of_the_largest_within_the_inflight_budget(
     make_engine, inflight_bytes, ahead_bytes
 ):
     engine = make_engine(io="buffered", inflight_bytes=inflight_bytes)
@@ -69,9 +81,7 @@ def test_the_window_holds_two_of_the_largest_within_the_inflight_budget(
         del packed
 
 
-def test_by_default_one_storage_is_read_while_one_waits_however_large_they_are(
-    make_engine, monkeypatch
-):
+def test_by_default_one_storage_is_read_ahead_however_large_they_are(make_engine, monkeypatch):
     monkeypatch.setattr("megatron.offload.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
     engine = make_engine(io="buffered")
     with engine.step():
@@ -79,8 +89,18 @@ def test_by_default_one_storage_is_read_while_one_waits_however_large_they_are(
         with engine.backward(save_order):
             engine.dispatcher.drain()
             engine.hooks.unpack(packed.pop())
-            assert on_their_way(engine, packed) == [1, 2]
+            assert on_their_way(engine, packed) == [2]
         assert engine.inflight_bytes == 2 * 8192
+        del packed
+
+
+@pytest.mark.parametrize(("settings", "ahead"), [({}, [3]), ({"chunked_loss": "auto"}, [2, 3])])
+def test_a_chunked_loss_leaves_room_to_read_ahead_at_once(make_engine, settings, ahead):
+    engine = make_engine(io="buffered", **settings)
+    with engine.step():
+        save_order, packed = save_on(engine, [2048, 2048, 1024, 1024])
+        with engine.backward(save_order):
+            assert on_their_way(engine, packed) == ahead
         del packed
 
 
@@ -109,22 +129,41 @@ def test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again():
     prefetcher.waited(1.0, 500.0)  # for the first storage no window would have helped
     assert prefetcher.window_bytes == 0
     prefetcher.used(largest[0])
-    assert prefetcher.window_bytes == 2000
+    assert prefetcher.window_bytes == 1000
     prefetcher.waited(0.5, 500.0)
-    assert prefetcher.window_bytes == 2250
+    assert prefetcher.window_bytes == pytest.approx(1250, abs=1)
     for _ in range(30):
         prefetcher.start(save_order)
         prefetcher.stop()
     prefetcher.start(save_order)
     prefetcher.used(largest[0])
-    assert prefetcher.window_bytes == pytest.approx(2000, abs=1)
+    assert prefetcher.window_bytes == pytest.approx(1000, abs=1)
+
+
+def test_short_stalls_do_not_widen_the_window(monkeypatch):
+    now_s = 1000.0
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+    save_order, _ = order_of([1000])
+    prefetcher = Prefetcher(lambda record, deadline: True, budget=ByteBudget(10**6))
+    for seconds in (5.0, 2.0):
+        prefetcher.start(save_order, opens_at_once=True)
+        now_s += seconds
+        prefetcher.stop()
+        now_s += 100.0
+    prefetcher.start(save_order, opens_at_once=True)
+    prefetcher.waited(0.015, 1e6)  # a hundredth of a pass is 0.02 s
+    assert prefetcher.window_bytes == 1000
+    prefetcher.waited(0.015, 1e6)  # of which 0.005 s are left
+    assert prefetcher.window_bytes == pytest.approx(1000 + 10_000)
+    prefetcher.waited(0.01, 1e6)
+    assert prefetcher.window_bytes == pytest.approx(1000 + 20_000)
 
 
 def test_a_pass_that_was_prepared_is_not_begun_a_second_time():
     save_order, _ = order_of([1000])
     prefetcher = Prefetcher(lambda record, deadline: True, budget=ByteBudget(10**6))
     prefetcher.start(save_order, opens_at_once=True)
-    assert prefetcher.window_bytes == 2000
+    assert prefetcher.window_bytes == 1000
     prefetcher.waited(1.0, 500.0)
     prefetcher.start(save_order)
-    assert prefetcher.window_bytes == 2500
+    assert prefetcher.window_bytes == pytest.approx(1500, abs=1)

@@ -107,6 +107,17 @@ def test_in_a_context_operations_that_save_little_are_handed_over_together(
         del result
 
 
+def test_in_a_context_what_is_saved_again_does_not_count_again(engine, records, monkeypatch):
+    monkeypatch.setattr("megatron.offload.engine._HANDED_OVER", 8000 // engine.config.min_bytes)
+    x = leaf()
+    with engine.step():
+        with engine.saved_tensors_hooks():
+            once = x.exp()
+            result = (once * once).exp()  # the product saves it twice more
+            assert states(engine, records) == [QUEUED] * 2
+        del once, result
+
+
 def test_threads_hand_over_what_they_saved_themselves(engine, monkeypatch, records):
     entered, go_on = threading.Event(), threading.Event()
     add, x = engine.cache.add, leaf()

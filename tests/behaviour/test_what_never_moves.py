@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron.offload import Scope
 from megatron.offload.saved.record import SavedView
 from tests.support.models import settle
 
 
-def saved_in_a_step(engine, forward):
+def saved_in_a_step(engine, forward, **capture):
     with engine.step():
         with engine.forward(Scope()) as save_order:
             inputs, outputs = forward()
-            engine.capture(Scope(), outputs, inputs)
+            engine.capture(Scope(), outputs, inputs, **capture)
             settle(engine)
         with engine.backward(save_order):
             engine.dispatcher.drain()  # the read-ahead comes first
@@ -45,6 +47,14 @@ def test_parameters_in_one_flat_buffer_stay(engine):
     engine.exclude(weights)
     x = torch.randn(8, 64, requires_grad=True)
     statistics = saved_in_a_step(engine, lambda: ([x], [x @ weights[0]]))
+    assert statistics.offloaded_storages == 0
+
+
+def test_buffers_stay(engine):
+    buffer = torch.randn(1000)
+    engine.exclude([buffer])
+    x = torch.randn(1000, requires_grad=True)
+    statistics = saved_in_a_step(engine, lambda: ([x], [x * buffer]))
     assert statistics.offloaded_storages == 0
 
 
@@ -85,6 +95,20 @@ def test_a_table_that_outlives_the_step_is_learned(engine):
     assert first.long_lived_bytes == 4000 and first.offloaded_storages == 2
     second = saved_in_a_step(engine, lambda: ([x], [x.exp() * table]))
     assert second.offloaded_storages == 1
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_of_a_recomputed_layer_only_inputs_that_want_a_gradient_move(engine, recomputes):
+    x, table = torch.randn(1000, requires_grad=True), torch.randn(1000)
+
+    def forward():
+        hidden = x * 2
+        return [hidden], [checkpoint(torch.mul, hidden, table, use_reentrant=True)]
+
+    statistics = saved_in_a_step(engine, forward, recomputes=recomputes)
+    # It saves both. Other layers may share the table, so its memory would not become free.
+    assert statistics.offloaded_storages == (1 if recomputes else 2)
+    assert torch.equal(x.grad, 2 * table)
 
 
 def test_a_storage_that_is_still_alive_is_not_read(engine):

@@ -75,15 +75,31 @@ def test_doctor_looks_at_the_settings_in_it(
 def test_rok_measures_it(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "rok"
     command = ["rok", "--script", str(script), *arguments(tmp_path, 300)]
-    command += ["--strategies", "off,recompute,ssd", "--steps", "2", "--no-turns", "--rounds", "1"]
+    command += [
+        "--strategies",
+        "off,recompute,recompute-ssd,ssd",
+        "--steps",
+        "2",
+        "--no-turns",
+        "--rounds",
+        "1",
+    ]
     command += ["--output", str(output), "--activation-offload-dir", str(tmp_path / "offload")]
     assert cli.main(command) == 0
     result = json.loads((output / "rok.json").read_text())
     assert result["title"] == "train.py" and not result["differences"]
     written = {one["placement"]: one["written_bytes"] for one in result["figures"]}
-    assert written["off"] == written["recompute"] == 0 < written["ssd"]
-    log = next((output / "trainings").glob("*recompute*/metrics.jsonl")).read_text()
-    assert {json.loads(line)["offload"]["recomputed_layers"] for line in log.splitlines()} == {4}
+    assert written["off"] == written["recompute"] == 0
+    # What moves may be needed before it is written, on a machine whose disk is busy.
+    for placement, num_again, moves in (
+        ("recompute", 4, False),
+        ("recompute-ssd", 4, True),
+        ("ssd", 0, True),
+    ):
+        log = next((output / "trainings").glob(f"*-{placement}@*/metrics.jsonl")).read_text()
+        steps = [json.loads(line)["offload"] for line in log.splitlines()]
+        assert {step["recomputed_layers"] for step in steps} == {num_again}
+        assert {step["offloaded_bytes"] > 0 for step in steps} == {moves}
 
 
 def test_a_script_without_the_door_is_refused(

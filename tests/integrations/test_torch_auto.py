@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -70,6 +71,24 @@ def test_a_plan_is_followed_layer_by_layer_and_recomputation_has_the_same_dropou
         assert 0.3 < step["offloaded_bytes"] / everything["offloaded_bytes"] < 0.45
 
 
+def test_the_inputs_of_what_a_plan_recomputes_may_move(tmp_path: Path) -> None:
+    plan_file = tmp_path / "plan.json"
+    keep, again = Placement.KEEP, Placement.RECOMPUTE
+    plan = plan_of([again, again, keep, keep, keep, keep, keep], [*LAYERS, f"{LAYERS[-1]}.after"])
+    first, *others = plan.parts
+    moved = dataclasses.replace(first, input=Placement.SSD)
+    save_plans(plan_file, [dataclasses.replace(plan, parts=(moved, *others))])
+    settings = {"mode": "auto", "plan_file": plan_file, "min_bytes": 1}
+    found = trained(4, tmp_path, **settings)
+    save_plans(plan_file, [plan])
+    kept = trained(4, tmp_path, **settings)
+    assert found == kept == trained(4)
+    input_bytes = 2 * 64 * HIDDEN * 4
+    for step, other in zip(found.statistics, kept.statistics, strict=True):
+        assert step["recomputed_layers"] == 2
+        assert step["offloaded_bytes"] == other["offloaded_bytes"] + input_bytes
+
+
 class Repeated(Stack):
     """Each block runs twice, as in models whose layers share their weights."""
 
@@ -95,7 +114,7 @@ def test_each_call_of_a_layer_has_a_place_of_its_own_in_plans(tmp_path: Path) ->
     assert [step["recomputed_layers"] for step in found.statistics] == [2, 2, 2, 2]
 
 
-def test_layers_that_run_twice_keep_to_a_budget_too(tmp_path: Path) -> None:
+def test_each_call_of_a_layer_that_runs_twice_is_planned(tmp_path: Path) -> None:
     plan_file = tmp_path / "plan.json"
     settings = {"mode": "auto", "memory_budget_bytes": "1GiB", "plan_file": plan_file}
     assert repeated(6, tmp_path, **settings) == repeated(6)

@@ -165,6 +165,8 @@ def test_settings_have_the_names_of_the_config(tmp_path: Path) -> None:
         offload_activations(net(), tmp_path, min_byte=1)
     with pytest.raises(ConfigurationError, match="memory_budget_bytes is for mode auto"):
         offload_activations(net(), tmp_path, memory_budget_bytes="1GiB")
+    with pytest.raises(ConfigurationError, match="recompute_input ssd is for the layers that"):
+        offload_activations(net(), tmp_path, recompute_input="ssd")
     with pytest.raises(ConfigurationError, match=r"layers='Blok' names no module"):
         offload_activations(net(), tmp_path, layers=["Blok"])
 

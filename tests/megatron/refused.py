@@ -56,15 +56,32 @@ SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"cuda_graph_impl": "local"}, "cuda_graph_impl local cannot be combined with offload"),
     ({"cuda_graph_impl": "transformer_engine"}, "drop --cuda-graph-impl"),
     ({"cuda_graph_impl": "full_iteration"}, "drop --cuda-graph-impl"),  # 0.19
-    ({"recompute_granularity": "full"}, "--recompute-granularity full leaves no activations"),
+)
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+# What `check_chunked_loss` refuses.
+LOSS_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"cross_entropy_loss_fusion": True}, "drop --cross-entropy-loss-fusion"),
+    ({"mtp_num_layers": 1}, "drop --mtp-num-layers"),
+    ({"use_mup": True}, "drop --use-mup"),
+    ({"defer_embedding_wgrad_compute": True}, "drop --defer-embedding-wgrad-compute"),
+    ({"overlap_moe_expert_parallel_comm": True}, "its schedule runs the output layer by itself"),
+    ({"config_logger_dir": "log"}, "drop --config-logger-dir"),
 )
 OTHER_VERSION = {"megatron.core.__version__": "0.99.0"}
 
 OFFLOAD = (
     *(Row(SSD, sentence, settings=settings) for settings, sentence in SETTINGS),
     Row(
-        f"{SSD} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        f"{SSD} {FULL} --activation-recompute-input keep",
         "leaves no activations to offload; drop one of the two",
+    ),
+    Row(
+        f"{SSD} {FULL} --activation-recompute-layers 1",
+        "--activation-recompute-layers decides which layers are recomputed, and so does",
+    ),
+    Row(
+        f"--activation-offload auto {FULL}",
+        "--activation-offload auto decides which layers are recomputed, and so does",
     ),
     Row(
         f"{SSD} --activation-recompute-layers 1",
@@ -110,14 +127,27 @@ OFFLOAD = (
     Row("--activation-recompute-layers 1", "--activation-recompute-layers needs"),
     Row(
         f"{SSD} --activation-recompute-input ssd",
-        "--activation-recompute-input ssd is for the layers that --activation-recompute-layers",
+        "names; name them, give --recompute-granularity full, or leave it out",
+    ),
+    Row(  # without an SSD too, which is not what is wrong
+        "--activation-recompute-input ssd",
+        "names; give both with --activation-offload ssd, host or tiered, or leave it out",
+    ),
+    Row(
+        "--activation-recompute-layers 1 --activation-recompute-input ssd",
+        "--activation-recompute-layers needs --activation-offload",
     ),
     Row(
         "--activation-offload host --activation-recompute-layers 1"
         " --activation-recompute-input ssd",
         "--activation-recompute-input ssd needs a place on an SSD",
     ),
+    Row(
+        "--activation-offload auto --activation-recompute-input host",
+        "--activation-recompute-input host chooses where inputs wait, and so does",
+    ),
     Row("--activation-offload-trace t.json", "--activation-offload-trace shows what offload does"),
+    Row("--activation-memory-report m.jsonl", "--activation-memory-report shows what offload does"),
     Row(
         f"{SSD} --activation-recompute-layers 1-3 --activation-offload-layers 2",
         "both name 2; take it out of one of them",
@@ -129,6 +159,11 @@ OFFLOAD = (
     Row("--activation-offload-host-budget 1.5", "1.5 is neither a fraction nor a size"),
     Row("--activation-offload-threads many", "'many' is not a whole number"),
     Row("--activation-offload-threads 0", "0 is not allowed; the smallest value is 1"),
+    Row("--activation-chunked-loss 0", "'0' is neither off, auto nor a number of tokens"),
+    *(
+        Row("--activation-chunked-loss auto", sentence, settings=settings)
+        for settings, sentence in LOSS_SETTINGS
+    ),
     Row("--activation-offload-layers a", "'a' names no layers"),
     Row("--activation-offload tape", "invalid choice: 'tape'"),
 )

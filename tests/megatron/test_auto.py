@@ -166,6 +166,57 @@ def test_a_plan_that_people_wrote_is_followed_from_the_first_step(
     assert path.read_text() == written
 
 
+def from_inputs(block: str, layers: range) -> list[PlannedPart]:
+    """A layer, its attention and its MLP are recomputed, from inputs on the SSD; the rest stays."""
+    again, keep, ssd = Placement.RECOMPUTE, Placement.KEEP, Placement.SSD
+    kinds = [
+        [("layer", again, ssd)],
+        [("attention", again, ssd), ("mlp", keep, keep)],
+        [("attention", keep, keep), ("mlp", again, ssd)],
+        [("layer", again, keep)],
+    ]
+    return [
+        PlannedPart(0, f"{block}.{number}", part, placement, 0, "", start)
+        for number in layers
+        for part, placement, start in kinds[(number - 1) % 4]
+    ]
+
+
+def test_inputs_of_what_a_plan_recomputes_wait_on_the_ssd(tmp_path: Path) -> None:
+    world_size, flags = LAYOUTS["TP2+SP"]
+    flags += f" --train-iters {STEPS}"
+    path = tmp_path / "plan.json"
+    save_plans(path, [Plan(tuple(from_inputs("decoder", range(1, 5))))])
+    planned = train(
+        flags, auto(tmp_path, f"--activation-offload-plan {path}"), world_size=world_size
+    )
+    assert_same_bits(planned, train_once(flags, world_size=world_size), STEPS)
+    for record in planned.metrics:
+        step = record["offload"]
+        assert (step["recomputed_layers"], step["recomputed_parts"]) == (4 * 2, 4 * 2)
+        # Of four micro-batches three inputs each, of 16 tokens on each rank, and nothing else.
+        assert (step["offloaded_storages"], step["offloaded_bytes"]) == (12, 12 * 16 * 64 * 4)
+
+
+def test_encoder_and_decoder_may_be_recomputed_from_inputs_on_the_ssd(
+    tiny: dict[str, str], tmp_path: Path
+) -> None:
+    flags, path = f"--train-iters {STEPS}", tmp_path / "plan.json"
+    both = [*from_inputs("encoder", range(1, 3)), *from_inputs("decoder", range(1, 3))]
+    save_plans(path, [Plan(tuple(both))])
+    planned = train(
+        flags,
+        auto(tmp_path, f"--activation-offload-plan {path}"),
+        tiny=tiny["t5"],
+        model="t5",
+        timeout_s=150,
+    )
+    assert_same_bits(planned, train(flags, tiny=tiny["t5"], model="t5"), STEPS)
+    for record in planned.metrics:
+        # Of each micro-batch four inputs, and once the encoder's output.
+        assert record["offload"]["offloaded_storages"] == 5 * 2
+
+
 @pytest.mark.parametrize("position", ["TP2", "PP2"])
 def test_a_budget_that_cannot_be_met_ends_all_ranks_with_one_sentence(
     position: str, tmp_path: Path

@@ -156,3 +156,18 @@ def test_experts_save_what_each_of_them_gets() -> None:
 def test_the_stage_of_a_rank_changes_last() -> None:
     layout = settings(pipeline_model_parallel_size=2)
     assert [stage_of(rank, 4, layout) for rank in range(4)] == [0, 0, 1, 1]
+
+
+def test_of_layers_that_megatron_recomputes_the_estimate_counts_inputs() -> None:
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    tokens = 512 * 4
+    of_input = tokens * 1024 * 2
+    for number, inputs in ((1, 24), (4, 6), (5, 5)):
+        layout = settings(**full, recompute_num_layers=number)
+        assert activation_bytes(layout, 512, 4, 1) == int(MARGIN * inputs * of_input)
+    sequence = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    layout = settings(**full, **sequence, recompute_num_layers=1)
+    assert activation_bytes(layout, 512, 4, 1) == int(MARGIN * 24 * of_input / 2)
+    layout = settings(**{**full, "recompute_method": "block"}, recompute_num_layers=10)
+    rest = 14 * layer_bytes(layout, tokens)
+    assert activation_bytes(layout, 512, 4, 1) == int(MARGIN * (10 * of_input + rest))

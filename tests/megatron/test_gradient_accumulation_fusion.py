@@ -137,6 +137,22 @@ def test_fusion_and_overlap_give_the_same_bits_with_offload(
     assert all(step["offloaded_bytes"] > 0 for step in offloaded.values("offload"))
 
 
+@pytest.mark.parametrize(
+    "precision", [pytest.param("", marks=pytest.mark.slow), "--bf16"], ids=["fp32", "bf16"]
+)
+def test_a_chunked_loss_adds_to_main_grad_what_the_kernel_adds(run: Runs, precision: str) -> None:
+    """The embedding is tied: its own gradient must be added besides, and neither twice."""
+    own, chunked = run(precision), run(precision, "--activation-chunked-loss 7")
+    assert chunked.exit_codes == [0, 0], chunked.output
+    # The kernel is called for the layers alone.
+    calls = [int(line.split()[2]) for line in gradients(chunked)]
+    assert max(calls) == 2 * STEPS * 4 * 4
+    for name in ("loss", "grad_norm"):
+        close = 1e-2 if precision else 1e-4
+        assert chunked.values(name) == pytest.approx(own.values(name), rel=close)
+    assert chunked.model != own.model
+
+
 @pytest.mark.slow
 def test_fusion_and_overlap_give_the_same_bits_with_recomputed_layers(
     run: Runs, tmp_path: Path

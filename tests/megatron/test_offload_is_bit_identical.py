@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,19 @@ LAYOUTS = {
 }
 
 
+def trained_like_off(layout: str, directory: Path, lists: str) -> list[dict[str, Any]]:
+    """Trains a layout with its layers placed by lists, as it does without offload.
+
+    Returns:
+        What was counted of activations in each step.
+    """
+    world_size, flags = LAYOUTS[layout]
+    flags += f" --train-iters {STEPS}"
+    found = train(flags, ssd(directory), lists, world_size=world_size)
+    assert_same_bits(found, train_once(flags, world_size=world_size), STEPS)
+    return found.values("offload")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[layout]
@@ -67,26 +81,45 @@ def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["TP2+SP", "DP2+distributed-optimizer"])
 def test_layers_may_be_placed_one_by_one(layout: str, tmp_path: Path) -> None:
     """`test_matrix.py` has more of these."""
-    world_size, flags = LAYOUTS[layout]
-    flags += f" --train-iters {STEPS}"
     # The last layer keeps everything.
-    lists = " --activation-recompute-layers 1,3 --activation-offload-layers decoder.2"
-    mixed = train(flags, ssd(tmp_path) + lists, world_size=world_size)
-    assert_same_bits(mixed, train_once(flags, world_size=world_size), STEPS)
-    for step in (record["offload"] for record in mixed.metrics):
+    lists = "--activation-recompute-layers 1,3 --activation-offload-layers decoder.2"
+    for step in trained_like_off(layout, tmp_path, lists):
         assert step["recomputed_layers"] > 0 and step["offloaded_bytes"] > 0
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2"])
 def test_the_inputs_of_recomputed_layers_may_move(layout: str, tmp_path: Path) -> None:
-    world_size, flags = LAYOUTS[layout]
-    flags += f" --train-iters {STEPS}"
-    lists = " --activation-recompute-layers 1-4 --activation-recompute-input ssd"
-    moved = train(flags, ssd(tmp_path) + lists, world_size=world_size)
-    assert_same_bits(moved, train_once(flags, world_size=world_size), STEPS)
-    for step in (record["offload"] for record in moved.metrics):
+    lists = "--activation-recompute-layers 1-4 --activation-recompute-input ssd"
+    for step in trained_like_off(layout, tmp_path, lists):
         # At most an input each: the schedule holds the first one of a chunk itself.
         assert 0 < step["offloaded_storages"] <= step["recomputed_layers"]
+
+
+@pytest.mark.parametrize(
+    ("method", "num_layers", "layout", "checkpoints", "recomputed"),
+    [("uniform", 2, "TP1", 2, 4), ("block", 1, "PP2", 1, 1), ("block", 3, "TP2+SP", 3, 3)],
+)
+def test_the_inputs_of_megatrons_own_checkpoints_move(
+    method: str, num_layers: int, layout: str, checkpoints: int, recomputed: int, tmp_path: Path
+) -> None:
+    """`test_matrix.py` has more of these."""
+    world_size, flags = LAYOUTS[layout]
+    flags += f" --train-iters {STEPS}"
+    own = f" --recompute-granularity full --recompute-method {method}"
+    own += f" --recompute-num-layers {num_layers}"
+    # Layers that are not recomputed move as well, to the SSD.
+    own += " --activation-recompute-input host --activation-offload-host-budget 1GiB"
+    moved = train(flags, ssd(tmp_path) + own, world_size=world_size)
+    assert_same_bits(moved, train_once(flags, world_size=world_size), STEPS)
+    for step in (record["offload"] for record in moved.metrics):
+        assert step["recomputed_layers"] == 4 * recomputed  # micro-batches
+        if method == "uniform":
+            assert step["offloaded_storages"] == 4 * checkpoints
+        else:
+            assert step["offloaded_storages"] > 4 * checkpoints
+    # Inputs go to host memory, and are so few that each may be needed before it is written.
+    written = sum(record["offload"]["written_bytes"] for record in moved.metrics)
+    assert (written > 0) is (method == "block")
 
 
 @pytest.mark.parametrize(
@@ -155,11 +188,6 @@ def test_kill_9_in_mid_training_leaves_the_directory_empty(tmp_path: Path) -> No
             "--activation-offload ssd --activation-offload-dir {tmp}"
             " --activation-offload-ssd-budget 900TiB",
             "cannot hold the activations",
-        ),
-        (
-            "--activation-offload ssd --activation-offload-dir {tmp} --recompute-granularity full"
-            " --recompute-method uniform --recompute-num-layers 1",
-            "leaves no activations to offload",
         ),
         (
             "--activation-offload host --activation-offload-host-budget 900TiB",

@@ -63,10 +63,10 @@ def noted_forward(self, scope):
     note("calls", "forward ends", scope)
 
 
-def noted_capture(self, scope, outputs, inputs):
+def noted_capture(self, scope, outputs, inputs, **more):
     outputs, inputs = list(outputs), list(inputs)
     note("calls", "capture", scope, [tuple(tensor.shape) for tensor in outputs], len(inputs))
-    capture(self, scope, outputs=outputs, inputs=inputs)
+    capture(self, scope, outputs=outputs, inputs=inputs, **more)
 
 
 def noted_prefetch(self, save_order, *, opens_at_once=False):

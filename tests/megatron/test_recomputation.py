@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.offload import OffloadEngine, Scope
 from megatron.offload.integration.megatron import cpu_runtime
 from megatron.offload.integration.megatron.layer_hooks import LayerHooks
-from megatron.offload.integration.megatron.recomputation import has_parts, recomputing
+from megatron.offload.integration.megatron.recomputation import has_parts, recomputed, recomputing
 from tests.support.models import settle
 
 HIDDEN = 8
@@ -103,6 +103,28 @@ def test_what_somebody_else_put_on_a_layer_is_put_back() -> None:
 
 def test_a_layer_of_another_make_has_no_parts() -> None:
     assert has_parts(Layer()) and not has_parts(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_input_of_a_recomputed_layer_leaves_memory_and_comes_back(
+    named: bool, engine: OffloadEngine
+) -> None:
+    layer, x = Layer(), torch.randn(4, HIDDEN, requires_grad=True)
+    engine.exclude(layer.parameters())
+    with engine.step():
+        with engine.forward(Scope()) as save_order:
+            hidden = x * 1
+            given = StorageWeakRef(hidden.untyped_storage())
+            args, kwargs = ((), {"x": hidden}) if named else ((hidden,), {})
+            y, _ = recomputed(layer.forward, args, kwargs)
+            engine.capture(Scope(layer="decoder.1"), [y], [hidden], recomputes=True)
+            del hidden, args, kwargs
+            settle(engine)
+            assert given.expired()
+        with engine.backward(save_order):
+            y.sum().backward()
+    assert engine.statistics.read_bytes == 16 * HIDDEN
+    assert layer.runs == {"attention": 2, "mlp": 2}
 
 
 @pytest.mark.parametrize("is_known", [True, False])

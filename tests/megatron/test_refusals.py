@@ -29,9 +29,10 @@ from trainer.training import pretrain
 
 from megatron.offload import ConfigurationError, OffloadConfig, launch
 from megatron.offload.integration.megatron import cpu_training_script, install
+from megatron.offload.integration.megatron.chunked_loss import REFUSED_SETTINGS
 from megatron.offload.integration.megatron.connect import _REFUSED_SETTINGS, _REFUSED_WRAPPERS
 from megatron.offload.integration.megatron.training_script import _FLAGS
-from tests.megatron.refused import OFFLOAD, OTHER_VERSION, SETTINGS, SSD, TABLE, Row
+from tests.megatron.refused import LOSS_SETTINGS, OFFLOAD, OTHER_VERSION, SETTINGS, SSD, TABLE, Row
 from tests.support.launch import TINY, run_trainer
 from tests.support.megatron_lm import FakeMegatronLm
 from tests.support.megatron_lm import settings as launcher_settings
@@ -41,9 +42,12 @@ MEGATRON = "megatron/offload/integration/megatron"
 # Where refusals stand: the file, and the functions in it that are tested elsewhere.
 SEARCHED = {
     "megatron/offload/config.py": ("from_settings",),  # in tests/unit/test_config.py
+    "megatron/offload/flag.py": (),
     "megatron/offload/layer_set.py": (),
     "megatron/offload/sizes.py": (),
     f"{MEGATRON}/connect.py": ("check_wrappers",),  # below: it needs a model
+    f"{MEGATRON}/recomputable.py": (),
+    f"{MEGATRON}/chunked_loss.py": (),
     "examples/trainer/experts.py": (),
     "examples/trainer/arguments.py": ("check_megatron_core_version",),  # in test_trainer_errors.py
 }
@@ -164,6 +168,7 @@ def test_the_search_finds_statements(path: str, number: int) -> None:
 def test_every_refused_setting_has_a_row() -> None:
     tested = {name for settings, _ in SETTINGS for name in settings}
     assert set(_REFUSED_SETTINGS) <= tested
+    assert set(REFUSED_SETTINGS) <= {name for settings, _ in LOSS_SETTINGS for name in settings}
 
 
 # Of TransformerConfig: what may move or freeze activations by its name, and does not.
@@ -183,6 +188,7 @@ _DETAILS = {
     # refused together with recomputed layers
     "moe_enable_routing_replay",
     # works together with offload
+    "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
     "recompute_modules",

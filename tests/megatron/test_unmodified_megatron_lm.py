@@ -44,6 +44,8 @@ LAYOUTS = {
     ),
 }
 
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
 
 def pretrain(layout: str, directory: Path, *flags: str, succeeds: bool = True) -> Run:
     """Runs pretrain_gpt.py in a layout, to its end."""
@@ -52,17 +54,18 @@ def pretrain(layout: str, directory: Path, *flags: str, succeeds: bool = True) -
     return run_script(CHECKOUT / "pretrain_gpt.py", num_ranks, directory, *flags, succeeds=succeeds)
 
 
-Runs = Callable[[str, str], Run]
+Runs = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Whole runs by layout and mode, each made once."""
+    """Whole runs by layout, mode and flags of Megatron's, each made once."""
 
     @functools.cache
-    def run(layout: str, mode: str) -> Run:
+    def run(layout: str, mode: str, more: str = "") -> Run:
         directory = tmp_path_factory.mktemp("run")
-        return pretrain(layout, directory, "--save", str(directory), *offload(mode, directory))
+        flags = [*more.split(), "--save", str(directory), *offload(mode, directory)]
+        return pretrain(layout, directory, *flags)
 
     return run
 
@@ -76,6 +79,17 @@ def test_losses_weights_and_optimizer_are_bit_identical(runs: Runs, layout: str)
     expected = off.checkpoints()
     assert list(expected) == ["iter_0000002", "iter_0000004"]
     assert ssd.checkpoints() == expected
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_a_chunked_loss_is_the_same_within_rounding(
+    runs: Runs, layout: str, tmp_path: Path
+) -> None:
+    """Without offload, as `off` is then what it is compared with."""
+    chunked = pretrain(layout, tmp_path, "--activation-chunked-loss", "100")
+    own = [float(loss) for loss in runs(layout, "off").losses()]
+    assert [float(loss) for loss in chunked.losses()] == pytest.approx(own, rel=1e-5)
+    assert len(own) == 8 and chunked.offloaded() == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -104,6 +118,15 @@ def test_auto_plans_after_the_first_steps_and_changes_no_bit(runs: Runs, layout:
     assert len(planned) == 2
     assert all(float(seconds) > 0 for line in planned for seconds in line)
     assert "activation plan of stage 0" in auto.output
+
+
+# Interleaved, Megatron-LM itself makes a mask on a CUDA device when it recomputes.
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_the_inputs_of_full_recomputation_move_and_change_no_bit(runs: Runs, layout: str) -> None:
+    off, ssd = runs(layout, "off"), runs(layout, "ssd", FULL)
+    assert ssd.losses() == off.losses()
+    assert ssd.checkpoints() == off.checkpoints()
+    assert len(ssd.offloaded()) == 4 and "0 B" not in ssd.offloaded()
 
 
 # In bf16 a CPU's own temporary memory is larger than the activations of this small model.
@@ -135,10 +158,9 @@ def test_a_checkpoint_resumes_to_the_same_bits_with_and_without_offload(
 
 
 def test_flags_that_do_not_fit_end_with_one_sentence(tmp_path: Path) -> None:
-    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    flags = [*full.split(), *offload("ssd", tmp_path)]
+    flags = [*FULL.split(), *offload("auto", tmp_path)]
     refused = pretrain("tensor", tmp_path, *flags, succeeds=False)
     (line,) = re.findall(r"^megatron\.offload\.launch: error: .*$", refused.output, re.M)
-    assert "--recompute-granularity full leaves no activations to offload" in line
+    assert "auto decides which layers are recomputed, and so does --recompute-granularity" in line
     assert "exitcode  : 2 " in refused.output  # in torchrun's report
     assert "setup_model_and_optimizer" not in refused.output  # no traceback of ours

@@ -38,7 +38,7 @@ TINY_LAYERS = (
 TINY = f"{TINY_LAYERS} --vocab-size 256 --mock-data"
 
 _POLL_S = 0.05
-_GRACE_S = 3.0
+_GRACE_S = 10.0  # a rank on a busy machine may come to the same error that much later
 
 
 @dataclass(frozen=True)
@@ -257,11 +257,11 @@ def assert_same_bits(one: Outcome, other: Outcome, num_steps: int) -> None:
 def nothing_leaks(steps: list[dict[str, Any]]) -> bool:
     """Whether tiers were empty after each step, but for writes that their use has overtaken.
 
-    Such a write may still run when the step ends. It is gone in the next, a leak would stay.
+    Such a write may still run when the step ends. It is gone in the next, a leak would stay. It
+    takes no more room than what was forwarded: the least storage, of a KiB, has a block of four.
     """
-    used = [step["tier_used_bytes"] for step in steps]
-    return min(used) == 0 and all(
-        step["forwarded_bytes"] > 0 for step in steps if step["tier_used_bytes"]
+    return min(step["tier_used_bytes"] for step in steps) == 0 and all(
+        step["tier_used_bytes"] <= 4 * step["forwarded_bytes"] for step in steps
     )
 
 

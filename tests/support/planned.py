@@ -109,11 +109,14 @@ class Run:
         self.engine.exclude(self.model.parameters())
         self.tokens = 32
         self.step_s: float | None = 1.0  # what steps seem to take; None: what they take
+        self.gap_s: float | None = None  # what of it seems to lie between passes, likewise
         measured = self.planner.meter._measured
         self.planner.meter._measured = lambda *metrics: self._seen(measured(*metrics))  # type: ignore[method-assign]
         self.writes_end = False  # before backward, as with a model whose layers take long
 
     def _seen(self, step: MeasuredStep) -> MeasuredStep:
+        if self.gap_s is not None:
+            step = dataclasses.replace(step, gap_s=self.gap_s)
         return step if self.step_s is None else dataclasses.replace(step, step_s=self.step_s)
 
     def step(self, *, fails: bool = False) -> None:

@@ -28,12 +28,15 @@ class Training:
     Attributes:
         losses: of each step, digests; gradients: of each step and parameter; weights: at the end.
         statistics: of each step, empty without the door; not compared.
+        left_bytes: on the tiers once all writes have ended, those too that a use has overtaken and
+            that may still run when a step ends; not compared.
     """
 
     losses: list[str] = field(default_factory=list)
     gradients: list[dict[str, str]] = field(default_factory=list)
     weights: dict[str, str] = field(default_factory=dict)
     statistics: list[dict[str, int | float]] = field(default_factory=list, compare=False)
+    left_bytes: int = field(default=0, compare=False)
 
 
 def train(
@@ -76,6 +79,10 @@ def train(
                 result.statistics.append(handle.statistics)
             optimizer.step()
             optimizer.zero_grad()
+        del loss  # and its graph
+        if handle is not None and handle.engine is not None:
+            assert handle.engine.wait_for_writes(10)
+            result.left_bytes = sum(tier.used_bytes for tier in handle.engine.tiers.values())
     result.weights = {name: digest(one) for name, one in model.named_parameters()}
     return result
 

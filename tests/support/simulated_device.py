@@ -48,6 +48,7 @@ class SimulatedDevice(CpuDevice):
     is_host = False
 
     def __init__(self, slowest_copy_s: float = 0.002) -> None:
+        super().__init__()
         self.num_copies = 0
         self._own = threading.local()  # each thread's stream, if it has been put on one
         self._time = 0

@@ -36,6 +36,14 @@ def test_one_placement_for_all_that_allow_it(name: str, placement: Placement) ->
     assert found == {("decoder.0", placement), ("decoder.1", Placement.KEEP)}
 
 
+def test_all_may_be_recomputed_from_inputs_on_the_ssd() -> None:
+    layers = (layer(movable_input_bytes=2), layer("decoder.1"))
+    plan = BASELINES["all_recompute_ssd"](stage(layers=layers))
+    found = [(line.placement, line.input) for line in plan.parts]
+    again = Placement.RECOMPUTE
+    assert found == [(again, Placement.SSD), (again, Placement.KEEP)]
+
+
 @pytest.mark.parametrize(
     ("bytes_per_s", "num_moved"),
     # Four layers of 8 bytes, forward 4 s: (8 n + 16) / (12 - 2 n) is 1.33, 2.4, 4, 6.67.

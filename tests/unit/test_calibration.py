@@ -63,7 +63,7 @@ def test_the_simulation_shows_what_was_measured(placement: Placement, factor: fl
         profile(), lambda one: simulate(one, placement), step_s=step_s, peak_bytes=peak_bytes
     )
     # What computes slower leaves transfers more time, so a step that waits is not exact.
-    tolerance = 0.05 if placement is Placement.SSD else 1e-9
+    tolerance = 0.1 if placement is Placement.SSD else 1e-9
     assert simulate(after, placement).step_s == pytest.approx(step_s, rel=tolerance)
     assert simulate(after, placement).peak_bytes == peak_bytes
 

@@ -85,6 +85,32 @@ def test_memory_is_compared_with_the_smaller_off() -> None:
     assert "identical" in format_table(rows)
 
 
+CHUNKED = Variant("ssd-chunked", "offload")
+
+
+@pytest.mark.parametrize(
+    ("losses", "num_differences", "shown"),
+    [
+        ([[3.000042], [3.000042]], 0, "loss to 1.4e-05"),
+        ([[3.1], [3.1]], 1, "DIFFERENT"),
+        ([[math.nan], [math.nan]], 1, "DIFFERENT"),
+        ([[3.00003], [3.00004]], 1, "DIFFERENT"),  # from each other
+        ([[3.0], [3.0]], 0, "loss identical"),
+    ],
+)
+def test_a_chunked_loss_is_compared_with_itself_and_within_rounding_with_the_others(
+    losses: list[list[float]], num_differences: int, shown: str
+) -> None:
+    runs = [
+        make_run(OFF, 0, [1.0], losses=[3.0]),
+        *(make_run(CHUNKED, i, [1.0], losses=one) for i, one in enumerate(losses)),
+    ]
+    for run in runs[1:]:
+        run.steps[-1]["grad_norm"] = 1.4999  # it differs even where no loss does
+    rows, differences = summarize([OFF, CHUNKED], runs, skip=0)
+    assert len(differences) == num_differences and shown in format_table(rows)
+
+
 def test_peaks_are_medians_over_rounds() -> None:
     runs = [make_run(OFF, i, [1.0], peak=peak) for i, peak in enumerate((100, 300, 120))]
     rows, _ = summarize([OFF], runs, skip=0)
@@ -182,8 +208,15 @@ def test_a_whole_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert compare(tmp_path, "") == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["identical"]
-    assert len(result["runs"]) == 2 * 5
-    assert [row["peak_ratio"] for row in result["summary"]] == [1.0, 1.0, 1.0, 1.0, 0.1]
+    assert len(result["runs"]) == 2 * 6
+    # Off and recomputation with both allocators.
+    assert [row["peak_ratio"] for row in result["summary"]] == [1.0, 1.0, 1.0, 1.0, 0.1, 0.1]
+    flags = {row["variant"]["placement"]: row["variant"]["flags"] for row in result["summary"]}
+    assert flags["off"] == ["--activation-offload", "off"]
+    assert flags["recompute-ssd"][:4] == [
+        *("--activation-offload", "ssd"),
+        *("--recompute-granularity", "full"),
+    ]
     expected = [
         (name, value.replace(f"{compare_placements.ROOT}/", ""))  # as the file has paths
         for name, value in compare_placements.allocator_environment().items()

@@ -64,6 +64,18 @@ def test_flags_reach_the_config():
     )
 
 
+def test_a_chunked_loss_is_off_unless_it_is_asked_for():
+    off, auto = OffloadConfig(), parse("--activation-chunked-loss", "auto")
+    tokens = OffloadConfig.from_settings({"chunked_loss": "256"})
+    assert [one.chunks_loss for one in (off, auto, tokens)] == [False, True, True]
+    assert [one.chunk_tokens for one in (auto, tokens)] == [None, 256]
+    assert tokens == OffloadConfig(chunked_loss=256)
+    assert OffloadConfig.flags_of({"chunked_loss": 256}) == ["--activation-chunked-loss", "256"]
+    for value in (True, 0, "some"):
+        with pytest.raises(ConfigurationError, match="neither off, auto nor a number of tokens"):
+            OffloadConfig(chunked_loss=value)
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [

@@ -72,6 +72,9 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"examples/(huggingface|deepspeed)/train\.sh", "needs: a minute, and frameworks"),
     (r"megatron-offload doctor --script",
      "tests/integrations/test_script_commands.py::test_doctor_looks_at_the_settings_in_it"),
+    (r"megatron-offload report --memory",
+     "tests/unit/test_memory_command.py::"
+     "test_the_largest_peak_is_explained_from_its_largest_part_on"),
     (r"megatron-offload report --script",
      "tests/integrations/test_script_commands.py::"
      "test_report_runs_it_without_offload_and_as_it_is"),
@@ -100,6 +103,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/check/solver\.py", "needs: minutes"),
     (r"tools/plot/scaling\.py",
      "tests/unit/test_projection.py::test_writes_at_scale_stay_near_the_published_bound_and_fall"),
+    (r"tools/bench/loss\.py", "tests/unit/test_bench_loss.py::test_a_small_measurement"),
+    (r"tools/plot/losses\.py", "tests/unit/test_bench_loss.py::test_two_trainings_are_drawn"),
     (r"tools/plot/placements\.py", "tests/unit/test_docs.py::test_the_picture_can_be_drawn"),
     (r"tools/apply_patches\.py",
      "tests/unit/test_apply_patches.py::"

@@ -38,6 +38,7 @@ class Gpu(CpuDevice):
     is_host = False
 
     def __init__(self, machine: Machine) -> None:
+        super().__init__()
         self.machine = machine
 
     def record_event(self) -> Event:

@@ -29,6 +29,13 @@ def test_tiers_that_were_not_used_are_not_mentioned():
     assert "to host" in summary and "SSD" not in summary and "drive" not in summary
 
 
+def test_what_masks_spared_is_mentioned_where_there_were_any():
+    for spared, words in ((0, "(0 B more were duplicates)"), (3 << 20, "3 MiB spared by moving")):
+        history = StepHistory(Endurance(None))
+        history.add(StepStatistics(bit_packed_bytes=spared))
+        assert words in history.summary("/ssd")
+
+
 def test_memory_does_not_grow_with_the_run():
     history = StepHistory(Endurance(None))
     for _ in range(3000):

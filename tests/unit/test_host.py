@@ -55,6 +55,7 @@ class GatedDevice(CpuDevice):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.gate = threading.Event()
         self.gate.set()
         self.arrived = threading.Semaphore(0)  # one for each copy that has come to the gate

@@ -68,7 +68,7 @@ def test_lines_that_cannot_be_read_are_left_out():
 @pytest.mark.parametrize(
     ("directory", "file_system"),
     [
-        ("/home/me", "ext4"),
+        ("/var/lib", "ext4"),
         ("/mnt/other", "tmpfs"),
         ("/mnt/farther", "tmpfs"),
         ("/mnt/far/below", "nfs4"),

@@ -15,10 +15,11 @@ from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.instructions import (
     FIRST_TIER,
     KEEP,
+    RECOMPUTE_LAYER,
     RECOMPUTE_PART,
     SELECTIVE_OFFSET,
 )
-from megatron.offload.planner.simulator.options import Choices
+from megatron.offload.planner.simulator.options import Choices, from_tier
 from tests.support.stages import layer, part, stage, tier
 
 KEPT, RECOMPUTE, SSD = Placement.KEEP, Placement.RECOMPUTE, Placement.SSD
@@ -93,3 +94,46 @@ def test_one_choice_for_all_is_taken_as_far_as_it_goes() -> None:
 def test_what_cannot_be_is_refused(lines: list[PlannedPart]) -> None:
     with pytest.raises(ConfigurationError, match=r"the plan has mlp-selective of decoder\.0"):
         Choices(profile()).of_plan(Plan(tuple(lines)))
+
+
+def test_a_recomputation_may_start_from_any_tier_whose_input_can_move() -> None:
+    parts = (
+        part("attention", 4, recompute_s=0.5, input_bytes=3, movable_input_bytes=3),
+        part("mlp", 8, recompute_s=0.5, input_bytes=3),  # too small to move
+    )
+    one = layer(parts=parts, input_bytes=5, movable_input_bytes=5)
+    choices = Choices(stage(layers=(one,), tiers=(tier("host"), tier())))
+    from_host, from_ssd = (from_tier(RECOMPUTE_PART, number) for number in range(2))
+    assert choices.of_part(one, 0) == [KEEP, RECOMPUTE_PART, from_host, from_ssd, 3, 4]
+    assert choices.of_part(one, 1) == [KEEP, RECOMPUTE_PART, 3, 4]
+    whole = [RECOMPUTE_LAYER, *(from_tier(RECOMPUTE_LAYER, number) for number in range(2))]
+    assert choices.of_layer(one) == whole
+    assert choices.options[0][-3:] == [(choice, choice) for choice in whole]
+    inputs = []
+    for option in choices.options[0]:
+        chosen = np.array(option, np.int64)
+        plan = choices.plan(chosen)
+        assert choices.of_plan(plan).tolist() == list(option)
+        plan.check([(0, "decoder.0")], [Placement.HOST, SSD])
+        if option[0] in (from_ssd, whole[2]) and option[1] in (KEEP, whole[2]):
+            inputs.append((list(plan.inputs.items()), choices.moved_bytes(chosen)))
+    moved = [{Placement.HOST: 0, SSD: 3}, {Placement.HOST: 0, SSD: 5}]
+    assert inputs == [
+        ([((0, "decoder.0", "attention"), SSD)], moved[0]),
+        ([((0, "decoder.0", "layer"), SSD)], moved[1]),
+    ]
+
+
+def test_where_no_input_can_move_a_plan_that_moves_one_says_the_same() -> None:
+    start = PlannedPart(0, "decoder.0", "layer", RECOMPUTE, 8, "", SSD)
+    assert Choices(stage(1)).of_plan(Plan((start,))).tolist() == [RECOMPUTE_LAYER]
+    other = stage(layers=(layer(movable_input_bytes=2),), tiers=(tier("host"),))
+    with pytest.raises(ConfigurationError, match="which the profile does not allow"):
+        Choices(other).of_plan(Plan((start,)))
+
+
+def test_one_recomputation_for_all_keeps_the_inputs_that_cannot_move() -> None:
+    layers = (layer(), layer("decoder.1", movable_input_bytes=2))
+    choices = Choices(stage(layers=layers))
+    wanted = from_tier(RECOMPUTE_LAYER, 0)
+    assert choices.all(wanted).tolist() == [RECOMPUTE_LAYER, wanted]

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,3 +221,51 @@ def test_a_stage_is_planned_once() -> None:
     plan = Plan((PlannedPart(0, "decoder.0", "layer", Placement.SSD, 8),))
     with pytest.raises(ConfigurationError, match="stage 0 is there 2 times"):
         plans_from_json(plans_to_json([plan, plan]))
+
+
+def with_input(where: Placement = Placement.SSD, **changes: Any) -> Plan:
+    """As `plan`; the recomputed layer starts from there."""
+    *others, last = plan().parts
+    return dataclasses.replace(
+        plan(), parts=(*others, dataclasses.replace(last, input=where, **changes))
+    )
+
+
+def test_where_an_input_waits_stands_in_files_only_if_it_leaves_memory() -> None:
+    text = plans_to_json([with_input()])
+    assert text.count('"input": "ssd"') == text.count('"input"') == 1
+    assert plans_from_json(text) == {0: with_input()}
+    assert '"input"' not in plans_to_json([plan()])
+    assert with_input().inputs == {(0, "decoder.4", "layer"): Placement.SSD}
+    assert plan().inputs == {}
+    kept = text.replace('"input": "ssd"', '"input": "keep"')
+    assert plans_from_json(kept) == {0: plan()}
+    with pytest.raises(ConfigurationError, match="expected keep, host or ssd"):
+        plans_from_json(text.replace('"input": "ssd"', '"input": "dvd"'))
+
+
+def test_plans_with_other_inputs_have_other_numbers() -> None:
+    plans = (plan(), with_input(), with_input(Placement.HOST))
+    assert len({one.digest() for one in plans}) == 3
+
+
+def test_the_table_says_where_an_input_waits() -> None:
+    line = plan_table(with_input()).splitlines()[4]
+    assert re.split(" {2,}", line.strip())[-3:] == ["8 MiB", "recompute, input to ssd", "cheap"]
+
+
+@pytest.mark.parametrize(
+    ("edited", "sentence"),
+    [
+        (with_input(Placement.HOST), r"input of decoder\.4 to host.*-host-budget or plan again"),
+        (with_input(Placement.RECOMPUTE), "input of .* to recompute"),
+        (
+            with_input(placement=Placement.SSD),
+            "an input of layer of decoder.4, which is not recomputed from one",
+        ),
+    ],
+)
+def test_an_input_that_cannot_wait_there_is_refused(edited: Plan, sentence: str) -> None:
+    with_input().check(LAYERS, [Placement.SSD])
+    with pytest.raises(ConfigurationError, match=sentence):
+        edited.check(LAYERS, [Placement.SSD])

@@ -22,6 +22,7 @@ from megatron.offload.planner.projection.hardware import DriveSpec, GpuSpec, Har
 from megatron.offload.planner.projection.model import Parallelism, Transformer
 from megatron.offload.planner.projection.projection import Projection, project
 from megatron.offload.planner.simulator.timeline import Timeline
+from megatron.offload.planner.simulator.transfers import _TOLERATED_WAIT
 from megatron.offload.planner.solver.baselines import suffix_plan
 from megatron.offload.planner.solver.solve import solve
 
@@ -86,11 +87,15 @@ def test_a_plan_stands_beside_what_else_could_be_done(answer: tuple[str, Path]) 
         "this plan",
         "keep all",
         "recompute all",
+        "recompute, inputs on ssd",
         "ssd all",
         "TBA's suffix",
     ]
     assert found["keep all"][1] == "1.000" and found["keep all"][5] == "0 B"
     assert float(found["recompute all"][1]) > 1.2
+    assert found["recompute, inputs on ssd"][1] == found["recompute all"][1]
+    written = found["recompute, inputs on ssd"][5]
+    assert written.endswith("MiB") and found["recompute all"][5] == "0 B"
     assert 1.0 <= float(found["this plan"][1]) <= float(found["recompute all"][1])
 
 
@@ -117,6 +122,9 @@ def test_figures_are_written_as_json(answer: tuple[str, Path]) -> None:
             )
         ).layers
     )
+    assert sum(figures["peak_parts"].values()) == this["peak_bytes"]
+    largest = max(figures["peak_parts"], key=lambda name: figures["peak_parts"][name])
+    assert f"the peak of this plan: {largest} " in answer[0]
     assert figures["required_write_bytes_per_s"] == pytest.approx(2 * moved / keep["step_s"])
 
 
@@ -231,10 +239,13 @@ class TestTheRuleOfSsdTrain:
         assert timeline.predict(plan).peak_bytes <= suffix.peak_bytes
 
     @pytest.mark.parametrize("profile", [4], indirect=True)
-    def test_with_the_papers_drives_it_costs_no_time(self, profile: StageProfile) -> None:
+    def test_with_the_papers_drives_it_waits_no_longer_than_is_tolerated(
+        self, profile: StageProfile
+    ) -> None:
         timeline = Timeline(profile)
         suffix, keep = timeline.predict(suffix_plan(profile)), timeline.predict(Plan(()))
-        assert suffix.step_s == pytest.approx(keep.step_s, rel=1e-3)
+        # Where one storage ahead has been too few, a hundredth of backward may pass in waits.
+        assert keep.step_s <= suffix.step_s <= keep.step_s * (1 + _TOLERATED_WAIT)
         # Published: 28 to 40 % less activation memory in most cases, 47 % at best.
         assert 0.28 <= 1 - suffix.peak_bytes / keep.peak_bytes <= 0.47
 

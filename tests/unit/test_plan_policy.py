@@ -56,3 +56,23 @@ def test_what_the_plan_does_not_know_leaves_memory() -> None:
     policy.follow(PLAN)
     assert place(policy, "decoder.3", "mlp") is Placement.SSD  # of another chunk
     assert place(policy, "decoder.2", "") is Placement.SSD  # its middle was not found
+
+
+def test_what_recomputation_starts_from_goes_where_the_plan_says() -> None:
+    policy = PlannedPolicy(10, Placement.SSD)
+    again, ssd, host = Placement.RECOMPUTE, Placement.SSD, Placement.HOST
+    policy.follow(
+        Plan(
+            (
+                PlannedPart(0, "decoder.1", "layer", again, 8, "", ssd),
+                PlannedPart(0, "decoder.2", "attention", again, 8, "", host),
+                PlannedPart(0, "decoder.2", "mlp", again, 8),
+            )
+        )
+    )
+    assert place(policy, "decoder.1", "") is ssd
+    assert policy.place_layer(Scope(0, 0, "decoder.1")) is again
+    assert policy.place(Scope(0, 0, "decoder.1"), 9) is Placement.KEEP
+    assert place(policy, "decoder.1", "mlp") is Placement.KEEP  # it could not be recomputed
+    assert place(policy, "decoder.2", "attention") is host
+    assert place(policy, "decoder.2", "mlp") is Placement.KEEP

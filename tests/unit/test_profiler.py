@@ -26,6 +26,7 @@ class Clock(CpuDevice):
     """A device whose time is a number."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.now_s = self.waited_s = 0.0
 
     def timestamp(self) -> float:
@@ -293,6 +294,32 @@ def test_selective_operations_are_what_they_save_and_take() -> None:
     assert second.parts[0] == before.layers[1].parts[0]
 
 
+def test_inputs_that_a_tier_can_take_are_told_from_those_that_stay() -> None:
+    run = Run()
+    run.has_parts = True
+    run.step(tokens=100)  # an input of 100 x 2 x 4 numbers
+    for layer in run.profile().layers:
+        assert layer.movable_input_bytes == layer.input_bytes == 3200
+        assert [one.movable_input_bytes for one in layer.parts] == [3200, 3200]
+    for layer in run.profile(moves_inputs=False).layers:
+        assert layer.movable_input_bytes == 0 and layer.input_bytes == 3200
+        assert [one.movable_input_bytes for one in layer.parts] == [0, 0]
+    run.profiler.clear()
+    run.step(tokens=8)  # too small
+    assert [layer.movable_input_bytes for layer in run.profile().layers] == [0, 0]
+
+
+def test_an_input_that_the_schedule_holds_stays() -> None:
+    run = Run()
+    run.profiler.begin_step()
+    with run.profiler.forward(0, 0):
+        leaf = torch.zeros(100, 2, 4, requires_grad=True)
+        timings = run.profiler.begin_layer(Scope(0, 0, "decoder.1"), [leaf], recomputes=False)
+        assert timings is not None
+        assert (timings.input_bytes, timings.movable_input_bytes) == (3200, 0)
+    run.profiler.end_step(well=False)
+
+
 def test_layers_that_must_not_be_recomputed_are_not_offered() -> None:
     run = Run()
     run.has_parts = True
@@ -302,12 +329,14 @@ def test_layers_that_must_not_be_recomputed_are_not_offered() -> None:
     assert [part.recompute_s for layer in layers for part in layer.parts] == [None] * 4
 
 
-def test_a_disturbed_micro_batch_does_not_count() -> None:
+@pytest.mark.parametrize(("number", "num_disturbed"), [(3, 1), (2, 1), (4, 2)])
+def test_a_disturbed_micro_batch_does_not_count(number: int, num_disturbed: int) -> None:
     run = Run()
-    run.step(num=3)
-    disturbed = run.profiler.steps[0][0].layers[0]
-    assert disturbed.ended is not None
-    disturbed.ended = disturbed.ended._replace(timestamp=disturbed.ended.timestamp + 1000)
+    run.step(num=number)
+    for one in run.profiler.steps[0][:num_disturbed]:
+        layer = one.layers[0]
+        assert layer.ended is not None
+        layer.ended = layer.ended._replace(timestamp=layer.ended.timestamp + 1000)
     assert run.profile().layers[0].forward_s == 4.0
 
 

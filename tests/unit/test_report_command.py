@@ -9,7 +9,7 @@ from megatron.offload import cli
 
 
 def write_run(path, losses):
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
         for step, loss in enumerate(losses, start=1):
             record = {
@@ -30,6 +30,13 @@ def test_runs_are_compared_with_the_first(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "identical" in lines[2] and "differ from step 2" in lines[3]
     assert "2.500" in lines[1] and "1 MiB" in lines[1] and "2 KiB" in lines[1]
+
+
+def test_runs_in_one_folder_are_told_apart_by_their_files(tmp_path, capsys):
+    names = ("a/off.jsonl", "a/ssd.jsonl", "b/off.jsonl")
+    assert cli.main(["report", *(write_run(tmp_path / name, [1.0]) for name in names)]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rows == ["off.jsonl", "ssd.jsonl", "b"]
 
 
 def test_a_run_without_a_step_is_a_row_of_dashes(tmp_path, capsys):

@@ -227,6 +227,7 @@ def test_a_curve_has_all_strategies_and_what_the_planner_predicts(curve: tuple[s
     # At 19 MiB only recomputation fits.
     assert {one.title for one in result.verdicts[0].rivals if one.fits} == {
         "recompute all",
+        "recompute, inputs on ssd",
         "selective recompute",
     }
     assert {one.placement for one in result.measured} == {*DEFAULT_STRATEGIES}

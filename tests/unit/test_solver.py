@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import PartProfile, StageProfile
+from megatron.offload.planner.simulator.instructions import RECOMPUTE_LAYER
 from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.planner.solver.formulation import Program
 from megatron.offload.planner.solver.solve import solve
@@ -69,6 +71,26 @@ def test_what_hides_moves_before_anything_is_recomputed() -> None:
     assert Placement.RECOMPUTE not in placements(plan) and Placement.SSD in placements(plan)
     moved = [line.reason for line in plan.parts if line.placement is Placement.SSD]
     assert set(moved) == {"hides behind compute"}
+
+
+def test_below_what_recomputation_alone_needs_its_inputs_move() -> None:
+    layers = tuple(
+        layer(f"decoder.{n}", input_bytes=4, movable_input_bytes=4, parts=(part(size=16),))
+        for n in range(6)
+    )
+    # Too slow for a layer's 16 bytes, but not for an input's 4.
+    profile = stage(layers=layers, tiers=(tier(write=4.0, read=4.0),))
+    timeline = Timeline(profile)
+    recomputed = timeline.cost(timeline.choices.all(RECOMPUTE_LAYER))
+    budget = int(recomputed.peak_bytes) - 8
+    plan = solve(profile, budget_bytes=budget)
+    assert plan.predicted is not None and plan.predicted.peak_bytes <= budget
+    assert plan.predicted.step_s == best_of_all(profile, budget)
+    assert set(plan.inputs.values()) == {Placement.SSD}
+    kept = stage(
+        layers=tuple(replace(one, movable_input_bytes=0) for one in layers), tiers=profile.tiers
+    )
+    assert best_of_all(kept, budget) > plan.predicted.step_s
 
 
 def test_recomputation_is_taken_where_waiting_costs_more() -> None:

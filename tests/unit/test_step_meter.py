@@ -145,3 +145,20 @@ def test_what_follows_a_pause_is_no_part_of_a_step(
     take_step(pauses=False)
     take_step(pauses=False)
     assert take_step(pauses=False) == 4.0
+
+
+def test_the_optimizers_first_step_stands_for_no_other(
+    meter: StepMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(
+        "megatron.offload.planner.online.step_meter.time.perf_counter", lambda: clock.now
+    )
+    seen = []
+    for optimizer_s in (9.0, 1.0, 1.0, 2.0):
+        with meter.step(detailed=False):
+            clock.now += 3.0
+        assert meter.last is not None
+        seen.append((meter.last.step_s, meter.last.gap_s))
+        clock.now += optimizer_s
+    assert seen == [(3.0, 0.0), (12.0, 9.0), (4.0, 1.0), (4.0, 1.0)]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,21 +16,42 @@ from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
 from megatron.offload.planner.simulator import transfers
 from megatron.offload.planner.simulator.arrays import arrays_of
-from megatron.offload.planner.simulator.step import new_channels
+from megatron.offload.planner.simulator.instructions import (
+    INPUT_OFFSET,
+    RECOMPUTE_LAYER,
+    RECOMPUTE_PART,
+)
+from megatron.offload.planner.simulator.step import MISSING_BYTES, STALL_S, _step, new_channels
 from megatron.offload.planner.simulator.timeline import Timeline
+from megatron.offload.stats.memory_parts import (
+    AHEAD,
+    KEPT,
+    OUTSIDE,
+    RECOMPUTED,
+    REST,
+    USED,
+    WRITING,
+)
 from tests.support.stages import layer, part, stage, tier
+
+Layers = dict[str, int]
 
 KEEP, RECOMPUTE = Placement.KEEP, Placement.RECOMPUTE
 HOST, SSD = Placement.HOST, Placement.SSD
 
 
 def predict(profile: StageProfile, *placements: Placement) -> Prediction:
+    """Of `plan_of`."""
+    return Timeline(profile).predict(plan_of(profile, *placements))
+
+
+def plan_of(profile: StageProfile, *placements: Placement) -> Plan:
     """One placement for each layer; the last one for those that are left."""
     lines = []
     for number, one in enumerate(profile.layers):
         where = placements[min(number, len(placements) - 1)]
         lines.append(PlannedPart(one.chunk, one.name, "layer", where, one.movable_bytes))
-    return Timeline(profile).predict(Plan(tuple(lines)))
+    return Plan(tuple(lines))
 
 
 def test_what_is_kept_costs_nothing_but_memory() -> None:
@@ -52,6 +74,85 @@ def test_what_is_recomputed_costs_its_forward_again_and_holds_its_input() -> Non
     assert predict(stage(2), RECOMPUTE) == Prediction(8.0, 0.0, 2.0, 2 * 2 + 8)
     # Peak: the second layer's input and bytes above the first one's bytes.
     assert predict(stage(2), KEEP, RECOMPUTE) == Prediction(7.0, 0.0, 1.0, 8 + 2 + 8)
+
+
+def parts_of_peak(profile: StageProfile, *placements: Placement) -> tuple[dict[str, int], Layers]:
+    """What the predicted peak is made of, without what there is none of, and by layer."""
+    timeline = Timeline(profile)
+    peak = timeline.explain_peak(plan_of(profile, *placements))
+    return {name: size for name, size in peak.parts.items() if size}, dict(peak.layers)
+
+
+def test_a_peak_is_explained_by_what_each_layer_does_then() -> None:
+    outside = {"pass_fixed_bytes": (5,), "transient_bytes": 100, "allocator_slack": 0.1}
+    kept = parts_of_peak(stage(3, **outside), KEEP)
+    assert kept[0] == {KEPT: 24, OUTSIDE: 5, REST: 103}
+    assert kept[1] == {**{f"decoder.{n}": 8 for n in range(3)}, "outside of layers": 5}
+    # The second layer is computed while the first one is written.
+    assert parts_of_peak(stage(2), SSD) == ({WRITING: 8, KEPT: 8}, {"decoder.0": 8, "decoder.1": 8})
+    assert parts_of_peak(stage(2), RECOMPUTE)[0] == {KEPT: 2 + 2, RECOMPUTED: 8}
+    # A head of 32 bytes is kept, and one of the first layer's four pieces has to do until then.
+    four, nothing, head = part(num_storages=4), part(size=0), part(size=32)
+    layers = tuple(layer(f"decoder.{n}", parts=(one,)) for n, one in enumerate((four, nothing)))
+    profile = stage(layers=(*layers, layer("decoder.1.after", parts=(head,))))
+    assert parts_of_peak(profile, SSD, SSD, KEEP)[0] == {OUTSIDE: 32, AHEAD: 2}
+    # If it was to move, it is taken back and in use; a piece is read ahead of the next layer.
+    assert parts_of_peak(profile, SSD)[0] == {USED: 32, AHEAD: 2}
+
+
+FROM_SSD = RECOMPUTE_LAYER + INPUT_OFFSET
+
+
+def recomputed_from_ssd(num_layers: int, **more: Any) -> Prediction:
+    """Layers that are recomputed, each from an input of 2 bytes on the SSD."""
+    layers = tuple(layer(f"decoder.{n}", movable_input_bytes=2) for n in range(num_layers))
+    timeline = Timeline(stage(layers=layers, **more))
+    return timeline.predict(timeline.choices.plan(timeline.choices.all(FROM_SSD)))
+
+
+def test_the_input_of_what_is_recomputed_may_wait_on_a_tier() -> None:
+    # 0-4 F0-3, each input written in the quarter of a second after its layer. From 4 on three
+    # seconds for each layer backwards: recomputation and backward, behind which the next one's
+    # input is read. Peak: a layer's input and bytes, and that one; kept: all four inputs.
+    assert recomputed_from_ssd(4) == Prediction(16.0, 0.0, 4.0, 2 + 8 + 2, 6, 6)
+    assert predict(stage(4), RECOMPUTE) == Prediction(16.0, 0.0, 4.0, 4 * 2 + 8)
+
+
+def test_recomputation_waits_for_its_input() -> None:
+    # A read takes 4 s. 4-7 B3 (its input was never written), 4-8 the read for B2: one second
+    # longer. Then 8-11 and 8-12, 12-15 and 12-16, 16-19.
+    tiers = (tier(read=0.5),)
+    assert recomputed_from_ssd(4, tiers=tiers) == Prediction(19.0, 3.0, 4.0, 12, 6, 6)
+
+
+def test_an_input_is_handed_over_at_its_layers_end_or_by_operation_at_its_begin() -> None:
+    for hands_over, begins in (("layer", [1.0, 2.0]), ("operation", [0.0, 1.0])):
+        layers = tuple(layer(f"decoder.{n}", movable_input_bytes=2) for n in range(3))
+        timeline = Timeline(stage(layers=layers, hands_over=hands_over))
+        plan = timeline.choices.plan(timeline.choices.all(FROM_SSD))
+        intervals = timeline.trace(plan).intervals
+        writes = [one.begin_s for one in intervals if one.kind == "write"]
+        assert writes[:2] == begins
+
+
+def test_the_input_of_a_part_may_wait_on_a_tier() -> None:
+    # Attention recomputed alone from 2 bytes; the MLP's 8 bytes stay.
+    parts = (
+        part("attention", recompute_s=0.5, input_bytes=2, movable_input_bytes=2, first_use_s=1.0),
+        part("mlp"),
+    )
+    layers = tuple(layer(f"decoder.{n}", parts=parts) for n in range(3))
+    timeline = Timeline(stage(layers=layers))
+    kept, moved = (
+        timeline.cost(np.array([choice, 0] * 3, np.int64))
+        for choice in (RECOMPUTE_PART, RECOMPUTE_PART + INPUT_OFFSET)
+    )
+    assert (kept.step_s, kept.recompute_s, kept.written_bytes) == (10.5, 1.5, 0)
+    assert (moved.step_s, moved.recompute_s, moved.stall_s) == (10.5, 1.5, 0)
+    assert (moved.written_bytes, moved.read_bytes) == (4, 4)
+    # Kept: most in backward of the last MLP, all MLPs' bytes and all inputs. Moved: when the last
+    # attention runs again, two MLPs' bytes, the attention's, and an input that was read ahead.
+    assert kept.peak_bytes == 3 * 8 + 3 * 2 and moved.peak_bytes == 2 * 8 + 8 + 2
 
 
 def test_a_layer_that_is_used_at_once_is_not_moved() -> None:
@@ -85,11 +186,17 @@ def test_before_the_loss_one_piece_has_to_do() -> None:
     tiers = (tier(read=2.0),)
     profile = stage(2, tiers=tiers, after_s=(10.0,), backward_before_s=(5.0,))
     assert predict(profile, SSD) == Prediction(23.0, 2.0, 0.0, 16, 16, 16)
-    # The middle of a pipeline has no loss: it reads two at once, as the window allows. Both wait
-    # for the last stage's passes, which take as long: forward 12-24, backward 24-33.
+    # The middle of a pipeline has no loss: of pieces half as large as the first layer's it reads
+    # two at once, as the window allows. They wait for the last stage's passes, which take as long:
+    # forward 12-24, backward 24-33. 38-40 B1; reads 38-40, and 40-42 while the first one is used.
+    small, large = (part(size=size, num_storages=2) for size in (4, 8))
+    layers = (layer(parts=(large,)), layer("decoder.1", parts=(small,)))
     position = PipelinePosition(2, 0, 1, 2)
-    middle = stage(2, tiers=tiers, position=position, after_s=(10.0,), backward_before_s=(5.0,))
-    assert predict(middle, SSD) == Prediction(42.0, 0.0, 0.0, 16, 16, 16)
+    more = {"tiers": tiers, "after_s": (10.0,), "backward_before_s": (5.0,), "layers": layers}
+    assert predict(stage(position=position, **more), SSD) == Prediction(43.0, 1.0, 0.0, 12, 12, 12)
+    # With a loss the second one is read from 17 on, and the next one an instant later than it is
+    # used: 18-20 and 20-22.
+    assert predict(stage(**more), SSD) == Prediction(23.0, 2.0, 0.0, 12, 12, 12)
 
 
 def test_operations_hand_over_what_they_save_while_their_layer_runs() -> None:
@@ -103,14 +210,14 @@ def test_operations_hand_over_what_they_save_while_their_layer_runs() -> None:
 
 
 def test_what_is_passed_without_a_read_does_not_widen_the_window() -> None:
-    # The last layer's 32 bytes are used at once; then two of the first one's pieces are read.
+    # The last layer's 32 bytes are used at once; then one of the first one's pieces is read.
     four, nothing, head = part(num_storages=4), part(size=0), part(size=32)
     layers = (
         layer(parts=(four,)),
         layer("decoder.1", parts=(nothing,)),
         layer("decoder.2", parts=(head,)),
     )
-    assert predict(stage(layers=layers), SSD).peak_bytes == 32 + 2 * 2
+    assert predict(stage(layers=layers), SSD).peak_bytes == 32 + 2
 
 
 def test_forward_waits_while_too_many_bytes_are_on_their_way() -> None:
@@ -206,11 +313,38 @@ def test_the_window_grows_by_what_proved_missing() -> None:
             )
         )
 
-    once, twice = (
-        predict(stage(layers=layers(times), tiers=(tier(read=2.0),), after_s=(100.0,)), SSD)
-        for times in (1, 2)
-    )
-    assert 0 < twice.stall_s - once.stall_s < once.stall_s - 0.5
+    def stalls_s(times: int) -> tuple[float, float]:
+        """Of a step after none, and of one after others."""
+        profile = stage(layers=layers(times), tiers=(tier(read=2.0),), after_s=(100.0,))
+        timeline = Timeline(profile)
+        chosen = timeline.choices.of_plan(plan_of(profile, SSD))
+        first = _step(arrays_of(profile), chosen, np.zeros(0, transfers.LOG), 0.0)
+        return float(first[STALL_S]), timeline.cost(chosen).stall_s
+
+    (once_s, once_settled_s), (twice_s, twice_settled_s) = stalls_s(1), stalls_s(2)
+    assert 0 < twice_s - once_s < once_s - 0.5
+    # A step begins with the window that the one before has left.
+    assert once_settled_s < once_s and twice_settled_s < twice_s - 0.5
+
+
+@pytest.mark.parametrize(("long_s", "is_missing"), [(1000.0, False), (10.0, True)])
+def test_short_waits_do_not_widen_the_window(long_s: float, is_missing: bool) -> None:
+    # Each quick layer waits for a second or two for the last of its four pieces.
+    quick = layer("quick", backward_s=0.4, parts=(part(num_storages=4),))
+    long = layer("long", backward_s=long_s, parts=(part(size=2),))
+    profile = stage(layers=(quick, long), tiers=(tier(read=2.0),), after_s=(100.0,))
+    chosen = Timeline(profile).choices.of_plan(plan_of(profile, SSD))
+    step = _step(arrays_of(profile), chosen, np.zeros(0, transfers.LOG), 0.0)
+    assert step[STALL_S] > 0 and bool(step[MISSING_BYTES] > 0) is is_missing
+
+
+def test_a_trace_is_of_the_step_that_is_predicted() -> None:
+    layers = (layer(backward_s=0.4, parts=(part(num_storages=4),)), layer("decoder.1"))
+    profile = stage(layers=layers, tiers=(tier(read=2.0),), after_s=(100.0,))
+    trace, predicted = Timeline(profile).trace(plan_of(profile, SSD)), predict(profile, SSD)
+    waits = [one for one in trace.intervals if one.kind == "wait for a read"]
+    assert sum(one.end_s - one.begin_s for one in waits) == pytest.approx(predicted.stall_s) != 0
+    assert max(size for _, size in trace.memory) == predicted.peak_bytes
 
 
 def test_groups_move_and_are_recomputed_on_their_own() -> None:

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.arrays import Ints
+from megatron.offload.planner.simulator.instructions import INPUT_OFFSET, RECOMPUTE_LAYER
 from megatron.offload.planner.simulator.timeline import Cost, Timeline
+from megatron.offload.stats.memory_parts import REST
 from tests.support.stages import layer, part, stage, tier
 
+FROM_TIER = RECOMPUTE_LAYER + INPUT_OFFSET
 layouts = st.sampled_from(
     [PipelinePosition(1, 0, 1, 1), PipelinePosition(2, 0, 1, 2), PipelinePosition(4, 1, 1, 4)]
 )
@@ -28,6 +31,7 @@ def stages(draw: st.DrawFn) -> tuple[StageProfile, Ints]:
         layer(
             f"decoder.{n}",
             forward_s=draw(st.floats(0.1, 2.0)),
+            movable_input_bytes=2,
             parts=(part(size=draw(st.integers(1, 40)), num_storages=draw(st.integers(1, 3))),),
         )
         for n in range(draw(st.integers(1, 5)))
@@ -40,7 +44,9 @@ def stages(draw: st.DrawFn) -> tuple[StageProfile, Ints]:
         inflight_bytes=draw(st.integers(1, 100)),
         after_s=(draw(st.floats(0.0, 3.0)),),
     )
-    choices = draw(st.lists(st.sampled_from([0, 2, 3]), min_size=len(layers), max_size=len(layers)))
+    choices = draw(
+        st.lists(st.sampled_from([0, 2, 3, FROM_TIER]), min_size=len(layers), max_size=len(layers))
+    )
     return profile, np.array(choices, np.int64)
 
 
@@ -55,7 +61,7 @@ def test_a_step_is_what_is_computed_and_what_is_waited_for(case: tuple[StageProf
     profile, choices = case
     found = cost(profile, choices)
     kept = cost(profile, np.zeros_like(choices))
-    recomputed = cost(profile, np.where(choices == 3, 0, choices))
+    recomputed = cost(profile, np.where(choices == 3, 0, choices % INPUT_OFFSET))
     assert kept.step_s <= recomputed.step_s <= found.step_s + 1e-9
     assert found.step_s <= recomputed.step_s + found.stall_s + 1e-9  # the rest a bubble may hide
     assert found.recompute_s == recomputed.recompute_s
@@ -73,6 +79,26 @@ def test_memory_lies_between_what_one_layer_needs_and_everything(
     assert max(one.movable_bytes for one in profile.layers) <= found.peak_bytes
     # A write for nothing, and pieces that were read ahead, may lie beside what is computed.
     assert found.peak_bytes <= kept.peak_bytes + inputs + 3 * 40
+
+
+@settings(max_examples=150, deadline=None)
+@given(stages(), st.floats(0.0, 0.3), st.integers(0, 50))
+def test_the_parts_of_a_peak_are_all_of_it(
+    case: tuple[StageProfile, Ints], slack: float, transient_bytes: int
+) -> None:
+    profile, choices = case
+    profile = replace(
+        profile,
+        allocator_slack=slack,
+        transient_bytes=transient_bytes,
+        pass_fixed_bytes=(7,) * profile.position.num_chunks,
+    )
+    timeline = Timeline(profile)
+    plan = timeline.choices.plan(choices)
+    peak = timeline.explain_peak(plan)
+    assert min(peak.parts.values()) >= 0
+    assert sum(peak.parts.values()) == timeline.predict(plan).peak_bytes
+    assert sum(peak.layers.values()) == sum(peak.parts.values()) - peak.parts[REST]
 
 
 @settings(max_examples=150, deadline=None)

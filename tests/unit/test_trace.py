@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.saved.scope import Scope
 from megatron.offload.stats import trace
 from megatron.offload.stats.trace import COMPUTE, Tracer
+from tests.support.full_disk import FULL_DISK, needs_full_disk, one_warning_about
 from tests.support.models import settle
 
 LAYER = Scope(0, 1, "decoder.7", "mlp")
@@ -143,19 +143,18 @@ def test_a_place_that_cannot_be_written_is_said_before_training(
         OffloadEngine(offload_config(trace_file=tmp_path / "nowhere" / "t.json"))
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@needs_full_disk
 def test_a_disk_that_is_full_ends_the_trace_and_not_the_training(
     make_engine: Callable[..., OffloadEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(trace_file=tmp_path / "trace.json")
     assert engine.tracer is not None
-    engine.tracer.path = Path("/dev/full")
+    engine.tracer.path = FULL_DISK
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             run_step(engine)
     engine.close()
-    told = [r.getMessage() for r in caplog.records if "trace" in r.getMessage()]
-    assert len(told) == 1 and "No space left on device; it ends here" in told[0]
+    assert "No space left on device; it ends here" in one_warning_about("trace", caplog)
 
 
 def test_without_offload_there_is_nothing_to_trace(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_t5_needs_room_for_its_encoder_its_decoder_and_what_lies_between(
         ({"perform_rl_step": True}, {}, "--perform-rl-step cannot be combined"),
         ({"gtp_weight_remat_size": 2}, {}, "--gtp-weight-remat-size cannot be combined"),
         ({}, {"cuda_graph_impl": "local"}, "drop --cuda-graph-impl"),
-        ({}, {"recompute_granularity": "full"}, "--recompute-granularity full"),
+        ({}, {"distribute_saved_activations": True}, "drop --distribute-saved-activations"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused_before_a_model_is_built(

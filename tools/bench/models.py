@@ -19,6 +19,8 @@ none              everything stays in memory
 offload           offload_activations(model, DIR)
 checkpointing     model.gradient_checkpointing_enable(), transformers' own
 auto              offload_activations(model, DIR, mode="auto", memory_budget_bytes=...), --budgets
+chunked           offload_activations(model, mode="off", chunked_loss="auto"): not identical
+chunked_offload   offload_activations(model, DIR, chunked_loss="auto"), nor is this
 save_on_cpu       torch.autograd.graph.save_on_cpu()
 trl               trl.models.activation_offloading.OffloadActivations
 torchtune         torchtune.training.OffloadActivations
@@ -64,6 +66,7 @@ from megatron.offload.sizes import format_size, parse_size
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("gpt2", "llama")
 WAYS = ("none", "offload", "checkpointing", "auto")
+CHUNKED = ("chunked", "chunked_offload")  # another order of sums: never identical
 PEERS = ("save_on_cpu", "trl", "torchtune", "axolotl_disk")
 _BOTH_ALLOCATORS = ("none",)
 _FIELDS = ("loss", "gradients", "weights")
@@ -204,7 +207,7 @@ class Comparer:
                 for allocator in _allocators_of(way)
                 for budget in (args.budgets if way == "auto" else [None])
             ]
-            for names in (WAYS, ("none", *PEERS))
+            for names in ((*WAYS, *CHUNKED), ("none", *PEERS))
             if {*names, "none"} & {*args.ways} - {"none"}
         ]
 
@@ -235,7 +238,7 @@ class Comparer:
                 try:
                     training.run(enough=self._has_settled)
                 except RunError as error:
-                    if way.placement in WAYS:
+                    if way.placement in (*WAYS, *CHUNKED):
                         raise
                     found.errors[way.placement] = str(error).splitlines()[-1]
                 else:
@@ -314,7 +317,7 @@ def main() -> int:
     args.models = [one for one in args.models.split(",") if one]
     args.ways = [one for one in args.ways.split(",") if one]
     args.budgets = [parse_size(one) for one in args.budgets.split(",") if one]
-    unknown = {*args.models} - {*MODELS} | {*args.ways} - {*WAYS, *PEERS}
+    unknown = {*args.models} - {*MODELS} | {*args.ways} - {*WAYS, *CHUNKED, *PEERS}
     is_complete = {"none", "offload"} <= {*args.ways}
     if unknown or not is_complete or ("auto" in args.ways) != bool(args.budgets):
         parser.error(
@@ -327,9 +330,8 @@ def main() -> int:
     comparers = {model: Comparer(args, model, work / model) for model in args.models}
     total = sum(one.num_updates for one in comparers.values())
     result: dict[str, Any] = {"machine": machine_facts(args.directory), "models": {}}
-    result["command"] = shlex.join(
-        ["tools/bench/models.py", *(Path(one).name if "/" in one else one for one in sys.argv[1:])]
-    )
+    command = shlex.join(["tools/bench/models.py", *sys.argv[1:]])
+    result["command"] = command.replace(f"{ROOT}/", "")
     print(in_a_line(result["machine"]))
     try:
         with tqdm(total=total, unit="run", disable=None) as bar:

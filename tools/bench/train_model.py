@@ -57,8 +57,10 @@ def make_model(args: argparse.Namespace) -> Any:
 
 def prepare(model: Any, args: argparse.Namespace) -> tuple[Context, Any]:
     """Has the model train in the wanted way: a context for each forward pass, and our handle."""
-    if args.way in ("offload", "auto"):
+    if args.way in ("offload", "auto", "chunked", "chunked_offload"):
         settings: dict[str, Any] = {}
+        if args.way.startswith("chunked"):
+            settings = {"chunked_loss": "auto"} | ({"mode": "off"} if args.way == "chunked" else {})
         if args.way == "auto":
             settings = {"mode": "auto", "memory_budget_bytes": args.budget}
         return contextlib.nullcontext, offload_activations(
@@ -145,7 +147,7 @@ def train(args: argparse.Namespace) -> None:
                 "tokens_per_s": tokens.numel() / seconds,
                 "peak_activation_bytes_rank0": peak_bytes,
             }
-            if handle is not None:
+            if handle is not None and handle.statistics:
                 line["offload"] = handle.statistics
             metrics.write(json.dumps(line) + "\n")
             metrics.flush()

@@ -4,17 +4,19 @@
 
     tools/check/prediction.py --json result.json
     tools/check/prediction.py --only PP2 --steps 30
+    tools/check/prediction.py --json result.json --resume   # what is not in it yet
 
 Each configuration (model size, pipeline stages, a cap on the SSD's write bandwidth) trains once,
 with the plan for the least memory within `--slowdown`. Predicted and measured are those of the
 first rank, so of the first of two stages. Measured step time is the median of the steps under a
 plan, without the first two of them; measured peak is the largest of theirs. `auto` plans from the
 first steps, once more when the run has settled, and again where it goes otherwise than was
-predicted; the last plan that was followed for at least four such steps counts, the errors of the
-first stand beside it.
+predicted; judged are the last plan that was followed for at least four such steps, and the first
+one, of which the JSON file also has what its peak was predicted to be made of, and was.
 
-Exit code: 0 within the limits (5 % in the median, 15 % at most), 1 not, 2 a training failed or too
-few of its steps followed a plan.
+Exit code: 0 within the limits (the last plan: 5 % in the median, 15 % at most; the first one: step
+time 10 % and peak 15 % in the median), 1 not, 2 a training failed or too few of its steps followed
+a plan.
 """
 
 from __future__ import annotations
@@ -29,17 +31,20 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from tabulate import tabulate
 
+from megatron.offload.commands.memory.command import predicted_peak
 from megatron.offload.commands.training_runs.run import RunError, settled_steps
 from megatron.offload.commands.training_runs.trainer import TRAINER, Trainer
 from megatron.offload.sizes import format_size
+from megatron.offload.stats.memory_parts import load_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {
@@ -48,7 +53,8 @@ SIZES = {
 }
 CAPS = ("50MB/s", "150MB/s", "500MB/s", "")
 MOST_MEDIAN_ERROR, MOST_ERROR = 0.05, 0.15
-_SETTLING_STEPS = 2
+MOST_FIRST_STEP_ERROR, MOST_FIRST_PEAK_ERROR = 0.1, 0.15  # of first plans, in the median
+_SETTLING_STEPS = 3  # in which memory is sampled as well
 _LEAST_STEPS = 4  # that follow a plan, for it to be judged
 
 
@@ -108,13 +114,16 @@ class Result:
 
     Attributes:
         first: its first plan, made from the first steps; None: it was not followed for long enough.
-        last: the last plan that was followed for long enough. This is the one that counts.
+        last: the last plan that was followed for long enough.
+        first_parts: of the first one's largest sampled peak, by the names of a memory report:
+            bytes predicted and measured.
     """
 
     configuration: Configuration
     first: Followed | None
     last: Followed
     num_plans: int
+    first_parts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def configurations() -> Iterator[Configuration]:
@@ -125,8 +134,10 @@ def configurations() -> Iterator[Configuration]:
                 yield Configuration(size, stages, micro_batches, cap)
 
 
-def result_of(configuration: Configuration, steps: Sequence[dict[str, Any]]) -> Result:
-    """Reads the lines of a metrics.jsonl.
+def result_of(
+    configuration: Configuration, steps: Sequence[dict[str, Any]], memory: Path | None = None
+) -> Result:
+    """Reads the lines of a metrics.jsonl, and a memory report if there is one.
 
     Raises:
         RunError: too few steps followed any plan.
@@ -142,7 +153,19 @@ def result_of(configuration: Configuration, steps: Sequence[dict[str, Any]]) -> 
             f"{configuration}: of {len(steps)} steps no plan was followed for more than "
             f"{_SETTLING_STEPS + _LEAST_STEPS} steps; give more --steps"
         )
-    return Result(configuration, _followed(steps, 1), judged[0], num_plans)
+    parts = {} if memory is None else _parts_of_peak(memory)
+    return Result(configuration, _followed(steps, 1), judged[0], num_plans, parts)
+
+
+def _parts_of_peak(path: Path) -> dict[str, tuple[int, int]]:
+    """Predicted and measured bytes of what the largest peak of a memory report is made of."""
+    steps = load_steps(path)
+    if not steps:
+        return {}
+    shown = max(steps, key=lambda one: one.peak_bytes)
+    predicted, found = predicted_peak(shown), shown.peak_parts
+    wanted = {} if predicted is None else predicted.parts
+    return {name: (wanted.get(name, 0), found[name]) for name in found}
 
 
 def _followed(steps: Sequence[dict[str, Any]], plan: int) -> Followed | None:
@@ -186,7 +209,8 @@ def table(results: Sequence[Result]) -> str:
 
 def verdict(results: Sequence[Result]) -> tuple[str, bool]:
     """How far off the predictions are in all, and whether that is within the limits."""
-    lines, is_good = [], True
+    firsts = [one.first for one in results if one.first]
+    lines, is_good = [], bool(firsts)
     for name, errors in (
         ("step time", [abs(one.last.step_error) for one in results]),
         ("peak", [abs(one.last.peak_error) for one in results]),
@@ -197,6 +221,17 @@ def verdict(results: Sequence[Result]) -> tuple[str, bool]:
             f"by {worst:.1%} at most ({MOST_ERROR:.0%})"
         )
         is_good &= middle <= MOST_MEDIAN_ERROR and worst <= MOST_ERROR
+    for name, errors, limit in (
+        ("step time", [abs(one.step_error) for one in firsts], MOST_FIRST_STEP_ERROR),
+        ("peak", [abs(one.peak_error) for one in firsts], MOST_FIRST_PEAK_ERROR),
+    ):
+        if errors:
+            middle, worst = statistics.median(errors), max(errors)
+            lines.append(
+                f"{name} of {len(errors)} first plans: off by {middle:.1%} in the median "
+                f"(at most {limit:.0%}), by {worst:.1%} at most"
+            )
+            is_good &= middle <= limit
     return "\n".join(lines), is_good
 
 
@@ -206,6 +241,7 @@ def run(configuration: Configuration, args: argparse.Namespace, folder: Path) ->
     Raises:
         RunError: it failed.
     """
+    memory = folder / "memory.jsonl"
     flags = [
         *configuration.flags(),
         *shlex.split("--mock-data --vocab-size 1024 --eval-iters 0 --log-interval 1"),
@@ -213,15 +249,18 @@ def run(configuration: Configuration, args: argparse.Namespace, folder: Path) ->
         *("--activation-offload", "auto"),
         *("--activation-offload-min-bytes", "64KiB"),
         *("--activation-offload-max-slowdown", str(args.slowdown)),
+        *("--activation-memory-report", str(memory)),
     ]
     trainer = Trainer(TRAINER, flags, args.dir, configuration.stages, args.patience)
-    return result_of(configuration, trainer.train(str(configuration), [], "offload", folder))
+    steps = trainer.train(str(configuration), [], "offload", folder)
+    return result_of(configuration, steps, memory)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains all configurations, prints the table; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--resume", action="store_true", help="keep what --json has, run the rest")
     parser.add_argument("--only", default="", help="configurations with this in their name")
     parser.add_argument("--steps", type=int, default=36, help="of each training (default 36)")
     parser.add_argument("--slowdown", type=float, default=0.1, help="that plans may cost (0.1)")
@@ -232,10 +271,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.dir.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="prediction-"))
-    results: list[Result] = []
+    results = _load(args.json) if args.resume else []
+    known = {one.configuration for one in results}
     num_failed = 0
     for number, one in enumerate(configurations()):
-        if args.only not in str(one):
+        if args.only not in str(one) or one in known:
             continue
         try:
             results.append(run(one, args, work / str(number)))
@@ -252,6 +292,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if num_failed:
         return 2
     return 0 if is_good else 1
+
+
+def _load(path: Path | None) -> list[Result]:
+    """The results that were saved there; none if there is no such file."""
+    if path is None or not path.exists():
+        return []
+    saved = json.loads(path.read_text())["results"]
+    return [msgspec.convert(one, Result) for one in saved]
 
 
 def _save(path: Path | None, results: Sequence[Result], argv: Sequence[str] | None) -> None:
@@ -273,9 +321,12 @@ def _save(path: Path | None, results: Sequence[Result], argv: Sequence[str] | No
                 **dataclasses.asdict(one),
                 "step_error": one.last.step_error,
                 "peak_error": one.last.peak_error,
+                "first_step_error": one.first.step_error if one.first else None,
+                "first_peak_error": one.first.peak_error if one.first else None,
             }
             for one in results
         ],
+        "verdict": verdict(results)[0].splitlines(),
     }
     path.write_text(json.dumps(values, indent=1) + "\n")
 

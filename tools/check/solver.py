@@ -108,6 +108,7 @@ def random_instance(chance: random.Random) -> Instance:
             size,
             spread,
             selective=selective,
+            moved_inputs=1 if num_parts > 1 else 2,
         )
         for n in range(num_layers)
     )
@@ -145,8 +146,13 @@ def _random_layer(
     spread: float,
     may_lack: float = 0.1,
     selective: tuple[str, ...] = (),
+    moved_inputs: float = math.inf,
 ) -> LayerProfile:
-    """`may_lack`: how likely recomputation is impossible; `selective`: parts that have it."""
+    """`may_lack`: how likely recomputation is impossible; `selective`: parts that have it.
+
+    Inputs of recomputations may wait on a tier in the first layers: in all, there would be too many
+    plans to simulate.
+    """
 
     def about(value: float) -> float:
         return value * math.exp(chance.gauss(0.0, spread))
@@ -156,6 +162,7 @@ def _random_layer(
     parts = []
     for n, name in enumerate(["attention", "mlp"] if num_parts == 2 else ["layer"]):
         movable_bytes = int(about(size / num_parts))
+        part_input_bytes = min(movable_bytes, size // 16) if num_parts > 1 else 0
         parts.append(
             PartProfile(
                 name=name,
@@ -167,7 +174,8 @@ def _random_layer(
                 recompute_s=own_s * 0.3
                 if num_parts > 1 and chance.random() > 5 * may_lack
                 else None,
-                input_bytes=min(movable_bytes, size // 16) if num_parts > 1 else 0,
+                input_bytes=part_input_bytes,
+                movable_input_bytes=part_input_bytes if number < moved_inputs else 0,
                 selective_bytes=int(movable_bytes * chance.uniform(0.1, 0.5))
                 if name in selective
                 else 0,
@@ -175,14 +183,17 @@ def _random_layer(
                 selective_extra_bytes=size // 8 if name in selective else 0,
             )
         )
+    recompute_s = None if chance.random() < may_lack else own_s * chance.uniform(0.8, 1.1)
+    input_bytes = size // chance.choice([4, 16])
     return LayerProfile(
         chunk=chunk,
         name=f"decoder.{number}",
         forward_s=own_s,
         backward_s=backward_s,
-        recompute_s=None if chance.random() < may_lack else own_s * chance.uniform(0.8, 1.1),
-        input_bytes=size // chance.choice([4, 16]),
+        recompute_s=recompute_s,
+        input_bytes=input_bytes,
         parts=tuple(parts),
+        movable_input_bytes=input_bytes if number < moved_inputs else 0,
     )
 
 

@@ -21,7 +21,12 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-COLORS = {"off": "tab:gray", "recompute": "tab:orange", "ssd": "tab:blue"}
+COLORS = {
+    "off": "tab:gray",
+    "recompute": "tab:orange",
+    "recompute-ssd": "tab:red",
+    "ssd": "tab:blue",
+}
 MARKERS = {"default": "o", "offload": "s"}
 ALLOCATORS = {"default": "the C library's malloc", "offload": "offload's allocator"}
 

@@ -47,7 +47,8 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
         before = len(self._saved)
         with self._writer.collect(self._saved):
             packed = self._hooks.pack(tensor)
-        self._num_bytes += sum(one.num_bytes for one in self._saved[before:])
+        if len(self._saved) > before:  # by one: a tensor has one storage
+            self._num_bytes += self._saved[-1].num_bytes
         return packed
 
     def _submit(self) -> None:

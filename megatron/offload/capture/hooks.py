@@ -15,7 +15,8 @@ import torch
 
 from megatron.offload.placement.policy import Placement, Policy
 from megatron.offload.saved.cache import TensorCache, span_of
-from megatron.offload.saved.record import ResidentTensor, SavedStorage, SavedView, Span
+from megatron.offload.saved.record import SavedStorage, SavedView, Span
+from megatron.offload.saved.resident import ResidentTensor
 from megatron.offload.stats.step_context import StepContext
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.transfer.reader import Reader
@@ -114,7 +115,7 @@ class SavedTensorHooks:
             step.statistics.deduplicated_bytes += record.num_bytes
             return view
         if step.observer is not None:
-            step.observer.moves(step.scope, record.num_bytes)
+            step.observer.moves(step.scope, record.saved_bytes)
         self._writer.write(record, tier)
         return view
 
@@ -128,6 +129,8 @@ class SavedTensorHooks:
             StorageError: its bytes could not be read back.
         """
         if not isinstance(packed, SavedView):
+            if (sampler := self._step.sampler) is not None:
+                sampler.sample(at_once=False)
             with PLAIN_TORCH():
                 return packed.tensor() if isinstance(packed, ResidentTensor) else packed
         with PLAIN_TORCH():
@@ -137,6 +140,9 @@ class SavedTensorHooks:
                 with self._one_at_a_time:
                     tensor = packed.rebuild(self._reader.wait_for_read(packed.saved))
         self._reader.end_use(packed)
+        if (sampler := self._step.sampler) is not None:
+            with PLAIN_TORCH():
+                sampler.used(packed.saved, tensor)
         return tensor
 
 

@@ -58,37 +58,49 @@ class LayerCapture:
         outputs: Iterable[torch.Tensor],
         inputs: Iterable[torch.Tensor],
         *,
+        captured: Iterable[Any] = (),
         recomputes: bool = False,
     ) -> None:
         """Takes over what a layer saved, at the end of its forward pass.
 
         Args: as of `OffloadEngine.capture`.
         """
+        outputs = list(outputs)
         with PLAIN_TORCH():
-            found = self._find(scope, outputs, list(inputs))
+            inputs = list(inputs)
+            found = self._find(scope, outputs, inputs, captured)
+            starts: set[int] = set()
             if recomputes:
-                found = [one for one in found if one[1].requires_grad]
+                starts = {t.untyped_storage()._cdata for t in inputs if _wants_gradient(t)}
             needed_whole = needed_together([(tensor, storage) for _, tensor, storage in found])
             with self._writer.batch(), self._step.within(scope):
                 for saved, tensor, storage in found:
-                    whole = storage._cdata in needed_whole
-                    move = self._hooks.find_move(tensor, storage, whole=whole)
+                    move = None
+                    if not recomputes or storage._cdata in starts:
+                        whole = storage._cdata in needed_whole
+                        move = self._hooks.find_move(tensor, storage, whole=whole)
                     if move is not None:
                         self._register(saved, tensor, move)
                     elif self._step.observer is not None:
                         self._step.observer.stayed(scope, storage)
         if self._step.tracer is not None:
             self._step.tracer.sample_memory()
+        if (sampler := self._step.sampler) is not None:
+            sampler.layer_ended(scope, outputs)
 
     def _find(
-        self, scope: Scope, outputs: Iterable[torch.Tensor], inputs: list[torch.Tensor]
+        self,
+        scope: Scope,
+        outputs: Iterable[torch.Tensor],
+        inputs: list[torch.Tensor],
+        captured: Iterable[Any],
     ) -> list[tuple[Any, torch.Tensor, torch.UntypedStorage]]:
         """What the layer saved that can move: saved tensor, tensor, storage."""
         # A stage's input is held by the schedule until its backward: moving it frees nothing.
         leaves = [t for t in inputs if node_of(t) is None and t.layout is torch.strided]
         held = {t.untyped_storage()._cdata for t in leaves}
         found = []
-        for node, saved, tensor in saved_tensors_between(outputs, inputs):
+        for node, saved, tensor in saved_tensors_between(outputs, inputs, captured):
             if tensor is None:
                 is_ours = saved.unpack_hook == self._hooks.unpack
                 self._step.statistics.already_hooked += not is_ours
@@ -120,3 +132,7 @@ class LayerCapture:
             if _HAS_HOOKS not in str(error):
                 raise
             self._step.statistics.already_hooked += 1
+
+
+def _wants_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.layout is torch.strided

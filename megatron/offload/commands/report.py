@@ -45,14 +45,14 @@ def compare_runs(paths: Sequence[Path]) -> str:
     runs = [read_steps(path) for path in paths]
     first = next((steps for steps in runs if steps), [])
     rows: list[tuple[str, ...]] = [_HEADER]
-    for path, steps in zip(paths, runs, strict=True):
+    for name, steps in zip(_names_of(paths), runs, strict=True):
         if not steps:
-            rows.append((path.parent.name or path.name, "0", *("-",) * (len(_HEADER) - 2)))
+            rows.append((name, "0", *("-",) * (len(_HEADER) - 2)))
             continue
         steady = steps[1:] or steps
         rows.append(
             (
-                path.parent.name or path.name,
+                name,
                 str(len(steps)),
                 "-" if steps[-1]["loss"] is None else f"{steps[-1]['loss']:.4f}",
                 _same_losses(first, steps),
@@ -88,6 +88,12 @@ def compare_script(script: Path, arguments: str, num_steps: int) -> str:
                 enough=lambda steps: len(steps) >= num_steps,
             )
         return compare_runs([Path(folder) / name / METRICS for name in ("off", "offload")])
+
+
+def _names_of(paths: Sequence[Path]) -> list[str]:
+    """The folders of runs, or their files where one folder has several."""
+    folders = [path.parent for path in paths]
+    return [(folders.count(path.parent) == 1 and path.parent.name) or path.name for path in paths]
 
 
 def _median(steps: list[dict[str, Any]], name: str) -> float:

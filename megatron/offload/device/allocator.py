@@ -23,6 +23,8 @@ import os
 from pathlib import Path
 
 MIMALLOC = "mimalloc"
+# What to do about an allocator that keeps what offload frees: the end of a sentence for people.
+START_WITH_ENVIRONMENT = "start training with the environment that `megatron-offload doctor` prints"
 _MIMALLOC_PACKAGE = "cmeel-mimalloc"
 _GLIBC_ENVIRONMENT = {
     # Blocks from 64 KiB up are mapped on their own and unmapped when freed.
@@ -31,8 +33,9 @@ _GLIBC_ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 _MIMALLOC_ENVIRONMENT = {
-    # Milliseconds that a free block waits for reuse before it is returned: as long as a phase of a
-    # step takes, so that what one layer gives up serves the next without a page fault.
+    # Milliseconds that a free block waits for reuse before it is returned: as long as a step takes,
+    # so that what one gives up serves the next without a page fault. With a second, what a step
+    # that keeps everything has freed is gone before the next one wants it.
     "MIMALLOC_PURGE_DELAY": "10000",
 }
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.offload.device.allocator import return_freed_memory
+from megatron.offload.device.allocator import MIMALLOC, allocator_name, return_freed_memory
 from megatron.offload.device.device import WHOLE
 from megatron.offload.device.memory_limit import memory_limit
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
+_RETURNING_S = 2.0  # at least, from one time to the next: pages that come again cost time
 
 
 class CpuDevice:
@@ -26,6 +28,10 @@ class CpuDevice:
     device = torch.device("cpu")
     is_host = True
     pins_host_memory = False
+
+    def __init__(self) -> None:
+        self._keeps_by_size = allocator_name() == MIMALLOC
+        self._returned_s: dict[str, float] = {}  # by phase of the step: when the last time
 
     def current_stream(self) -> None:
         """None: operations are done when they return, so a CPU has no streams."""
@@ -62,6 +68,9 @@ class CpuDevice:
         """Bytes of the process's resident set."""
         return _status_bytes("VmRSS")
 
+    def reusable_bytes(self) -> None:
+        """None: what the allocator holds for reuse is a part of the resident set."""
+
     def reset_peak(self) -> None:
         """Has the kernel track the resident set's peak from now on; short peaks are not missed."""
         _CLEAR_REFS.write_text(_RESET_PEAK)
@@ -73,6 +82,17 @@ class CpuDevice:
     def return_freed_memory(self) -> None:
         """Makes the allocator return to the system what it keeps for reuse."""
         return_freed_memory()
+
+    def begin_phase(self, name: str) -> None:
+        """Makes mimalloc return what the last phase has left, unless it did so just now.
+
+        It keeps free blocks for others of about their size, which the next phase has few of.
+        """
+        now_s = time.monotonic()
+        last_s = self._returned_s.get(name, -math.inf)
+        if self._keeps_by_size and now_s - last_s >= _RETURNING_S:
+            self._returned_s[name] = now_s
+            self.return_freed_memory()
 
     def free_bytes(self) -> int:
         """Bytes that the machine or the container has left; other processes may take them too."""

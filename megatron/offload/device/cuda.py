@@ -81,6 +81,10 @@ class CudaDevice:
         """Bytes that tensors take on this GPU, without what the allocator holds for reuse."""
         return torch.cuda.memory_allocated(self.device)
 
+    def reusable_bytes(self) -> int:
+        """Bytes that the allocator holds for reuse, fragments among them."""
+        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
     def reset_peak(self) -> None:
         """Starts `peak_bytes` anew for this object alone: others read torch's counters too."""
         self._peak.reset()
@@ -96,11 +100,13 @@ class CudaDevice:
     def return_freed_memory(self) -> None:
         """Does nothing: `allocated_bytes` counts no freed memory."""
 
+    def begin_phase(self, name: str) -> None:
+        """Does nothing: `allocated_bytes` counts no freed memory."""
+
     def free_bytes(self) -> int:
         """Bytes that the driver has left, and those that the allocator holds for reuse."""
         free, _ = torch.cuda.mem_get_info(self.device)
-        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return free + held
+        return free + self.reusable_bytes()
 
     def timestamp(self) -> torch.cuda.Event:
         """An event with a time, in the calling thread's stream."""

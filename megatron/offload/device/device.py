@@ -92,6 +92,10 @@ class Device(Protocol):
         """Device memory that this process uses."""
         ...
 
+    def reusable_bytes(self) -> int | None:
+        """Bytes that the allocator holds for reuse beside these; None: not known."""
+        ...
+
     def reset_peak(self) -> None:
         """Makes `peak_bytes` count from now on."""
         ...
@@ -102,6 +106,14 @@ class Device(Protocol):
 
     def return_freed_memory(self) -> None:
         """Makes `allocated_bytes` free of what is only held for reuse, where it counts that."""
+        ...
+
+    def begin_phase(self, name: str) -> None:
+        """A phase of the step begins, whose blocks are of other sizes than those of the last one.
+
+        Args:
+            name: of the phase; it comes back in each step.
+        """
         ...
 
     def free_bytes(self) -> int:

@@ -87,6 +87,8 @@ class TrainingSteps:
                     config, self.engine, device, followed, *planned(), directory=run_directory
                 )
                 self.profiler = self.planner.meter.profiler
+                if self.engine.memory_report is not None:
+                    self.engine.memory_report.planned = self.planner.explained
             if self.engine.tracer is not None:
                 self.profiler = self.profiler or Profiler(device, config.min_bytes, lambda: 0.0)
                 self._trace = StepTrace(self.engine.tracer, self.profiler, device)

@@ -52,6 +52,7 @@ class PlannedPart:
         placement: `KEEP`, `RECOMPUTE`, `HOST` or `SSD`.
         movable_bytes: of one micro-batch that it decides about.
         reason: for people, a few words.
+        input: with `RECOMPUTE`, where what the recomputation starts from waits: `KEEP` or a tier.
     """
 
     chunk: int
@@ -60,6 +61,12 @@ class PlannedPart:
     placement: Placement
     movable_bytes: int
     reason: str = ""
+    input: Placement = Placement.KEEP
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        """Chunk, layer and part."""
+        return self.chunk, self.layer, self.part
 
 
 @dataclass(frozen=True)
@@ -82,14 +89,23 @@ class Plan:
     @property
     def placements(self) -> dict[tuple[int, str, str], Placement]:
         """Placements by chunk, layer and part."""
-        return {(one.chunk, one.layer, one.part): one.placement for one in self.parts}
+        return {one.key: one.placement for one in self.parts}
+
+    @property
+    def inputs(self) -> dict[tuple[int, str, str], Placement]:
+        """By the same, where inputs of recomputations wait; not in it: in device memory."""
+        return {one.key: one.input for one in self.parts if one.input is not Placement.KEEP}
 
     def digest(self) -> int:
         """A number below 2^48 that two plans share if they place alike, and hardly otherwise.
 
         Small enough for a double, in which ranks compare it.
         """
-        lines = (f"{key}{placement.value}" for key, placement in sorted(self.placements.items()))
+        lines = [
+            f"{key}{placement.value}"
+            for placed in (self.placements, self.inputs)
+            for key, placement in sorted(placed.items())
+        ]
         return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:6], "big")
 
     def check(self, layers: Iterable[tuple[int, str]], tiers: Collection[Placement]) -> None:
@@ -122,12 +138,27 @@ class Plan:
                     f"the plan has {one.part} of {one.layer} as {one.placement.value}; expected "
                     f"{Placement.RECOMPUTE.value}; without the line it goes where the rest goes"
                 )
+            again = one.placement is Placement.RECOMPUTE and not one.part.endswith(SELECTIVE)
+            if one.input is not Placement.KEEP and not again:
+                raise ConfigurationError(
+                    f"the plan has an input of {one.part} of {one.layer}, which is not recomputed "
+                    f"from one; expected {Placement.RECOMPUTE.value} as its placement; correct it "
+                    "or plan again"
+                )
             if one.placement not in (*tiers, Placement.KEEP, Placement.RECOMPUTE):
-                flag = {
-                    Placement.HOST: "--activation-offload-host-budget",
-                    Placement.SSD: "--activation-offload-dir",
-                }.get(one.placement, "--activation-offload-dir")
                 raise ConfigurationError(
                     f"the plan sends {one.layer} to {one.placement.value}, which this run does not "
-                    f"have; give {flag} or plan again"
+                    f"have; give {_flag(one.placement)} or plan again"
                 )
+            if one.input not in (*tiers, Placement.KEEP):
+                raise ConfigurationError(
+                    f"the plan sends the input of {one.layer} to {one.input.value}, which this run "
+                    f"does not have; give {_flag(one.input)} or plan again"
+                )
+
+
+def _flag(placement: Placement) -> str:
+    """What gives a run this tier."""
+    if placement is Placement.HOST:
+        return "--activation-offload-host-budget"
+    return "--activation-offload-dir"

@@ -22,7 +22,7 @@ import msgspec
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.atomic_file import write_atomically
 from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
-from megatron.offload.placement.policy import SELECTIVE
+from megatron.offload.placement.policy import SELECTIVE, Placement
 
 FORMAT_VERSION = 1
 
@@ -32,11 +32,19 @@ def plans_to_json(plans: Iterable[Plan]) -> str:
     stages = []
     for plan in sorted(plans, key=lambda one: one.stage):
         values = dataclasses.asdict(plan)
-        lines = [json.dumps(msgspec.to_builtins(one)) for one in plan.parts]
+        lines = [_part_to_json(one) for one in plan.parts]
         values["parts"] = _ALL_PARTS
         text = json.dumps(values, indent=1)
         stages.append(text.replace(f'"{_ALL_PARTS}"', "[\n  " + ",\n  ".join(lines) + "\n ]"))
     return f'{{"version": {FORMAT_VERSION}, "stages": [\n' + ",\n".join(stages) + "\n]}\n"
+
+
+def _part_to_json(part: PlannedPart) -> str:
+    """A line; where an input waits stands there only if it leaves device memory."""
+    values = msgspec.to_builtins(part)
+    if part.input is Placement.KEEP:
+        values.pop("input", None)  # msgspec leaves a default out of what it has read itself
+    return json.dumps(values)
 
 
 def plans_from_json(text: str) -> dict[int, Plan]:
@@ -133,10 +141,10 @@ def _line(values: Any, reason: str) -> str:
     if at is None:
         return ""
     line = f" in {json.dumps(values['stages'][int(at[1])]['parts'][int(at[2])])}"
-    return f"{line}, expected {_PLACEMENTS}" if at[3] == "placement" else line
+    return f"{line}, expected {_MAY_BE[at[3]]}" if at[3] in _MAY_BE else line
 
 
-_PLACEMENTS = "keep, recompute, host or ssd"
+_MAY_BE = {"placement": "keep, recompute, host or ssd", "input": "keep, host or ssd"}
 
 
 def _check_once(what: str, names: Sequence[Any]) -> None:

@@ -22,10 +22,11 @@ class PlannedPolicy:
         self._min_bytes = min_bytes
         self._safe = safe
         self._placements: dict[tuple[int, str, str], Placement] = {}
+        self._inputs: dict[tuple[int, str, str], Placement] = {}  # of what is recomputed
 
     def follow(self, plan: Plan) -> None:
         """From now on this one. Between steps only: what is recomputed must not change in one."""
-        self._placements = plan.placements
+        self._placements, self._inputs = plan.placements, plan.inputs
 
     def place_layer(self, scope: Scope) -> Placement:
         """What the plan has for a layer or a part. Parts that differ leave the layer none."""
@@ -39,5 +40,8 @@ class PlannedPolicy:
         if num_bytes < self._min_bytes:
             return Placement.KEEP
         placement = self.place_layer(scope)
-        # What recomputation starts from stays; what has nothing to start from is run as usual.
-        return Placement.KEEP if placement is Placement.RECOMPUTE else placement
+        if placement is not Placement.RECOMPUTE:
+            return placement
+        # What recomputation starts from; what has nothing to start from is run as usual.
+        key = scope.chunk, scope.layer, scope.part or WHOLE_LAYER
+        return self._inputs.get(key, Placement.KEEP)

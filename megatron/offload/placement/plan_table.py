@@ -10,6 +10,7 @@ from textwrap import indent
 from tabulate import tabulate
 
 from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.placement.policy import Placement
 from megatron.offload.sizes import format_size
 
 _HEADINGS = ("layers", "part", "each", "placement", "why")
@@ -28,7 +29,7 @@ def plan_table(plan: Plan) -> str:
             name = f"chunk {first.chunk} {name}"
         for one in run[0]:
             size = format_size(one.movable_bytes)
-            rows.append((name, one.part, size, one.placement.value, one.reason))
+            rows.append((name, one.part, size, _placement(one), one.reason))
             name = ""
     goal = f", {plan.goal}" if plan.goal else ""
     table = tabulate(rows, tablefmt="plain", disable_numparse=True)
@@ -41,6 +42,12 @@ def plan_table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _placement(one: PlannedPart) -> str:
+    if one.input is Placement.KEEP:
+        return one.placement.value
+    return f"{one.placement.value}, input to {one.input.value}"
+
+
 def _runs(plan: Plan) -> Iterator[list[list[PlannedPart]]]:
     """The parts of each layer, by layers in a row that look alike."""
     layers = [list(g) for _, g in groupby(plan.parts, key=lambda one: (one.chunk, one.layer))]
@@ -49,7 +56,7 @@ def _runs(plan: Plan) -> Iterator[list[list[PlannedPart]]]:
 
 def _look(layer: list[PlannedPart]) -> tuple[object, ...]:
     block = layer[0].layer.rpartition(".")[0]
-    cells = [(g.part, g.placement, format_size(g.movable_bytes), g.reason) for g in layer]
+    cells = [(g.part, _placement(g), format_size(g.movable_bytes), g.reason) for g in layer]
     return (layer[0].chunk, block, *cells)
 
 

@@ -25,6 +25,7 @@ class Placement(enum.Enum):
     __hash__ = object.__hash__  # an enum's own is Python, and each storage looks its tier up
 
 
+INPUT = "input"  # in scopes, as a part: what a checkpoint of the model's own keeps of its layers
 WHOLE_LAYER = "layer"  # in plans and profiles, the part of a layer that is not divided
 SELECTIVE = "-selective"  # in plans, after a part's name: what of it takes hardly any time
 
@@ -58,7 +59,8 @@ class FixedPolicy:
         placement: of the rest.
         offloaded: other layers keep everything; None: none do.
         recomputed: layers that are recomputed.
-        recompute_input: where what they start from goes.
+        recompute_input: where what recomputed layers start from goes; None: that of the layers
+            named stays, that of checkpoints of the model's own goes where the rest does.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class FixedPolicy:
         *,
         offloaded: LayerSet | None = None,
         recomputed: LayerSet | None = None,
-        recompute_input: Placement = Placement.KEEP,
+        recompute_input: Placement | None = None,
     ) -> None:
         self._min_bytes = min_bytes
         self._placement = placement
@@ -93,6 +95,10 @@ class FixedPolicy:
     def place(self, scope: Scope, num_bytes: int) -> Placement:
         """The placement of its layer for storages of at least `min_bytes`, else `KEEP`."""
         placement = self.place_layer(scope)
-        if num_bytes < self._min_bytes:
+        if num_bytes < self._min_bytes or placement is Placement.KEEP:
             return Placement.KEEP
-        return self._recompute_input if placement is Placement.RECOMPUTE else placement
+        if placement is Placement.RECOMPUTE:
+            return self._recompute_input or Placement.KEEP
+        if scope.part == INPUT:
+            return self._recompute_input or placement
+        return placement

@@ -38,7 +38,9 @@ _attributes_of_node_type: MutableMapping[type, list[tuple[str, str]]] = WeakKeyD
 
 
 def saved_tensors_between(
-    outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
+    outputs: Iterable[torch.Tensor],
+    inputs: Iterable[torch.Tensor],
+    walked: Iterable[Any] = (),
 ) -> Iterator[tuple[Any, Any, torch.Tensor | None]]:
     """What the nodes that lead from `inputs` to `outputs` saved, in forward order.
 
@@ -49,6 +51,7 @@ def saved_tensors_between(
         outputs: what the layer returned.
         inputs: what it was called with; the walk does not go behind them, unless autograd refuses
             to use one again.
+        walked: nodes that the walk does not go behind either, nor tells what they saved.
 
     Yields:
         The node, a `torch._C._autograd.SavedTensor`, to register hooks on, and the tensor that it
@@ -56,7 +59,7 @@ def saved_tensors_between(
         autograd runs nodes in descending order of sequence number, so backward needs the last ones
         first.
     """
-    seen: set[Any] = {node_of(tensor) for tensor in inputs}
+    seen: set[Any] = {*walked, *(node_of(tensor) for tensor in inputs)}
     stack: list[Any] = [node_of(tensor) for tensor in outputs]
     nodes: list[Any] = []
     while stack:

@@ -22,7 +22,7 @@ whole.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -126,7 +126,8 @@ class TensorCache:
         self, storage: torch.UntypedStorage, span: Span | None, tensor: torch.Tensor, scope: Scope
     ) -> SavedStorage:
         """A new record for what `find` does not know: of the span, or of all there is."""
-        record = SavedStorage(storage, scope, tensor._version, span)
+        is_mask = tensor.dtype is torch.bool
+        record = SavedStorage(storage, scope, tensor._version, span, is_mask)
         self._entries[storage._cdata, span] = _Entry(
             record.origin,
             weakref.ref(record),
@@ -135,6 +136,20 @@ class TensorCache:
             scope,
         )
         return record
+
+    def live_records(self) -> Iterator[SavedStorage]:
+        """The records that autograd still has views of, each for a moment."""
+        for entry in list(self._entries.values()):
+            record = entry.record()
+            if record is not None:
+                yield record
+
+    def storage_that_counts(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """The storage of a saved tensor, unless it has no bytes here or is there in any case."""
+        if not _has_plain_storage(tensor) or tensor.device != self._device:
+            return None
+        storage = tensor.untyped_storage()
+        return storage if storage.nbytes() and storage._cdata not in self._excluded else None
 
     def end_step(self) -> int:
         """Forgets the step's records; excludes storages that outlive it. The bytes newly excluded.

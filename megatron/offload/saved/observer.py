@@ -14,7 +14,12 @@ class Observer(Protocol):
     """Called by the thread that computes, in the hot path."""
 
     def moves(self, scope: Scope, num_bytes: int) -> None:
-        """A storage was saved for the first time and goes to a tier."""
+        """A storage was saved for the first time and goes to a tier.
+
+        Args:
+            scope: that saved it.
+            num_bytes: that it takes in memory, as `stayed` tells too; of a mask less moves.
+        """
         ...
 
     def stayed(self, scope: Scope, storage: torch.UntypedStorage) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One saved storage and the views of it that autograd holds: `SavedStorage`, `SavedView`.
 
-What autograd holds in place of a tensor that stays in memory is a `ResidentTensor`.
+What autograd holds in place of a tensor that stays in memory is a `ResidentTensor` (`resident.py`).
 
 The cache creates records, the hooks hand views to autograd, the engine starts transfers on them.
 A record never starts I/O itself; it knows where its bytes are and who may take them.
@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.offload.errors import ChangedInPlaceError
+from megatron.offload.saved.bits import bits_bytes, pack_bits, unpack_bits
+from megatron.offload.saved.resident import changed_in_place
 from megatron.offload.saved.scope import Scope
 
 
@@ -73,21 +74,34 @@ class SavedStorage:
     """The bytes of one `untyped_storage` that autograd saved, however many views point into it.
 
     Of a storage of which only a part was saved, the bytes of that part: see Note [Copied spans]
-    in `cache.py`.
+    in `cache.py`. Of a mask, its bits move: see Note [Masks as bits] in `bits.py`.
 
     States change under `_lock`: threads that compute save and use, the dispatcher begins transfers,
     I/O threads end writes. The lock is held for a few assignments; nothing waits or
     frees memory under it.
     """
 
+    # Of most records these stay as they are here, which takes no time.
+    moves_bits = False
+    bits: torch.UntypedStorage | None = None  # to be written; what was saved stays until then
+    packed: Any = None  # an event of the device, after that
+
     def __init__(
-        self, storage: torch.UntypedStorage, scope: Scope, version: int, span: Span | None = None
+        self,
+        storage: torch.UntypedStorage,
+        scope: Scope,
+        version: int,
+        span: Span | None = None,
+        is_mask: bool = False,
     ) -> None:
         self._pending: Pending | None = None  # first: `__del__` also runs if the rest raises
         self.scope = scope
         self.version = version  # of the tensor that was saved first
         # In the storage that was saved; a copy of a part begins with its first byte.
-        self.start_bytes, self.num_bytes = span or Span(0, storage.nbytes())
+        self.start_bytes, self.saved_bytes = span or Span(0, storage.nbytes())
+        self.num_bytes = self.saved_bytes  # that move
+        if is_mask and bits_bytes(self.saved_bytes) < self.saved_bytes:
+            self.moves_bits, self.num_bytes = True, bits_bytes(self.saved_bytes)
         self.origin = StorageWeakRef(storage)  # does not keep the bytes alive
         self._origin_place = _place_of(storage)
         self._own_place = self._origin_place  # of what is written: that, or a copy of a part of it
@@ -127,14 +141,25 @@ class SavedStorage:
             memory = self._memory if self.state is State.QUEUED else None
         if memory is None or _place_of(memory) != self._origin_place:
             return  # needed already, or freed under everybody's hands: see `memory_to_write`
-        copy = _copy_of(memory, self.start_bytes, self.num_bytes)
+        copy = _copy_of(memory, self.start_bytes, self.saved_bytes)
         with self._lock:
             if self.state is State.QUEUED:
                 self._memory, self._own_place = copy, _place_of(copy)
 
+    def pack_bits(self) -> None:
+        """Has the bits of a mask written in its place. After `copy_span`, in the same thread."""
+        with self._lock:
+            memory = self._memory if self.state is State.QUEUED else None
+        if memory is None or _place_of(memory) != self._own_place:
+            return  # as in `copy_span`
+        bits = pack_bits(memory)
+        with self._lock:
+            if self.state is State.QUEUED:
+                self.bits = bits
+
     @property
     def _is_whole(self) -> bool:
-        return self._origin_place[0] == self.num_bytes
+        return self._origin_place[0] == self.saved_bytes
 
     def memory_to_write(self) -> torch.UntypedStorage | None:
         """The bytes, if they are still to be written; None if they were needed meanwhile.
@@ -148,13 +173,16 @@ class SavedStorage:
             if _place_of(self._memory) != self._own_place:
                 self.state = State.IN_MEMORY
                 return None
-            return self._memory
+            return self.bits or self._memory
 
     def keep_in_memory(self) -> None:
         """No tier takes the bytes: they remain in memory."""
+        bits = None  # freed when this frame ends, outside the lock
         with self._lock:
             if self.state is State.QUEUED:
                 self.state = State.IN_MEMORY
+                bits, self.bits = self.bits, None
+        del bits
 
     def begin_write(self, block: Any, pending: Pending) -> None:
         """A write of the bytes was started. If they were needed meanwhile, it is taken back."""
@@ -170,11 +198,13 @@ class SavedStorage:
 
         A failed or cancelled write leaves the bytes where they are.
         """
-        memory = None  # freed when this frame ends, outside the lock
+        memory, bits = None, None  # freed when this frame ends, outside the lock
         with self._lock:
             if self.state is not State.WRITING:
                 return  # taken back by `cancel_write` meanwhile
             self._pending = None
+            if self.moves_bits:
+                bits, self.bits = self.bits, None
             # Somebody may free a storage under everybody's hands and fill it again before its use
             # (recomputation does): then what was written may be anything, and memory is right.
             assert self._memory is not None
@@ -183,7 +213,7 @@ class SavedStorage:
             else:
                 self.state = State.ON_TIER
                 memory, self._memory = self._memory, None
-        del memory
+        del memory, bits
 
     def _unmoved(self) -> torch.UntypedStorage | None:
         """The storage that was saved, where somebody else keeps it alive."""
@@ -196,7 +226,7 @@ class SavedStorage:
         Cancels a queued write (forwarding): there is no use in writing what is needed now. A
         storage that was written but that somebody else kept alive needs no read either.
         """
-        pending, copy = None, None  # freed when this frame ends, outside the lock
+        pending, copy, bits = None, None, None  # freed when this frame ends, outside the lock
         with self._lock:
             if self.state is State.QUEUED:
                 self.state = State.IN_MEMORY
@@ -206,11 +236,13 @@ class SavedStorage:
             elif self.state is State.ON_TIER and (unmoved := self._unmoved()) is not None:
                 self._memory = unmoved
                 self.state, self.block = State.IN_MEMORY, None
+            if self.moves_bits and self.state is State.IN_MEMORY:
+                bits, self.bits = self.bits, None
             # What backward changes in place is to be changed for all who see the storage.
             if self.state is State.IN_MEMORY and not self._is_whole:
                 copy, self._memory = self._memory, self._unmoved() or self._memory
             memory = self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
-        del copy
+        del copy, bits
         if pending is not None:
             # Outside the lock: cancelling calls `end_write`, which finds nothing to do. A write
             # that has started goes on undisturbed, but nobody will read its block.
@@ -222,6 +254,11 @@ class SavedStorage:
         with self._lock:
             assert self.state is State.ON_TIER, self.state
             self.state, self._memory, self._pending = State.READING, memory, pending
+
+    @property
+    def is_held_by_others(self) -> bool:
+        """The bytes are on a tier, and the storage that was saved is alive all the same."""
+        return self.state is State.ON_TIER and not self.origin.expired()
 
     @property
     def has_arrived(self) -> bool:
@@ -257,6 +294,26 @@ class SavedStorage:
         finally:
             del pending  # an error refers to this frame, and the transfer to the error
 
+    def unpacked(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The bytes as they were saved, of memory that was given out.
+
+        Of a mask that was read these are its bits until the first use, whose thread and stream
+        unpacks them for all others.
+        """
+        if not self.moves_bits or memory.nbytes() != self.num_bytes:
+            return memory
+        unpacked = unpack_bits(memory, self.saved_bytes)
+        with self._lock:
+            if self._memory is memory:
+                self._memory = unpacked
+        return unpacked
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that it takes while it is there."""
+        memory = self._memory if self.moves_bits else None
+        return self.saved_bytes if memory is None else memory.nbytes()
+
     def build_views(self, ended: object) -> None:
         """A read ended well. If nobody has waited for it, builds the tensors of all views.
 
@@ -269,6 +326,8 @@ class SavedStorage:
             self.state, self._pending = State.RESTORED, None
             memory = self._memory
         assert memory is not None
+        if self.moves_bits:
+            return  # they are unpacked when they are used
         for view in [view for weak in self._views if (view := weak()) is not None]:
             if not view.is_used:
                 tensor = view.rebuild(memory)
@@ -339,7 +398,9 @@ class SavedView:
             ChangedInPlaceError: it was.
         """
         if self._witness._version != self._version:
-            raise _changed(self._witness, self._version, tuple(self._shape), self.saved.scope)
+            raise changed_in_place(
+                self._witness, self._version, tuple(self._shape), self.saved.scope
+            )
 
     def rebuild(self, memory: torch.UntypedStorage) -> torch.Tensor:
         """The tensor with its own shape, stride, offset, dtype and version counter, on `memory`.
@@ -347,48 +408,13 @@ class SavedView:
         What backward changes in place is changed for every view of it, and `check_unchanged` sees.
         """
         # A copy of a part, or all of the storage that it is part of.
-        is_own = memory.nbytes() == self.saved.num_bytes
+        is_own = memory.nbytes() == self.saved.saved_bytes
         start = self.saved.start_bytes // self._witness.element_size() if is_own else 0
         content = self._witness.new_empty(0)
         content.set_(memory, self._offset - start, self._shape, self._stride)
         tensor = self._witness.detach()
         tensor.data = content
         return tensor
-
-
-class ResidentTensor:
-    """What autograd holds in place of a saved tensor that stays: where there are hooks, it does not
-    look whether a tensor was changed in place.
-
-    It has no graph, whose node would hold it in turn. A subclass may, which knows itself what it is
-    without.
-    """
-
-    __slots__ = ("_scope", "_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor, scope: Scope) -> None:
-        self._scope = scope
-        is_plain = type(tensor) is torch.Tensor
-        self._tensor = tensor.detach() if is_plain and not tensor.is_leaf else tensor
-        self._version = tensor._version
-
-    def tensor(self) -> torch.Tensor:
-        """The saved tensor itself. Raises ChangedInPlaceError if it was modified in place since."""
-        tensor = self._tensor
-        if tensor._version != self._version:
-            shape = "nested" if tensor.is_nested else tuple(tensor.shape)
-            raise _changed(tensor, self._version, shape, self._scope)
-        return tensor
-
-
-def _changed(
-    tensor: torch.Tensor, version: int, shape: object, scope: Scope
-) -> ChangedInPlaceError:
-    return ChangedInPlaceError(
-        f"an activation of {scope} needed for gradient computation was modified by an in-place "
-        f"operation: {tensor.dtype} of shape {shape} is at version {tensor._version}; expected "
-        f"version {version}; make the operation out of place or clone its input"
-    )
 
 
 def _nothing_like(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

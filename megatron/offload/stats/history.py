@@ -43,12 +43,10 @@ class StepHistory:
         def size(name: str) -> str:
             return format_size(self._median(name))
 
-        rows = [
-            (
-                "offloaded",
-                f"{size('offloaded_bytes')} ({size('deduplicated_bytes')} more were duplicates)",
-            ),
-        ]
+        spared = f"{size('deduplicated_bytes')} more were duplicates"
+        if self._median("bit_packed_bytes"):
+            spared += f", {size('bit_packed_bytes')} spared by moving masks as bits"
+        rows = [("offloaded", f"{size('offloaded_bytes')} ({spared})")]
         if self._median("host_written_bytes"):
             rows += [
                 ("to host", f"{size('host_written_bytes')}, back {size('host_read_bytes')}"),

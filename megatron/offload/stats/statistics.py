@@ -14,6 +14,7 @@ class StepStatistics:
     offloaded_bytes: int = 0  # handed to a tier
     offloaded_storages: int = 0
     deduplicated_bytes: int = 0  # saved again while already taken: moved no second time
+    bit_packed_bytes: int = 0  # of masks, of which one bit moves for each byte: not moved
     already_hooked: int = 0  # saved tensors left alone because somebody else has hooked them
     unsupported: int = 0  # saved tensors that are more than their bytes: subclasses, sparse, nested
     rejected_bytes: int = 0  # wanted by the policy, but the tiers were full or failed

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from megatron.offload.saved.observer import Observer
 from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.saved.scope import Scope
+from megatron.offload.stats.memory_sampler import MemorySampler
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.trace import Tracer
 
@@ -27,6 +28,7 @@ class StepContext:
         save_order: of the forward pass under way; None outside of one.
         observer: hears what layers save; None: nobody does.
         tracer: draws the timeline of the first steps; None: nobody asked for one.
+        sampler: samples the memory of this step; None: of this one nobody wants to know.
     """
 
     statistics: StepStatistics = field(default_factory=StepStatistics)
@@ -34,6 +36,7 @@ class StepContext:
     save_order: SaveOrder | None = None
     observer: Observer | None = None
     tracer: Tracer | None = None
+    sampler: MemorySampler | None = None
 
     @contextlib.contextmanager
     def forward(self, scope: Scope) -> Iterator[SaveOrder]:
@@ -41,10 +44,14 @@ class StepContext:
         outer = self.scope, self.save_order
         order = SaveOrder()
         self.scope, self.save_order = scope, order
+        if self.sampler is not None:
+            self.sampler.enter("forward")
         try:
             yield order
         finally:
             self.scope, self.save_order = outer
+            if self.sampler is not None:
+                self.sampler.enter("")
 
     @contextlib.contextmanager
     def within(self, scope: Scope) -> Iterator[None]:

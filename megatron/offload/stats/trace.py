@@ -65,7 +65,7 @@ class Tracer:
         tiers: Mapping[str, Tier],
         sample: Callable[[], Mapping[str, float]],
     ) -> None:
-        self.path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}") if rank else path
+        self.path = path_of_rank(path, rank)
         self._rank = rank
         self._names = {id(tier): name for name, tier in tiers.items()}
         self._sample = sample
@@ -213,6 +213,11 @@ class Tracer:
                 self.path,
                 error.strerror,
             )
+
+
+def path_of_rank(path: Path, rank: int) -> Path:
+    """The file of a rank, of which each has its own: rank 0 has `path` itself."""
+    return path.with_name(f"{path.stem}-rank{rank}{path.suffix}") if rank else path
 
 
 def name_of(scope: Scope) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from megatron.offload.device.device import Device, memory_at
 from megatron.offload.tiers.direct_io import Alignment, Cut, aligned_storage, cut
+from megatron.offload.tiers.restored_memory import RestoredMemory
 from megatron.offload.tiers.staging import StagingPool
 
 
@@ -69,10 +70,11 @@ class InPlace:
 
     def __init__(self, alignment: Alignment) -> None:
         self._alignment = alignment
-        self._allocator_aligns = True  # until it is seen not to
+        self._restored = RestoredMemory()
 
     def for_writing(self, source: torch.UntypedStorage) -> View:
         """Makes a view of the tensor's own memory; the edges beside the body are copied now."""
+        self._restored.trim()  # forward has no use for the memory of the last backward pass
         return _InPlaceView(source, cut(source.data_ptr(), source.nbytes(), self._alignment))
 
     def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
@@ -86,13 +88,10 @@ class InPlace:
         return target, _InPlaceView(target, cut)
 
     def _new_storage(self, cut: Cut) -> torch.UntypedStorage:
-        """Like `aligned_storage`, with less work where the allocator aligns blocks by itself."""
-        if self._allocator_aligns:
-            plain = torch.UntypedStorage(cut.num_bytes)
-            if (plain.data_ptr() + len(cut.head)) % self._alignment.memory == 0:
-                return plain
-            self._allocator_aligns = False
-        return aligned_storage(cut.num_bytes, len(cut.head), self._alignment)
+        """Like `aligned_storage`, in a region of its own as long as that has room."""
+        head_bytes, alignment = len(cut.head), self._alignment
+        found = self._restored.new_storage(cut.num_bytes, head_bytes, alignment.memory)
+        return aligned_storage(cut.num_bytes, head_bytes, alignment) if found is None else found
 
 
 class _InPlaceView:

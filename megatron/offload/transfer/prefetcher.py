@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+import time
 import weakref
 from collections.abc import Callable
 
@@ -21,15 +22,19 @@ from megatron.offload.tiers.budget import ByteBudget
 
 _AWAY = (State.QUEUED, State.WRITING, State.ON_TIER)  # from memory, or about to leave it
 _FORGETTING = 0.7  # of what was missing, from one backward pass to the next
+# Of the seconds of a backward pass, those of the one before, waits that no larger window is taken
+# for: a hundredth of the time is cheaper than memory for what the drive reads meanwhile.
+_TOLERATED_WAIT = 0.01
 
 
 class Prefetcher:
     """Keeps a window of restored bytes ahead of the backward pass.
 
-    The window holds two of the largest storages, one ready and one being read (double buffering),
-    and what turned out to be missing: where compute waited t seconds for a read, a window larger by
-    t times the read bandwidth would have had it in time. What is passed without a read no longer
-    counts: the logits, as a rule the largest, are saved last and used when memory is scarcest.
+    The window holds one of the largest storages, read while backward works on the one before it
+    (double buffering), and what turned out to be missing: where compute waited t seconds for a
+    read, a window larger by t times the read bandwidth would have had it in time. Waits of up to
+    `_TOLERATED_WAIT` do not count. What is passed without a read no longer counts: the logits, as a
+    rule the largest, are saved last and used when memory is scarcest.
 
     Args:
         begin_read: starts the read of a record that is on a tier, unless somebody else has; whether
@@ -46,6 +51,9 @@ class Prefetcher:
         self._save_order: SaveOrder | None = None
         self._num_begun = 0
         self._missing_bytes = 0.0
+        self._began_s = 0.0  # the backward pass
+        self._pass_s = 0.0  # took the one before
+        self._tolerated_s = 0.0  # is left of what it may wait
         self._largest_read_bytes = 0  # of this save order
         self._has_used_one = False  # of this save order
         # What was read, or is being read, and not used yet. An entry goes when its record is used
@@ -63,11 +71,15 @@ class Prefetcher:
         if self._save_order is not save_order:
             self._has_used_one = opens_at_once
             self._missing_bytes *= _FORGETTING
+            self._began_s = time.perf_counter()
+            self._tolerated_s = _TOLERATED_WAIT * self._pass_s
             self._largest_read_bytes = 0
             self._save_order = save_order
 
     def stop(self) -> None:
         """The backward pass is over."""
+        if self._save_order is not None:
+            self._pass_s = time.perf_counter() - self._began_s
         self._save_order = None
 
     # Runs in the thread that computes.
@@ -87,8 +99,10 @@ class Prefetcher:
 
         For the first one of a backward pass no window would have helped.
         """
+        counted_s = max(seconds - self._tolerated_s, 0.0)
+        self._tolerated_s = max(self._tolerated_s - seconds, 0.0)
         if self._has_used_one:
-            self._missing_bytes += seconds * bytes_per_s
+            self._missing_bytes += counted_s * bytes_per_s
 
     def advance(self) -> None:
         """Brings back until the window is full; one storage always fits."""
@@ -101,13 +115,13 @@ class Prefetcher:
                     self._ahead_bytes -= self._left.popleft()
                 wanted_bytes = self._ahead_bytes + record.num_bytes
                 if self._ahead_bytes and wanted_bytes > self.window_bytes:
-                    self._resume_after = self._num_that_hold(self._largest_bytes(save_order))
+                    self._resume_after = self._num_that_hold(self.window_bytes / 2)
                     return
                 self._begin(record)
             save_order.drop_last()
         self._resume_after = math.inf
 
-    def _num_that_hold(self, num_bytes: int) -> int:
+    def _num_that_hold(self, num_bytes: float) -> int:
         """How many of those ahead, in the order of their use, hold so many bytes; at most all."""
         sizes = list(self._ahead.values())
         return 1 + sum(total < num_bytes for total in itertools.accumulate(sizes[:-1]))
@@ -118,7 +132,7 @@ class Prefetcher:
         save_order = self._save_order
         if save_order is None or not self._has_used_one:
             return 0
-        wanted_bytes = 2 * self._largest_bytes(save_order) + self._missing_bytes
+        wanted_bytes = self._largest_bytes(save_order) + self._missing_bytes
         return min(wanted_bytes, self._budget.limit_bytes)
 
     def _largest_bytes(self, save_order: SaveOrder) -> int:

@@ -95,6 +95,8 @@ class Reader:
         def end(transfer: Transfer) -> None:
             if self._step.tracer is not None:
                 _trace_read(self._step.tracer, reference, transfer)
+            if (sampler := self._step.sampler) is not None:  # which the step's end takes away
+                sampler.transfer_ended()
             if not transfer.cancelled() and transfer.exception() is None:
                 self._dispatcher.submit(functools.partial(_build_views, reference, transfer))
 
@@ -112,7 +114,7 @@ class Reader:
         memory = record.cancel_write()
         if memory is not None:
             self._step.statistics.forwarded_bytes += record.num_bytes if forwarded else 0
-            return memory
+            return self._unpacked(record, memory) if record.moves_bits else memory
         try:
             while memory is None:
                 if record.state is State.ON_TIER:
@@ -120,13 +122,22 @@ class Reader:
                 if not record.has_arrived:
                     self._stall(record)
                 memory = record.end_read()
-            return memory
         except Exception as error:
             raise StorageError(
                 f"rank {self._rank} could not read an activation of {record.scope} back "
                 f"({record.block}): {error}; its gradient would be wrong, so training stops; "
                 "check the disk and resume from the last checkpoint"
             ) from error
+        return self._unpacked(record, memory) if record.moves_bits else memory
+
+    def _unpacked(self, record: SavedStorage, memory: torch.UntypedStorage) -> torch.UntypedStorage:
+        """A mask as it was saved: unpacked once, on the stream that it was saved on."""
+        stream = self._device.current_stream()
+        with self._device.use_stream(record.stream):
+            memory = record.unpacked(memory)
+            if stream != record.stream:  # nothing says that what uses it comes after that
+                self._device.wait_for_event(self._device.record_event())
+        return memory
 
     def _stall(self, record: SavedStorage) -> None:
         """Waits until a read has ended, well or badly; the read-ahead is to look further then."""

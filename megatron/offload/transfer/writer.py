@@ -9,6 +9,7 @@ them. `Reader` is the way back.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
 import time
@@ -30,8 +31,9 @@ class Outgoing(NamedTuple):
     """A storage that is to be written."""
 
     record: SavedReference
-    num_bytes: int
+    num_bytes: int  # of memory that stays until it is written
     tier: Tier
+    moved_bytes: int  # less of a mask
 
 
 class _Batch(threading.local):
@@ -83,7 +85,7 @@ class Writer:
         counted = self._step.statistics
         counted.offloaded_bytes += record.num_bytes
         counted.offloaded_storages += 1
-        outgoing = Outgoing(weakref.ref(record), record.num_bytes, tier)
+        outgoing = Outgoing(weakref.ref(record), record.saved_bytes, tier, record.num_bytes)
         if self._batch.outgoing is not None:
             self._batch.outgoing.append(outgoing)
         else:
@@ -116,6 +118,10 @@ class Writer:
                 record = one.record()
                 if record is not None:
                     record.copy_span()
+                    if record.moves_bits:
+                        record.pack_bits()
+                        self._step.statistics.bit_packed_bytes += one.num_bytes - one.moved_bytes
+                        record.packed = self._device.record_event()
                 del record
                 if not self._inflight.try_acquire(one.num_bytes):
                     self._dispatch(fitting)
@@ -154,7 +160,7 @@ class Writer:
         finally:
             if started is None:
                 record.keep_in_memory()
-                self._rejected_bytes += outgoing.num_bytes
+                self._rejected_bytes += outgoing.moved_bytes
                 self._num_rejected += 1
                 self._inflight.release(outgoing.num_bytes)
         if started is not None:
@@ -171,13 +177,28 @@ class Writer:
             record = outgoing.record()
             if self._step.tracer is not None:
                 scope = record.scope if record is not None else None
-                self._step.tracer.transfer("write", tier, transfer, scope, outgoing.num_bytes)
+                self._step.tracer.transfer("write", tier, transfer, scope, outgoing.moved_bytes)
             if record is not None:
-                record.end_write(failed=transfer.cancelled() or transfer.exception() is not None)
+                failed = transfer.cancelled() or transfer.exception() is not None
+                if record.moves_bits and not failed:
+                    failed = not self._bits_are_all(record)
+                record.end_write(failed=failed)
             del record  # whoever hears that nothing is in flight may end the step
             self._inflight.release(outgoing.num_bytes)
+            if (sampler := self._step.sampler) is not None:  # which the step's end takes away
+                sampler.transfer_ended()
 
         return end
+
+    def _bits_are_all(self, record: SavedStorage) -> bool:
+        """Whether what was written is all of the record: of a mask, its bytes are 0 and 1."""
+        bits = record.bits
+        if bits is None:
+            return True
+        largest = ctypes.c_ubyte()
+        last = slice(bits.nbytes() - 1, None)
+        self._device.copy_to_host(bits, ctypes.addressof(largest), record.packed, last)
+        return largest.value <= 1
 
     # -- At the borders of a step ---------------------------------------------------------------
 

@@ -13,10 +13,12 @@ from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.projection.projection import Projection, project, saved_bytes
 from megatron.offload.planner.simulator.instructions import FIRST_TIER, KEEP, RECOMPUTE_LAYER
+from megatron.offload.planner.simulator.options import Choices, from_tier
 from megatron.offload.planner.simulator.timeline import Timeline, prediction_of
 from megatron.offload.planner.solver.baselines import suffix_plan
 from megatron.offload.planner.solver.solve import solve
 from megatron.offload.stats.endurance import YEAR_S
+from megatron.offload.stats.memory_parts import PredictedPeak
 
 _NUM_BUDGETS = 9  # of the curve
 
@@ -27,12 +29,14 @@ class PlanComparison:
 
     Attributes:
         strategies: predictions by name, `this plan` and `keep all` among them; None: impossible.
+        peak: what this plan's predicted peak is made of.
         curve: budgets and what the plan for each is predicted to take, from the largest down.
     """
 
     request: Request
     plan: Plan
     strategies: dict[str, Prediction | None]
+    peak: PredictedPeak
     curve: tuple[tuple[int, Prediction], ...] = ()
 
     @property
@@ -63,10 +67,9 @@ class PlanComparison:
     @property
     def ssd_written_bytes(self) -> int:
         """In a step with this plan, to drives."""
-        passes = self.profile.num_micro_batches
-        return passes * sum(
-            one.movable_bytes for one in self.plan.parts if one.placement is Placement.SSD
-        )
+        choices = Choices(self.profile)
+        moved = choices.moved_bytes(choices.of_plan(self.plan))
+        return self.profile.num_micro_batches * moved.get(Placement.SSD, 0)
 
     @property
     def life_years(self) -> float | None:
@@ -99,13 +102,21 @@ def compare_plans(request: Request, *, with_curve: bool) -> PlanComparison:
         keep = strategies["keep all"]
         assert keep is not None
         curve = frontier(profile, keep.peak_bytes)
-    return PlanComparison(request, plan, strategies, tuple(curve))
+    return PlanComparison(request, plan, strategies, timeline.explain_peak(plan), tuple(curve))
 
 
 def _references(profile: StageProfile) -> list[tuple[str, int]]:
     """What may become of everything, where it can."""
-    tiers = [(f"{tier.name} all", FIRST_TIER + n) for n, tier in enumerate(profile.tiers)]
-    return [("keep all", KEEP), ("recompute all", RECOMPUTE_LAYER), *tiers]
+    names = [tier.name for tier in profile.tiers]
+    return [
+        ("keep all", KEEP),
+        ("recompute all", RECOMPUTE_LAYER),
+        *(
+            (f"recompute, inputs on {one}", from_tier(RECOMPUTE_LAYER, n))
+            for n, one in enumerate(names)
+        ),
+        *((f"{name} all", FIRST_TIER + n) for n, name in enumerate(names)),
+    ]
 
 
 def frontier(profile: StageProfile, most_bytes: int) -> list[tuple[int, Prediction]]:

@@ -16,6 +16,7 @@ GIB = 1 << 30
 _MARKERS = {
     "keep all": "s",
     "recompute all": "^",
+    "recompute, inputs on ssd": "X",
     "ssd all": "D",
     "host all": "v",
     "TBA's suffix": "P",

@@ -28,6 +28,7 @@ def as_text(comparison: PlanComparison) -> str:
             "\n".join(_heading(comparison)),
             plan_table(dataclasses.replace(comparison.plan, predicted=None, fastest=None)),
             _comparison(comparison),
+            _peak(comparison),
             "\n".join([*_drives(comparison), *_verdict(comparison)]),
         )
     )
@@ -42,6 +43,7 @@ def as_json(comparison: PlanComparison) -> str:
             name: dataclasses.asdict(one) if one is not None else None
             for name, one in comparison.strategies.items()
         },
+        "peak_parts": dict(comparison.peak.parts),
         "required_write_bytes_per_s": comparison.required_bytes_per_s,
         "plan_life_years": comparison.life_years,
         "rok": [
@@ -94,6 +96,13 @@ def _comparison(comparison: PlanComparison) -> str:
     rows: list[Sequence[str]] = [_HEADINGS]
     rows += [_row(name, one, comparison.keep) for name, one in comparison.strategies.items()]
     return tabulate(rows, tablefmt="plain", disable_numparse=True)
+
+
+def _peak(comparison: PlanComparison) -> str:
+    """What the plan's peak is made of, by the names of a memory report."""
+    parts = sorted(comparison.peak.parts.items(), key=lambda part: part[1], reverse=True)
+    made_of = ", ".join(f"{name} {format_size(size)}" for name, size in parts if size)
+    return f"the peak of this plan: {made_of or 'nothing'}"
 
 
 def _row(name: str, one: Prediction | None, keep: Prediction) -> Sequence[str]:

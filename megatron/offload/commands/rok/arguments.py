@@ -28,13 +28,14 @@ rok.svg, rok.csv and rok.json.
   megatron-offload rok --activation-offload-write-limit 150MB/s --check
   megatron-offload rok --script train.py                # any script with offload_activations
 
-off          keep everything
-recompute    recompute every layer (Megatron's --recompute-granularity full)
-selective    recompute core attention (--recompute-granularity selective)
-ssd          everything goes to SSDs; host, tiered: to host memory, to both
-auto         the planner, at several memory budgets
-suffix       the first layers go to SSDs, the others stay: as many as SSDTrain's rule says, and for
-             each budget as few as should fit, by the profile that auto has measured
+off            keep everything
+recompute      recompute every layer (Megatron's --recompute-granularity full)
+recompute-ssd  the same, with the layers' inputs on SSDs
+selective      recompute core attention (--recompute-granularity selective)
+ssd            everything goes to SSDs; host, tiered: to host memory, to both
+auto           the planner, at several memory budgets
+suffix         the first layers go to SSDs, the others stay: as many as SSDTrain's rule says, and
+               for each budget as few as should fit, by the profile that auto has measured
 
 Times of auto are those after its last plan has settled. On a CPU, strategies without offload run
 with the C library's allocator and with the one that offload uses; device memory is process memory.

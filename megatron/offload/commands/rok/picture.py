@@ -20,6 +20,7 @@ from megatron.offload.sizes import MIB
 _STYLES = {
     "off": ("#000000", "s"),
     "recompute": ("#D55E00", "^"),
+    "recompute-ssd": ("#D55E00", "X"),
     "selective": ("#E69F00", "v"),
     "ssd": ("#0072B2", "D"),
     "host": ("#56B4E9", "<"),

@@ -11,12 +11,13 @@ from megatron.offload.commands.training_runs.run import Variant
 from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS, allocators_of
 from megatron.offload.sizes import MIB
 
-FIXED = ("off", "recompute", "selective", "ssd", "host", "tiered")
+FIXED = ("off", "recompute", "recompute-ssd", "selective", "ssd", "host", "tiered")
 STRATEGIES = (*FIXED, "suffix", "auto")
-DEFAULT_STRATEGIES = ("off", "recompute", "selective", "ssd", "suffix", "auto")
+DEFAULT_STRATEGIES = ("off", "recompute", "recompute-ssd", "selective", "ssd", "suffix", "auto")
 TITLES = {
     "off": "keep all",
     "recompute": "recompute all",
+    "recompute-ssd": "recompute, inputs on ssd",
     "selective": "selective recompute",
     "ssd": "ssd all",
     "host": "host all",

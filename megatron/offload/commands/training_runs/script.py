@@ -65,8 +65,13 @@ class ScriptTrainer(Trainer):
         asked, _ = parser.parse_known_args(
             [*flags, *self.offload_flags]
         )  # the rest is for the trainer of this checkout
-        if asked.recompute_granularity is not None:  # all of them, and what they save stays
-            flags = [*PLACEMENT_FLAGS["keep"], "--activation-recompute-layers", "0-99999"]
+        if asked.recompute_granularity is not None:  # all of them
+            flags = ["--activation-recompute-layers", "0-99999"]
+            if asked.activation_offload == "off":  # and what they save stays
+                flags += PLACEMENT_FLAGS["keep"]
+            else:  # and what they start from goes there
+                flags += ["--activation-recompute-input", asked.activation_offload]
+                flags += ["--activation-offload", asked.activation_offload, *self.offload_flags]
             asked, _ = parser.parse_known_args(flags)
         config = OffloadConfig.from_args(
             argparse.Namespace(**{**vars(asked), "activation_offload_dir": (self.offload_dir,)})

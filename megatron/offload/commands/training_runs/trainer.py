@@ -29,16 +29,20 @@ from megatron.offload.device.allocator import allocator_environment
 CHECKOUT = Path(__file__).resolve().parents[4]
 TRAINER = CHECKOUT / "examples" / "pretrain_gpt.py"
 
+_EVERY_LAYER_AGAIN = (
+    *("--recompute-granularity", "full"),
+    *("--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1"),
+)
 PLACEMENT_FLAGS: dict[str, list[str]] = {
     "off": ["--activation-offload", "off"],
-    "recompute": [
-        *("--activation-offload", "off"),
-        *("--recompute-granularity", "full"),
-        *("--recompute-method", "uniform"),
-        *("--recompute-num-layers", "1"),
-    ],
+    "recompute": ["--activation-offload", "off", *_EVERY_LAYER_AGAIN],
+    # The same, with the layers' inputs on the SSD.
+    "recompute-ssd": ["--activation-offload", "ssd", *_EVERY_LAYER_AGAIN],
     "selective": ["--activation-offload", "off", "--recompute-granularity", "selective"],
     "ssd": ["--activation-offload", "ssd"],
+    # The same, and a loss that is not bit-identical.
+    "ssd-chunked": ["--activation-offload", "ssd", "--activation-chunked-loss", "auto"],
     "host": ["--activation-offload", "host"],
     "tiered": ["--activation-offload", "tiered"],
     # Everything is hooked and nothing moves: what the hooks cost.
@@ -48,6 +52,8 @@ PLACEMENT_FLAGS: dict[str, list[str]] = {
         *("--activation-offload-inflight", "1TiB"),
     ],
 }
+# Their results are those of the others within rounding, and bit for bit those of each other.
+WITHIN_ROUNDING = ("ssd-chunked",)
 # Without offload: on a CPU they run with either allocator.
 WITHOUT_OFFLOAD = ("off", "recompute", "selective")
 

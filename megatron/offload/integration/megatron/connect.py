@@ -19,9 +19,10 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.megatron.chunked_loss import ChunkedLoss, check_chunked_loss
 from megatron.offload.integration.megatron.decorators import connect
 from megatron.offload.integration.megatron.patch_points import decorate
-from megatron.offload.integration.megatron.recomputable import why_not_recomputed
+from megatron.offload.integration.megatron.recomputable import check_recomputation
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.placement.policy import Policy
 from megatron.offload.planner.libraries import check_libraries
@@ -71,11 +72,16 @@ class MegatronHooks:
         from megatron.offload.integration.megatron.layer_hooks import LayerHooks
         from megatron.offload.integration.megatron.schedule_hooks import ScheduleHooks
 
-        schedule = ScheduleHooks(engine, settings, profiler)
         layers = LayerHooks(engine, model_chunks, profiler)
+        schedule = ScheduleHooks(engine, settings, layers.end_forward, profiler)
         self.layer, self.close = layers.layer, layers.close
         self.forward_step, self.backward_step = schedule.forward_step, schedule.backward_step
-        self.clear = schedule.clear
+        self._forgetting = (layers.clear, schedule.clear)
+
+    def clear(self) -> None:
+        """Forgets passes that did not come to their end."""
+        for clear in self._forgetting:
+            clear()
 
 
 class MegatronOffload:
@@ -86,13 +92,17 @@ class MegatronOffload:
         steps: TrainingSteps | None,
         model_chunks: Sequence[torch.nn.Module],
         calls: MegatronHooks | None = None,
+        loss: ChunkedLoss | None = None,
     ) -> None:
         self._steps = steps
         self._calls = calls
+        self._loss = loss
         self._model_chunks = list(model_chunks)
         self._patches = decorate() if calls is not None else []
         if calls is not None:
             connect(calls)
+        if loss is not None:
+            loss.connect()
 
     @property
     def engine(self) -> OffloadEngine | None:
@@ -134,6 +144,9 @@ class MegatronOffload:
 
     def uninstall(self) -> None:
         """Restores Megatron's functions; activations stay in memory from now on."""
+        if self._loss is not None:
+            self._loss.close()
+            self._loss = None
         if self._calls is not None:
             connect(None)
             self._calls.close()
@@ -160,7 +173,8 @@ def install(
     """Makes the model's activations go where `config` says.
 
     Args:
-        config: with mode `off` nothing is touched and every call of the result does nothing.
+        config: with mode `off` every call of the result does nothing, and nothing is touched but
+            the loss, if it is to be chunked.
         model_chunks: the model chunks of this rank, wrapped in DistributedDataParallel or not.
         reserve_bytes: SSD space to allocate before training, see `estimate.activation_bytes`.
         num_local_ranks: ranks on this machine, which share its memory.
@@ -170,13 +184,20 @@ def install(
     Raises:
         ConfigurationError: the version, a setting, the plan's file or the directory cannot work.
     """
-    if not config.enabled:
+    if not config.enabled and not config.chunks_loss:
         return MegatronOffload(None, model_chunks)
     check_version()
     check_wrappers(model_chunks)
     settings = _transformer_config(model_chunks)
+    loss = None
+    if config.chunks_loss:
+        check_chunked_loss(settings)
+        loss = ChunkedLoss(model_chunks, config.chunk_tokens)
+    if not config.enabled:
+        return MegatronOffload(None, model_chunks, loss=loss)
     check_settings(settings)
     check_layers(config, settings)
+    check_recomputation(config, settings)
     if config.plans and policy is None:
         check_libraries("--activation-offload auto")
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -185,7 +206,9 @@ def install(
     def planned() -> tuple[RankConsensus, Stage]:
         from megatron.offload.integration.megatron.process_groups import consensus_of, stage_of
 
-        return consensus_of(device.device), stage_of(model_chunks, settings, num_local_ranks)
+        by_operation = config.granularity == "operation"
+        stage = stage_of(model_chunks, settings, num_local_ranks, by_operation=by_operation)
+        return consensus_of(device.device), stage
 
     steps = TrainingSteps(
         config,
@@ -202,7 +225,7 @@ def install(
     except BaseException:
         steps.close()
         raise
-    return MegatronOffload(steps, model_chunks, calls)
+    return MegatronOffload(steps, model_chunks, calls, loss)
 
 
 def check(
@@ -219,10 +242,14 @@ def check(
     Raises:
         ConfigurationError: the version, a setting or the directory cannot work.
     """
+    if config.chunks_loss:
+        check_version()
+        check_chunked_loss(settings)
     if config.enabled:
         check_version()
         check_settings(settings)
         check_layers(config, settings)
+        check_recomputation(config, settings)
         if config.plans:
             check_libraries("--activation-offload auto")
         check_tiers(config, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
@@ -253,11 +280,6 @@ def check_settings(settings: Any) -> None:
             f"cuda_graph_impl {graphs} cannot be combined with offload: a captured graph has fixed "
             "addresses; drop --cuda-graph-impl"
         )
-    if getattr(settings, "recompute_granularity", None) == "full":
-        raise ConfigurationError(
-            "--recompute-granularity full leaves no activations to offload; drop one of the two "
-            "(selective recomputation works together with offload)"
-        )
 
 
 def check_wrappers(model_chunks: Sequence[torch.nn.Module]) -> None:
@@ -274,7 +296,7 @@ def check_wrappers(model_chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def check_layers(config: OffloadConfig, settings: Any) -> None:
-    """Raises ConfigurationError for layers that are not there or cannot be recomputed."""
+    """Raises ConfigurationError for layers that are not there."""
     # An encoder and a decoder count from 1 each; `num_layers` is the decoder's.
     num_layers = max(
         getattr(settings, name, None) or 0 for name in ("num_layers", "encoder_num_layers")
@@ -290,11 +312,6 @@ def check_layers(config: OffloadConfig, settings: Any) -> None:
                 raise ConfigurationError(
                     f"{flag} names layer {number}; the model has {num_layers}, counted from 1"
                 )
-    why_not = why_not_recomputed(settings)
-    if config.recompute_layers is not None and why_not:
-        raise ConfigurationError(
-            f"--activation-recompute-layers cannot recompute {why_not}; drop one of the two"
-        )
 
 
 def _transformer_config(model_chunks: Sequence[torch.nn.Module]) -> Any:

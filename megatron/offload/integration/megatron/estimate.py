@@ -6,13 +6,14 @@ Trainers pass the result to `install` as `reserve_bytes`, so that a disk that is
 before training. The count follows Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models" (2022), section 4: per layer the inputs of every operation that needs them in
 backward, here term by term for any element size, GQA and gated MLPs, without the s x s attention
-scores that fused attention does not save.
+scores that fused attention does not save. Of layers that Megatron recomputes only inputs count.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from megatron.offload.integration.megatron.recomputable import recomputes_fully
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition, pipeline_schedule
 
 MARGIN = 1.15  # statistics of norms, log-sum-exp of attention, rounding to file-system blocks
@@ -44,6 +45,23 @@ def layer_bytes(settings: Any, tokens: int) -> int:
     if settings.sequence_parallel:
         whole, masks = whole / tp, masks / tp
     return int(tokens * ((split / tp + whole) * element + masks))
+
+
+def _num_recomputed(settings: Any, num_layers: int) -> int:
+    """How many of a chunk's layers Megatron itself recomputes as a whole."""
+    if not recomputes_fully(settings):
+        return 0
+    is_block = settings.recompute_method == "block"
+    return min(settings.recompute_num_layers, num_layers) if is_block else num_layers
+
+
+def _inputs_bytes(settings: Any, num_layers: int, tokens: int) -> int:
+    """Bytes that the checkpoints around so many layers keep: the inputs of each."""
+    element = 2 if settings.bf16 or settings.fp16 else 4
+    shared = settings.tensor_model_parallel_size if settings.sequence_parallel else 1
+    is_uniform = recomputes_fully(settings) and settings.recompute_method == "uniform"
+    num_inputs = -(-num_layers // (settings.recompute_num_layers if is_uniform else 1))
+    return int(num_inputs * tokens * settings.hidden_size * element // shared)
 
 
 def passes_in_flight(settings: Any, num_microbatches: int, stage: int = 0) -> int:
@@ -90,7 +108,9 @@ def activation_bytes(
     tokens = (
         seq_length * micro_batch_size // (getattr(settings, "context_parallel_size", None) or 1)
     )
-    per_pass = layers * layer_bytes(settings, tokens)
+    recomputed = _num_recomputed(settings, layers)
+    per_pass = (layers - recomputed) * layer_bytes(settings, tokens)
+    per_pass += _inputs_bytes(settings, recomputed, tokens)
     return int(MARGIN * per_pass * passes_in_flight(settings, num_microbatches, stage))
 
 
@@ -135,4 +155,5 @@ def _cross_attention_bytes(
     of_encoder, of_decoder = seq_lengths
     per_layer = of_decoder * decoder_token + of_encoder * encoder_token
     once = element * hidden * of_encoder / shared
-    return int(MARGIN * micro_batch_size * (settings.num_layers * per_layer + once))
+    layers = settings.num_layers - _num_recomputed(settings, settings.num_layers)
+    return int(MARGIN * micro_batch_size * (layers * per_layer + once))

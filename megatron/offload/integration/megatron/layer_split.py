@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a transformer layer's attention ends and its MLP begins: `LayerDivision`.
+"""Where in its forward a transformer layer can be divided: `LayerDivision`.
 
-`LayerHooks` asks, where a policy wants it. The tensor that comes to the norm before the MLP is the
-middle: what leads to it from the layer's inputs is attention, what leads from it to the outputs is
-the MLP. The middle itself is saved by that norm, so it is the MLP's.
+`LayerHooks` asks, where a policy or a flag wants it. The tensor that comes to the norm before the
+MLP is the middle: what leads to it from the layer's inputs is attention, what leads from it to the
+outputs is the MLP. The middle itself is saved by that norm, so it is the MLP's. Each module with
+parameters, and core attention, begins another operation. It captures nothing itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,28 +20,41 @@ from megatron.offload.saved.autograd_graph import node_of
 
 ATTENTION, MLP = "attention", "mlp"
 
+_CORE_ATTENTION = "core_attention"
+# Experts may run on a stream of their own, beside other operations of the layer.
+_UNDIVIDED = frozenset({"experts", "shared_experts", "router"})
+# Of --recompute-modules, those that free a result before the layer's end.
+_DISCARDING = frozenset({"layernorm", "moe_act", "mla_up_proj"})
+
+# What is told of a place in a running layer: the tensors that come to it from what ran before, and
+# whether it is the middle.
+Reached = Callable[[list[torch.Tensor], bool], None]
+
 
 class LayerDivision:
-    """Tells where the running layer's attention ends and its MLP begins.
+    """Tells where the running layer's attention ends and its MLP begins, and its operations.
 
     Args:
-        layers: with a module `pre_mlp_layernorm`, or they are not divided.
+        layers: with a module `pre_mlp_layernorm`, or they have no middle.
+        operations: tell of the layer's operations as well.
     """
 
-    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
-        self._reached: Callable[[torch.Tensor], None] | None = None
+    def __init__(self, layers: Iterable[torch.nn.Module], *, operations: bool = False) -> None:
+        self._reached: Reached | None = None
         # Forward pre-hooks: they leave the results alone, and nothing of them stays in the graph.
         self._handles = [
-            norm.register_forward_pre_hook(self._hook, with_kwargs=True)
+            module.register_forward_pre_hook(
+                functools.partial(self._hook, is_middle), with_kwargs=True
+            )
             for layer in layers
-            if isinstance(norm := getattr(layer, "pre_mlp_layernorm", None), torch.nn.Module)
+            for module, is_middle in _places_in(layer, operations)
         ]
 
     @contextlib.contextmanager
-    def watching(self, reached: Callable[[torch.Tensor], None]) -> Iterator[None]:
-        """A context around a layer's forward: calls `reached` once, with the tensor in the middle.
+    def watching(self, reached: Reached) -> Iterator[None]:
+        """A context around a layer's forward: calls `reached` at each place that it comes to.
 
-        Not where autograd does not know that tensor: then there is nothing to divide at.
+        Not where autograd does not know the tensors there: then there is nothing to divide at.
         """
         outer, self._reached = self._reached, reached
         try:
@@ -52,10 +67,37 @@ class LayerDivision:
         while self._handles:
             self._handles.pop().remove()
 
-    def _hook(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        reached = self._reached
-        if reached is None or not tensors or node_of(tensors[0]) is None:
+    def _hook(
+        self, is_middle: bool, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # A part that runs again computes without gradients now; what it begins with is the middle.
+        if self._reached is None or not (is_middle or torch.is_grad_enabled()):
             return
-        self._reached = None
-        reached(tensors[0])
+        values = (*args, *kwargs.values())
+        tensors = [t for t in values if isinstance(t, torch.Tensor) and node_of(t) is not None]
+        if tensors:
+            self._reached(tensors, is_middle)
+
+
+def _places_in(layer: torch.nn.Module, operations: bool) -> Iterator[tuple[torch.nn.Module, bool]]:
+    """The modules of a layer at which it can be divided, and whether that is its middle."""
+    middle = getattr(layer, "pre_mlp_layernorm", None)
+    if not isinstance(middle, torch.nn.Module):
+        return
+    yield middle, True
+    if operations and not _discards(layer):
+        for path, module in layer.named_modules():
+            *outer, name = path.split(".")
+            if module is middle or _CORE_ATTENTION in outer or {name, *outer} & _UNDIVIDED:
+                continue
+            if name == _CORE_ATTENTION or (module._parameters and not module._modules):
+                yield module, False
+
+
+def _discards(layer: torch.nn.Module) -> bool:
+    """Whether Megatron's own selective recomputation frees results that are captured before."""
+    config = getattr(layer, "config", None)
+    is_selective = getattr(config, "recompute_granularity", None) == "selective"
+    return is_selective and not _DISCARDING.isdisjoint(
+        getattr(config, "recompute_modules", None) or ()
+    )

@@ -37,13 +37,20 @@ def consensus_of(device: torch.device) -> RankConsensus:
     return ProcessGroupConsensus(groups, device)
 
 
-def stage_of(model_chunks: Sequence[torch.nn.Module], settings: Any, num_local_ranks: int) -> Stage:
+def stage_of(
+    model_chunks: Sequence[torch.nn.Module],
+    settings: Any,
+    num_local_ranks: int,
+    *,
+    by_operation: bool,
+) -> Stage:
     """Describes this rank's stage of the pipeline, for the planner.
 
     Args:
         model_chunks: in the order of their numbers.
         settings: the model's `TransformerConfig`.
         num_local_ranks: ranks on this machine.
+        by_operation: layers hand over what each operation saved when the next one begins.
     """
     layers = [
         (number, name)
@@ -60,4 +67,12 @@ def stage_of(model_chunks: Sequence[torch.nn.Module], settings: Any, num_local_r
         for layer, name in layer_names(model_chunks).items()
         for group in not_recomputed_alone(layer)
     }
-    return Stage(pipeline_position(settings), layers, why_not, is_first, num_local_ranks, not_alone)
+    return Stage(
+        pipeline_position(settings),
+        layers,
+        why_not,
+        is_first,
+        num_local_ranks,
+        not_alone,
+        "operation" if by_operation else "layer",
+    )

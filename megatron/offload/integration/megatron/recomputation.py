@@ -29,15 +29,14 @@ def recomputed(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     Megatron's checkpoint takes tensors by position only.
     """
-    values = [*args, *kwargs.values()]
+    values, number, names = [*args, *kwargs.values()], len(args), list(kwargs)
     places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
 
-    def run(*tensors: torch.Tensor) -> Any:
+    def run(*tensors: torch.Tensor) -> Any:  # refers to no tensor: it lives until backward
         present = list(values)
         for place, tensor in zip(places, tensors, strict=True):
             present[place] = tensor
-        named = dict(zip(kwargs, present[len(args) :], strict=True))
-        return function(*present[: len(args)], **named)
+        return function(*present[:number], **dict(zip(names, present[number:], strict=True)))
 
     tensors = [values[place] for place in places]
     for place in places:

@@ -34,13 +34,19 @@ class ScheduleHooks:
     Args:
         engine: hears of them.
         settings: the model's `TransformerConfig`.
+        end_forward: gets what each forward pass gave, at its end.
         profiler: hears of them too; None: nobody does.
     """
 
     def __init__(
-        self, engine: OffloadEngine, settings: Any, profiler: Profiler | None = None
+        self,
+        engine: OffloadEngine,
+        settings: Any,
+        end_forward: Callable[[list[torch.Tensor]], None],
+        profiler: Profiler | None = None,
     ) -> None:
         self._engine = engine
+        self._end_forward = end_forward
         self._profiler = profiler
         self._settings = settings
         self._signature: inspect.Signature | None = None  # of Megatron's forward step
@@ -77,7 +83,10 @@ class ScheduleHooks:
         measured = _nothing if self._profiler is None else self._profiler.forward
         with measured(*place), self._engine.forward(Scope(*place)) as save_order:
             result = step(*args, **kwargs)
-        output = _first_tensor(result[0])
+            output = _first_tensor(result[0])
+            if self._engine.sampler is not None and output is not None:
+                self._engine.sampler.note_outside([output])
+            self._end_forward([] if output is None else [output])
         if output is not None:
             self._save_orders[place] = save_order
             self._by_output[id(output)] = (output, place)

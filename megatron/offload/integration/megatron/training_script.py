@@ -256,7 +256,7 @@ def _checked_request(flags: argparse.Namespace) -> _Request:
         ConfigurationError: they do not fit together, or cannot work here.
     """
     request: _Request = _on_all_ranks(lambda: _request(flags))
-    if not request.config.enabled:
+    if request.settings is None:
         return request
     # Of the ranks that share the disks: pipeline stages do not need the same room.
     reserves = _of_local_ranks(request.reserve_bytes)
@@ -283,7 +283,7 @@ def _request(flags: argparse.Namespace) -> _Request:
     flags.activation_offload_dir = ",".join(map(str, config.directories))
     if config.plan_file is not None:
         flags.activation_offload_plan = str(config.plan_file)
-    if not config.enabled:
+    if not config.enabled and not config.chunks_loss:
         return _Request(config)
     for name, (works, reason) in _FLAGS.items():
         if getattr(flags, name, works) != works:
@@ -291,7 +291,7 @@ def _request(flags: argparse.Namespace) -> _Request:
             raise ConfigurationError(f"{flag} cannot be combined with offload: {reason}; drop it")
     settings = _MODEL_SETTINGS.find()(flags)
     save = getattr(flags, "save", None)
-    reserve_bytes = _reserve_bytes(flags, settings)
+    reserve_bytes = _reserve_bytes(flags, settings) if config.enabled else 0
     return _Request(config, settings, reserve_bytes, run_directory=Path(save) if save else None)
 
 

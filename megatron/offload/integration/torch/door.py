@@ -18,6 +18,7 @@ import torch
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.torch.causal_lm_loss import chunked_losses
 from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.integration.torch.measured_run import MeasuredRun
 from megatron.offload.integration.torch.offload import ActivationOffload, speaking_of_settings
@@ -59,7 +60,8 @@ def offload_activations(
         metrics_file: gets a JSON line for each step of the first rank: its time, its peak memory,
             its loss and what moved; `megatron-offload report` makes a table of several.
         settings: any other field of `OffloadConfig` by its name; sizes as numbers or as text:
-            `memory_budget_bytes="12GiB"`, `min_bytes="256KiB"`.
+            `memory_budget_bytes="12GiB"`, `min_bytes="256KiB"`. `chunked_loss="auto"` is for causal
+            language models of transformers: their loss over chunks of tokens, not bit-identical.
 
     Returns:
         A handle with `statistics`, `summary()`, `report()` and `close()`, also a context manager.
@@ -79,7 +81,12 @@ def offload_activations(
             run_directory = measured.run_directory or run_directory
             metrics_file = measured.metrics_file or metrics_file
         found = find_layers(models, layers)
+        heads = chunked_losses(models, config.chunk_tokens) if config.chunks_loss else []
         if config.enabled:
+            config.check_recompute_input(
+                "give both or neither (what a checkpoint of the model's own keeps goes where "
+                "everything goes)"
+            )
             check_tiers(config, reserve_bytes=0, num_local_ranks=local_world_size())
             if config.plans:
                 check_libraries("mode='auto'")
@@ -89,7 +96,11 @@ def offload_activations(
                         "name its layers with layers=, or use mode='ssd' or 'host'"
                     )
     offload = ActivationOffload(
-        config, models, found, run_directory=None if run_directory is None else Path(run_directory)
+        config,
+        models,
+        found,
+        heads=heads,
+        run_directory=None if run_directory is None else Path(run_directory),
     )
     if metrics_file is not None and rank() == 0:
         in_turns = measured is not None and measured.in_turns

@@ -21,6 +21,7 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.output_head import OutputHead
 from megatron.offload.integration.torch.layer_calls import LayerCalls
 from megatron.offload.integration.torch.module_hooks import ModuleHooks
 from megatron.offload.integration.torch.parameters import (
@@ -65,6 +66,7 @@ class ActivationOffload:
         config: with mode `off` nothing is touched.
         models: that train together.
         layers: of them, by module.
+        heads: output layers and losses, to be connected until `close`; with mode `off` too.
         run_directory: with `auto`, what was measured is written there.
 
     Raises:
@@ -77,6 +79,7 @@ class ActivationOffload:
         models: Sequence[torch.nn.Module],
         layers: Mapping[torch.nn.Module, str],
         *,
+        heads: Sequence[OutputHead] = (),
         run_directory: Path | None = None,
     ) -> None:
         self.layers = list(layers.values())
@@ -96,6 +99,9 @@ class ActivationOffload:
         self._is_closed = not config.enabled
         if config.enabled:
             self._hook(layers)
+        self._heads = list(heads)
+        for head in self._heads:
+            head.connect()
         _handles.add(self)
 
     def __enter__(self) -> ActivationOffload:
@@ -154,6 +160,8 @@ class ActivationOffload:
     def close(self) -> None:
         """Takes the hooks off, waits for transfers and gives memory and disk space back."""
         self._close_log()
+        while self._heads:
+            self._heads.pop().close()
         if self._is_closed:
             return
         self._is_closed = True

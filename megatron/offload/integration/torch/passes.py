@@ -158,10 +158,9 @@ class Passes:
         self._close(forward)
         forward.has_had_backward = result is None  # it raised: whoever catches that may hold it
         hook = _OutputHook(self, forward)
-        for one in tensors_in(result):
-            if one.requires_grad:
-                one.register_hook(hook)
-                forward.listener = weakref.ref(hook)
+        for one in computed_in(result):
+            one.register_hook(hook)
+            forward.listener = weakref.ref(hook)
 
     @property
     def is_in_forward(self) -> bool:
@@ -277,6 +276,14 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield one
         elif hasattr(one, "__dict__"):
             yield from (own for own in vars(one).values() if isinstance(own, torch.Tensor))
+
+
+def computed_in(values: Any) -> Iterator[torch.Tensor]:
+    """Those of `tensors_in` that gradients come through on their way to a module.
+
+    No leaves: a parameter among them would keep its hook for all backward passes to come.
+    """
+    return (one for one in tensors_in(values) if one.requires_grad and not one.is_leaf)
 
 
 def can_hook() -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that the door cannot serve: `check_models`, each with a sentence that says why."""
+"""What the door cannot serve, each with a sentence that says why: `check_models` and others."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.offload.device.open import open_device
-from megatron.offload.integration.torch.passes import can_hook, tensors_in
+from megatron.offload.integration.torch.passes import can_hook, computed_in, tensors_in
 from megatron.offload.stats.memory import PeakMemory
 
 
@@ -72,9 +72,8 @@ class StepLog:
         if self._depth or not self._number or not torch.is_grad_enabled() or not can_hook():
             return
         self._loss = _loss_of(result)
-        for one in tensors_in(result):
-            if one.requires_grad:
-                one.register_hook(self._begin_backward)
+        for one in computed_in(result):
+            one.register_hook(self._begin_backward)
 
     def close(self) -> None:
         """Writes the last step, as long as its passes took."""

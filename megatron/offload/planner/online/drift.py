@@ -63,6 +63,7 @@ class MeasuredStep:
         peak_bytes: most bytes of activations at a time.
         sizes: of its largest micro-batch, see `StageProfile`; empty: not known.
         write_bytes_per_s: by the name of each tier that was written to.
+        gap_s: of it, between the passes of two steps, as far as it was known then.
     """
 
     step_s: float
@@ -70,6 +71,7 @@ class MeasuredStep:
     peak_bytes: int
     sizes: Mapping[str, int] = field(default_factory=dict)
     write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    gap_s: float = 0.0
 
 
 @dataclass(frozen=True)

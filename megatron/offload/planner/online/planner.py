@@ -6,9 +6,10 @@ at the same step on all ranks that share layers; the policy that the engine asks
 
 Note [The course of a run]
 `WARMING_UP` one step, everything offloaded; `MEASURING` two steps, likewise; then the first plan.
-The first steps of a run are no good measure of the later ones: memory comes from the system for the
-first time, and what a step leaves behind adds to the next one's peak. So once the first plan has
-been followed for some steps, `REFINING` measures some more, and a second plan is made.
+The first steps of a run are no good measure of the later ones. In the first one the optimizer makes
+its state: that counts for nothing. Memory comes from the system for the first time: of the two that
+are measured the faster one counts. And everything offloaded is not what a plan does: so once the
+first plan has been followed for some steps, `REFINING` measures more, and a second plan is made.
 `FOLLOWING` a plan, every step is compared with what was predicted. When one rank of a group finds
 that steps go otherwise, all refine again, more and more rarely if that changes nothing. When a tier
 has become slow or micro-batches larger, there is no time for that: they go on to `UPDATING`, where
@@ -28,12 +29,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.offload.config import OffloadConfig
-from megatron.offload.device.allocator import allocator_name, keeps_freed_memory
+from megatron.offload.device.allocator import (
+    START_WITH_ENVIRONMENT,
+    allocator_name,
+    keeps_freed_memory,
+)
 from megatron.offload.device.device import Device
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import PREFIX, OffloadError
 from megatron.offload.placement.atomic_file import write_atomically
 from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.plan_file import plans_to_json
 from megatron.offload.placement.plan_policy import PlannedPolicy
 from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.planner.online.consensus import (
@@ -159,8 +165,6 @@ class Planner:
         num_wanted = _NUM_MEASURED.get(self.phase, 0)
         if num_wanted and self.meter.last is not None:
             self._measured.append(self.meter.last)
-        if self.plan is None:
-            self._device.return_freed_memory()  # or what this step leaves adds to the next one's
         if self.phase is Phase.WARMING_UP:
             self.phase = Phase.MEASURING
         elif self.phase is Phase.FOLLOWING:
@@ -176,6 +180,17 @@ class Planner:
                 self._is_refined |= self.phase is Phase.REFINING
                 self._plan_for_measured()
         self.meter.resume()
+
+    def explained(self) -> tuple[str, str] | None:
+        """The plan that is followed and the profile that it was made for, as JSON.
+
+        Returns:
+            None before the first plan; an empty profile where the plan is somebody else's.
+        """
+        if self.plan is None:
+            return None
+        profile = self.profile.to_json() if self.profile is not None else ""
+        return plans_to_json([self.plan]), profile
 
     @property
     def metrics(self) -> dict[str, int | float]:
@@ -221,8 +236,8 @@ class Planner:
             message = str(error).removeprefix(PREFIX)
             if self._device.is_host and keeps_freed_memory():
                 message += (
-                    f"; what was measured has memory in it that {allocator_name()} keeps: start "
-                    "training with the environment that `megatron-offload doctor` prints"
+                    f"; what was measured has memory in it that {allocator_name()} keeps: "
+                    f"{START_WITH_ENVIRONMENT}"
                 )
         told = self._consensus.of_all((plan if self._stage.speaks else None, message))
         raise_first(one for _, one in told)
@@ -281,7 +296,10 @@ class Planner:
             steps = [*steps, *self._drift.recent]
         if not steps and self.meter.last is not None:
             steps = [self.meter.last]
-        own_s = statistics.median(one.step_s for one in steps) if steps else 0.0
+        passes_s = [one.step_s - one.gap_s for one in steps] or [0.0]
+        # The first steps are few, and what disturbs one, such as new memory, only makes it longer.
+        own_s = min(passes_s) if self.plan is None else statistics.median(passes_s)
+        own_s += steps[-1].gap_s if steps else 0.0
         own_bytes = max((one.peak_bytes for one in steps), default=0)
         step_s, peak_bytes = self._consensus.largest([own_s, float(own_bytes)])
         return WholeSteps(step_s or None, int(peak_bytes))

@@ -31,7 +31,7 @@ from megatron.offload.planner.profile.stage_profile import (
 from megatron.offload.stats.memory import PeakMemory
 from megatron.offload.tiers.tier import Tier
 
-_REMEMBERED_GAPS = 5
+_REMEMBERED_GAPS = 6
 # Of a resident set. A GPU's numbers are those of its allocator, which knows what it has given out.
 _SLACK_OF_HOST = 0.15  # docs/results/README.md, "What the resident set holds"
 _LEAST_BUSY_S = 0.1  # of a tier in a step, for its rate to be that step's: less is mostly chance
@@ -49,6 +49,7 @@ class StepMeter:
     def __init__(self, config: OffloadConfig, engine: OffloadEngine, device: Device) -> None:
         self.profiler = Profiler(device, config.min_bytes, self._waited_s)
         self.last: MeasuredStep | None = None
+        self._moves_inputs = config.recompute_input != "keep"
         self._engine = engine
         self._device = device
         self._peak = PeakMemory(device)
@@ -140,6 +141,7 @@ class StepMeter:
             seconds_between=seconds,
             step_fixed_s=fixed_s,
             recomputes=recomputes,
+            moves_inputs=self._moves_inputs,
             previous=previous,
             sizes=self._detailed_sizes,
             inflight_bytes=self._engine.inflight_bytes,
@@ -159,7 +161,9 @@ class StepMeter:
 
     @property
     def _gap_s(self) -> float:
-        return statistics.median(self._gaps_s) if self._gaps_s else 0.0
+        """Without the oldest: in the first one of a run the optimizer makes its state."""
+        later_s = self._gaps_s[1:] or self._gaps_s
+        return statistics.median(later_s) if later_s else 0.0
 
     def _waited_s(self) -> float:
         counted = self._engine.statistics
@@ -168,6 +172,7 @@ class StepMeter:
     def _measured(self, passes_s: float, peak_bytes: int) -> MeasuredStep:
         return MeasuredStep(
             step_s=passes_s + self._gap_s,
+            gap_s=self._gap_s,
             stall_s=self._waited_s(),
             peak_bytes=peak_bytes,
             sizes=dict(self.profiler.sizes),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a `StageProfile` of what a profiler noted: `profile_of`, `passes_s`, `tier_profiles`.
 
-The planner calls them between steps. Durations are medians over micro-batches, so that one that was
-disturbed does not count; bytes are the largest.
+The planner calls them between steps. Durations are medians over micro-batches (of two,
+the shorter one), so that those that were disturbed do not count; bytes are the largest.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from megatron.offload.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
@@ -32,6 +33,13 @@ _ORDER = (*_PARTS, WHOLE_LAYER)
 _SLOWEST_BYTES_PER_S = 1.0  # of a tier that nothing has been measured of, and that was not used
 
 
+class _May(NamedTuple):
+    """What may become of layers."""
+
+    recompute: bool
+    move_inputs: bool  # of what is recomputed
+
+
 def profile_of(
     steps: Sequence[Sequence[PassTimings]],
     position: PipelinePosition,
@@ -40,6 +48,7 @@ def profile_of(
     seconds_between: Callable[[object, object], float],
     step_fixed_s: float,
     recomputes: bool,
+    moves_inputs: bool = True,
     previous: StageProfile | None = None,
     sizes: dict[str, int] | None = None,
     inflight_bytes: int = 512 << 20,
@@ -55,6 +64,7 @@ def profile_of(
         seconds_between: two timestamps.
         step_fixed_s: seconds of a step outside of its passes.
         recomputes: whether layers may be recomputed at all.
+        moves_inputs: whether what that starts from may wait on a tier.
         previous: an earlier profile, for what layers save that were recomputed in these steps.
         sizes, inflight_bytes, hands_over, source: see `StageProfile`.
     """
@@ -68,11 +78,12 @@ def profile_of(
     passes = [one for step in steps for one in step]
     by_chunk = [[p for p in passes if p.chunk == c] for c in range(position.num_chunks)]
     layers: list[LayerProfile] = []
+    may = _May(recomputes, moves_inputs)
     for chunk, own in enumerate(by_chunk):
         earlier = {one.name: one for one in (previous.layers if previous else ())}
         layers += _between_layers(chunk, 0, own, between)
         for number, alike in enumerate(zip(*(one.layers for one in own), strict=True), 1):
-            layers.append(_layer(chunk, list(alike), own, between, recomputes, earlier))
+            layers.append(_layer(chunk, list(alike), own, between, may, earlier))
             layers += _between_layers(chunk, number, own, between)
 
     before = [_seconds_outside(own, 0, between) for own in by_chunk]
@@ -99,7 +110,7 @@ def passes_s(
     steps: Sequence[Sequence[PassTimings]], seconds: Callable[[object, object], float]
 ) -> float:
     """Seconds that the passes of a step take together, waits included."""
-    return _median(
+    return statistics.median(
         sum(
             seconds(earlier.timestamp, later.timestamp)
             for p in step
@@ -144,7 +155,7 @@ def _layer(
     timings: list[LayerTimings],
     passes: list[PassTimings],
     between: Seconds,
-    recomputes: bool,
+    may: _May,
     previous: Mapping[str, LayerProfile],
 ) -> LayerProfile:
     """One layer; `timings` has it once for each of `passes`."""
@@ -158,8 +169,8 @@ def _layer(
         - _again_s(m, between, *m.again)
         for m, p in zip(timings, passes, strict=True)
     )
-    can_be = recomputes and all(m.can_be_recomputed for m in timings)
-    parts = _parts(timings, between, can_be)
+    can_be = may.recompute and all(m.can_be_recomputed for m in timings)
+    parts = _parts(timings, between, can_be, may.move_inputs)
     if name in previous:
         scale = input_bytes / max(previous[name].input_bytes, 1)
         known = {one.name: _scaled(one, scale) for one in previous[name].parts}
@@ -175,6 +186,7 @@ def _layer(
         recompute_s=recompute_s if can_be else None,
         input_bytes=input_bytes,
         parts=parts,
+        movable_input_bytes=may.move_inputs * max(m.movable_input_bytes for m in timings),
     )
 
 
@@ -231,7 +243,9 @@ def _seconds_between_layers(
     return _median(forward_s), _median(backward_s)
 
 
-def _parts(timings: list[LayerTimings], between: Seconds, can_be: bool) -> tuple[PartProfile, ...]:
+def _parts(
+    timings: list[LayerTimings], between: Seconds, can_be: bool, moves_inputs: bool
+) -> tuple[PartProfile, ...]:
     can_be = can_be and all(one.has_parts and one.middle for one in timings)
     names = {name for one in timings for name in one.parts}
     found = []
@@ -268,6 +282,10 @@ def _parts(timings: list[LayerTimings], between: Seconds, can_be: bool) -> tuple
                 selective_bytes=selective_bytes,
                 selective_s=_median(selective) if is_part else None,
                 selective_extra_bytes=max(one.selective_extra_bytes for one in own),
+                movable_input_bytes=moves_inputs
+                * max(
+                    m.movable_input_bytes if is_first else m.movable_middle_bytes for m in timings
+                ),
             )
         )
     return tuple(found)
@@ -291,6 +309,7 @@ def _remembered(
         first_use_s=part.first_use_s,
         recompute_s=part.recompute_s,
         input_bytes=part.input_bytes,
+        movable_input_bytes=part.movable_input_bytes,
         selective_s=known.selective_s if part.name in timings[0].again else part.selective_s,
     )
 
@@ -307,9 +326,10 @@ def _scaled(part: PartProfile, scale: float) -> PartProfile:
         selective_bytes=round(part.selective_bytes * scale),
         selective_s=None if part.selective_s is None else part.selective_s * scale,
         selective_extra_bytes=round(part.selective_extra_bytes * scale),
+        movable_input_bytes=round(part.movable_input_bytes * scale),
     )
 
 
 def _median(values: Iterable[float]) -> float:
     values = list(values)
-    return float(statistics.median(values)) if values else 0.0
+    return float(statistics.median_low(values)) if values else 0.0

@@ -129,6 +129,7 @@ class Profiler:
             name=scope.layer,
             began=self.now(),
             input_bytes=sum(tensor.nbytes for tensor in wanting),
+            movable_input_bytes=sum(t.nbytes for t in wanting if self._may_wait_on_a_tier(t)),
             can_be_recomputed=bool(wanting),
             recomputes=recomputes,
         )
@@ -146,6 +147,8 @@ class Profiler:
         if self._layer is not None:
             self._layer.middle = self.now()
             self._layer.middle_bytes = middle.nbytes
+            if self._may_wait_on_a_tier(middle):
+                self._layer.movable_middle_bytes = middle.nbytes
             if middle.requires_grad:
                 middle.register_hook(_recorder(self, self._layer, "backward_middle"))
 
@@ -210,6 +213,10 @@ class Profiler:
         else:
             part.movable_bytes += num_bytes
             part.num_storages += 1
+
+    def _may_wait_on_a_tier(self, tensor: torch.Tensor) -> bool:
+        """Whether it can leave memory: others hold the leaves among what goes into a layer."""
+        return node_of(tensor) is not None and tensor.nbytes >= self._min_bytes
 
     def _part(self, scope: Scope) -> PartTimings | None:
         """Where to note what is saved now; None: nowhere."""

@@ -38,7 +38,8 @@ class PartProfile:
         produced_s: when the last of them is there, after the layer's forward began.
         first_use_s: when backward first needs one, after the layer's backward began.
         recompute_s: forward seconds to produce them again; None: not possible for it alone.
-        input_bytes: of the bytes above, those that stay when it is recomputed alone.
+        input_bytes: of the bytes above, those that it starts from when it is recomputed alone.
+        movable_input_bytes: of those, what may wait on a tier until then.
         selective_bytes: of the movable ones, those that its selective operations produce again, see
             `integration/megatron/selective_recompute.py`; the rest stays or moves.
         selective_s: forward seconds for that; None: not possible.
@@ -56,6 +57,7 @@ class PartProfile:
     selective_bytes: int = 0
     selective_s: float | None = None
     selective_extra_bytes: int = 0
+    movable_input_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,9 @@ class LayerProfile:
         forward_s: its forward pass.
         backward_s: its backward pass, without recomputation and waits.
         recompute_s: its forward again in backward; None: it cannot be recomputed.
-        input_bytes: what it keeps when it is recomputed as a whole.
+        input_bytes: what it starts from when it is recomputed as a whole.
         parts: in the order of the forward pass.
+        movable_input_bytes: of the input's, what may wait on a tier until it is recomputed.
     """
 
     chunk: int
@@ -79,6 +82,7 @@ class LayerProfile:
     recompute_s: float | None
     input_bytes: int
     parts: tuple[PartProfile, ...]
+    movable_input_bytes: int = 0
 
     @property
     def movable_bytes(self) -> int:

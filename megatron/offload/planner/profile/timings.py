@@ -41,10 +41,12 @@ class LayerTimings:
     name: str
     began: Timestamp
     input_bytes: int
+    movable_input_bytes: int  # of those, in storages that a tier can take
     can_be_recomputed: bool
     has_parts: bool = False  # which can be recomputed one without the other
     middle: Timestamp | None = None
     middle_bytes: int = 0  # of the tensor between them
+    movable_middle_bytes: int = 0  # the same, or 0 if it is too small
     ended: Timestamp | None = None
     backward_began: Timestamp | None = None
     backward_middle: Timestamp | None = None

@@ -9,7 +9,7 @@ slower: gradient reduction (taken to overlap), launch gaps, stragglers, sends be
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES
 from megatron.offload.errors import ConfigurationError
@@ -109,11 +109,11 @@ def project(of: Projection) -> StageProfile:
     """The profile that the first steps of such a run should measure."""
     model, parallel = of.model, of.parallel
     layer = _layer(of)
-    layers = [
-        _named(layer, chunk, number)
-        for chunk in range(parallel.virtual)
-        for number in parallel.layers_of_chunk(model, of.stage, chunk)
-    ]
+    layers = []
+    for chunk in range(parallel.virtual):
+        for place, number in enumerate(parallel.layers_of_chunk(model, of.stage, chunk)):
+            is_sent = place == 0 and (of.stage, chunk) != (0, 0)
+            layers.append(_named(_held(layer) if is_sent else layer, chunk, number))
     head, embedding = head_work(model, parallel), embedding_work(model, parallel)
     chunks = range(parallel.virtual)
     first = [of.stage == 0 and chunk == 0 for chunk in chunks]
@@ -176,6 +176,7 @@ def _layer(of: Projection) -> LayerProfile:
         backward_s=sum(of.backward_s(work) for work in works),
         recompute_s=total,
         input_bytes=input_bytes,
+        movable_input_bytes=_movable(of, input_bytes),
         parts=(
             _part(of, attention, forward["attention"], of.backward_s(mlp), input_bytes),
             _part(of, mlp, total, 0.0, input_bytes),
@@ -201,19 +202,24 @@ def _part(
         selective_bytes=sum(selective),
         selective_s=of.selective_s(work) if selective else None,
         selective_extra_bytes=max(selective, default=0),  # the result, once more
+        movable_input_bytes=_movable(of, input_bytes),
     )
+
+
+def _movable(of: Projection, num_bytes: int) -> int:
+    """Of a storage of this size: all of it, if it is large enough."""
+    return num_bytes if num_bytes >= of.min_bytes else 0
 
 
 def _named(layer: LayerProfile, chunk: int, number: int) -> LayerProfile:
-    return LayerProfile(
-        chunk,
-        f"decoder.{number}",
-        layer.forward_s,
-        layer.backward_s,
-        layer.recompute_s,
-        layer.input_bytes,
-        layer.parts,
-    )
+    return replace(layer, chunk=chunk, name=f"decoder.{number}")
+
+
+def _held(layer: LayerProfile) -> LayerProfile:
+    """A chunk's first layer, whose input another stage has sent: the schedule holds that itself."""
+    attention, *rest = layer.parts
+    attention = replace(attention, movable_input_bytes=0)
+    return replace(layer, movable_input_bytes=0, parts=(attention, *rest))
 
 
 def _optimizer_s(of: Projection) -> float:

@@ -32,10 +32,11 @@ def _row(*names: str, **others: type) -> np.dtype[np.void]:
 
 
 CHUNK = _row("before_s", "after_s", "backward_before_s", "backward_after_s", "fixed_bytes")
-LAYER = _row("forward_s", "backward_s", "recompute_s", "input_bytes")
+LAYER = _row("forward_s", "backward_s", "recompute_s", "input_bytes", "movable_input_bytes")
 PART = _row(
     *("movable_bytes", "resident_bytes", "produced_s", "first_use_s", "recompute_s"),
-    *("input_bytes", "selective_bytes", "selective_s", "selective_extra_bytes"),
+    *("input_bytes", "movable_input_bytes"),
+    *("selective_bytes", "selective_s", "selective_extra_bytes"),
     "storages_each",  # in a piece
     num_pieces=np.int64,
 )
@@ -114,7 +115,10 @@ def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> Stag
         layers=_table(
             LAYER,
             (
-                (one.forward_s, one.backward_s, one.recompute_s or 0.0, one.input_bytes)
+                (
+                    *(one.forward_s, one.backward_s, one.recompute_s or 0.0),
+                    *(one.input_bytes, one.movable_input_bytes),
+                )
                 for one in profile.layers
             ),
         ),
@@ -166,7 +170,8 @@ def _part_row(part: PartProfile, produced_s: float, use_s: float, num_parts: int
     sizes = part.movable_bytes, part.resident_bytes
     seconds = produced_s, use_s, recompute_s
     selective = part.selective_bytes, part.selective_s or 0.0, part.selective_extra_bytes
-    return *sizes, *seconds, part.input_bytes, *selective, storages / pieces, pieces
+    inputs = part.input_bytes, part.movable_input_bytes
+    return *sizes, *seconds, *inputs, *selective, storages / pieces, pieces
 
 
 def _in_order(layer: LayerProfile) -> list[tuple[PartProfile, float, float]]:

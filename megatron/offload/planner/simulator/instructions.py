@@ -15,16 +15,43 @@ from megatron.offload.planner.simulator.transfers import PIECE
 
 # Choices for a part. From `FIRST_TIER` on: the tier of that number. `SELECTIVE_OFFSET` is added to
 # `KEEP` or a tier where its selective operations are recomputed and the rest is kept or moved.
+# `INPUT_OFFSET` is added to a recomputation whose input goes to the first tier, twice for the next.
 KEEP, RECOMPUTE_PART, RECOMPUTE_LAYER, FIRST_TIER = 0, 1, 2, 3
 SELECTIVE_OFFSET = 8
+INPUT_OFFSET = 16
 
 # Kinds of instructions, and what they are about
 COMPUTE, RECOMPUTE = 0, 1  # layer (-1: outside), seconds
-MEMORY = 2  # bytes more (or fewer, below 0)
-HAND_OVER, USE, DROP = 3, 4, 5  # piece
+# Layer (-1: outside), bytes more (or fewer, below 0): saved in forward, or again in backward.
+MEMORY, MEMORY_AGAIN = 2, 3
+HAND_OVER, USE, DROP = 4, 5, 6  # piece
 
 # One of a pass; where: layer or piece (counted from the pass's first); amount: seconds or bytes.
 INSTRUCTION = np.dtype([("kind", np.int64), ("where", np.int64), ("amount", np.float64)])
+
+
+@compiled
+def _tier(choice: int) -> int:
+    """The tier that bytes go to; below 0: none."""
+    if choice >= INPUT_OFFSET:
+        return choice // INPUT_OFFSET - 1
+    return choice % SELECTIVE_OFFSET - FIRST_TIER
+
+
+@compiled
+def _is_selective(choice: int) -> bool:
+    return choice // SELECTIVE_OFFSET % 2 == 1
+
+
+@compiled
+def _num_pieces(stage: StageArrays, choice: int, layer: int, part: int) -> int:
+    """Of a part's bytes that go to a tier. A whole layer's input is its first part's piece."""
+    if _tier(choice) < 0:
+        return 0
+    if choice < INPUT_OFFSET:
+        return stage.parts[part].num_pieces
+    of_layer = choice % SELECTIVE_OFFSET == RECOMPUTE_LAYER
+    return 0 if of_layer and part > stage.layer_part[layer] else 1
 
 
 @compiled
@@ -38,37 +65,53 @@ def new_pieces(stage: StageArrays, choices: Ints) -> tuple[Ints, Rows]:
         [chunks + 1], the first of each chunk, and [pieces] of `transfers.PIECE` with the chunk as
         state.
     """
-    chunks = stage.chunks.shape[0]
-    number = 0
-    for part in range(choices.shape[0]):
-        if choices[part] % SELECTIVE_OFFSET >= FIRST_TIER:
-            number += stage.parts[part].num_pieces
+    chunks, layers = stage.chunks.shape[0], stage.layers.shape[0]
+    total = 0
+    for layer in range(layers):
+        for part in range(stage.layer_part[layer], stage.layer_part[layer + 1]):
+            total += _num_pieces(stage, choices[part], layer, part)
     first_piece = np.zeros(chunks + 1, np.int64)
-    pieces = np.zeros(number, PIECE)
+    pieces = np.zeros(total, PIECE)
     at = 0
     for chunk in range(chunks):
-        first_part, largest = stage.layer_part[stage.chunk_layer[chunk]], 0.0
-        for part in range(first_part, stage.layer_part[stage.chunk_layer[chunk + 1]]):
-            if choices[part] % SELECTIVE_OFFSET < FIRST_TIER:
-                continue
-            number = stage.parts[part].num_pieces
-            size = _moving_bytes(stage.parts[part], choices[part])
-            for piece in range(number):
-                pieces[at].state = chunk
-                pieces[at].size_bytes = _piece_bytes(size, piece, number)
-                largest = max(largest, pieces[at].size_bytes)
-                pieces[at].largest_bytes = largest
-                pieces[at].tier = choices[part] % SELECTIVE_OFFSET - FIRST_TIER
-                pieces[at].num_storages = stage.parts[part].storages_each
-                at += 1
+        largest = 0.0
+        for layer in range(stage.chunk_layer[chunk], stage.chunk_layer[chunk + 1]):
+            for part in range(stage.layer_part[layer], stage.layer_part[layer + 1]):
+                choice = choices[part]
+                number = _num_pieces(stage, choice, layer, part)
+                size, each = (
+                    _saved_bytes(stage.parts[part], choice),
+                    stage.parts[part].storages_each,
+                )
+                if choice >= INPUT_OFFSET:
+                    size, each = _moved_input_bytes(stage, choice, layer, part), 1.0
+                for piece in range(number):
+                    pieces[at].state = chunk
+                    pieces[at].size_bytes = _piece_bytes(size, piece, number)
+                    largest = max(largest, pieces[at].size_bytes)
+                    pieces[at].largest_bytes = largest
+                    pieces[at].layer = layer
+                    pieces[at].tier = _tier(choice)
+                    pieces[at].num_storages = each
+                    at += 1
         first_piece[chunk + 1] = at
     return first_piece, pieces
 
 
 @compiled
-def _moving_bytes(part: Row, choice: int) -> float:
+def _saved_bytes(part: Row, choice: int) -> float:
     """Of a part's movable bytes, those that its selective operations do not produce again."""
-    return part.movable_bytes - (part.selective_bytes if choice >= SELECTIVE_OFFSET else 0.0)
+    return part.movable_bytes - (part.selective_bytes if _is_selective(choice) else 0.0)
+
+
+@compiled
+def _moved_input_bytes(stage: StageArrays, choice: int, layer: int, part: int) -> float:
+    """Of what a recomputation starts from, what goes to a tier meanwhile."""
+    if choice < INPUT_OFFSET:
+        return 0.0
+    if choice % SELECTIVE_OFFSET == RECOMPUTE_LAYER:
+        return stage.layers[layer].movable_input_bytes
+    return stage.parts[part].movable_input_bytes
 
 
 @compiled
@@ -95,12 +138,12 @@ def pass_seconds(stage: StageArrays, choices: Ints) -> tuple[Floats, Floats]:
             forward_s[chunk] += stage.layers[layer].forward_s
             backward_s[chunk] += stage.layers[layer].backward_s
             for part in range(stage.layer_part[layer], stage.layer_part[layer + 1]):
-                if choices[part] == RECOMPUTE_LAYER:
+                if choices[part] % SELECTIVE_OFFSET == RECOMPUTE_LAYER:
                     backward_s[chunk] += stage.layers[layer].recompute_s
                     break
-                if choices[part] == RECOMPUTE_PART:
+                if choices[part] % SELECTIVE_OFFSET == RECOMPUTE_PART:
                     backward_s[chunk] += stage.parts[part].recompute_s
-                elif choices[part] >= SELECTIVE_OFFSET:
+                elif _is_selective(choices[part]):
                     backward_s[chunk] += stage.parts[part].selective_s
     return forward_s, backward_s
 
@@ -117,16 +160,16 @@ def instructions_of(stage: StageArrays, choices: Ints) -> tuple[Rows, Ints]:
         chunk begin, and the end.
     """
     chunks, layers = stage.chunks.shape[0], stage.layers.shape[0]
-    most = 12 * chunks + 12 * layers
+    most = 12 * chunks + 14 * layers
     for part in range(choices.shape[0]):
-        most += 8 + 4 * stage.parts[part].num_pieces
+        most += 10 + 4 * stage.parts[part].num_pieces
     instructions = np.zeros(most, INSTRUCTION)
     begins = np.zeros(2 * chunks + 1, np.int64)
     at = 0
     for chunk in range(chunks):
         of_chunk = stage.chunks[chunk]
         first, end = stage.chunk_layer[chunk], stage.chunk_layer[chunk + 1]
-        at = _add(instructions, at, MEMORY, 0, of_chunk.fixed_bytes)
+        at = _add(instructions, at, MEMORY, -1, of_chunk.fixed_bytes)
         at = _add(instructions, at, COMPUTE, -1, of_chunk.before_s)
         piece = 0
         for layer in range(first, end):
@@ -137,7 +180,7 @@ def instructions_of(stage: StageArrays, choices: Ints) -> tuple[Rows, Ints]:
         for layer in range(end - 1, first - 1, -1):
             at, piece = _backward(stage, choices, instructions, at, layer, piece)
         at = _add(instructions, at, COMPUTE, -1, of_chunk.backward_after_s)
-        at = _add(instructions, at, MEMORY, 0, -of_chunk.fixed_bytes)
+        at = _add(instructions, at, MEMORY, -1, -of_chunk.fixed_bytes)
         begins[2 * chunk + 2] = at
     return instructions, begins
 
@@ -145,7 +188,7 @@ def instructions_of(stage: StageArrays, choices: Ints) -> tuple[Rows, Ints]:
 @compiled
 def _add(instructions: Rows, at: int, kind: int, where: int, amount: float) -> int:
     """Appends an instruction, unless it would do nothing."""
-    if kind <= MEMORY and amount == 0:
+    if kind <= MEMORY_AGAIN and amount == 0:
         return at
     row = instructions[at]
     row.kind, row.where, row.amount = kind, where, amount
@@ -156,7 +199,9 @@ def _add(instructions: Rows, at: int, kind: int, where: int, amount: float) -> i
 def _is_recomputed(stage: StageArrays, choices: Ints, layer: int) -> bool:
     """As a whole."""
     first = stage.layer_part[layer]
-    return first < stage.layer_part[layer + 1] and choices[first] == RECOMPUTE_LAYER
+    if first == stage.layer_part[layer + 1]:
+        return False
+    return choices[first] % SELECTIVE_OFFSET == RECOMPUTE_LAYER
 
 
 @compiled
@@ -178,36 +223,47 @@ def _forward(
     row = stage.layers[layer]
     parts = range(stage.layer_part[layer], stage.layer_part[layer + 1])
     if _is_recomputed(stage, choices, layer):
-        at = _add(instructions, at, MEMORY, 0, row.input_bytes)
-        return _add(instructions, at, COMPUTE, layer, row.forward_s), piece
+        at = _add(instructions, at, MEMORY, layer, row.input_bytes)
+        first = stage.layer_part[layer]
+        number = _num_pieces(stage, choices[first], layer, first)
+        if number and stage.by_operation:
+            at = _add(instructions, at, HAND_OVER, piece, 0.0)
+        at = _add(instructions, at, COMPUTE, layer, row.forward_s)
+        if number and not stage.by_operation:
+            at = _add(instructions, at, HAND_OVER, piece, 0.0)
+        return at, piece + number
     now = 0.0
     for part in parts:
-        of_part = stage.parts[part]
+        of_part, choice = stage.parts[part], choices[part]
         size, seconds = of_part.resident_bytes, of_part.produced_s - now
         now = of_part.produced_s
-        if stage.by_operation and choices[part] % SELECTIVE_OFFSET >= FIRST_TIER:
-            at = _add(instructions, at, MEMORY, 0, size)
-            size, pieces = _moving_bytes(of_part, choices[part]), of_part.num_pieces
+        if choice % SELECTIVE_OFFSET == RECOMPUTE_PART:
+            size += of_part.input_bytes
+            at = _add(instructions, at, MEMORY, layer, size)
+            if stage.by_operation and _num_pieces(stage, choice, layer, part):
+                at = _add(instructions, at, HAND_OVER, piece, 0.0)
+                piece += 1
+        elif stage.by_operation and _tier(choice) >= 0:
+            at = _add(instructions, at, MEMORY, layer, size)
+            size, pieces = _saved_bytes(of_part, choice), of_part.num_pieces
             for number in range(pieces):
-                at = _add(instructions, at, MEMORY, 0, _piece_bytes(size, number, pieces))
+                size_bytes = _piece_bytes(size, number, pieces)
+                at = _add(instructions, at, MEMORY, layer, size_bytes)
                 at = _add(instructions, at, COMPUTE, layer, seconds / pieces)
                 at = _add(instructions, at, HAND_OVER, piece, 0.0)
                 piece += 1
             continue
-        if choices[part] == RECOMPUTE_PART:
-            size += of_part.input_bytes
         else:
-            size += _moving_bytes(of_part, choices[part])
-        at = _add(instructions, at, MEMORY, 0, size)
+            size += _saved_bytes(of_part, choice)
+            at = _add(instructions, at, MEMORY, layer, size)
         at = _add(instructions, at, COMPUTE, layer, seconds)
     at = _add(instructions, at, COMPUTE, layer, row.forward_s - now)
     if stage.by_operation:
         return at, piece
     for part in parts:
-        if choices[part] % SELECTIVE_OFFSET >= FIRST_TIER:
-            for _ in range(stage.parts[part].num_pieces):
-                at = _add(instructions, at, HAND_OVER, piece, 0.0)
-                piece += 1
+        for _ in range(_num_pieces(stage, choices[part], layer, part)):
+            at = _add(instructions, at, HAND_OVER, piece, 0.0)
+            piece += 1
     return at, piece
 
 
@@ -229,40 +285,54 @@ def _backward(
     first = stage.layer_part[layer]
     parts = stage.parts[first : stage.layer_part[layer + 1]]
     if _is_recomputed(stage, choices, layer):
+        number = _num_pieces(stage, choices[first], layer, first)
+        if number:
+            at = _add(instructions, at, USE, piece - 1, 0.0)
         size = parts.movable_bytes.sum() + parts.resident_bytes.sum()
-        at = _add(instructions, at, MEMORY, 0, size)
+        at = _add(instructions, at, MEMORY_AGAIN, layer, size)
         at = _add(instructions, at, RECOMPUTE, layer, row.recompute_s)
         at = _add(instructions, at, COMPUTE, layer, row.backward_s)
-        size += row.input_bytes
-        return _add(instructions, at, MEMORY, 0, -size), piece
+        if number:
+            at = _add(instructions, at, DROP, piece - 1, 0.0)
+        at = _add(instructions, at, MEMORY_AGAIN, layer, -size)
+        size = row.input_bytes - _moved_input_bytes(stage, choices[first], layer, first)
+        return _add(instructions, at, MEMORY, layer, -size), piece - number
     now = 0.0
     for number in range(parts.shape[0] - 1, -1, -1):
         part, choice = parts[number], choices[first + number]
+        pieces = _num_pieces(stage, choice, layer, first + number)
         at = _add(instructions, at, COMPUTE, layer, part.first_use_s - now)
-        now = part.first_use_s
-        if choice == RECOMPUTE_PART:
-            again = part.movable_bytes - part.input_bytes
-            at = _add(instructions, at, MEMORY, 0, again)
-            at = _add(instructions, at, RECOMPUTE, layer, part.recompute_s)
-        elif choice >= SELECTIVE_OFFSET:
-            again = part.selective_bytes + part.selective_extra_bytes
-            at = _add(instructions, at, MEMORY, 0, again)
-            at = _add(instructions, at, RECOMPUTE, layer, part.selective_s)
+        now, again = part.first_use_s, 0.0
         until = parts[number - 1].first_use_s if number > 0 else row.backward_s
         freed = part.resident_bytes
-        if choice >= SELECTIVE_OFFSET:
-            freed += part.selective_extra_bytes
-        if choice % SELECTIVE_OFFSET >= FIRST_TIER:
-            freed += part.movable_bytes - _moving_bytes(part, choice)
-            pieces = part.num_pieces
+        if choice % SELECTIVE_OFFSET == RECOMPUTE_PART:
+            if pieces:
+                at = _add(instructions, at, USE, piece - 1, 0.0)
+            again = part.movable_bytes - part.input_bytes
+            at = _add(instructions, at, MEMORY_AGAIN, layer, again)
+            at = _add(instructions, at, RECOMPUTE, layer, part.recompute_s)
+            at = _add(instructions, at, COMPUTE, layer, until - now)
+            if pieces:
+                piece -= 1
+                at = _add(instructions, at, DROP, piece, 0.0)
+            freed += part.movable_bytes - _moved_input_bytes(stage, choice, layer, first + number)
+        else:
+            if _is_selective(choice):
+                again = part.selective_bytes + part.selective_extra_bytes
+                at = _add(instructions, at, MEMORY_AGAIN, layer, again)
+                at = _add(instructions, at, RECOMPUTE, layer, part.selective_s)
+                freed += part.selective_extra_bytes
+            if pieces:
+                freed += part.movable_bytes - _saved_bytes(part, choice)
+            else:
+                at = _add(instructions, at, COMPUTE, layer, until - now)
+                freed += part.movable_bytes
             for _ in range(pieces):
                 piece -= 1
                 at = _add(instructions, at, USE, piece, 0.0)
                 at = _add(instructions, at, COMPUTE, layer, (until - now) / pieces)
                 at = _add(instructions, at, DROP, piece, 0.0)
-        else:
-            at = _add(instructions, at, COMPUTE, layer, until - now)
-            freed += part.movable_bytes
-        at = _add(instructions, at, MEMORY, 0, -freed)
+        at = _add(instructions, at, MEMORY_AGAIN, layer, -again)
+        at = _add(instructions, at, MEMORY, layer, again - freed)
         now = until
     return _add(instructions, at, COMPUTE, layer, row.backward_s - now), piece

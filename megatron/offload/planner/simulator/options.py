@@ -18,11 +18,27 @@ from megatron.offload.planner.profile.stage_profile import LayerProfile, StagePr
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import (
     FIRST_TIER,
+    INPUT_OFFSET,
     KEEP,
     RECOMPUTE_LAYER,
     RECOMPUTE_PART,
     SELECTIVE_OFFSET,
 )
+
+
+def is_selective(choice: int) -> bool:
+    """Whether a part's selective operations are recomputed, whatever becomes of the rest."""
+    return choice // SELECTIVE_OFFSET % 2 == 1
+
+
+def recomputes_layer(choice: int) -> bool:
+    """Whether a part's layer is recomputed as a whole, wherever its input waits."""
+    return choice % SELECTIVE_OFFSET == RECOMPUTE_LAYER
+
+
+def from_tier(choice: int, tier: int) -> int:
+    """A recomputation whose input waits on the tier of that number."""
+    return choice + INPUT_OFFSET * (1 + tier)
 
 
 class Choices:
@@ -59,10 +75,23 @@ class Choices:
             selective = [choice + SELECTIVE_OFFSET for choice in stays]
         else:
             selective = [KEEP + SELECTIVE_OFFSET]  # nothing is left to move
-        return [KEEP, *([RECOMPUTE_PART] if own else []), *tiers, *selective]
+        again = [RECOMPUTE_PART] if own else []
+        if own and profile.movable_input_bytes:
+            again += [from_tier(RECOMPUTE_PART, n) for n in range(len(self.profile.tiers))]
+        return [KEEP, *again, *tiers, *selective]
+
+    def of_layer(self, layer: LayerProfile) -> list[int]:
+        """The ways to recompute a layer as a whole; one is then the choice of all of its parts."""
+        if layer.recompute_s is None or not layer.parts:
+            return []
+        tiers = range(len(self.profile.tiers)) if layer.movable_input_bytes else ()
+        return [RECOMPUTE_LAYER, *(from_tier(RECOMPUTE_LAYER, n) for n in tiers)]
 
     def all(self, choice: int) -> Ints:
-        """This choice where a part allows it, else without selective recompute, else `KEEP`."""
+        """This choice where a part allows it, else without what is on top of it, else `KEEP`.
+
+        On top: selective recompute, or the tier that the input of a recomputation goes to.
+        """
         chosen = np.zeros(self.num_parts, np.int64)
         for layer, options, (begin, end) in zip(
             self.profile.layers, self.options, self.spans, strict=True
@@ -72,8 +101,9 @@ class Choices:
                 next((one for one in (choice, choice % SELECTIVE_OFFSET) if one in own), KEEP)
                 for own in allowed
             )
-            if choice == RECOMPUTE_LAYER:
-                wanted = (RECOMPUTE_LAYER,) * (end - begin)
+            if recomputes_layer(choice):
+                way = choice if choice in self.of_layer(layer) else RECOMPUTE_LAYER
+                wanted = (way,) * (end - begin)
             if wanted in options:
                 chosen[begin:end] = wanted
         return chosen
@@ -86,7 +116,7 @@ class Choices:
         """
         lines = []
         for layer, (begin, end) in zip(self.profile.layers, self.spans, strict=True):
-            if begin < end and chosen[begin] == RECOMPUTE_LAYER:
+            if begin < end and recomputes_layer(int(chosen[begin])):
                 reason = reasons[begin] if reasons else ""
                 lines.append(
                     PlannedPart(
@@ -96,15 +126,17 @@ class Choices:
                         Placement.RECOMPUTE,
                         layer.movable_bytes,
                         reason,
+                        self.input_placement(int(chosen[begin])),
                     )
                 )
                 continue
             for number, part in enumerate(layer.parts, begin):
                 choice, reason = int(chosen[number]), reasons[number] if reasons else ""
-                selective_bytes = part.selective_bytes if choice >= SELECTIVE_OFFSET else 0
+                selective_bytes = part.selective_bytes if is_selective(choice) else 0
                 rest = part.name, self.placement(choice), part.movable_bytes - selective_bytes
-                lines.append(PlannedPart(layer.chunk, layer.name, *rest, reason))
-                if choice >= SELECTIVE_OFFSET:
+                start = self.input_placement(choice)
+                lines.append(PlannedPart(layer.chunk, layer.name, *rest, reason, start))
+                if is_selective(choice):
                     again = part.name + SELECTIVE, Placement.RECOMPUTE, selective_bytes
                     took = f"runs again in {1000 * (part.selective_s or 0.0):.2g} ms"
                     reason = took if reasons else ""
@@ -116,6 +148,26 @@ class Choices:
         if choice % SELECTIVE_OFFSET == KEEP:
             return Placement.KEEP
         return self._placements.get(choice % SELECTIVE_OFFSET, Placement.RECOMPUTE)
+
+    def input_placement(self, choice: int) -> Placement:
+        """Where what a recomputation starts from goes."""
+        tier = choice // INPUT_OFFSET - 1
+        return Placement.KEEP if tier < 0 else self._placements[FIRST_TIER + tier]
+
+    def moved_bytes(self, chosen: Ints) -> dict[Placement, int]:
+        """Bytes of a micro-batch that go to each tier."""
+        moved = dict.fromkeys(self._placements.values(), 0)
+        for layer, (begin, _) in zip(self.profile.layers, self.spans, strict=True):
+            for number, part in enumerate(layer.parts, begin):
+                choice = int(chosen[number])
+                if (placement := self.placement(choice)) in moved:
+                    selective_bytes = part.selective_bytes if is_selective(choice) else 0
+                    moved[placement] += part.movable_bytes - selective_bytes
+                elif (start := self.input_placement(choice)) in moved:
+                    of_layer = recomputes_layer(choice)
+                    if not of_layer or number == begin:
+                        moved[start] += (layer if of_layer else part).movable_input_bytes
+        return moved
 
     def of_plan(self, plan: Plan) -> Ints:
         """The choices that a plan makes; parts that it does not name are kept.
@@ -147,14 +199,12 @@ class Choices:
         """
         layer = self.profile.layers[where]
         found = np.full(len(layer.parts), -1, np.int64)
-        recomputed = (RECOMPUTE_LAYER,) * len(layer.parts)
-        if (
-            line.part == WHOLE_LAYER
-            and line.placement is Placement.RECOMPUTE
-            and recomputed in self.options[where]
-        ):
-            found[:] = RECOMPUTE_LAYER
-            return found
+        if line.part == WHOLE_LAYER and line.placement is Placement.RECOMPUTE:
+            can_move = layer.movable_input_bytes > 0
+            for choice in self.of_layer(layer):
+                if self._starts_as(line, choice, can_move=can_move):
+                    found[:] = choice
+                    return found
         for number, part in enumerate(layer.parts):
             is_selective = line.part == part.name + SELECTIVE
             has_bytes = part.selective_bytes if is_selective else part.movable_bytes
@@ -169,15 +219,23 @@ class Choices:
                 found[number] = on_top
                 return found
             if line.part == part.name:
+                can_move = part.movable_input_bytes > 0
                 for choice in self.of_part(layer, number):
-                    if self.placement(choice) is line.placement:
+                    if self.placement(choice) is line.placement and self._starts_as(
+                        line, choice, can_move=can_move
+                    ):
                         found[number] = choice
                         return found
         return None
 
+    def _starts_as(self, line: PlannedPart, choice: int, *, can_move: bool) -> bool:
+        """Whether a choice has the input of a recomputation where a line does.
+
+        Where none can move, with shorter sequences, say, it is all the same.
+        """
+        return self.input_placement(choice) is (line.input if can_move else Placement.KEEP)
+
     def _options(self, layer: LayerProfile) -> list[tuple[int, ...]]:
         each = [self.of_part(layer, part) for part in range(len(layer.parts))]
         options = list(itertools.product(*each))
-        if layer.recompute_s is not None and layer.parts:
-            options.append((RECOMPUTE_LAYER,) * len(layer.parts))
-        return options
+        return [*options, *((choice,) * len(layer.parts) for choice in self.of_layer(layer))]

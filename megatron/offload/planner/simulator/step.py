@@ -16,6 +16,7 @@ from megatron.offload.planner.simulator.instructions import (
     DROP,
     HAND_OVER,
     MEMORY,
+    MEMORY_AGAIN,
     RECOMPUTE,
     USE,
     instructions_of,
@@ -25,13 +26,17 @@ from megatron.offload.planner.simulator.instructions import (
 from megatron.offload.planner.simulator.jit import compiled
 from megatron.offload.planner.simulator.other_stages import ready_times, ways_around
 
-# Places in the result of `simulate`
+# Places in the result of `simulate`, and one more in that of each of its steps: by how many bytes
+# the read-ahead proved too small until the step ended.
 STEP_S, STALL_S, RECOMPUTE_S, WRITTEN_BYTES, READ_BYTES, PEAK_BYTES, NUM_EVENTS = range(7)
+MISSING_BYTES = 7
 
 
 @compiled
 def simulate(stage: StageArrays, choices: Ints, log: Rows) -> Floats:
-    """Simulates a step of one stage with given choices.
+    """Simulates a step of one stage with given choices, after one like it.
+
+    Where that one has waited for reads, this one begins with the window that it has left.
 
     Args:
         choices: [parts], of each part, see `instructions`.
@@ -41,6 +46,19 @@ def simulate(stage: StageArrays, choices: Ints, log: Rows) -> Floats:
         [7], seconds, bytes and a number at the places above. Events are all ends of transfers and
         of computations.
     """
+    result = _step(stage, choices, log[:0], 0.0)
+    if log.shape[0] > 0 or result[MISSING_BYTES] > 0:
+        result = _step(stage, choices, log, result[MISSING_BYTES])
+    return result[:MISSING_BYTES]
+
+
+@compiled
+def _step(stage: StageArrays, choices: Ints, log: Rows, missing_bytes: float) -> Floats:
+    """One step; its result has `MISSING_BYTES` too.
+
+    Args:
+        missing_bytes: by which the read-ahead of the step before has proved too small.
+    """
     first_piece, pieces_of = new_pieces(stage, choices)
     instructions, begins = instructions_of(stage, choices)
     pieces = _new_pieces(stage, pieces_of)
@@ -49,8 +67,10 @@ def simulate(stage: StageArrays, choices: Ints, log: Rows) -> Floats:
     state = steps[0]
     state.in_flight_limit_bytes = stage.inflight_bytes
     state.urgent = -1
+    state.missing_bytes = missing_bytes
     transfers.stop_reading_ahead(state)
     forward_s, backward_s = pass_seconds(stage, choices)
+    state.backward_s = backward_s.mean()
     ready, lag_s = ready_times(stage.passes, stage.own, stage.micro_batches, forward_s, backward_s)
     around = ways_around(stage.passes.shape[0], stage.own, forward_s, backward_s)
     chunks = stage.chunks.shape[0]
@@ -87,13 +107,14 @@ def simulate(stage: StageArrays, choices: Ints, log: Rows) -> Floats:
         for place in range(2):
             if number == stage.steady[place]:
                 middle[place] = _sums(state)
-    result = np.empty(7)
+    result = np.empty(8)
     result[:5] = _sums(state)
     if stage.num_more > 0:
         result[:5] += (middle[1] - middle[0]) * (stage.num_more / stage.steady_count)
     result[STEP_S] += lag_s + stage.step_fixed_s
     held_bytes = np.ceil(state.peak_bytes * (1 + stage.allocator_slack))
     result[PEAK_BYTES] = held_bytes + stage.transient_bytes
+    result[MISSING_BYTES] = state.missing_bytes
     result[NUM_EVENTS] = steps[0].num_events  # a row does not keep its array alive: this does
     return result
 
@@ -179,7 +200,10 @@ def _play(
         one = instructions[at]
         kind, where = one.kind, one.where
         if kind == MEMORY:
-            transfers.change_memory(state, log, one.amount)
+            transfers.change_memory(state, log, one.amount, where)
+        elif kind == MEMORY_AGAIN:
+            transfers.note(state, log, transfers.RECOMPUTED, state.now_s, one.amount, where)
+            transfers.change_memory(state, log, one.amount, where)
         elif kind in (COMPUTE, RECOMPUTE):
             began = state.now_s
             transfers.compute(state, pieces, channels, log, one.amount)

@@ -13,23 +13,25 @@ Note [What is simulated]
               pieces are handed over one by one (or, where operations hand over what they save, as
               they come); compute waits while more than `inflight_bytes` are on their way. A write
               that ends frees its memory. A tier that is full refuses.
-    Backward  Pieces come back in reverse order. Reading ahead fills a window of two of the largest
-              pieces, of those that were read or are to come, plus what proved missing, at most
-              `inflight_bytes`, and begins when the pass before ends; before the loss's backward one
-              piece has to do. A write that has not begun is cancelled when its piece comes near,
-              one that has goes on for nothing. What was used is freed. A recomputed layer holds all
-              of its bytes until its backward ends.
+    Backward  Pieces come back in reverse order. Reading ahead fills a window of one of the largest
+              pieces, of those that were read or are to come, plus what proved missing (waits of a
+              hundredth of a pass do not count), at most `inflight_bytes`, and begins when the pass
+              before ends; before the loss's backward one piece has to do. A step with waits for
+              reads is simulated twice: the second one begins with what proved missing in the first.
+              A write that has not begun is cancelled when its piece comes near, one that has goes
+              on for nothing. What was used is freed. A recomputed layer holds all of its bytes
+              until its backward ends.
     Pipeline  A pass begins when its input arrives. All stages follow Megatron's order of passes and
               take as long for a pass as this one, with its recomputation and without its waits.
 
 Note [Where it approximates]
     A piece is a storage of the part's average size, or several where a step has very many;
-    backward uses up a part's pieces at an even pace. What proved missing begins at nothing, while
-    in training it carries over from the step before. Of a long step's micro-batches those that fill
-    the pipeline and three more are simulated, the others taken to be like these. Other stages do
-    not wait for this one's waits, nor it for theirs. Sending takes no time, nor does the hand-over
-    between threads. Working memory is at its most all the time. An allocator's fragments are a
-    fixed part of what it has given out.
+    backward uses up a part's pieces at an even pace. What proved missing may not have settled
+    after one step. A chunked loss holds up reading ahead as one in a piece does, which in training
+    it does not. Of a long step's micro-batches those that fill the pipeline and three more are
+    simulated, the others taken to be like these. Other stages do not wait for this one's waits, nor
+    it for theirs. Sending takes no time, nor does the hand-over between threads. Working memory is
+    at its most all the time. An allocator's fragments are a fixed part of what it has given out.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ from megatron.offload.planner.simulator.arrays import (
 from megatron.offload.planner.simulator.instructions import instructions_of
 from megatron.offload.planner.simulator.options import Choices
 from megatron.offload.planner.simulator.other_stages import ready_times
+from megatron.offload.planner.simulator.peak import peak_of
 from megatron.offload.planner.simulator.step import simulate
+from megatron.offload.stats.memory_parts import PredictedPeak
 
 _NO_LOG = np.empty(0, transfers.LOG)
 _KINDS = {
@@ -148,10 +152,17 @@ class Timeline:
         for kind, begin_s, end, number, where in rows.tolist():
             if kind == transfers.LEVEL:
                 memory.append((begin_s, int(np.ceil(end * (1 + slack)) + transient)))
-            else:
+            elif kind in _KINDS:
                 name = self._name(kind, where)
                 intervals.append(Interval(_KINDS[kind], begin_s, end, name, passes[number]))
         return Trace(intervals, memory)
+
+    def explain_peak(self, plan: Plan) -> PredictedPeak:
+        """What a plan's predicted peak is made of."""
+        rows = self._log(self.choices.of_plan(plan))
+        names = [layer.name for layer in self.profile.layers]
+        slack, transient = self._arrays.allocator_slack, self._arrays.transient_bytes
+        return peak_of(rows, names, slack, transient)
 
     @property
     def _own_passes(self) -> Ints:
@@ -160,8 +171,8 @@ class Timeline:
     def _log(self, chosen: Ints) -> Rows:
         """The rows of a step's log."""
         instructions, _ = instructions_of(self._arrays, chosen)
-        # An instruction makes four rows at most: two transfers, a level, its own time.
-        log = np.zeros(4 * len(instructions) * len(self._own_passes), transfers.LOG)
+        # The three instructions of a piece make 16 rows at most, another one two.
+        log = np.zeros(8 * len(instructions) * len(self._own_passes), transfers.LOG)
         log["kind"] = -1
         simulate(self._arrays, chosen, log)
         return log[log["kind"] >= 0]

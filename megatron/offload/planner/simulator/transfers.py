@@ -33,6 +33,8 @@ STEP = np.dtype(
         ("ahead_bytes", np.float64),  # read ahead and not used yet
         ("largest_bytes", np.float64),  # of the pieces that this backward pass has read
         ("missing_bytes", np.float64),  # by which the read-ahead proved too small
+        ("backward_s", np.float64),  # of a pass without waits, mean of all
+        ("tolerated_s", np.float64),  # is left of what the backward pass may wait
         ("has_used", np.int64),
         ("next_ahead", np.int64),  # piece
         ("last_ahead", np.int64),  # piece
@@ -51,6 +53,7 @@ PIECE = np.dtype(
         ("size_bytes", np.float64),
         ("largest_bytes", np.float64),  # of it and those before it in its pass
         ("tier", np.int64),
+        ("layer", np.int64),
         ("num_storages", np.float64),
         ("next", np.int64),
     ]
@@ -77,37 +80,40 @@ CHANNEL = np.dtype(
     ]
 )
 
-# Something that took time, or, with the kind `LEVEL`, memory at a time: `end` has its bytes.
+# Something that took time, or memory at a time: then `end` has its bytes.
 LOG = np.dtype(
     [
         ("kind", np.int64),
         ("begin_s", np.float64),
         ("end", np.float64),
         ("pass_number", np.int64),
-        ("where", np.int64),  # layer or tier
+        ("where", np.int64),  # layer (-1: outside) or tier
     ]
 )
-# Kinds of rows in the log
+# Kinds of rows in the log. From `LEVEL` on of memory: all of it, with the layer that has changed
+# it, and by how many bytes more (or fewer, below 0) of a layer are on their way, and so on.
 FORWARD, BACKWARD, RECOMPUTE, WAIT_FOR_READ, WAIT_FOR_ROOM, WRITE, READ_BACK, LEVEL = range(8)
+BEING_WRITTEN, READ_AHEAD, IN_USE, RECOMPUTED = range(8, 12)
 
 _NOBODY = -1
 _LATER = np.inf
 _SAME = 1 + 1e-9  # what should end together does, however it was rounded
 _FORGETTING = 0.7  # as `Prefetcher`'s
+_TOLERATED_WAIT = 0.01  # likewise
 
 
 @compiled
-def change_memory(state: Row, log: Rows, num_bytes: float) -> None:
-    """Device memory is taken (or given back, below 0)."""
+def change_memory(state: Row, log: Rows, num_bytes: float, layer: int) -> None:
+    """Device memory is taken (or given back, below 0) by a layer (-1: outside of layers)."""
     state.memory_bytes += num_bytes
     state.peak_bytes = max(state.peak_bytes, state.memory_bytes)
-    note(state, log, LEVEL, state.now_s, state.memory_bytes, 0)
+    note(state, log, LEVEL, state.now_s, state.memory_bytes, layer)
 
 
 @compiled
 def note(state: Row, log: Rows, kind: int, begin: float, end: float, where: int) -> None:
     """A row of the log, if one is wanted and it tells something."""
-    if log.shape[0] > 0 and (end > begin or kind == LEVEL):
+    if log.shape[0] > 0 and (end > begin or kind >= LEVEL):
         at = state.num_logged
         row = log[at]
         row.kind, row.begin_s, row.end = kind, begin, end
@@ -127,7 +133,7 @@ def _append(pieces: Rows, channels: Rows, channel: int, piece: int) -> None:
 
 
 @compiled
-def _begin_transfer(state: Row, pieces: Rows, channels: Rows, channel: int) -> None:
+def _begin_transfer(state: Row, pieces: Rows, channels: Rows, log: Rows, channel: int) -> None:
     """An idle channel takes its next piece, if there is one."""
     tiers = channels.shape[0] // 2
     is_read = channel >= tiers
@@ -152,6 +158,7 @@ def _begin_transfer(state: Row, pieces: Rows, channels: Rows, channel: int) -> N
                 break
             pieces[piece].state = IN_MEMORY
             state.in_flight_bytes -= size
+            note(state, log, BEING_WRITTEN, state.now_s, -size, pieces[piece].layer)
     channels[channel].active = piece
     latency_bytes = (
         channels[channel].latency_s * pieces[piece].num_storages * channels[channel].bytes_per_s
@@ -166,7 +173,7 @@ def pass_time(state: Row, pieces: Rows, channels: Rows, log: Rows, until: float)
     number = channels.shape[0]
     for channel in range(number):
         if channels[channel].active == _NOBODY:
-            _begin_transfer(state, pieces, channels, channel)
+            _begin_transfer(state, pieces, channels, log, channel)
     now, next_s, ending = state.now_s, _LATER, -1
     for channel in range(number):
         if channels[channel].active != _NOBODY:
@@ -211,13 +218,16 @@ def _end_transfer(state: Row, pieces: Rows, channels: Rows, log: Rows, channel: 
     note(state, log, WRITE, began, state.now_s, pieces[piece].tier)
     size = pieces[piece].size_bytes
     state.in_flight_bytes -= size
+    layer = pieces[piece].layer
     if pieces[piece].state == WRITING:
         pieces[piece].state = ON_TIER
-        change_memory(state, log, -size)
+        note(state, log, BEING_WRITTEN, state.now_s, -size, layer)
+        change_memory(state, log, -size, layer)
         return
     channels[channel].used_bytes -= size  # nobody will read it
     if pieces[piece].state == DROPPED:
-        change_memory(state, log, -size)
+        note(state, log, BEING_WRITTEN, state.now_s, -size, layer)
+        change_memory(state, log, -size, layer)
     pieces[piece].state = IN_MEMORY
 
 
@@ -239,6 +249,7 @@ def hand_over(state: Row, pieces: Rows, channels: Rows, log: Rows, piece: int) -
     state.write_wait_s += state.now_s - began
     note(state, log, WAIT_FOR_ROOM, began, state.now_s, pieces[piece].tier)
     state.in_flight_bytes += size
+    note(state, log, BEING_WRITTEN, state.now_s, size, pieces[piece].layer)
     pieces[piece].state = QUEUED
     _append(pieces, channels, pieces[piece].tier, piece)
 
@@ -246,15 +257,18 @@ def hand_over(state: Row, pieces: Rows, channels: Rows, log: Rows, piece: int) -
 @compiled
 def _take_back(state: Row, pieces: Rows, log: Rows, piece: int) -> bool:
     """A piece whose write has not ended stays in memory. Whether it must be read."""
+    size, layer = pieces[piece].size_bytes, pieces[piece].layer
     if pieces[piece].state == QUEUED:
         pieces[piece].state = IN_MEMORY
-        state.in_flight_bytes -= pieces[piece].size_bytes
+        state.in_flight_bytes -= size
+        note(state, log, BEING_WRITTEN, state.now_s, -size, layer)
     elif pieces[piece].state == WRITING:
         pieces[piece].state = TAKEN_BACK
+        note(state, log, BEING_WRITTEN, state.now_s, -size, layer)
     if pieces[piece].state != ON_TIER:
         return False
     pieces[piece].state = READING
-    change_memory(state, log, pieces[piece].size_bytes)
+    change_memory(state, log, size, layer)
     return True
 
 
@@ -271,6 +285,7 @@ def prefetch(
     """The next backward pass needs these pieces, the last one first."""
     state.has_used = opens_at_once
     state.missing_bytes *= _FORGETTING
+    state.tolerated_s = _TOLERATED_WAIT * state.backward_s
     state.last_ahead, state.next_ahead = first, end - 1
     state.largest_bytes = 0.0
     _read_ahead(state, pieces, channels, log)
@@ -292,12 +307,13 @@ def _read_ahead(state: Row, pieces: Rows, channels: Rows, log: Rows) -> None:
             window = 0.0
             if state.has_used != 0:
                 largest = max(pieces[piece].largest_bytes, state.largest_bytes)
-                wanted = 2 * largest + state.missing_bytes
+                wanted = largest + state.missing_bytes
                 window = min(wanted, state.in_flight_limit_bytes)
             if state.ahead_bytes > 0 and state.ahead_bytes + size > window:
                 return
             state.ahead_bytes += size
             pieces[piece].is_ahead = 1
+            note(state, log, READ_AHEAD, state.now_s, size, pieces[piece].layer)
             if _take_back(state, pieces, log, piece):
                 state.largest_bytes = max(state.largest_bytes, size)
                 reads = channels.shape[0] // 2 + pieces[piece].tier
@@ -308,7 +324,10 @@ def _read_ahead(state: Row, pieces: Rows, channels: Rows, log: Rows) -> None:
 @compiled
 def use(state: Row, pieces: Rows, channels: Rows, log: Rows, piece: int) -> None:
     """Backward needs a piece now: waits until it is in memory, and makes room to read ahead."""
-    began = state.now_s
+    began, layer = state.now_s, pieces[piece].layer
+    note(state, log, IN_USE, began, pieces[piece].size_bytes, layer)
+    if pieces[piece].is_ahead != 0:
+        note(state, log, READ_AHEAD, began, -pieces[piece].size_bytes, layer)
     if _take_back(state, pieces, log, piece):
         state.urgent = piece
     while pieces[piece].state == READING:
@@ -316,9 +335,11 @@ def use(state: Row, pieces: Rows, channels: Rows, log: Rows, piece: int) -> None
     waited_s = state.now_s - began
     state.read_wait_s += waited_s
     note(state, log, WAIT_FOR_READ, began, state.now_s, pieces[piece].tier)
+    counted_s = max(waited_s - state.tolerated_s, 0.0)
+    state.tolerated_s = max(state.tolerated_s - waited_s, 0.0)
     if state.has_used != 0:
         reads = channels.shape[0] // 2 + pieces[piece].tier
-        state.missing_bytes += waited_s * channels[reads].bytes_per_s
+        state.missing_bytes += counted_s * channels[reads].bytes_per_s
     state.has_used = 1
     if pieces[piece].is_ahead != 0:
         state.ahead_bytes -= pieces[piece].size_bytes
@@ -329,10 +350,13 @@ def use(state: Row, pieces: Rows, channels: Rows, log: Rows, piece: int) -> None
 @compiled
 def drop(state: Row, pieces: Rows, channels: Rows, log: Rows, piece: int) -> None:
     """Backward has done with a piece."""
+    size, layer = pieces[piece].size_bytes, pieces[piece].layer
+    note(state, log, IN_USE, state.now_s, -size, layer)
     if pieces[piece].state == TAKEN_BACK:
+        note(state, log, BEING_WRITTEN, state.now_s, size, layer)
         pieces[piece].state = DROPPED  # the write holds the memory
         return
     if pieces[piece].state == RESTORED:
-        channels[pieces[piece].tier].used_bytes -= pieces[piece].size_bytes
+        channels[pieces[piece].tier].used_bytes -= size
     pieces[piece].state = IN_MEMORY
-    change_memory(state, log, -pieces[piece].size_bytes)
+    change_memory(state, log, -size, layer)

@@ -15,7 +15,7 @@ from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.pipeline_schedule import pipeline_schedule
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.instructions import FIRST_TIER, KEEP, RECOMPUTE_LAYER
-from megatron.offload.planner.simulator.options import Choices
+from megatron.offload.planner.simulator.options import Choices, from_tier
 from megatron.offload.planner.simulator.timeline import Timeline
 
 
@@ -29,6 +29,12 @@ def all_recompute(profile: StageProfile) -> Plan:
     """Every layer that can be recomputed is."""
     choices = Choices(profile)
     return choices.plan(choices.all(RECOMPUTE_LAYER))
+
+
+def all_recompute_ssd(profile: StageProfile) -> Plan:
+    """The same, with the inputs of the layers on SSDs until these run again."""
+    choices = Choices(profile)
+    return choices.plan(choices.all(from_tier(RECOMPUTE_LAYER, _ssd(profile))))
 
 
 def all_ssd(profile: StageProfile) -> Plan:
@@ -129,6 +135,7 @@ def _ssd(profile: StageProfile) -> int:
 BASELINES: dict[str, Callable[[StageProfile], Plan]] = {
     "all_keep": all_keep,
     "all_recompute": all_recompute,
+    "all_recompute_ssd": all_recompute_ssd,
     "all_ssd": all_ssd,
     "suffix": suffix_plan,
 }

@@ -12,11 +12,13 @@ from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import (
     FIRST_TIER,
+    INPUT_OFFSET,
     KEEP,
     RECOMPUTE_LAYER,
     RECOMPUTE_PART,
     SELECTIVE_OFFSET,
 )
+from megatron.offload.planner.simulator.options import is_selective, recomputes_layer
 from megatron.offload.planner.simulator.timeline import Cost, Timeline
 
 _NOTICEABLE = 1e-5  # of a step
@@ -118,7 +120,7 @@ class Reasons:
         choices = [
             c
             for c in self._choices.of_part(profile, part)
-            if c // SELECTIVE_OFFSET == now // SELECTIVE_OFFSET or c == RECOMPUTE_PART
+            if c < INPUT_OFFSET and (is_selective(c) == is_selective(now) or c == RECOMPUTE_PART)
         ]
         whole = [RECOMPUTE_LAYER] if profile.recompute_s is not None else []
         return [c for c in (*choices, *whole) if c != now]
@@ -129,7 +131,7 @@ class Reasons:
         changed = self._chosen.copy()
         if choice == RECOMPUTE_LAYER:
             changed[begin:end] = choice
-        elif changed[begin] == RECOMPUTE_LAYER:
+        elif recomputes_layer(int(changed[begin])):
             profile = self._choices.profile.layers[layer]
             for n in range(end - begin):
                 same = choice in self._choices.of_part(profile, n)

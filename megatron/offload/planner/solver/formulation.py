@@ -31,12 +31,12 @@ from megatron.offload.planner.profile.stage_profile import LayerProfile, StagePr
 from megatron.offload.planner.simulator.arrays import Floats, Ints
 from megatron.offload.planner.simulator.instructions import (
     FIRST_TIER,
+    INPUT_OFFSET,
     KEEP,
-    RECOMPUTE_LAYER,
     RECOMPUTE_PART,
     SELECTIVE_OFFSET,
 )
-from megatron.offload.planner.simulator.options import Choices
+from megatron.offload.planner.simulator.options import Choices, is_selective
 from megatron.offload.planner.solver.milp import Rows
 
 _MOST_BLOCKS = 16
@@ -129,17 +129,18 @@ class Program:
         """Spreads what the layers of a block get over them."""
         places = self._options[block[0]]
         of_part = np.array([place.part for place in places], np.int64)
-        together = int(numbers[of_part == _ALL].sum())
+        ways = np.where(of_part == _ALL, numbers, 0)
+        together = int(ways.sum())
         kinds = _spread(np.array([len(block) - together, together]))
         for part in _parts(places):
             options = _spread(np.where(of_part == part, numbers, 0))
             apart = (layer for layer, kind in zip(block, kinds, strict=True) if kind == 0)
             for layer, option in zip(apart, options, strict=True):
                 chosen[self._spans[layer][0] + part] = places[option].choice
-        for layer, kind in zip(block, kinds, strict=True):
-            if kind == 1:
-                begin, end = self._spans[layer]
-                chosen[begin:end] = RECOMPUTE_LAYER
+        whole = (layer for layer, kind in zip(block, kinds, strict=True) if kind == 1)
+        for layer, option in zip(whole, _spread(ways), strict=True):
+            begin, end = self._spans[layer]
+            chosen[begin:end] = places[option].choice
 
     def _add_passes(self, rows: Rows, peak: int, counts: list[Ints]) -> list[tuple[int, float]]:
         """Constraints of all passes; the terms of what they make a step slower."""
@@ -303,26 +304,32 @@ class Program:
 
     def _option(self, layer: LayerProfile, place: _Place) -> _Option:
         moved = np.zeros(len(self._profile.tiers))
+        choice = place.choice
+        of = layer if place.part == _ALL else layer.parts[place.part]
+        stays = float(of.input_bytes)
+        if choice >= INPUT_OFFSET:
+            stays -= of.movable_input_bytes
+            moved[choice // INPUT_OFFSET - 1] += of.movable_input_bytes
         if place.part == _ALL:
             live = float(sum(part.movable_bytes + part.resident_bytes for part in layer.parts))
             live += layer.input_bytes
-            return _Option(float(layer.input_bytes), live, layer.recompute_s or 0.0, moved)
-        part, choice = layer.parts[place.part], place.choice
+            return _Option(stays, live, layer.recompute_s or 0.0, moved)
+        part = layer.parts[place.part]
         everything = float(part.movable_bytes + part.resident_bytes)
-        if choice == RECOMPUTE_PART:
-            resident = float(part.resident_bytes + part.input_bytes)
+        if choice % SELECTIVE_OFFSET == RECOMPUTE_PART:
+            resident = float(part.resident_bytes + stays)
             # While backward runs through the parts after it, nothing of it is there.
             is_last = place.part == len(layer.parts) - 1
             live = everything if is_last else resident
             return _Option(resident, live, part.recompute_s or 0.0, moved)
         resident, size = float(part.resident_bytes), float(part.movable_bytes)
-        if choice >= SELECTIVE_OFFSET:
+        if is_selective(choice):
             size -= part.selective_bytes
         if choice % SELECTIVE_OFFSET == KEEP:
             resident += size
         else:
             moved[choice % SELECTIVE_OFFSET - FIRST_TIER] += size
-        if choice < SELECTIVE_OFFSET:
+        if not is_selective(choice):
             return _Option(resident, everything, 0.0, moved)
         live = everything + part.selective_extra_bytes
         return _Option(resident, live, part.selective_s or 0.0, moved)
@@ -368,9 +375,7 @@ def _places(choices: Choices, layer: LayerProfile) -> list[_Place]:
         for part in range(len(layer.parts))
         for choice in choices.of_part(layer, part)
     ]
-    if layer.recompute_s is not None and layer.parts:
-        places.append(_Place(_ALL, RECOMPUTE_LAYER))
-    return places
+    return [*places, *(_Place(_ALL, choice) for choice in choices.of_layer(layer))]
 
 
 def _parts(places: list[_Place]) -> list[int]:

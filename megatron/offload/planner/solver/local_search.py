@@ -11,7 +11,8 @@ import random
 from collections.abc import Callable, Iterator
 
 from megatron.offload.planner.simulator.arrays import Ints
-from megatron.offload.planner.simulator.instructions import RECOMPUTE_LAYER
+from megatron.offload.planner.simulator.instructions import INPUT_OFFSET
+from megatron.offload.planner.simulator.options import recomputes_layer
 from megatron.offload.planner.simulator.timeline import Cost, Timeline
 
 Value = tuple[float, ...]  # the smaller the better
@@ -45,6 +46,8 @@ class Search:
         options = [tuple(one) for one in self._choices.options]
         self._kinds = [kinds.setdefault(one, len(kinds)) for one in options]
         self._options = [frozenset(one) for one in kinds]
+        num_options = sum(len(one) for one in options)
+        self._tries_all = num_options <= _MOST_SINGLE_CHANGES
         self._nearest: dict[tuple[int, Option], list[Option]] = {}
 
     @property
@@ -125,14 +128,23 @@ class Search:
         return changes
 
     def _near(self, layer: int, now: Option) -> list[Option]:
-        """Options of a layer with another choice for one part, or for all at once."""
+        """Options of a layer with another choice for one part, or for all at once.
+
+        Where that makes too many, a recomputation begins with its input in memory, which may move
+        in a second change.
+        """
         key = self._kinds[layer], now
         if key not in self._nearest:
             near = []
             for option in self._choices.options[layer]:
                 differs = sum(a != b for a, b in zip(option, now, strict=True))
-                whole = RECOMPUTE_LAYER in option or RECOMPUTE_LAYER in now
-                if differs == 1 or (differs and whole):
+                whole = any(map(recomputes_layer, (*option[:1], *now[:1])))
+                begins_moved = any(
+                    new >= INPUT_OFFSET and new % INPUT_OFFSET != old % INPUT_OFFSET
+                    for new, old in zip(option, now, strict=True)
+                )
+                is_near = differs == 1 or (differs and whole)
+                if is_near and (self._tries_all or not begins_moved):
                     near.append(option)
             self._nearest[key] = near
         return self._nearest[key]

@@ -22,6 +22,7 @@ from megatron.offload.planner.simulator.instructions import (
     RECOMPUTE_LAYER,
     SELECTIVE_OFFSET,
 )
+from megatron.offload.planner.simulator.options import from_tier
 from megatron.offload.planner.simulator.timeline import Cost, Timeline, prediction_of
 from megatron.offload.planner.solver.explain import Reasons
 from megatron.offload.planner.solver.formulation import Program
@@ -193,7 +194,9 @@ class _Solution:
         tiers = range(FIRST_TIER, FIRST_TIER + len(self._profile.tiers))
         places = (KEEP, *tiers)
         selective = (choice + SELECTIVE_OFFSET for choice in places)
-        return [self._choices.all(choice) for choice in (*places, RECOMPUTE_LAYER, *selective)]
+        again = (from_tier(RECOMPUTE_LAYER, n) for n in range(len(self._profile.tiers)))
+        every = (*places, RECOMPUTE_LAYER, *again, *selective)
+        return [self._choices.all(choice) for choice in every]
 
     def _improve(self, starts: list[Ints], goal: Goal, search: Search | None = None) -> Ints:
         """From all starting points, the most promising one first and with the most effort."""

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks, one bit a value: `pack_bits` and `unpack_bits`.
+
+Records call them in the thread and on the stream that compute. They never wait for a device.
+
+Note [Masks as bits]
+A storage saved as `torch.bool` holds a byte for each value, 0 or 1, so an eighth of it moves. Torch
+never looks whether other bytes are in it (reinterpreted ones, memory that nobody has filled), and
+to look before packing would be to wait for the device. So the largest byte is computed along with
+the bits and stands behind them. What was saved is let go when the bits were written: by then the
+device has passed all of this, and one byte can be fetched without a wait. If it is larger than 1,
+what was written is given up, and the storage stays in memory.
+
+Storages saved as `torch.uint8` are left alone: most hold more than masks, and one that does not
+shows it no earlier than that.
+
+Bytes are packed in eight contiguous ranges, the first the lowest bits: each step is one operation
+over neighbouring bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def bits_bytes(num_values: int) -> int:
+    """Bytes that `pack_bits` makes of a storage of so many."""
+    return -(-num_values // 8) + 1
+
+
+def pack_bits(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """The lowest bit of each byte, and behind them the largest byte: see Note [Masks as bits].
+
+    Args:
+        storage: of at least one byte, each 0 or 1; of others only the last byte is of use.
+    """
+    values = _bytes_of(storage)
+    packed = values.new_zeros(bits_bytes(values.numel()))
+    torch.amax(values, 0, keepdim=True, out=packed[-1:])
+    for values_of_bit in reversed(values.split(packed.numel() - 1)):
+        bits = packed[: values_of_bit.numel()]
+        torch.add(values_of_bit, bits, alpha=2, out=bits)
+    return packed.untyped_storage()
+
+
+def unpack_bits(packed: torch.UntypedStorage, num_values: int) -> torch.UntypedStorage:
+    """The storage of `num_values` bytes of 0 and 1 that was packed."""
+    bits = _bytes_of(packed)[:-1]
+    values = bits.new_empty(num_values)
+    for number, values_of_bit in enumerate(values.split(bits.numel())):
+        of_these = bits[: values_of_bit.numel()]
+        torch.bitwise_right_shift(of_these, number, out=values_of_bit)
+    return values.bitwise_and_(1).untyped_storage()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

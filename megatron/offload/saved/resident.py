@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What autograd holds in place of a tensor that stays in memory: `ResidentTensor`."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.offload.errors import ChangedInPlaceError
+from megatron.offload.saved.scope import Scope
+
+
+class ResidentTensor:
+    """What autograd holds in place of a saved tensor that stays: where there are hooks, it does not
+    look whether a tensor was changed in place.
+
+    It has no graph, whose node would hold it in turn. A subclass may, which knows itself what it is
+    without.
+    """
+
+    __slots__ = ("_scope", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, scope: Scope) -> None:
+        self._scope = scope
+        is_plain = type(tensor) is torch.Tensor
+        self._tensor = tensor.detach() if is_plain and not tensor.is_leaf else tensor
+        self._version = tensor._version
+
+    def tensor(self) -> torch.Tensor:
+        """The saved tensor itself. Raises ChangedInPlaceError if it was modified in place since."""
+        tensor = self._tensor
+        if tensor._version != self._version:
+            shape = "nested" if tensor.is_nested else tuple(tensor.shape)
+            raise changed_in_place(tensor, self._version, shape, self._scope)
+        return tensor
+
+
+def changed_in_place(
+    tensor: torch.Tensor, version: int, shape: object, scope: Scope
+) -> ChangedInPlaceError:
+    """The error for a tensor that was saved at another version than it has now."""
+    return ChangedInPlaceError(
+        f"an activation of {scope} needed for gradient computation was modified by an in-place "
+        f"operation: {tensor.dtype} of shape {shape} is at version {tensor._version}; expected "
+        f"version {version}; make the operation out of place or clone its input"
+    )

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory for what is read back where device memory is the process's: `RestoredMemory`.
+
+Restored storages come and go within milliseconds, in the order in which backward uses them, between
+the blocks that operations allocate. Out of one allocator both break up each other's free memory,
+which then stays with the process although nobody uses it. Here they have a region of their own, its
+extents best fit, whose memory goes back to the system when the last one is free. `InPlace` asks.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import logging
+import mmap
+import os
+import resource
+import threading
+import weakref
+from pathlib import Path
+
+import torch
+
+from megatron.offload.tiers.extents import ExtentAllocator
+
+logger = logging.getLogger(__name__)
+
+_MAP_NORESERVE = 0x4000  # <asm-generic/mman.h>: addresses, not memory, until a page is touched
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+_NEVER = "2"  # overcommit: every writable mapping counts as used memory, touched or not
+
+
+class RestoredMemory:
+    """Hands out storages of one region of addresses, as large as the machine's memory.
+
+    Where addresses are limited, or count as memory, there is no region and it hands out nothing:
+    a region would take them from everybody else in the process, or on the machine.
+
+    Safe in any thread. A storage gives its extent back when it is freed, in whatever thread: that
+    takes no lock, because it may happen at any moment, within the calls of this class too.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._extents = ExtentAllocator(mmap.PAGESIZE)
+        self._freed: collections.deque[int] = collections.deque()  # offsets, to be given back
+        self._most_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self._region: mmap.mmap | None = None
+        self._address = 0
+        why_not = _why_not_reserved()
+        if not why_not:
+            try:
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+                self._region = mmap.mmap(-1, self._most_bytes, flags=flags)
+                self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
+            except OSError as error:
+                why_not = error.strerror or str(error)
+        if why_not:
+            logger.info(
+                "activation offload: no addresses for a region of restored memory: %s; what is "
+                "read back comes from the allocator instead",
+                why_not,
+            )
+
+    def new_storage(
+        self, num_bytes: int, head_bytes: int, alignment: int
+    ) -> torch.UntypedStorage | None:
+        """A storage of undefined content; None if there is no room for it.
+
+        Args:
+            num_bytes: of the storage.
+            head_bytes: what comes after so many of them is aligned.
+            alignment: of memory, in bytes; divides a page.
+        """
+        shift = -head_bytes % alignment
+        with self._lock:
+            self._trim()
+            offset = self._allocate(num_bytes + shift)
+        if offset is None:
+            return None
+        window = (ctypes.c_char * num_bytes).from_address(self._address + offset + shift)
+        window.owner = self  # type: ignore[attr-defined]  # the region outlives its storages
+        weakref.finalize(window, self._freed.append, offset).atexit = False
+        return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
+
+    def trim(self) -> None:
+        """Gives the region's memory back to the system, if no storage is left in it."""
+        if self._freed:
+            with self._lock:
+                self._trim()
+
+    def _allocate(self, num_bytes: int) -> int | None:
+        if self._region is None:
+            return None
+        offset = self._extents.allocate(num_bytes)
+        if offset is None:
+            more = self._extents.round_up(num_bytes) - self._extents.free_at_end_bytes
+            if self._extents.size_bytes + more > self._most_bytes:
+                return None
+            self._extents.grow(more)
+            offset = self._extents.allocate(num_bytes)
+        return offset
+
+    def _trim(self) -> None:
+        while self._freed:
+            self._extents.free(self._freed.popleft())
+            if self._region is not None and not self._extents.used_bytes:
+                self._region.madvise(mmap.MADV_DONTNEED, 0, self._extents.size_bytes)
+                self._extents = ExtentAllocator(mmap.PAGESIZE)
+
+
+def _why_not_reserved() -> str:
+    """Why addresses that nobody uses are not free of charge here; empty: they are."""
+    for name, limit in (("-v", resource.RLIMIT_AS), ("-d", resource.RLIMIT_DATA)):
+        if resource.getrlimit(limit)[0] != resource.RLIM_INFINITY:
+            return f"`ulimit {name}` is set"
+    if _OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == _NEVER:
+        return "vm.overcommit_memory is 2"
+    return ""

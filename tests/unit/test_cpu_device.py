@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a CPU returns what its allocator keeps: at the phases of a step, and not too often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megatron.offload import OffloadConfig, OffloadEngine, Scope
+from megatron.offload.device import cpu
+from megatron.offload.device.allocator import MIMALLOC
+from megatron.offload.device.cpu import CpuDevice
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(cpu, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def returned(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Has an entry for each time that memory was returned."""
+    calls: list[None] = []
+    monkeypatch.setattr(cpu, "return_freed_memory", lambda: calls.append(None))
+    return calls
+
+
+def test_each_phase_returns_memory_once_in_a_while(
+    clock: Clock, returned: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "allocator_name", lambda: MIMALLOC)
+    device = CpuDevice()
+    for now_s, phase, number in (
+        (0.0, "step", 1),
+        (0.0, "backward", 2),  # has a time of its own
+        (1.9, "step", 2),
+        (2.0, "step", 3),
+        (3.9, "step", 3),  # since the last time, not the first
+    ):
+        clock.now_s = now_s
+        device.begin_phase(phase)
+        assert len(returned) == number
+
+
+def test_another_allocator_than_mimalloc_is_left_alone(
+    clock: Clock, returned: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "allocator_name", lambda: "the C library's malloc")
+    CpuDevice().begin_phase("step")
+    assert not returned
+
+
+def test_a_device_hears_of_each_phase_of_a_step(
+    offload_config: Callable[..., OffloadConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(CpuDevice, "begin_phase", lambda _, name: heard.append(name))
+    engine = OffloadEngine(offload_config())
+    with engine.step():
+        with engine.forward(Scope()) as save_order:
+            engine.end_layers()
+        with engine.backward(save_order):
+            pass
+    engine.close()
+    assert heard == ["step", "loss", "backward"]
