@@ -159,7 +159,7 @@ def compared(name: str, folder: Path, setting: dict[str, Any]) -> dict[str, Any]
         "bytes": [[one["offloaded_bytes"] for one in run.statistics] for run in (after, before)],
         "unsupported": after.statistics[-1]["unsupported"],
         "recomputed": after.statistics[-1]["recomputed_layers"],
-        "left": max(one["tier_used_bytes"] for one in after.statistics),
+        "left": after.left_bytes,
     }
 
 
