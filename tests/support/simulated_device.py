@@ -29,7 +29,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.offload.device.cpu import CpuDevice
-from megatron.offload.device.device import WHOLE
+from megatron.offload.device.device import WHOLE, Device
 from megatron.offload.tiers.staging import StagingPool
 
 POISON = 0xDB
@@ -176,8 +176,8 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 class PoisoningPool(StagingPool):
     """Small host buffers that turn to poison as soon as they are given back."""
 
-    def __init__(self, num_buffers: int, *, pinned: bool = False) -> None:
-        super().__init__(num_buffers, pinned=pinned, piece_bytes=8192)
+    def __init__(self, num_buffers: int, device: Device | None = None) -> None:
+        super().__init__(num_buffers, device, piece_bytes=8192)
 
     @contextlib.contextmanager
     def buffer(self) -> Iterator[int]:

@@ -12,10 +12,10 @@ import mmap
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.arena import GROWTH_BYTES, HostArena
@@ -166,7 +166,7 @@ def test_the_memory_is_private_and_forked_workers_do_not_hold_it(arena):
 
 
 def test_growth_is_pinned_range_by_range_and_unpinned_before_it_is_unmapped(fake_cuda):
-    arena = HostArena(2 * GROWTH_BYTES + 3 * PAGE, pinned=True)
+    arena = HostArena(2 * GROWTH_BYTES + 3 * PAGE, open_device("cuda"))
     assert not fake_cuda.pinned  # nothing is pinned before it is needed
     assert [arena.allocate(PAGE) for _ in range(3)] == [0, PAGE, 2 * PAGE]
     assert list(fake_cuda.pinned.values()) == [GROWTH_BYTES]  # one call for three allocations
@@ -190,7 +190,7 @@ def test_when_pinning_fails_the_arena_stops_growing_and_says_which_limit_to_rais
     fake_cuda, caplog
 ):
     fake_cuda.accepts = 1
-    arena = HostArena(4 * GROWTH_BYTES, pinned=True)
+    arena = HostArena(4 * GROWTH_BYTES, open_device("cuda"))
     offset = arena.allocate(GROWTH_BYTES)
     assert offset == 0
     with caplog.at_level(logging.WARNING):
@@ -204,9 +204,3 @@ def test_when_pinning_fails_the_arena_stops_growing_and_says_which_limit_to_rais
     arena.free(offset)
     assert arena.allocate(PAGE) == 0  # what is pinned is used on
     arena.close()
-
-
-def test_pinned_memory_without_cuda_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigurationError, match="needs a CUDA device"):
-        HostArena(PAGE, pinned=True)

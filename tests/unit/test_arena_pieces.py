@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from megatron.offload.device.open import open_device
 from megatron.offload.tiers import arena as arena_module
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.extents import ExtentAllocator
@@ -54,7 +55,7 @@ def test_a_range_can_be_freed_by_a_finalizer_that_interrupts_an_allocation(
 
 
 def test_no_range_lies_across_two_pinned_pieces(fake_cuda: FakeCuda) -> None:
-    arena = HostArena(32 * PAGE, pinned=True)
+    arena = HostArena(32 * PAGE, open_device("cuda"))
     offsets = [arena.allocate(3 * PAGE) for _ in range(4)]
     for offset in offsets:
         assert offset is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only the CUDA device calls `torch.cuda`: all else in the package asks the device layer."""
+"""Only CUDA's platform names `torch.cuda`: all else in the package asks the device layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import megatron.offload
 
 PACKAGE = Path(str(megatron.offload.__file__)).parent
-DEVICE_LAYER = {"device/cuda.py", "device/cuda_peak.py"}
+DEVICE_LAYER = {"device/cuda.py"}
 
 
 def calls_of_cuda(source: str) -> Iterator[int]:

@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.device.cpu import CpuDevice
-from megatron.offload.device.cuda import CudaDevice
+from megatron.offload.device.cuda import CudaPlatform
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB
@@ -49,7 +50,7 @@ def keep_busy() -> None:
 @pytest.fixture
 def gpu():
     """Every kernel that the tests queue is loaded: loading one waits for those that run."""
-    device = CudaDevice(torch.device("cuda"))
+    device = AcceleratorDevice(torch.device("cuda"), CudaPlatform())
     warm = torch.full((8,), 1, dtype=torch.uint8, device=device.device)
     torch.cuda._sleep(1)
     int((warm.fill_(2) != 1).sum())
@@ -305,7 +306,7 @@ def test_memory_is_never_reused_before_those_who_use_it_are_done(gpu):
 def arena(gpu, monkeypatch):
     """Registers 4 MiB at a time."""
     monkeypatch.setattr(arena_part, "GROWTH_BYTES", 4 * MIB)
-    arena = HostArena(16 * MIB, pinned=True)
+    arena = HostArena(16 * MIB, gpu)
     yield arena
     arena.close()
 
@@ -340,7 +341,7 @@ def test_no_block_spans_two_registered_ranges(gpu, arena):
 @pytest.mark.gpu
 def test_memory_of_a_closed_arena_can_be_registered_again(gpu):
     for _ in range(3):
-        arena = HostArena(64 * mmap.PAGESIZE, pinned=True)
+        arena = HostArena(64 * mmap.PAGESIZE, gpu)
         assert arena.allocate(1) == 0 and not arena.growth_failed
         arena.close()
     assert int(torch.ones(1, device=gpu.device)) == 1  # no error is left behind

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import WHOLE
+from megatron.offload.device.open import open_device
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers import host
 from megatron.offload.tiers.host import HostTier
@@ -224,10 +225,9 @@ def test_a_zero_budget_takes_nothing_and_complains_of_nothing(caplog):
     tier.close()
 
 
-def test_a_tier_that_could_not_grow_within_its_budget_is_degraded(caplog, device, fake_cuda):
-    device.pins_host_memory = True
+def test_a_tier_that_could_not_grow_within_its_budget_is_degraded(caplog, fake_cuda):
     fake_cuda.accepts = 0
-    tier = HostTier(4 * PAGE, device=device)
+    tier = HostTier(4 * PAGE, device=open_device("cuda"))
     with caplog.at_level(logging.WARNING):
         assert tier.begin_write(storage_of(1, 1)) is None
         assert tier.begin_write(storage_of(1, 1)) is None
@@ -311,14 +311,13 @@ def test_a_closed_tier_without_blocks_is_garbage():
     assert weak() is None
 
 
-def test_it_is_shown_to_people_with_its_budget(device, fake_cuda):
+def test_it_is_shown_to_people_with_its_budget(fake_cuda):
     tier = HostTier(12 * MIB)
     assert str(tier) == "host memory (12 MiB budget)"
     block = written(tier, storage_of(100, 1))
     assert str(block) == "host memory, offset 0, length 100"
     tier.close()
-    device.pins_host_memory = True
-    pinned = HostTier(12 * MIB, device=device)
+    pinned = HostTier(12 * MIB, device=open_device("cuda"))
     assert not fake_cuda.pinned  # nothing before it is needed
     assert str(pinned) == "host memory (12 MiB budget, pinned)"
     pinned.close()

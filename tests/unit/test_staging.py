@@ -9,12 +9,13 @@ import threading
 
 import pytest
 
+from megatron.offload.device.open import open_device
 from megatron.offload.tiers.staging import PIECE_BYTES, StagingPool
 from tests.support.fake_cuda import FakeCuda
 
 
 def test_buffers_are_pinned_at_once_and_unpinned_at_the_end(fake_cuda: FakeCuda) -> None:
-    pool = StagingPool(3, pinned=True)
+    pool = StagingPool(3, open_device("cuda"))
     assert (
         list(fake_cuda.pinned.values()) == [3 * PIECE_BYTES] and pool.size_bytes == 3 * PIECE_BYTES
     )
@@ -31,7 +32,7 @@ def test_where_the_system_refuses_to_pin_buffers_are_pageable_and_it_is_said(
 ) -> None:
     fake_cuda.accepts = 0
     with caplog.at_level(logging.WARNING):
-        pool = StagingPool(2, pinned=True)
+        pool = StagingPool(2, open_device("cuda"))
     assert "are pageable memory" in caplog.text and "ulimit -l" in caplog.text
     assert not fake_cuda.has_error  # else torch would raise it at its next kernel
     with pool.buffer() as first, pool.buffer() as second:

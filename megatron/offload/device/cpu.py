@@ -64,6 +64,12 @@ class CpuDevice:
         start, stop, _ = part.indices(target.nbytes())
         ctypes.memmove(target.data_ptr() + start, address, stop - start)
 
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Does nothing: copies from host memory to host memory are none the better for it."""
+
+    def unpin(self, address: int) -> None:
+        """Does nothing."""
+
     def allocated_bytes(self) -> int:
         """Bytes of the process's resident set."""
         return _status_bytes("VmRSS")

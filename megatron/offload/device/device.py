@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tiers need of the device that computes: the `Device` protocol.
 
-`cpu.py` and `cuda.py` implement it, `open.py` chooses; the tests have one that only simulates an
-asynchronous device. Nothing else in the package calls `torch.cuda`.
+`cpu.py` and `accelerator.py` implement it, `open.py` chooses; the tests have one that only
+simulates an asynchronous device.
 
 Note [Who waits for whom]
 Compute queues its operations on a stream and runs ahead of the device. An event is recorded in a
@@ -47,7 +47,7 @@ class Device(Protocol):
         ...
 
     def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Puts the calling thread on a stream, as a context."""
+        """Puts the calling thread on this device and one of its streams, as a context."""
         ...
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
@@ -86,6 +86,18 @@ class Device(Protocol):
             after: from `record_event`; no byte is written before the device has passed it.
             part: bytes of the storage, with a step of 1; what lies beyond its end is left out.
         """
+        ...
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Page-locks whole pages of host memory for this device. Only if it `pins_host_memory`.
+
+        Raises:
+            RuntimeError: the system or the driver refuses.
+        """
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Ends what `pin` began at this address."""
         ...
 
     def allocated_bytes(self) -> int:

@@ -5,24 +5,41 @@ from __future__ import annotations
 
 import torch
 
+from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.device.cpu import CpuDevice
-from megatron.offload.device.cuda import CudaDevice
+from megatron.offload.device.cuda import CudaPlatform
 from megatron.offload.device.device import Device
+from megatron.offload.device.platform import platform_of, register_platform, registered_kinds
 from megatron.offload.errors import ConfigurationError
+
+register_platform("cuda", CudaPlatform())
 
 
 def open_device(device: torch.device | str) -> Device:
     """Makes the `Device` that stands for a torch device.
 
     Raises:
-        ConfigurationError: there is none for its kind.
+        ConfigurationError: there is none for its kind; the message says what is missing.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return CpuDevice()
-    if device.type == "cuda":
-        return CudaDevice(device)
+    platform = platform_of(device.type)
+    if platform is not None:
+        return AcceleratorDevice(device, platform)
     raise ConfigurationError(
-        f"activations on a {device.type} device cannot be offloaded, only on cuda and cpu; use "
+        f"activations on a {device.type} device cannot be offloaded, only on "
+        f"{', '.join(registered_kinds())} and cpu: {_missing(device.type)}; use "
         "--activation-offload off"
     )
+
+
+def _missing(kind: str) -> str:
+    """What a kind of device without a platform lacks, as a clause."""
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError:
+        return f"torch has no module torch.{kind}"
+    if not hasattr(module, "Stream"):
+        return f"torch.{kind} has no streams"
+    return f"no way is known to pin host memory for {kind}"

@@ -16,7 +16,7 @@ import logging
 import mmap
 import threading
 
-from megatron.offload.device.cuda import has_cuda, pin, unpin
+from megatron.offload.device.device import Device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.extents import ExtentAllocator
@@ -32,20 +32,16 @@ class HostArena:
 
     Args:
         budget_bytes: never exceeded; 0: nothing ever fits.
-        pinned: page-locked for CUDA, in steps as the arena grows.
+        device: if it pins host memory, the arena is page-locked for it, in steps as it grows.
+            None: it is pageable.
 
     Raises:
-        ConfigurationError: pinned memory without CUDA, or no address space of that size.
+        ConfigurationError: no address space of that size.
     """
 
-    def __init__(self, budget_bytes: int, pinned: bool = False) -> None:
-        if pinned and not has_cuda():
-            raise ConfigurationError(
-                "pinned host memory was asked for; it needs a CUDA device, and torch sees none; "
-                "use pageable host memory"
-            )
+    def __init__(self, budget_bytes: int, device: Device | None = None) -> None:
         self.budget_bytes = budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE
-        self.pinned = pinned
+        self._pinned_for = device if device is not None and device.pins_host_memory else None
         self.growth_failed = False  # it stopped growing although budget was left
         self._extents = ExtentAllocator(mmap.PAGESIZE)
         self._freed: collections.deque[int] = collections.deque()  # taken in by the next allocation
@@ -59,6 +55,11 @@ class HostArena:
         if self._mapping is not None:
             # For a moment only: as long as such a view exists, the mapping cannot be closed.
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    @property
+    def pinned(self) -> bool:
+        """Whether its memory is page-locked for a device."""
+        return self._pinned_for is not None
 
     @property
     def size_bytes(self) -> int:
@@ -99,8 +100,9 @@ class HostArena:
         """Gives all memory back to the system. Nobody may use a range any more."""
         with self._lock:
             self._closed = True
-            for address in self._pinned_addresses:
-                unpin(address)
+            if self._pinned_for is not None:
+                for address in self._pinned_addresses:
+                    self._pinned_for.unpin(address)
             self._pinned_addresses.clear()
             if self._mapping is not None:
                 self._mapping.close()
@@ -108,24 +110,24 @@ class HostArena:
     def _make_room(self, num_bytes: int) -> bool:
         """Called under the lock. Grows for a request; whether it did."""
         missing = self._extents.round_up(num_bytes)
-        if not self.pinned:
+        if self._pinned_for is None:
             missing -= self._extents.free_at_end_bytes
         left = self.budget_bytes - self._extents.size_bytes
         if missing > left or self.growth_failed:
             return False
         growth = min(max(missing, GROWTH_BYTES), left)
-        if self.pinned and not self._pin(growth):
+        if self._pinned_for is not None and not self._pin(self._pinned_for, growth):
             self.growth_failed = True
             return False
         # CUDA refuses copies of memory that was page-locked in two pieces.
         self._extents.grow(growth, apart=self.pinned)
         return True
 
-    def _pin(self, num_bytes: int) -> bool:
+    def _pin(self, device: Device, num_bytes: int) -> bool:
         """Page-locks the next `num_bytes` of the mapping; whether it could be done."""
         address = self._address + self._extents.size_bytes
         try:
-            pin(address, num_bytes)
+            device.pin(address, num_bytes)
         except RuntimeError as error:
             logger.warning(
                 "activation offload: %s more of host memory could not be pinned (%s); the %s that "

@@ -57,7 +57,7 @@ class HostTier:
         self.statistics = TierStatistics()
         self.limit_bytes: int | None = budget_bytes
         self._device = device or CpuDevice()
-        self._arena = HostArena(budget_bytes, pinned=self._device.pins_host_memory)
+        self._arena = HostArena(budget_bytes, self._device)
         self._is_used_up = False
         # They wait for the queue and for what the device has still to do, and copy.
         self._threads = IoThreads(num_threads, "activation-offload host memory")

@@ -188,9 +188,7 @@ class SsdTier:
         device = self._device
         if device.is_host:
             return InPlace(alignment)
-        # Its host memory is to be pinned, and no other device's.
-        with device.use_stream(device.current_stream()):
-            self._staging = StagingPool(num_threads, pinned=device.pins_host_memory)
+        self._staging = StagingPool(num_threads, device)
         return Staged(alignment, device, self._staging)
 
 

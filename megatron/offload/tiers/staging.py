@@ -22,6 +22,7 @@ import logging
 import queue
 from collections.abc import Iterator
 
+from megatron.offload.device.device import Device
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.arena import HostArena
 
@@ -35,17 +36,17 @@ class StagingPool:
 
     Args:
         num_buffers: one for each thread that may want one; who finds none waits.
-        pinned: page-locked for CUDA, for the device that the calling thread is on; pageable, with a
-            line in the log, where the system refuses that.
+        device: if it pins host memory, they are page-locked for it; pageable, with a line in the
+            log, where the system refuses that.
         piece_bytes: what a buffer holds, a multiple of whatever files ask for.
     """
 
     def __init__(
-        self, num_buffers: int, *, pinned: bool = False, piece_bytes: int = PIECE_BYTES
+        self, num_buffers: int, device: Device | None = None, *, piece_bytes: int = PIECE_BYTES
     ) -> None:
         self.piece_bytes = piece_bytes
         self.size_bytes = num_buffers * piece_bytes
-        self._arena = HostArena(self.size_bytes, pinned)
+        self._arena = HostArena(self.size_bytes, device)
         start = self._arena.allocate(self.size_bytes)
         if start is None:
             self._arena.close()

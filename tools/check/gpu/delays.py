@@ -12,7 +12,8 @@ import random
 
 import torch
 
-from megatron.offload.device.cuda import CudaDevice
+from megatron.offload.device.accelerator import AcceleratorDevice
+from megatron.offload.device.cuda import CudaPlatform
 from megatron.offload.device.device import Device
 
 _LONGEST_CYCLES = 3_000_000  # 1.5 ms at 2 GHz: longer than a copy of most sizes here
@@ -24,7 +25,9 @@ class Delays:
     def __init__(self, device: Device, chance: random.Random) -> None:
         self._chance = chance
         self._device = device.device
-        self._copy_streams = [device._store, device._load] if isinstance(device, CudaDevice) else []
+        self._copy_streams = []
+        if isinstance(device, AcceleratorDevice):
+            self._copy_streams = [device._store, device._load]
 
     def compute(self, at_least: float = 0.0) -> None:
         """On the current stream, more often than not; always with `at_least` of the longest."""
@@ -44,8 +47,11 @@ class Delays:
                 torch.cuda._sleep(int(fraction * _LONGEST_CYCLES))
 
 
-class CarelessDevice(CudaDevice):
-    """Copies wait for nothing: what the stress must be able to notice."""
+class CarelessDevice(AcceleratorDevice):
+    """A GPU whose copies wait for nothing: what the stress must be able to notice."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, CudaPlatform())
 
     def record_event(self) -> torch.cuda.Event:
         """An event that was never recorded; waiting for it is no wait at all."""

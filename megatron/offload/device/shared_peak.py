@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peak of a GPU's allocated memory, for several readers: `PeakReader`, `shared_counters`.
+"""The peak of a device's allocated memory, for several readers: `shared_counters`.
 
-torch has one set of peak counters for each GPU, and who resets it resets it for everybody. Planning
-wants the peak of each step; trainers log the peak of the run (Megatron-LM from `memory_stats` and
-`max_memory_allocated`). So before a reset everyone else's peak is remembered, and from the first
-one on torch's own functions answer all others as if nobody but they had reset anything.
+torch has one set of peak counters for each device, and who resets it resets it for everybody.
+Planning wants the peak of each step; trainers log the peak of the run (Megatron-LM from
+`memory_stats` and `max_memory_allocated`). So before a reset everyone else's peak is remembered,
+and from the first one on torch's own functions answer all others as if nobody but they had reset
+anything.
 
-`CudaDevice` is the only caller. Two readers never see each other either.
+Platforms call it, with torch's module of their kind. Two readers never see each other either.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,30 +27,33 @@ class SharedCounters:
     """torch's peak counters, shared by readers and by all others who read or reset them.
 
     Made once for a process: it replaces torch's functions.
+
+    Args:
+        module: torch's, of a kind of device, with the file `memory` in it.
     """
 
-    def __init__(self) -> None:
-        memory = torch.cuda.memory
-        self._stats = memory.memory_stats_as_nested_dict
-        self._reset = memory.reset_peak_memory_stats
-        self._readers: weakref.WeakSet[PeakReader] = weakref.WeakSet()
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._stats = module.memory.memory_stats_as_nested_dict
+        self._reset = module.memory.reset_peak_memory_stats
+        self._readers: weakref.WeakSet[SharedPeakReader] = weakref.WeakSet()
         self._of_others: dict[int, dict[str, Any]] = {}  # what they saw before the last reset
         # Protects all of the above, and the time from a look at a peak to its reset. Nothing else
         # is locked under it but the allocator.
         self._lock = threading.Lock()
-        for module in (torch.cuda, memory):
+        for place in (module, module.memory):
             for function in (self.memory_stats_as_nested_dict, self.reset_peak_memory_stats):
-                setattr(module, function.__name__, function)
+                setattr(place, function.__name__, function)
 
-    def reader(self, index: int) -> PeakReader:
-        """Makes a reader for the GPU with that number; its peak counts from now on."""
-        reader = PeakReader(self, index)
+    def reader(self, index: int) -> SharedPeakReader:
+        """Makes a reader for the device with that number; its peak counts from now on."""
+        reader = SharedPeakReader(self, index)
         with self._lock:
             self._readers.add(reader)
         reader.reset()
         return reader
 
-    def reset(self, reader: PeakReader) -> None:
+    def reset(self, reader: SharedPeakReader) -> None:
         """Starts the peak anew for one reader; nobody else notices."""
         with self._lock:
             stats = self._remember(reader.index)
@@ -56,7 +61,7 @@ class SharedCounters:
             reader.remembered_bytes = 0
             self._reset(reader.index)
 
-    def peak_bytes(self, reader: PeakReader) -> int:
+    def peak_bytes(self, reader: SharedPeakReader) -> int:
         """The most bytes of tensors at any moment since the reader's last reset."""
         with self._lock:
             return max(reader.remembered_bytes, _peak_of(self._stats(reader.index)))
@@ -65,27 +70,34 @@ class SharedCounters:
         """Stands in for torch's function: its peaks are those since others have reset them."""
         with self._lock:
             stats = self._stats(device)
-            return _with_peaks(stats, self._of_others.get(_index(device)) if stats else None)
+            return _with_peaks(stats, self._of_others.get(self._index(device)) if stats else None)
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """Stands in for torch's function: readers do not notice the reset."""
         with self._lock:
-            index = _index(device)
+            index = self._index(device)
             self._remember(index)
             self._of_others.pop(index, None)
             self._reset(device)
 
     def _remember(self, index: int) -> dict[str, Any]:
-        """For all readers of a GPU. Called under the lock; what the counters say."""
+        """For all readers of a device. Called under the lock; what the counters say."""
         stats = self._stats(index)
         for one in self._readers:
             if one.index == index:
                 one.remembered_bytes = max(one.remembered_bytes, _peak_of(stats))
         return stats
 
+    def _index(self, device: Any) -> int:
+        """As torch takes it: a number, a name, a device or None, the current one."""
+        if isinstance(device, int):
+            return device
+        index = None if device is None else torch.device(device).index
+        return int(self._module.current_device()) if index is None else index
 
-class PeakReader:
-    """Reads the peak of one GPU's allocated memory, as if nobody else reset it.
+
+class SharedPeakReader:
+    """Reads the peak of one device's allocated memory, as if nobody else reset it.
 
     Made by `SharedCounters.reader`.
     """
@@ -105,9 +117,9 @@ class PeakReader:
 
 
 @functools.cache
-def shared_counters() -> SharedCounters:
-    """The counters of this process; the first call replaces torch's functions."""
-    return SharedCounters()
+def shared_counters(module: ModuleType) -> SharedCounters:
+    """The counters of this process for a kind of device; the first call replaces its functions."""
+    return SharedCounters(module)
 
 
 def _peak_of(stats: dict[str, Any]) -> int:
@@ -125,11 +137,3 @@ def _with_peaks(stats: dict[str, Any], earlier: dict[str, Any] | None) -> dict[s
         elif name == _PEAK:
             result[name] = max(value, earlier.get(name, 0))
     return result
-
-
-def _index(device: Any) -> int:
-    """As torch takes it: a number, a name, a device or None, the current one."""
-    if isinstance(device, int):
-        return device
-    index = None if device is None else torch.device(device).index
-    return torch.cuda.current_device() if index is None else index

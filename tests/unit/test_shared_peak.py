@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from megatron.offload.device import cuda as cuda_module
-from megatron.offload.device.cuda import CudaDevice
-from megatron.offload.device.cuda_peak import SharedCounters
+from megatron.offload.device.open import open_device
+from megatron.offload.device.shared_peak import SharedCounters
 from megatron.offload.stats.memory import PeakMemory
 from tests.support.fake_cuda import FakeCuda
 
 
 @pytest.fixture
 def counters(fake_cuda: FakeCuda) -> SharedCounters:
-    return SharedCounters()
+    return SharedCounters(torch.cuda)
 
 
 def trainers_figures() -> tuple[int, int, int]:
@@ -98,16 +98,15 @@ def test_before_cuda_starts_there_is_nothing(
     monkeypatch: pytest.MonkeyPatch, fake_cuda: FakeCuda
 ) -> None:
     monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda device=None: {})
-    counters = SharedCounters()
+    counters = SharedCounters(torch.cuda)
     assert counters.reader(0).peak_bytes() == 0 and torch.cuda.max_memory_allocated() == 0
 
 
 def test_measured_steps_leave_the_trainers_figures_alone(
     fake_cuda: FakeCuda, counters: SharedCounters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_module, "shared_counters", lambda: counters)
-    device = object.__new__(CudaDevice)  # its streams would need a GPU
-    device.device = torch.device("cuda", 0)
+    monkeypatch.setattr(cuda_module, "shared_counters", lambda module: counters)
+    device = open_device("cuda:0")
     fake_cuda.take(50)
     planners, trainers = PeakMemory(device), PeakMemory(device)
     peaks = []

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An accelerator as the tiers see it: `AcceleratorDevice`, the same for every kind.
+
+See Note [Who waits for whom] in `device.py`. Copies run on two streams of their own, so that they
+overlap compute and each other; host memory should be pinned (`pin`), else the driver copies through
+a buffer of its own and holds the copying thread up. Everything goes through torch's module of the
+device's kind, on CUDA `torch.cuda`; the rest is the kind's `Platform`.
+
+Note [Threads and devices]
+A new thread stands on the first device. What it does there, even to leave a stream of another
+device, opens a context on that device: on CUDA about half a gigabyte, once for each process that
+trains on another one. So whatever may run in a thread of ours first puts it on this device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.offload.device.device import WHOLE, memory_at
+from megatron.offload.device.platform import PeakReader, Platform
+
+
+class AcceleratorDevice:
+    """An accelerator, with a stream of its own for copies in either direction. Thread-safe.
+
+    Args:
+        device: of any kind but the CPU; without an index the current one.
+        platform: of its kind.
+    """
+
+    is_host = False
+    pins_host_memory = True
+
+    def __init__(self, device: torch.device, platform: Platform) -> None:
+        self._module = torch.get_device_module(device)
+        self._platform = platform
+        index = self._module.current_device() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self._store = self._module.Stream(self.device)  # device to host, while forward computes
+        self._load = self._module.Stream(self.device)  # host to device, while backward computes
+
+    def current_stream(self) -> Any:
+        """The stream that the calling thread is on, on this device."""
+        return self._module.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: Any) -> Iterator[None]:
+        """Puts the calling thread on this device and one of its streams, as a context."""
+        with self._on_device(), self._module.stream(stream):
+            yield
+
+    def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
+        """Fresh device memory of `num_bytes` that belongs to the calling thread's stream."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def record_event(self) -> Any:
+        """An event in the calling thread's stream, recorded now; who waits for it sleeps."""
+        event = self._platform.new_event()
+        event.record(self.current_stream())
+        return event
+
+    def wait_for_event(self, event: Any) -> None:
+        """Blocks the calling thread, asleep, until the device has passed an event."""
+        with self._on_device():
+            event.synchronize()
+
+    def copy_to_host(
+        self, source: torch.UntypedStorage, address: int, after: Any, part: slice = WHOLE
+    ) -> None:
+        """Copies the bytes `part` of a storage to `address`, after an event. Returns when done."""
+        content = _bytes_of(source)[part]
+        self._copy(_bytes_at(address, content.nbytes), content, self._store, after)
+
+    def copy_from_host(
+        self, address: int, target: torch.UntypedStorage, after: Any, part: slice = WHOLE
+    ) -> None:
+        """Fills the bytes `part` of a storage from `address`, after an event. Returns when done."""
+        content = _bytes_of(target)[part]
+        self._copy(content, _bytes_at(address, content.nbytes), self._load, after)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Page-locks a range of host memory for this device.
+
+        Raises:
+            RuntimeError: the system or the driver refuses.
+        """
+        with self._on_device():
+            self._platform.pin(address, num_bytes)
+
+    def unpin(self, address: int) -> None:
+        """Ends what `pin` began at this address."""
+        with self._on_device():
+            self._platform.unpin(address)
+
+    def allocated_bytes(self) -> int:
+        """Bytes that tensors take on this device, without what the allocator holds for reuse."""
+        return int(self._module.memory_allocated(self.device))
+
+    def reusable_bytes(self) -> int:
+        """Bytes that the allocator holds for reuse, fragments among them."""
+        return int(self._module.memory_reserved(self.device)) - self.allocated_bytes()
+
+    def reset_peak(self) -> None:
+        """Starts `peak_bytes` anew for this object alone: others read torch's counters too."""
+        self._peak.reset()
+
+    def peak_bytes(self) -> int:
+        """The most bytes that tensors took at any moment since `reset_peak`."""
+        return self._peak.peak_bytes()
+
+    @functools.cached_property
+    def _peak(self) -> PeakReader:
+        return self._platform.peak_reader(self.device)
+
+    def return_freed_memory(self) -> None:
+        """Does nothing: `allocated_bytes` counts no freed memory."""
+
+    def begin_phase(self, name: str) -> None:
+        """Does nothing: `allocated_bytes` counts no freed memory."""
+
+    def free_bytes(self) -> int:
+        """Bytes that the driver has left, and those that the allocator holds for reuse."""
+        free, _ = self._module.mem_get_info(self.device)
+        return int(free) + self.reusable_bytes()
+
+    def timestamp(self) -> Any:
+        """An event with a time, in the calling thread's stream."""
+        event = self._module.Event(enable_timing=True)
+        event.record(self.current_stream())
+        return event
+
+    def seconds_between(self, earlier: Any, later: Any) -> float:
+        """Seconds that the device took between two timestamps. Waits until it has passed both."""
+        with self._on_device():
+            earlier.synchronize()
+            later.synchronize()
+            return float(earlier.elapsed_time(later)) / 1000.0
+
+    @contextlib.contextmanager
+    def annotate(self, name: str) -> Iterator[None]:
+        """A range with this name in the vendor's and in torch's profiler, as a context."""
+        with torch.profiler.record_function(name), self._platform.annotate(name):
+            yield
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """See Note [Threads and devices]."""
+        return self._module.device(self.device)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any) -> None:
+        """Runs in an I/O thread. Its own event, not the stream: other threads queue copies too."""
+        with self._on_device(), self._module.stream(stream):
+            stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            done = self._platform.new_event()  # the thread sleeps instead of spinning
+            done.record(stream)
+            done.synchronize()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(memory_at(address, num_bytes), dtype=torch.uint8)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an accelerator's device asks of torch, call by call, and on which device.
+
+On `FakeCuda`, which shows what is asked and in which order, not that CUDA does it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megatron.offload.device import open as open_module
+from megatron.offload.device.accelerator import AcceleratorDevice
+from megatron.offload.device.cuda import CudaPlatform
+from megatron.offload.device.open import open_device
+from megatron.offload.device.platform import platform_of
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import MIB
+from megatron.offload.tiers.arena import HostArena
+from tests.support.fake_cuda import FakeCuda
+
+
+@pytest.fixture
+def gpu(fake_cuda: FakeCuda) -> AcceleratorDevice:
+    """The second of two GPUs."""
+    return AcceleratorDevice(torch.device("cuda", 1), CudaPlatform())
+
+
+def calls_of(fake_cuda: FakeCuda, work: Callable[[], object]) -> list[str]:
+    """What a piece of work asks for, in a thread of its own, which begins on the first GPU."""
+    fake_cuda.calls.clear()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result(timeout=10)
+    return fake_cuda.calls
+
+
+# -- Call by call -------------------------------------------------------------------------------
+
+
+def test_copies_make_these_calls(fake_cuda: FakeCuda, gpu: AcceleratorDevice) -> None:
+    source, target = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    host = ctypes.create_string_buffer(8)
+    after = gpu.record_event()
+
+    def copies() -> None:
+        gpu.copy_to_host(source.untyped_storage(), ctypes.addressof(host), after)
+        part = slice(2, 100)
+        gpu.copy_from_host(ctypes.addressof(host), target.untyped_storage(), after, part)
+
+    assert calls_of(fake_cuda, copies) == [
+        "on cuda:1",
+        "on stream 1 of cuda:1",
+        "stream 1 of cuda:1 waits for event 1",
+        "8 bytes are copied on stream 1 of cuda:1 non_blocking=True",
+        "event 2 is made blocking=True",
+        "event 2 is recorded in stream 1 of cuda:1",
+        "a thread waits for event 2",
+        "on the first stream of cuda:1",
+        "back on cuda:0",
+        "on cuda:1",
+        "on stream 2 of cuda:1",
+        "stream 2 of cuda:1 waits for event 1",
+        "6 bytes are copied on stream 2 of cuda:1 non_blocking=True",
+        "event 3 is made blocking=True",
+        "event 3 is recorded in stream 2 of cuda:1",
+        "a thread waits for event 3",
+        "on the first stream of cuda:1",
+        "back on cuda:0",
+    ]
+    assert target.tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
+
+
+def test_events_memory_and_time_make_these_calls(
+    fake_cuda: FakeCuda, gpu: AcceleratorDevice
+) -> None:
+    def work() -> None:
+        assert gpu.current_stream().device == gpu.device
+        gpu.wait_for_event(gpu.record_event())
+        gpu.new_storage(5)
+        assert gpu.seconds_between(gpu.timestamp(), gpu.timestamp()) == 2.0
+        with gpu.annotate("layer 3"):
+            pass
+
+    assert calls_of(fake_cuda, work) == [
+        "event 1 is made blocking=True",
+        "event 1 is recorded in the first stream of cuda:1",
+        "on cuda:1",
+        "a thread waits for event 1",
+        "back on cuda:0",
+        "5 bytes of cuda:1 for the first stream of cuda:1",
+        "event 2 is made enable_timing=True",
+        "event 2 is recorded in the first stream of cuda:1",
+        "event 3 is made enable_timing=True",
+        "event 3 is recorded in the first stream of cuda:1",
+        "on cuda:1",
+        "a thread waits for event 2",
+        "a thread waits for event 3",
+        "from event 2 to event 3",
+        "back on cuda:0",
+        "range layer 3 begins",
+        "range layer 3 ends",
+    ]
+
+
+def test_memory_is_counted_for_its_own_gpu(fake_cuda: FakeCuda, gpu: AcceleratorDevice) -> None:
+    fake_cuda.take(100, gpu=0)
+    fake_cuda.take(30, gpu=1)
+    assert gpu.allocated_bytes() == 30
+    assert gpu.reusable_bytes() == fake_cuda.reserved_bytes - 30
+    assert gpu.free_bytes() == fake_cuda.free_bytes + fake_cuda.reserved_bytes - 30
+
+
+# -- On which device ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus_with_contexts(fake_cuda: FakeCuda) -> Iterator[set[int]]:
+    """Filled by the test. Whatever it does, nothing may happen on the first GPU."""
+    fake_cuda.contexts.clear()
+    yield fake_cuda.contexts
+    assert fake_cuda.contexts == {1}
+
+
+def test_a_thread_that_is_put_on_a_stream_opens_no_context_on_the_first_gpu(
+    fake_cuda: FakeCuda, gpu: AcceleratorDevice, gpus_with_contexts: set[int]
+) -> None:
+    side = fake_cuda.make_stream(gpu.device)
+
+    def work() -> None:
+        with gpu.use_stream(side):
+            assert gpu.current_stream() is side and fake_cuda.gpu == 1
+        assert gpu.current_stream() is not side and fake_cuda.gpu == 0
+
+    calls_of(fake_cuda, work)
+
+
+def test_copies_and_waits_open_no_context_on_the_first_gpu(
+    fake_cuda: FakeCuda, gpu: AcceleratorDevice, gpus_with_contexts: set[int]
+) -> None:
+    storage, host = torch.zeros(8).untyped_storage(), ctypes.create_string_buffer(32)
+
+    def work() -> None:
+        gpu.wait_for_event(event := gpu.record_event())
+        gpu.copy_to_host(storage, ctypes.addressof(host), event)
+        gpu.copy_from_host(ctypes.addressof(host), storage, event)
+        gpu.seconds_between(gpu.timestamp(), gpu.timestamp())
+
+    calls_of(fake_cuda, work)
+
+
+@pytest.mark.parametrize("accepts", [0, 1], ids=["refused", "pinned"])
+def test_an_arena_that_grows_opens_no_context_on_the_first_gpu(
+    fake_cuda: FakeCuda, gpu: AcceleratorDevice, gpus_with_contexts: set[int], accepts: int
+) -> None:
+    fake_cuda.accepts = accepts
+    arena = HostArena(MIB, gpu)
+    calls_of(fake_cuda, lambda: arena.allocate(1))  # in the dispatcher's thread, as a rule
+    assert arena.growth_failed == (accepts == 0) and not fake_cuda.has_error
+    assert ("a kernel" in fake_cuda.calls) == (accepts == 0)  # it takes the error
+    calls_of(fake_cuda, arena.close)
+
+
+# -- Which kinds --------------------------------------------------------------------------------
+
+
+def test_a_kind_with_a_platform_is_opened(fake_cuda: FakeCuda) -> None:
+    device = open_device("cuda:1")
+    assert isinstance(device, AcceleratorDevice) and device.device == torch.device("cuda", 1)
+    assert device.pins_host_memory and not device.is_host
+    assert open_device("cuda").device == torch.device("cuda", 0)  # the current one
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        ("xpu", "no way is known to pin host memory for xpu"),
+        ("mps", "torch.mps has no streams"),
+        ("meta", "torch has no module torch.meta"),
+    ],
+)
+def test_other_kinds_are_refused_with_what_is_missing(kind: str, missing: str) -> None:
+    expected = f"only on cuda and cpu: {missing}; use --activation-offload off"
+    with pytest.raises(ConfigurationError, match=f": activations on a {kind} .*{expected}$"):
+        open_device(kind)
+
+
+def test_a_registered_kind_is_no_longer_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = object()
+    monkeypatch.setattr(open_module, "AcceleratorDevice", lambda *_: opened)
+    monkeypatch.setattr(open_module, "platform_of", lambda kind: platform_of("cuda"))
+    assert open_device("xpu") is opened
