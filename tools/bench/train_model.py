@@ -24,6 +24,7 @@ import torch
 import transformers
 
 from megatron.offload import offload_activations
+from megatron.offload.device import vector_math
 from megatron.offload.device.open import open_device
 from megatron.offload.stats.memory import PeakMemory
 
@@ -113,6 +114,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
 def train(args: argparse.Namespace) -> None:
     """Until the input ends."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    vector_math.first_call()  # as offload's door does: the other ways are to have the same bits
     model = make_model(args).to(device).train()
     context, handle = prepare(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

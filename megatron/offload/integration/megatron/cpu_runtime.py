@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron.offload.device import vector_math
 from megatron.offload.device.cuda import has_cuda
 
 _log = logging.getLogger(__name__)
@@ -293,17 +294,6 @@ def _restore(owner: Any, name: str, before: Any) -> None:
         setattr(owner, name, before)
 
 
-def _call_vector_math_once() -> None:
-    """The math library's vector functions are called for the first time here, in one thread.
-
-    Two threads that do it at once may get different bits: with torch 2.13 on an AVX-512 CPU half of
-    the `log` in the first step's loss was off by 3e-5 in a quarter of all runs, offload or not.
-    """
-    one = torch.ones(1)
-    for function in (torch.exp, torch.log, torch.tanh, torch.erf, torch.sqrt, torch.sin, torch.cos):
-        function(one)
-
-
 def activate() -> bool:
     """Redirects megatron-core's CUDA calls to the CPU where there is no CUDA.
 
@@ -320,7 +310,7 @@ def activate() -> bool:
             _redirect(_table(), undo)
             undo.enter_context(_CudaMeansCpu())
             _undo.push(undo.pop_all())
-        _call_vector_math_once()
+        vector_math.first_call()
         _active = True
         _log.info("CPU runtime on: no CUDA here, megatron-core's CUDA calls go to the CPU")
     return True

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from megatron.offload.config import OffloadConfig
+from megatron.offload.device import vector_math
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.causal_lm_loss import chunked_losses
 from megatron.offload.integration.torch.layers import find_layers
@@ -71,6 +72,7 @@ def offload_activations(
     """
     models = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
     check_models(models)
+    vector_math.first_call()  # with mode `off` too, which others are compared with
     with speaking_of_settings():
         config = config_of(directory, mode, settings)
         measured = MeasuredRun.of_environment()
