@@ -14,6 +14,9 @@ import torch
 from megatron.offload import OffloadConfig, OffloadEngine
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.support.fake_cuda import FakeCuda
+from tests.support.lag import load
+from tests.support.lag.build import why_not
+from tests.support.lag.module import LagModule
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +69,24 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
+@pytest.fixture(scope="session")
+def loaded_lag() -> LagModule:
+    """The test accelerator, built if need be; skips where it cannot be."""
+    if reason := why_not():
+        pytest.skip(f"the test accelerator cannot be used: {reason}")
+    return load()
+
+
+@pytest.fixture
+def lag(loaded_lag: LagModule) -> Iterator[LagModule]:
+    """`torch.lag`: no delays and costs at first, idle and without errors at the end."""
+    loaded_lag.reset()
+    yield loaded_lag
+    loaded_lag.reset()
+    for device in range(loaded_lag.device_count()):
+        loaded_lag.synchronize(device)
+
+
 class Gate:
     """Holds writes at the drive until it is opened."""
 
@@ -102,7 +123,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests marked `slow`; skips those marked `gpu` where there is no CUDA device."""
+    """Leaves out tests marked `slow`; skips those marked `gpu` where there is no CUDA device.
+
+    The test accelerator, once loaded, is torch's for the rest of the process: its tests run last.
+    """
+    items.sort(key=lambda item: "lag" in getattr(item, "fixturenames", ()))
     if not config.getoption("--slow"):
         slow = [item for item in items if "slow" in item.keywords]
         config.hook.pytest_deselected(items=slow)
