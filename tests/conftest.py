@@ -14,7 +14,7 @@ import torch
 from megatron.offload import OffloadConfig, OffloadEngine
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.support.fake_cuda import FakeCuda
-from tests.support.lag import load
+from tests.support.lag import load, prepare
 from tests.support.lag.build import why_not
 from tests.support.lag.module import LagModule
 
@@ -138,3 +138,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Builds the test accelerator before anything runs if a test wants it."""
+    wanted = any("lag" in getattr(item, "fixturenames", ()) for item in session.items)
+    if wanted and not session.config.option.collectonly and not why_not():
+        prepare()

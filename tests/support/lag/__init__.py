@@ -39,9 +39,24 @@ from tests.support.lag.module import LagModule
 
 
 @functools.cache
+def prepare() -> ModuleType:
+    """Builds the extension if need be and imports it; nobody but autograd sees the device yet.
+
+    Must come before the first backward of the process: that is when autograd counts devices.
+    """
+    loader = importlib.machinery.ExtensionFileLoader(EXTENSION, str(build()))
+    spec = importlib.util.spec_from_loader(EXTENSION, loader)
+    assert spec is not None
+    extension = importlib.util.module_from_spec(spec)
+    loader.exec_module(extension)
+    return extension
+
+
+@functools.cache
 def load() -> LagModule:
-    """Builds the extension if need be and registers the device; returns `torch.lag`."""
-    extension = _import_extension()
+    """Makes the device torch's accelerator, after `prepare`; returns `torch.lag`."""
+    extension = prepare()
+    extension.become_accelerator()
     torch.utils.rename_privateuse1_backend("lag")
     module = LagModule(extension)
     torch._register_device_module("lag", module)
@@ -74,12 +89,3 @@ def _replace_last_graph(num_devices: int) -> None:
     """
     for index in range(num_devices):
         torch.ones((), device=f"lag:{index}", requires_grad=True).clone().backward()
-
-
-def _import_extension() -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(EXTENSION, str(build()))
-    spec = importlib.util.spec_from_loader(EXTENSION, loader)
-    assert spec is not None
-    extension = importlib.util.module_from_spec(spec)
-    loader.exec_module(extension)
-    return extension

@@ -200,12 +200,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };
-[[maybe_unused]] bool registered = [] {
-  at::RegisterPrivateUse1HooksInterface(new Hooks);
-  return true;
-}();
 
 }  // namespace
+
+void become_accelerator() {
+  static std::once_flag once;
+  std::call_once(once, [] { at::RegisterPrivateUse1HooksInterface(new Hooks); });
+}
 
 c10::Allocator& device_allocator() { return g_device_allocator; }
 

@@ -45,6 +45,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("was_forked", &lag::was_forked);
   m.def("synchronize", &lag::synchronize_device, released());
   m.def("shut_down", &lag::shut_down, released());
+  m.def("become_accelerator", &lag::become_accelerator);
 
   m.def("set_delays", [](double kernel_us, double copy_us, bool jitter, unsigned seed) {
     lag::settings().kernel_delay_us = kernel_us;

@@ -127,6 +127,7 @@ class LinkTime {
 
 // Waits until all streams are idle, and ends their threads. Nothing runs from then on.
 void shut_down();
+void become_accelerator();  // device.cpp: torch asks this device for pinned memory, among others
 bool was_forked();  // threads of streams stayed behind in the parent
 
 enum class Count {
