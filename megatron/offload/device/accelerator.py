@@ -41,6 +41,7 @@ class AcceleratorDevice:
         self._platform = platform
         index = self._module.current_device() if device.index is None else device.index
         self.device = torch.device(device.type, index)
+        self._index: int = index
         self._store = self._module.Stream(self.device)  # device to host, while forward computes
         self._load = self._module.Stream(self.device)  # host to device, while backward computes
 
@@ -149,7 +150,7 @@ class AcceleratorDevice:
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         """See Note [Threads and devices]."""
-        return self._module.device(self.device)
+        return self._module.device(self._index)  # by its number: torch looks at anything else first
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any) -> None:
         """Runs in an I/O thread. Its own event, not the stream: other threads queue copies too."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from megatron.offload.device.platform import platform_of
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.arena import HostArena
+from megatron.offload.tiers.host import HostTier
+from megatron.offload.tiers.ssd import SsdTier
 from tests.support.fake_cuda import FakeCuda
 
 
@@ -162,6 +165,33 @@ def test_an_arena_that_grows_opens_no_context_on_the_first_gpu(
     assert arena.growth_failed == (accepts == 0) and not fake_cuda.has_error
     assert ("a kernel" in fake_cuda.calls) == (accepts == 0)  # it takes the error
     calls_of(fake_cuda, arena.close)
+
+
+@pytest.mark.parametrize("kind", [HostTier, SsdTier])
+def test_a_tiers_threads_open_no_context_on_the_first_gpu(
+    fake_cuda: FakeCuda,
+    gpu: AcceleratorDevice,
+    gpus_with_contexts: set[int],
+    tmp_path: Path,
+    kind: type[HostTier] | type[SsdTier],
+) -> None:
+    tier = HostTier(MIB, device=gpu) if kind is HostTier else SsdTier([tmp_path], device=gpu)
+    source = torch.arange(5000, dtype=torch.int16)
+
+    def there_and_back() -> torch.UntypedStorage:
+        with gpu.use_stream(gpu.current_stream()):
+            begun = tier.begin_write(source.untyped_storage())
+            assert begun is not None
+            block, write = begun
+            write.wait()
+            target, read = tier.begin_read(block)
+        read.wait()
+        return target
+
+    with ThreadPoolExecutor(1) as dispatcher:  # begins on the first GPU, as the tier's own threads
+        target = dispatcher.submit(there_and_back).result(timeout=10)
+        dispatcher.submit(tier.close).result(timeout=10)
+    assert bytes(target) == bytes(source.untyped_storage())
 
 
 # -- Which kinds --------------------------------------------------------------------------------
