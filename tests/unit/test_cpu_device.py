@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a CPU returns what its allocator keeps: at the phases of a step, and not too often."""
+"""A CPU as a device: its memory, and when it returns what its allocator keeps."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.offload import OffloadConfig, OffloadEngine, Scope
 from megatron.offload.device import cpu
 from megatron.offload.device.allocator import MIMALLOC
 from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.sizes import MIB
 
 
 class Clock:
@@ -75,3 +77,22 @@ def test_a_device_hears_of_each_phase_of_a_step(
             pass
     engine.close()
     assert heard == ["step", "loss", "backward"]
+
+
+def test_a_cpu_queues_nothing_and_its_memory_is_the_processs() -> None:
+    device = CpuDevice()
+    with device.use_stream(device.current_stream()):
+        assert device.record_event() is None
+    assert device.is_host and not device.pins_host_memory
+    device.return_freed_memory()  # what other tests left would be used again, and nothing grow
+    before = device.allocated_bytes()
+    device.reset_peak()
+    storage = device.new_storage(64 * MIB)
+    ctypes.memset(storage.data_ptr(), 1, storage.nbytes())
+    assert device.allocated_bytes() - before > 60 * MIB
+    del storage
+    device.return_freed_memory()
+    assert device.allocated_bytes() - before < 16 * MIB
+    assert device.peak_bytes() - before > 60 * MIB
+    device.reset_peak()
+    assert device.peak_bytes() - before < 16 * MIB
