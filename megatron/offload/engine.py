@@ -120,7 +120,13 @@ class OffloadEngine:
         self.reader = Reader(device, self.dispatcher, self._inflight, step=step, rank=rank)
         self.cache = TensorCache(device.device)
         self.hooks = SavedTensorHooks(
-            self.cache, self._policy, self._tiers, self.writer, self.reader, step
+            self.cache,
+            self._policy,
+            self._tiers,
+            self.writer,
+            self.reader,
+            step,
+            moves_foreign=device.is_host,
         )
         self._layers = LayerCapture(self.hooks, self.cache, self.writer, step)
         if config.trace_file is not None:

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.offload import Scope
+from megatron.offload import OffloadEngine, Scope
+from megatron.offload.integration.torch.report import report_of, warnings_of
 from megatron.offload.saved.record import SavedView
 from tests.support.models import settle
+from tests.support.simulated_device import SimulatedDevice
 
 
 def saved_in_a_step(engine, forward, **capture):
@@ -109,6 +111,65 @@ def test_of_a_recomputed_layer_only_inputs_that_want_a_gradient_move(engine, rec
     # It saves both. Other layers may share the table, so its memory would not become free.
     assert statistics.offloaded_storages == (1 if recomputes else 2)
     assert torch.equal(x.grad, 2 * table)
+
+
+def in_one_buffer(num_tensors):
+    """Tensors with a storage each, all of which lie in one buffer, as Transformer Engine makes."""
+    buffer = bytearray(torch.randn(num_tensors * 1000).numpy().tobytes())
+    return [
+        torch.frombuffer(buffer, dtype=torch.float32, count=1000, offset=n * 4000)
+        for n in range(num_tensors)
+    ]
+
+
+class Listener:
+    """Hears what a step saved, as `Observer` has it."""
+
+    def __init__(self):
+        self.moved_bytes, self.stayed_bytes = [], []
+
+    def moves(self, scope, num_bytes):
+        self.moved_bytes.append(num_bytes)
+
+    def stayed(self, scope, storage):
+        self.stayed_bytes.append(storage.nbytes())
+
+
+def multiplied(x):
+    """Saves a result, and three tensors in one buffer, of one of them a small part."""
+    first, second, third = in_one_buffer(3)
+    return [x], [x.exp() * first * second, x[:100] * third[:100]]
+
+
+@pytest.mark.parametrize("way", ["layer", "context"])
+def test_what_no_allocator_would_get_back_stays_on_a_device_of_its_own(offload_config, way):
+    engine = OffloadEngine(offload_config(), SimulatedDevice())
+    engine.observe(listener := Listener())
+    x = torch.randn(1000, requires_grad=True)
+    try:
+        for _ in range(2):
+            if way == "layer":
+                step = saved_in_a_step(engine, lambda: multiplied(x))
+            else:
+                with engine.step():
+                    with engine.saved_tensors_hooks():
+                        _, outputs = multiplied(x)
+                    sum(output.sum() for output in outputs).backward()
+                step = engine.statistics
+            assert step.offloaded_storages == 1 and step.foreign_bytes == 2 * 4000 + 400
+        assert listener.stayed_bytes == [4000] * 6 and listener.moved_bytes == [4000] * 2
+        report = report_of(engine.config, [], [], engine, None, "")
+        assert "left alone  8.203 KiB saved in memory that PyTorch's" in report
+        engine.statistics.offloaded_storages = 0
+        assert "all that was saved lies in" in next(warnings_of(engine.config, [], engine))
+    finally:
+        engine.close()
+
+
+def test_a_device_in_host_memory_moves_what_no_allocator_would_get_back(engine):
+    x = torch.randn(1000, requires_grad=True)
+    step = saved_in_a_step(engine, lambda: multiplied(x))
+    assert step.offloaded_storages == 4 and step.foreign_bytes == 0
 
 
 def test_a_storage_that_is_still_alive_is_not_read(engine):

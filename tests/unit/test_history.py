@@ -36,6 +36,13 @@ def test_what_masks_spared_is_mentioned_where_there_were_any():
         assert words in history.summary("/ssd")
 
 
+def test_what_stayed_because_of_its_memory_is_mentioned_where_there_was_any():
+    for stayed, is_mentioned in ((0, False), (3 << 20, True)):
+        history = StepHistory(Endurance(None))
+        history.add(StepStatistics(foreign_bytes=stayed))
+        assert ("left alone  3 MiB (in memory" in history.summary("/ssd")) is is_mentioned
+
+
 def test_memory_does_not_grow_with_the_run():
     history = StepHistory(Endurance(None))
     for _ in range(3000):

@@ -46,6 +46,9 @@ class SavedTensorHooks:
         writer: takes new records away.
         reader: brings them back.
         step: where compute is.
+        moves_foreign: memory that is no block of torch's allocator moves too. On a device with
+            memory of its own it must not: whoever made it gives it back, as a rule one buffer for
+            several tensors (Transformer Engine's grouped FP8 ones), when the last of them dies.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class SavedTensorHooks:
         writer: Writer,
         reader: Reader,
         step: StepContext,
+        *,
+        moves_foreign: bool = True,
     ) -> None:
         self._cache = cache
         self._policy = policy
@@ -63,6 +68,7 @@ class SavedTensorHooks:
         self._writer = writer
         self._reader = reader
         self._step = step
+        self._moves_foreign = moves_foreign
         # Held while a record is brought back, of which its state and the read-ahead expect one at
         # a time: several threads may run backward through one graph. Its holder may wait for a
         # read, which no thread that waits for the lock has to end. Taken before a record's lock.
@@ -92,6 +98,9 @@ class SavedTensorHooks:
             whole: all of the storage is needed, by this tensor and others together.
         """
         span: Span | None = None
+        if not self._moves_foreign and not storage.resizable():  # nor is it, by torch's allocators
+            self._step.statistics.foreign_bytes += tensor.nbytes
+            return None
         record = self._cache.find(storage, span, tensor)
         if record is None and not whole and is_small_part(tensor, storage):
             span = span_of(tensor)

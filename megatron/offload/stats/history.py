@@ -13,6 +13,9 @@ from megatron.offload.sizes import format_size
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.statistics import StepStatistics
 
+# What memory does that only somebody else's code can give back, for people.
+FOREIGN = "PyTorch's allocator does not own"
+
 _REMEMBERED_STEPS = 1000
 
 
@@ -59,6 +62,11 @@ class StepHistory:
         rows += [
             ("forwarded", f"{size('forwarded_bytes')} (needed while in memory: no read)"),
             ("rejected", f"{size('rejected_bytes')} (no tier had room, or one failed: stayed)"),
+        ]
+        if self._median("foreign_bytes"):
+            left = f"{size('foreign_bytes')} (in memory that {FOREIGN}: stayed)"
+            rows.append(("left alone", left))
+        rows += [
             (
                 "stall",
                 f"{self._median('stall_s'):.3f} s waiting for reads, "

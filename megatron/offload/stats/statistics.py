@@ -17,6 +17,7 @@ class StepStatistics:
     bit_packed_bytes: int = 0  # of masks, of which one bit moves for each byte: not moved
     already_hooked: int = 0  # saved tensors left alone because somebody else has hooked them
     unsupported: int = 0  # saved tensors that are more than their bytes: subclasses, sparse, nested
+    foreign_bytes: int = 0  # saved in memory that is no block of torch's allocator: it stays
     rejected_bytes: int = 0  # wanted by the policy, but the tiers were full or failed
     recomputed_layers: int = 0  # whose activations were dropped, over all micro-batches
     recomputed_parts: int = 0  # likewise: attention or MLP alone

@@ -13,6 +13,7 @@ from megatron.offload.engine import OffloadEngine
 from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.sizes import format_size
+from megatron.offload.stats.history import FOREIGN
 
 
 def report_of(
@@ -40,6 +41,9 @@ def report_of(
             lines.append(
                 f"  left alone  {counted.unsupported} saved tensors that are more than their bytes"
             )
+        if counted.foreign_bytes:
+            size = format_size(counted.foreign_bytes)
+            lines.append(f"  left alone  {size} saved in memory that {FOREIGN}")
         lines += [f"  long-lived  {format_size(one.num_bytes)}: {one}" for one in engine.long_lived]
         lines += [f"  warning     {one}" for one in warnings_of(config, models, engine)]
     if plan is not None:
@@ -61,6 +65,8 @@ def warnings_of(
                 "sparse or nested, and only plain tensors move (with tensor parallelism, use "
                 "local ones)"
             )
+        elif counted.foreign_bytes:
+            yield f"nothing was offloaded: all that was saved lies in memory that {FOREIGN}"
         else:
             yield (
                 f"nothing was offloaded: no saved storage has {format_size(config.min_bytes)} or "
