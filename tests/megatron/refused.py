@@ -56,6 +56,14 @@ SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"cuda_graph_impl": "local"}, "cuda_graph_impl local cannot be combined with offload"),
     ({"cuda_graph_impl": "transformer_engine"}, "drop --cuda-graph-impl"),
     ({"cuda_graph_impl": "full_iteration"}, "drop --cuda-graph-impl"),  # 0.19
+    (
+        {"disable_parameter_transpose_cache": True, "fp8": "hybrid"},
+        "drop --disable-parameter-transpose-cache",
+    ),
+    (
+        {"disable_parameter_transpose_cache": True, "fp4": "e2m1"},
+        "drop --disable-parameter-transpose-cache",
+    ),
 )
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # What `check_chunked_loss` refuses.

@@ -280,6 +280,17 @@ def check_settings(settings: Any) -> None:
             f"cuda_graph_impl {graphs} cannot be combined with offload: a captured graph has fixed "
             "addresses; drop --cuda-graph-impl"
         )
+    for name in ("fp8", "fp4"):
+        # What each pass makes of the weights is plain bytes, which look like an activation's; kept
+        # from one pass to the next, they are learned to outlive the step.
+        if getattr(settings, name, None) and getattr(
+            settings, "disable_parameter_transpose_cache", False
+        ):
+            raise ConfigurationError(
+                f"disable_parameter_transpose_cache cannot be combined with offload in {name}: "
+                "each micro-batch makes weights of its own, which would be moved as activations "
+                "are; drop --disable-parameter-transpose-cache"
+            )
 
 
 def check_wrappers(model_chunks: Sequence[torch.nn.Module]) -> None:
