@@ -144,7 +144,8 @@ class OffloadConfig:
         None,
         "most bytes on their way to the tiers at any time, and most bytes read ahead of backward. "
         "Beyond it the forward pass waits for the drive instead of letting memory grow. Default: "
-        "512MiB, or more where one layer, or two storages of the largest size, have more bytes.",
+        "512MiB, or more where one layer (on a GPU two), or two storages of the largest size, "
+        "have more bytes.",
         parse=parse_size,
         metavar="SIZE",
     )

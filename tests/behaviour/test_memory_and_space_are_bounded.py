@@ -11,10 +11,11 @@ import weakref
 import pytest
 import torch
 
-from megatron.offload import Scope
+from megatron.offload import OffloadEngine, Scope
 from megatron.offload.saved.record import SavedStorage, State
 from megatron.offload.tiers import file as file_module
 from tests.support.models import Model, assert_same, run_step, settle, ssd
+from tests.support.simulated_device import SimulatedDevice
 
 
 def test_forward_waits_while_too_many_bytes_are_in_flight(make_engine, write_gate):
@@ -101,6 +102,49 @@ def test_by_default_a_layer_is_in_flight_as_a_whole_and_the_next_one_waits_for_i
         engine.prefetch(save_order)  # asks for less
     assert engine.inflight_bytes == 5 * 4000
     assert engine.statistics.written_bytes == 2 * 5 * 4000
+
+
+def capture_by_operation(engine, scope):
+    """A layer of which each operation is handed over before the next one runs."""
+    value, nodes = torch.randn(1000, requires_grad=True), []
+    for _ in range(5):
+        result = value.exp()
+        engine.capture(scope, [result], [value], captured=nodes)
+        value, nodes = result, [*nodes, result.grad_fn]
+    return value
+
+
+@pytest.mark.parametrize("layer", ["decoder.1", ""])
+def test_by_default_two_layers_are_in_flight_where_compute_is_handed_over_ahead(
+    offload_config, write_gate, monkeypatch, layer
+):
+    monkeypatch.setattr("megatron.offload.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
+    engine = OffloadEngine(offload_config(io="buffered"), SimulatedDevice())
+    graphs, bounds = [], []
+
+    def steps():
+        for _ in range(2):
+            with engine.step():
+                for micro_batch in range(2):
+                    scope = Scope(micro_batch=micro_batch, layer=layer and "decoder.1")
+                    graphs.append(capture_by_operation(engine, scope))
+                    bounds.append(engine.inflight_bytes)
+                    if len(bounds) == 2:  # two layers were submitted, and no write has ended
+                        write_gate.open.set()
+
+    thread = in_thread(steps)
+    try:
+        if not layer:  # nobody says where a layer ends: one operation's bytes are the most
+            thread.join(timeout=0.2)
+            assert thread.is_alive()
+            write_gate.open.set()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+        # However many layers and steps there are.
+        assert bounds == [2 * 5 * 4000 if layer else 10_000] * 4
+    finally:
+        write_gate.open.set()
+        engine.close()
 
 
 def test_a_bound_that_was_asked_for_holds_however_large_a_layer_is(make_engine, write_gate):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from megatron.offload.device.device import Device
 from megatron.offload.saved.record import SavedReference, SavedStorage
+from megatron.offload.saved.scope import layer_of
 from megatron.offload.stats.step_context import StepContext
 from megatron.offload.stats.trace import WAIT
 from megatron.offload.tiers.budget import ByteBudget
@@ -50,7 +51,8 @@ class Writer:
         dispatcher: its thread starts the writes.
         inflight: bounds the bytes that were submitted and have not arrived.
         grows: whether the bound may be raised to what a layer saves: with less, forward would wait
-            at each layer's end for what it has just submitted, however fast the tiers are.
+            at each layer's end for what it has just submitted, however fast the tiers are. To two
+            layers where compute runs behind: what is submitted may still have to be computed.
         step: counts what is offloaded, rejected and waited for.
     """
 
@@ -67,6 +69,9 @@ class Writer:
         self._dispatcher = dispatcher
         self._inflight = inflight
         self._grows = grows
+        self._grows_by_layer = grows and not device.is_host
+        self._layer: tuple[int, int, str] | None = None  # that saved last, and how much
+        self._layer_bytes = 0
         self._step = step
         self._batch = _Batch()
         self._rejected_bytes = self._num_rejected = 0  # by the tiers, in this step
@@ -82,6 +87,8 @@ class Writer:
         """
         record.stream = self._device.current_stream()
         record.queue_write()
+        if self._grows_by_layer:
+            self._make_room_for_two_layers(record)
         counted = self._step.statistics
         counted.offloaded_bytes += record.num_bytes
         counted.offloaded_storages += 1
@@ -140,6 +147,16 @@ class Writer:
         """Raises the bound on bytes in flight to so many, unless a bound was asked for."""
         if self._grows and num_bytes > self._inflight.limit_bytes:
             self._inflight.limit_bytes = num_bytes
+
+    def _make_room_for_two_layers(self, record: SavedStorage) -> None:
+        """One that is computed, and one whose operations are queued behind it."""
+        scope = record.scope
+        layer = scope.chunk, scope.micro_batch, scope.layer
+        if layer != self._layer:
+            self._layer, self._layer_bytes = layer, 0
+        if layer_of(scope.layer):
+            self._layer_bytes += record.saved_bytes
+            self.make_room(2 * self._layer_bytes)
 
     def _dispatch(self, outgoing: list[Outgoing]) -> None:
         if outgoing:
@@ -205,6 +222,7 @@ class Writer:
     def begin_step(self) -> None:
         """What the tiers reject from now on counts."""
         self._rejected_bytes = self._num_rejected = 0
+        self._layer = None
 
     def end_step(self) -> None:
         """What no tier took was not offloaded after all. Call when the dispatcher was drained."""

@@ -135,7 +135,7 @@ def project(of: Projection) -> StageProfile:
             for is_first, is_last in zip(first, last, strict=True)
         ),
         transient_bytes=_transient_bytes(of, any(last)),
-        inflight_bytes=of.inflight_bytes or max(DEFAULT_INFLIGHT_BYTES, layer.movable_bytes),
+        inflight_bytes=of.inflight_bytes or max(DEFAULT_INFLIGHT_BYTES, 2 * layer.movable_bytes),
         sizes={
             "micro_batch_size": parallel.micro_batch_size,
             "seq_length": model.seq_length,
