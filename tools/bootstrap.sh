@@ -137,11 +137,22 @@ bootstrap_frameworks() {
     fi
 }
 
-# After `bootstrap`: what is started from here on a CPU gives memory back to the system when it is freed.
+# On a GPU: what is freed can be used again whatever its size, unless the caller has settings of their own.
+expandable_segments() {
+    if [[ ! -v PYTORCH_CUDA_ALLOC_CONF && ! -v PYTORCH_ALLOC_CONF ]]; then
+        export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+    fi
+}
+
+# After `bootstrap`: what is started from here gives memory back when it is freed, on a CPU to the system.
 offload_allocator() {
     local settings
+    if command -v nvidia-smi >/dev/null; then
+        expandable_segments
+        return
+    fi
     settings="$("$PYTHON" -m megatron.offload.device.allocator)"
-    if [[ -n "$settings" ]] && ! command -v nvidia-smi >/dev/null; then
+    if [[ -n "$settings" ]]; then
         while IFS= read -r setting; do export "${setting?}"; done <<<"$settings"
     fi
 }

@@ -131,6 +131,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 
 # shellcheck source=tools/bootstrap.sh
 source "$ROOT/tools/bootstrap.sh"
+expandable_segments
 bootstrap
 if ((print)); then
     printf '%q ' "$PYTHON" "${launch[@]}" "${trainer[@]}" "${flags[@]}" "$@"

@@ -62,11 +62,16 @@ build_quickstart_corpus() {
         --output-prefix "$CORPUS/corpus" >&2
 }
 
-# On a CPU, memory that offload frees leaves the process only with an allocator that returns it, and
-# that has to be there before Python starts. What the caller has set stays as it is.
-use_cpu_allocator() {
+# On a CPU, memory that offload frees leaves the process only with an allocator that returns it; on a GPU
+# it stays in pieces that may fit nothing unless segments expand. Both have to be chosen before Python
+# starts. What the caller has set stays as it is.
+use_allocator() {
     local settings="$ROOT/megatron/offload/device/allocator.py" line
-    if [[ -e /dev/nvidiactl || "$(flag_value --activation-offload ssd "$@")" == off ]]; then
+    if [[ -e /dev/nvidiactl ]]; then
+        expandable_segments
+        return
+    fi
+    if [[ "$(flag_value --activation-offload ssd "$@")" == off ]]; then
         return
     fi
     while IFS= read -r line; do
@@ -107,7 +112,7 @@ launch() {
         flags+=(--metrics-file "$ROOT/runs/$MODEL-$(date +%Y%m%d-%H%M%S)-$$/metrics.jsonl")
     fi
     mkdir -p "$ROOT/runs/offload"
-    use_cpu_allocator "$@"
+    use_allocator "$@"
 
     processes="${NPROC_PER_NODE:-1}" nodes="${NNODES:-1}"
     if ! [[ "$processes" =~ ^[1-9][0-9]*$ && "$nodes" =~ ^[1-9][0-9]*$ ]]; then

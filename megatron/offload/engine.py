@@ -25,6 +25,7 @@ from megatron.offload.device.allocator import (
     allocator_name,
     keeps_freed_memory,
 )
+from megatron.offload.device.cuda_allocator import START_WITH_EXPANDABLE, keeps_fragments
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
@@ -147,6 +148,14 @@ class OffloadEngine:
                 START_WITH_ENVIRONMENT,
                 "auto measures too much memory" if config.plans else "memory does not fall",
             )
+        if keeps_fragments(device.device):
+            logger.log(
+                logging.WARNING if config.plans else logging.INFO,
+                "activation offload: PyTorch's allocator may keep freed memory in pieces that fit "
+                "nothing; %s, or %s",
+                START_WITH_EXPANDABLE,
+                "auto plans with less" if config.plans else "more stays reserved than is used",
+            )
 
     # -- The step, as an integration tells it ---------------------------------------------------
 
@@ -158,6 +167,8 @@ class OffloadEngine:
     def step(self) -> Iterator[None]:
         """Around all forward and backward passes of a training step."""
         self._device.begin_phase("step")
+        if not self._device.is_host:
+            self._device.reset_peak()
         self._step.statistics = StepStatistics()
         self.writer.begin_step()
         self._traffic.begin_step()
@@ -174,10 +185,20 @@ class OffloadEngine:
             self.dispatcher.drain()
             self.statistics.long_lived_bytes = self.cache.end_step()
             self.statistics.unsupported = self.cache.take_num_unsupported()
+            self._count_reserved()
             self.writer.end_step()
             self._traffic.end_step(self.statistics)
             if self.tracer is not None:
                 self.tracer.end_step()
+
+    def _count_reserved(self) -> None:
+        """What the device's allocator holds, and how much of it the step could not use at once."""
+        reusable_bytes = self._device.reusable_bytes()
+        if reusable_bytes is not None:
+            reserved_bytes = self._device.allocated_bytes() + reusable_bytes
+            unused_bytes = reserved_bytes - self._device.peak_bytes()
+            self.statistics.reserved_bytes = reserved_bytes
+            self.statistics.fragmented_bytes = max(unused_bytes, 0)
 
     def forward(self, scope: Scope) -> contextlib.AbstractContextManager[SaveOrder]:
         """Around one forward pass. Yields its save order, which `backward` of it asks for."""

@@ -43,6 +43,15 @@ def test_what_stayed_because_of_its_memory_is_mentioned_where_there_was_any():
         assert ("left alone  3 MiB (in memory" in history.summary("/ssd")) is is_mentioned
 
 
+def test_what_an_allocator_reserves_is_mentioned_where_it_says():
+    history = StepHistory(Endurance(None))
+    history.add(StepStatistics(reserved_bytes=9 << 30, fragmented_bytes=2 << 30))
+    wanted = "reserved    9 GiB of device memory, 2 GiB of it more than tensors took at the peak"
+    assert wanted in history.summary("/ssd")
+    history.add(StepStatistics())
+    assert "reserved" not in history.summary("/ssd")
+
+
 def test_memory_does_not_grow_with_the_run():
     history = StepHistory(Endurance(None))
     for _ in range(3000):

@@ -112,15 +112,22 @@ def test_what_was_predicted_stands_beside_what_was_measured(
     assert said["decoder.1"] == said["decoder.2"] == "8 B" and said["outside of layers"] == "1 MiB"
 
 
+@pytest.mark.parametrize(
+    ("reserved_bytes", "words"), [(None, ""), (9 * MIB, "of 9 MiB reserved in all, ")]
+)
 def test_a_peak_between_passes_and_an_allocators_reserve_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], reserved_bytes: int | None, words: str
 ) -> None:
     empty = step(peak=moment(0.25, ""), peak_bytes=0, reusable_bytes=5 * MIB)
+    if reserved_bytes is not None:
+        empty = replace(empty, reserved_bytes=reserved_bytes)
     assert report(tmp_path, empty) == 0
     heading, parts, reserve = capsys.readouterr().out.rstrip("\n").split("\n\n")
     assert heading.endswith("step 3 after 0.250 s, between two passes:")
     assert len(parts.splitlines()) == 2 and "together" in parts  # there is nothing of any part
-    assert reserve.startswith("Beside these the allocator held 5 MiB for reuse")
+    assert (
+        reserve == f"Beside these the allocator held 5 MiB for reuse, {words}fragments among them."
+    )
 
 
 def test_a_step_is_drawn_stacked_in_the_order_of_the_parts(

@@ -34,6 +34,7 @@ from megatron.offload.stats.memory_parts import (
 )
 from tests.support.full_disk import FULL_DISK, needs_full_disk, one_warning_about
 from tests.support.models import Double, settle
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import wait_until
 
 LAYER = Scope(0, 1, "decoder.7", "mlp")
@@ -245,6 +246,42 @@ def test_three_settled_steps_are_sampled_and_no_other(
     for one in steps:
         assert {moment.phase for moment in one.moments} == {"", "forward", "backward"}
         assert one.reusable_bytes is None and one.plan == one.profile == ""
+
+
+class ReservingDevice(SimulatedDevice):
+    """Says that its allocator reserves 100 bytes, of which the step took 70 at the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_resets = 0
+
+    def allocated_bytes(self) -> int:
+        return 60
+
+    def reusable_bytes(self) -> int:
+        return 40
+
+    def reset_peak(self) -> None:
+        self.num_resets += 1
+
+    def peak_bytes(self) -> int:
+        return 70 if self.num_resets else 99
+
+
+def test_what_the_allocator_reserves_beyond_a_steps_peak_is_counted_and_written(
+    offload_config: Callable[..., OffloadConfig], tmp_path: Path
+) -> None:
+    file = tmp_path / "m.jsonl"
+    engine = OffloadEngine(offload_config(memory_report_file=file), ReservingDevice())
+    try:
+        for _ in range(3):
+            run_step(engine)
+            counted = engine.statistics
+            assert (counted.reserved_bytes, counted.fragmented_bytes) == (100, 30)
+        (one,) = load_steps(file)
+        assert (one.reusable_bytes, one.reserved_bytes) == (40, 100)
+    finally:
+        engine.close()
 
 
 def test_a_step_is_the_same_whether_it_is_sampled(

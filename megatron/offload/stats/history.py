@@ -73,6 +73,9 @@ class StepHistory:
                 f"{self._median('write_wait_s'):.3f} s for writes",
             ),
         ]
+        if self._median("reserved_bytes"):
+            unused = f"{size('fragmented_bytes')} of it more than tensors took at the peak"
+            rows.append(("reserved", f"{size('reserved_bytes')} of device memory, {unused}"))
         rows += [("drive", line) for line in self.endurance.lines()]
         heading = f"activation offload to {where}, median of {len(self._steps)} steps:"
         return "\n".join([heading, *(f"  {name:<12}{text}" for name, text in rows)])

@@ -70,6 +70,7 @@ class StepMemory:
         step: its number, from 1.
         peak_bytes: the most above the step's beginning, also between samples.
         reusable_bytes: that the allocator held for reuse at the peak, beside these; None: unknown.
+        reserved_bytes: that it held in all then, and what was there before the step; None: unknown.
         peak: the largest sample.
         moments: all samples, in order.
         plan, profile: that the step followed, as JSON; empty without `auto`.
@@ -83,6 +84,7 @@ class StepMemory:
     moments: tuple[Moment, ...]
     plan: str = ""
     profile: str = ""
+    reserved_bytes: int | None = None
 
     @property
     def peak_parts(self) -> dict[str, int]:

@@ -89,6 +89,7 @@ class MemoryReport:
             step=self._num_steps,
             peak_bytes=peak_bytes,
             reusable_bytes=sampler.reusable_bytes,
+            reserved_bytes=sampler.reserved_bytes,
             peak=sampler.peak,
             moments=tuple(sampler.moments),
             plan=self._plan,

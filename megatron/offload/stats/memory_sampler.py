@@ -75,6 +75,7 @@ class MemorySampler:
         moments: all samples so far, without their layers.
         peak: the largest of them, with its layers.
         reusable_bytes: that the allocator held for reuse then; None: not known.
+        reserved_bytes: that it held in all then; None: not known.
     """
 
     def __init__(self, device: Device, cache: TensorCache) -> None:
@@ -92,6 +93,7 @@ class MemorySampler:
         self.moments: list[Moment] = []
         self.peak: Moment | None = None
         self.reusable_bytes: int | None = None
+        self.reserved_bytes: int | None = None
         self.sample()
 
     # -- Where the step is ----------------------------------------------------------------------
@@ -199,7 +201,9 @@ class MemorySampler:
         self.moments.append(Moment(*place, parts))
         if self.peak is None or taken_bytes > self.peak.num_bytes:
             self.peak = Moment(*place, parts, dict(layers))
-            self.reusable_bytes = self._device.reusable_bytes()
+            self.reusable_bytes = reusable_bytes = self._device.reusable_bytes()
+            if reusable_bytes is not None:
+                self.reserved_bytes = self._base_bytes + taken_bytes + reusable_bytes
 
     def _count_records(self, parts: dict[str, int], layers: collections.Counter[str]) -> None:
         for record in self._cache.live_records():

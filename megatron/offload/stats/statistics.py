@@ -31,6 +31,8 @@ class StepStatistics:
     stall_s: float = 0.0  # compute waited for a read
     write_wait_s: float = 0.0  # forward waited because too many bytes were in flight
     tier_used_bytes: int = 0  # at the step's end: 0 unless a graph or a write is still alive
+    reserved_bytes: int = 0  # by the device's allocator, at the step's end; 0: it does not say
+    fragmented_bytes: int = 0  # of those, what the step never used at once: more than its peak
     long_lived_bytes: int = 0  # found in this step to outlive it: excluded from now on
 
     def as_dict(self) -> dict[str, int | float]:

@@ -23,6 +23,7 @@ from megatron.offload.device.allocator import (
     allocator_environment,
     allocator_name,
 )
+from megatron.offload.device.cuda_allocator import EXPANDABLE_ENVIRONMENT, keeps_fragments
 from megatron.offload.device.memory_limit import PHYSICAL, MemoryLimit
 from megatron.offload.sizes import GIB, format_size
 
@@ -97,11 +98,11 @@ def _file_size_check() -> Check:
 
 
 def allocator_check(has_gpu: bool) -> Check:
-    """Checks whether freed activations leave the process, where tensors are in host memory."""
+    """Checks whether others can use what freed activations leave, in host or in GPU memory."""
     name, environment = "allocator", allocator_environment()
-    facts = {"in_use": allocator_name(), "environment": environment}
     if has_gpu:
-        return Check(name, Status.INFO, "matters for training on a CPU only", facts=facts)
+        return _cuda_allocator_check(name)
+    facts = {"in_use": allocator_name(), "environment": environment}
     if allocator_name() == MIMALLOC:
         return Check(name, Status.OK, "mimalloc is in use", facts=facts)
     variables = " ".join(f"{key}={value}" for key, value in environment.items())
@@ -116,6 +117,21 @@ def allocator_check(has_gpu: bool) -> Check:
         Status.WARNING,
         "mimalloc is not installed; the C library's malloc gives memory back more slowly",
         f"pip install cmeel-mimalloc (x86-64), or start your own script with: {variables}",
+        facts,
+    )
+
+
+def _cuda_allocator_check(name: str) -> Check:
+    fragments = keeps_fragments(torch.device("cuda"))
+    facts = {"expandable_segments": not fragments}
+    if not fragments:
+        return Check(name, Status.OK, "what is freed on a GPU can be used again", facts=facts)
+    return Check(
+        name,
+        Status.WARNING,
+        "without expandable segments what is freed on a GPU stays in pieces, some of which fit "
+        "nothing; the scripts in examples/ turn them on",
+        f"start your own script with: {EXPANDABLE_ENVIRONMENT}",
         facts,
     )
 

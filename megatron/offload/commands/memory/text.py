@@ -32,9 +32,12 @@ def as_text(steps: Sequence[StepMemory], shown: StepMemory, predicted: Predicted
     if shown.peak.layers:
         paragraphs.append(_layers(shown, predicted))
     if shown.reusable_bytes is not None:
+        reserved = ""
+        if shown.reserved_bytes is not None:
+            reserved = f", of {_size(shown.reserved_bytes)} reserved in all"
         paragraphs.append(
-            f"Beside these the allocator held {_size(shown.reusable_bytes)} for reuse, fragments "
-            "among them."
+            f"Beside these the allocator held {_size(shown.reusable_bytes)} for reuse{reserved}, "
+            "fragments among them."
         )
     return "\n\n".join(paragraphs)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.offload.config import OffloadConfig
+from megatron.offload.device.cuda_allocator import keeps_fragments
 from megatron.offload.device.device import Device
 from megatron.offload.errors import InfeasibleBudgetError
 from megatron.offload.placement.plan import Plan, Prediction
@@ -129,7 +130,12 @@ class PlanMaker:
 
 
 def budget_bytes_of(
-    config: OffloadConfig, device: Device, stage: Stage, consensus: RankConsensus
+    config: OffloadConfig,
+    device: Device,
+    stage: Stage,
+    consensus: RankConsensus,
+    *,
+    fragmented_bytes: int,
 ) -> int | None:
     """The most bytes that activations of a rank may take; None: only time is limited.
 
@@ -138,20 +144,26 @@ def budget_bytes_of(
         device: whose memory that is.
         stage: says how many ranks share a CPU's memory.
         consensus: the least of the group counts.
+        fragmented_bytes: of what the allocator holds for reuse, what the measured steps have never
+            used at once. It counts as taken where its pieces need not fit anything.
     """
     if config.memory_budget_bytes is not None or config.max_slowdown is not None:
         return config.memory_budget_bytes
-    free = device.free_bytes()
+    free, left_out = device.free_bytes(), ""
+    if keeps_fragments(device.device):
+        free = max(free - fragmented_bytes, 0)
+        left_out = f", without {format_size(fragmented_bytes)} in pieces"
     ranks = stage.num_local_ranks if device.is_host else 1
     share = _FREE_SHARE_OF_HOST if device.is_host else _FREE_SHARE
     (negative,) = consensus.largest([-float(int(free * share) // ranks)])
     budget_bytes = -int(negative)
     logger.info(
         "activation offload: no --activation-memory-budget is given; activations may take %s, "
-        "%.0f %% of the %s that are free%s",
+        "%.0f %% of the %s that are free%s%s",
         format_size(budget_bytes),
         100 * share,
         format_size(free),
+        left_out,
         f", shared by {ranks} ranks" if ranks > 1 else "",
     )
     return budget_bytes

@@ -222,7 +222,11 @@ class Planner:
         plan, message = None, None
         speaks_first = self._stage.speaks and self._stage.position.stage == 0
         self._maker.budget_bytes = budget_bytes_of(
-            self._config, self._device, self._stage, self._consensus
+            self._config,
+            self._device,
+            self._stage,
+            self._consensus,
+            fragmented_bytes=self._engine.statistics.fragmented_bytes,
         )
         whole = self._whole_steps()
         if speaks_first:
