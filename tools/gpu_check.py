@@ -2,20 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks activation offload on a machine with a CUDA GPU: right bytes, right bits, less memory.
 
-    tools/gpu_check.py --quick                               sized for about 2 minutes
-    tools/gpu_check.py --json gpu.json --markdown gpu.md     sized for about 8
+    tools/gpu_check.py --quick                               sized for about 3 minutes
+    tools/gpu_check.py --json gpu.json --markdown gpu.md     sized for about 9
     tools/gpu_check.py --only ordering --stress-seconds 600
 
-Sections, each in a process of its own, each with lines that say pass, FAIL or skip:
+Sections, each in a process of its own, each with lines that say pass, FAIL or skip. Skipped is what
+the machine lacks, with the reason; what cannot run for another reason fails:
 
-  ordering   every byte that comes back is compared, while all streams lag behind at random
-  two_gpus   work on one GPU touches no other; engines of two GPUs in one process, in turn
-  parity     losses and gradients of GPT, BERT and T5 with offload off and on, bit for bit
-  memory     the peak falls below a bound derived term by term; host memory stays in its budget
+  ordering            every byte that comes back is compared, while all streams lag behind at random
+  two_gpus            work on one GPU touches no other; engines of two GPUs in one process, in turn
+  side_streams        layers that compute on streams of their own, and overlapped shared experts
+  parity              losses and gradients of GPT, BERT and T5, offload off and on, bit for bit
+  transformer_engine  the same with Transformer Engine's layers and grouped experts, bf16 and FP8
+  memory              the peak falls below a bound derived term by term; host memory in its budget
 
-It needs torch and this checkout, and megatron-core for parity; no network. Results are written
-after every section, so that a run that is cut short leaves what it has found. --dry-run-cpu tries
-the script out without a GPU, at sizes that prove nothing.
+It needs torch and this checkout, and megatron-core for parity and side_streams; no network. Results
+are written after every section, so that a run that is cut short leaves what it has found.
+--dry-run-cpu tries the script out without a GPU, at sizes that prove nothing. What has been proven
+in which way so far is in docs/gpu.md.
 
 How fast it is say others: tools/compare_placements.py (step time and peak of a training),
 megatron-offload bench --device cuda (the tiers), tools/bench/hooks.py --device cuda (the hooks).
@@ -61,6 +65,7 @@ from megatron.offload.tiers.gds_status import gds_status  # noqa: E402
 NO_GPU = "needs a CUDA GPU; on a CPU use tools/compare_placements.py"
 _LOG_LINES = 12  # of a section that died
 _POLL_S = 0.2
+ALL = ",".join(SECTIONS)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -73,7 +78,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what is done")
     what.add_argument(
-        "--only", type=_names, default=SECTIONS, metavar="NAME,...", help=f"of {','.join(SECTIONS)}"
+        "--only",
+        type=_names,
+        default=tuple(SECTIONS),
+        metavar="NAME,...",
+        help=f"of {ALL}",
     )
     what.add_argument("--quick", action="store_true", help="fewer models, smaller ones, less time")
     what.add_argument(
@@ -143,7 +152,7 @@ def run_sections(args: argparse.Namespace, argv: list[str]) -> int:
     settings = settings_of(args)
     machine = _machine(settings)
     command = shlex.join(["tools/gpu_check.py", *argv]).replace(f"{ROOT}/", "")
-    print(in_a_line(machine), flush=True)
+    print(in_a_line(machine), announcement(args.only, settings), sep="\n", flush=True)
     # On a CPU nothing that one section breaks would harm the next.
     groups = [list(args.only)] if args.dry_run_cpu else [[name] for name in args.only]
     found: list[Section] = []
@@ -156,8 +165,26 @@ def run_sections(args: argparse.Namespace, argv: list[str]) -> int:
         write_results(args, command, machine, found)
     print("\n== overview")
     for section in found:
-        print(f"{section.name:<10} {section.verdict} in {section.seconds:.0f} s")
+        print(f"{section.name:<18} {section.verdict} in {section.seconds:.0f} s")
     return 1 if any(section.failed for section in found) else 0
+
+
+def announcement(names: Sequence[str], settings: Settings) -> str:
+    """What will be shown and how long it takes: the first lines."""
+    lines, total_s = [], 0.0
+    for name in names:
+        what, quick_s, full_s = SECTIONS[name]
+        seconds = float(quick_s if settings.quick else full_s)
+        if name == "ordering":
+            seconds = settings.stress_s
+        total_s += seconds
+        lines.append(f"  {name:<18}  {what}")
+    if not settings.on_gpu:
+        return "\n".join(["a dry run on the CPU, which proves nothing about a GPU:", *lines])
+    minutes = max(round(total_s / 60), 1)
+    plural = "" if minutes == 1 else "s"
+    head = f"on {settings.device}, sized for about {minutes} minute{plural}, will be shown:"
+    return "\n".join([head, *lines])
 
 
 def _machine(settings: Settings) -> dict[str, Any]:
@@ -238,6 +265,7 @@ def worker_environment(on_gpu: bool) -> dict[str, str]:
     environment = {
         **os.environ,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else cuBLAS does not repeat its results
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # nor would Transformer Engine's attention
         "TORCHDYNAMO_DISABLE": "1",  # megatron-core compiles small functions: no compiler is needed
     }
     return environment if on_gpu else environment | allocator_environment()

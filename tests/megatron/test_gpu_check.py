@@ -10,11 +10,12 @@ from pathlib import Path
 import gpu_check
 import pytest
 import torch
-from check.gpu import ordering, stack, two_gpus
+from check.gpu import ordering, side_streams, stack, transformer_engine, two_gpus
 from check.gpu.parity import Outcome, same_bits
 from check.gpu.result import Check, Section, load, save
 from check.gpu.settings import Settings, Size
 
+from megatron.offload import ConfigurationError
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import WHOLE
 
@@ -148,6 +149,119 @@ def test_engines_in_turn_see_bytes_that_do_not_come_back_on_one_of_the_devices(
     assert bad.wrong
 
 
+def test_layers_on_two_streams_see_bytes_that_do_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, passes, moved = side_streams.compare(settings(tmp_path), "host")
+    assert (wrong, passes) == (0, 2) and moved > 0
+    monkeypatch.setattr(side_streams, "open_device", lambda _: Forgetful())
+    wrong, passes, _ = side_streams.compare(settings(tmp_path), "host")
+    assert wrong == passes == 2
+
+
+def on_gpu(tmp_path: Path) -> Settings:
+    """As on a machine with GPUs, which nothing here may touch."""
+    return Settings(torch.device("cuda", 1), tmp_path, quick=True, seed=1, stress_s=15.0)
+
+
+def lines_of(section: Section) -> list[str]:
+    return [str(check) for check in section.checks]
+
+
+def test_a_context_on_another_gpu_fails_in_the_mode_that_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked: list[str] = []
+
+    def stress(_: Settings, mode: str, seconds: float) -> None:
+        if mode == "gds":
+            raise ConfigurationError("there is no kvikio")
+        worked.append(mode)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(two_gpus, "stress", stress)
+    monkeypatch.setattr(two_gpus, "_other_contexts", lambda _: [0] if "host" in worked else [])
+    monkeypatch.setattr(two_gpus, "in_turn", lambda *_: [ordering.Tally(offloaded_bytes=1)])
+    two_gpus.run(on_gpu(tmp_path), section := Section("two_gpus"))
+    assert "pass  ssd direct: no other GPU is touched" in lines_of(section)[0]
+    assert "FAIL  host: no other GPU is touched: a rank on cuda:1 has a context on [0]" in (
+        lines_of(section)
+    )
+    (skipped,) = (line for line in lines_of(section) if line.startswith("skip"))
+    assert "there is no kvikio" in skipped and section.failed
+
+
+def test_one_gpu_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    two_gpus.run(on_gpu(tmp_path), section := Section("two_gpus"))
+    assert lines_of(section) == ["skip  engines of two GPUs: needs two GPUs, there are 1"]
+
+
+def test_transformer_engine_is_skipped_where_it_is_missing_and_fails_where_it_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = Section("transformer_engine")
+    find_spec = transformer_engine.importlib.util.find_spec
+    found: dict[str, object] = {"transformer_engine": None}
+    monkeypatch.setattr(
+        transformer_engine.importlib.util,
+        "find_spec",
+        lambda name, *more: found[name] if name in found else find_spec(name, *more),
+    )
+    transformer_engine.run(on_gpu(tmp_path), section)
+    assert lines_of(section) == [
+        "skip  layers of Transformer Engine: Transformer Engine is not installed"
+    ]
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('built for another CUDA')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found["transformer_engine"] = object()
+    with pytest.raises(ImportError, match="built for another CUDA"):  # which becomes a FAIL line
+        transformer_engine.run(on_gpu(tmp_path), section)
+
+
+def test_an_error_of_a_section_is_a_failed_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(_: Settings, section: Section) -> None:
+        raise ImportError("built for another CUDA")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(transformer_engine, "run", run)
+    result = tmp_path / "result.json"
+    flags = ["--dry-run-cpu", "--directory", str(tmp_path), "--result", str(result)]
+    num_threads = torch.get_num_threads()
+    try:
+        assert gpu_check.main([*flags, "--worker", "transformer_engine"]) == 0
+    finally:
+        torch.set_num_threads(num_threads)
+    (section,) = load(result)
+    assert lines_of(section) == ["FAIL  no error: ImportError: built for another CUDA"]
+
+
+def test_experts_without_megatron_core_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object) -> None:
+        raise ImportError("No module named 'megatron.core'")
+
+    monkeypatch.setattr(side_streams, "_MODES", ())
+    monkeypatch.setattr(side_streams, "start_megatron", start)
+    side_streams.run(on_gpu(tmp_path), section := Section("side_streams"))
+    assert section.failed and "FAIL  megatron-core: it cannot be imported" in lines_of(section)[0]
+
+
+def test_the_first_lines_say_what_will_be_shown_and_how_long_it_takes(tmp_path: Path) -> None:
+    head, *lines = gpu_check.announcement(["ordering", "parity"], on_gpu(tmp_path)).splitlines()
+    assert head == "on cuda:1, sized for about 1 minute, will be shown:"
+    assert [line.split()[0] for line in lines] == ["ordering", "parity"]
+    assert "losses and gradients" in lines[1]
+    everything = Settings(torch.device("cuda", 0), tmp_path, quick=False, seed=1, stress_s=60.0)
+    head, *lines = gpu_check.announcement(tuple(gpu_check.SECTIONS), everything).splitlines()
+    assert "about 9 minutes" in head and len(lines) == len(gpu_check.SECTIONS)
+
+
 def test_the_saved_bytes_of_a_layer_are_counted_right() -> None:
     size = Size(128, 1, 32, 2)
     torch.manual_seed(0)
@@ -177,13 +291,19 @@ def test_a_dry_run_on_the_cpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     offload, out, table = tmp_path / "offload", tmp_path / "out.json", tmp_path / "out.md"
-    flags = ["--dry-run-cpu", "--quick", "--only", "memory,parity,two_gpus"]
+    sections = ["two_gpus", "side_streams", "parity", "transformer_engine", "memory"]
+    flags = ["--dry-run-cpu", "--quick", "--only", ",".join(reversed(sections))]
     flags += ["--directory", str(offload), "--json", str(out), "--markdown", str(table)]
     code = exit_code(*flags)
     printed = capsys.readouterr().out
     assert code == 0, printed
     result = json.loads(out.read_text())
-    assert list(result["sections"]) == ["two_gpus", "parity", "memory"] and result["passed"]
+    assert list(result["sections"]) == sections and result["passed"]
+    assert printed.splitlines()[1].startswith("a dry run on the CPU, which proves nothing")
+    for mode in ("ssd direct", "host", "tiered"):
+        assert f"pass  {mode}: a layer on two streams" in printed
+    assert "pass  experts bf16: host: losses and gradients are the same bits" in printed
+    assert "skip  layers of Transformer Engine: needs a GPU" in printed
     assert result["machine"]["gpu"] is None and result["machine"]["cores"] >= 1
     assert printed.count("skip  engines of two GPUs: needs two GPUs, there are 0") == 1
     for kind in ("GPT", "Llama-like", "BERT", "T5"):

@@ -30,6 +30,8 @@ _MIN_BYTES = 256 * KIB
 _NUM_STEPS = 2  # the last one is measured: before it pools and workspaces grow
 _GPU_SLACK_BYTES = 96 * MIB  # workspaces of cuBLAS, rounding of torch's allocator
 _CPU_SLACK_BYTES = 16 * MIB  # what the allocator keeps for reuse
+# What the GPU's allocator holds at the step's end, and what of it the step never used at once.
+_RESERVED = {"reserved": "reserved_bytes", "more than its peak": "fragmented_bytes"}
 _HOST_SLACK_BYTES = 256 * MIB  # threads, Python's own objects
 
 
@@ -93,11 +95,9 @@ def run(settings: Settings, section: Section) -> None:
             "counted by hand",
             format_size(stack.saved_bytes),
             f"{stack.saved_bytes / keep_bytes:.3f}",
-            "",
-            "",
-            "",
+            *[""] * 5,
         ],
-        ["off", format_size(keep_bytes), "1.000", "", "", ""],
+        ["off", format_size(keep_bytes), "1.000", *[""] * 5],
     ]
     # Beside what is saved: gradients on their way through a layer, as in the bound.
     extra_bytes = sum(value for name, value in terms.items() if name.startswith("gradient"))
@@ -138,7 +138,7 @@ def run(settings: Settings, section: Section) -> None:
     )
     section.table(
         "Peak of a step above the state before it",
-        ["placement", "peak", "/ off", "offloaded", "host arena", "its budget"],
+        ["placement", "peak", "/ off", "offloaded", "host arena", "its budget", *_RESERVED],
         rows,
     )
 
@@ -182,6 +182,7 @@ def _check_host(section: Section, mode: str, found: dict[str, Any]) -> None:
 
 
 def _row(mode: str, found: dict[str, Any], keep_bytes: int) -> list[str]:
+    on_gpu = not found["is_on_host"]
     return [
         mode,
         format_size(found["peak_bytes"]),
@@ -189,6 +190,7 @@ def _row(mode: str, found: dict[str, Any], keep_bytes: int) -> list[str]:
         format_size(found["statistics"]["offloaded_bytes"]),
         format_size(found["host_arena_bytes"]),
         format_size(found["host_budget_bytes"]),
+        *(format_size(found["statistics"][name]) if on_gpu else "" for name in _RESERVED.values()),
     ]
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of megatron-core as a trainer builds and runs them: `start_megatron`, `Trainee`.
 
-GPT, BERT and T5 with core's own (local) layers, and a Llama-like GPT with torch's fused attention;
-wrapped for data parallelism, run by megatron-core's schedule, on random tokens. The section
-`parity` makes them. Nothing here knows of offload.
+GPT, BERT and T5 with core's own (local) layers, a Llama-like GPT with torch's fused attention,
+experts, and GPT of Transformer Engine's layers; wrapped for data parallelism, run by
+megatron-core's schedule, on random tokens. The section `parity` and those after it make them.
+Nothing here knows of offload.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import warnings
@@ -127,14 +129,60 @@ def _t5(size: Size, dtype: torch.dtype, **common: Any) -> torch.nn.Module:
     )
 
 
-BUILDERS = {"GPT": _gpt, "Llama-like": _llama, "BERT": _bert, "T5": _t5}
+def _experts_config(size: Size) -> dict[str, Any]:
+    """Of a mixture of experts; on a GPU the shared ones compute on a stream of their own."""
+    return {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": 2 * size.hidden,
+        "moe_shared_expert_overlap": torch.cuda.is_available(),
+        "add_bias_linear": False,
+    }
+
+
+def _experts(size: Size, dtype: torch.dtype, **common: Any) -> torch.nn.Module:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    config = config_of(size, dtype, **_experts_config(size))
+    return GPTModel(config, get_gpt_layer_local_spec(num_experts=4), **common)
+
+
+def _te(
+    size: Size, dtype: torch.dtype, *, experts: bool = False, fp8: bool = False, **common: Any
+) -> torch.nn.Module:
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec as layer_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    changes: dict[str, Any] = _experts_config(size) | {"moe_grouped_gemm": True} if experts else {}
+    if fp8:
+        # None of them has scales that steps before have left: two runs can be compared.
+        recipes = {8: "tensorwise", 9: "blockwise"}
+        recipe = recipes.get(torch.cuda.get_device_capability()[0], "mxfp8")
+        changes |= {"fp8": "hybrid" if recipe == "tensorwise" else "e4m3", "fp8_recipe": recipe}
+    spec = layer_spec(num_experts=4, moe_grouped_gemm=True) if experts else layer_spec()
+    return GPTModel(config_of(size, dtype, **changes), spec, **common)
+
+
+Builder = Callable[..., torch.nn.Module]
+BUILDERS: dict[str, Builder] = {"GPT": _gpt, "Llama-like": _llama, "BERT": _bert, "T5": _t5}
+OTHER_BUILDERS: dict[str, Builder] = {
+    "experts": _experts,
+    "TE GPT": _te,
+    "TE GPT FP8": functools.partial(_te, fp8=True),
+    "TE experts": functools.partial(_te, experts=True),
+    "TE experts FP8": functools.partial(_te, experts=True, fp8=True),
+}
 
 
 class Trainee:
     """A model under megatron-core's data parallelism and schedule.
 
     Args:
-        kind: a key of `BUILDERS`.
+        kind: a key of `BUILDERS` or `OTHER_BUILDERS`.
         size: shape of the model and its micro-batches.
         dtype: of its weights and activations.
         vocab_size: of its embedding.
@@ -152,7 +200,7 @@ class Trainee:
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.transformer.module import Float16Module
 
-        model: Any = BUILDERS[kind](
+        model: Any = {**BUILDERS, **OTHER_BUILDERS}[kind](
             size,
             dtype,
             vocab_size=vocab_size,

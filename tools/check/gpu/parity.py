@@ -146,7 +146,7 @@ def run(settings: Settings, section: Section) -> None:
     headers = ["model", "hidden x layers x seq x batch", *MODES[1:]]
     headers += ["offloaded", "read back", "forwarded"]
     rows: list[list[str]] = []
-    with _deterministic():
+    with deterministic():
         for kind, dtype in cases:
             try:
                 rows.append(check_model(kind, dtype, settings, section))
@@ -160,13 +160,17 @@ def run(settings: Settings, section: Section) -> None:
 
 
 @contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
+def deterministic(*, strict: bool = True) -> Iterator[None]:
     """Torch's deterministic algorithms for as long as it lasts: else `off` need not equal itself.
 
     They also fill fresh memory with a pattern, which shows whoever reads it too early.
+
+    Args:
+        strict: an operation that has no deterministic algorithm is an error. Else `off` is left to
+            show whether it repeats itself.
     """
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
     try:
         yield
     finally:

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-SECTIONS = ("ordering", "two_gpus", "parity", "memory")
+# What each section shows, and the seconds that it is sized for: quick and in full.
+SECTIONS = {
+    "ordering": ("every byte that comes back is right while all streams lag behind", 20, 65),
+    "two_gpus": ("work on one GPU touches no other; two engines in one process", 20, 25),
+    "side_streams": ("layers that compute on streams of their own; shared experts", 20, 60),
+    "parity": ("losses and gradients of GPT, BERT and T5 are the same bits as without", 60, 240),
+    "transformer_engine": ("the same of Transformer Engine's layers, bf16 and FP8", 40, 120),
+    "memory": ("the peak falls below a bound that is derived term by term", 20, 60),
+}
 _SETTLE_S = 60.0
 
 
