@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.offload.tiers.budget import RateLimit
-from megatron.offload.tiers.io_threads import IoThreads
+from megatron.offload.tiers.io_threads import IoThreads, Piece
 from megatron.offload.tiers.transfer import Transfer, when_all
 from tests.support.waiting import SOON_S, wait_until
 
@@ -96,7 +96,7 @@ def test_wait_returns_when_the_work_is_done() -> None:
 def test_work_is_let_go_before_anybody_is_told(fails: bool) -> None:
     buffer = Buffer()
     weak = weakref.ref(buffer)
-    transfer = Transfer(buffer.fail if fails else buffer.use)
+    transfer = Transfer(*((buffer.fail, buffer.use) if fails else (buffer.use,)))
     del buffer
     alive: list[bool] = []
     transfer.add_done_callback(lambda _: alive.append(weak() is not None))
@@ -167,7 +167,7 @@ def test_an_idle_thread_takes_what_is_queued(threads: IoThreads, kind: str) -> N
     if kind == "read":
         transfer = threads.submit_read(lambda: None)
     else:
-        transfer = threads.submit_write(lambda: None, 1)
+        transfer = threads.submit_write([Piece(1, lambda: None)])
     assert transfer.exception(timeout=SOON_S) is None
 
 
@@ -194,8 +194,8 @@ def test_a_cancelled_transfer_leaves_its_thread_alone(
 def test_a_write_that_nobody_wants_is_not_held_up_by_the_limit() -> None:
     limit = RateLimit(bytes_per_s=1)
     threads = IoThreads(1, "test", limit)
-    threads.submit_write(lambda: None, 10**6).result(timeout=SOON_S)
-    unwanted = threads.submit_write(lambda: None, 10**6)
+    threads.submit_write([Piece(10**6, lambda: None)]).result(timeout=SOON_S)
+    unwanted = threads.submit_write([Piece(10**6, lambda: None)])
     unwanted.abandon()
     threads.submit_read(lambda: None).result(timeout=SOON_S)  # the thread looks again
     wait_until(unwanted.cancelled, "it waits for days")
@@ -215,7 +215,7 @@ def test_a_closed_queue_takes_nothing(threads: IoThreads) -> None:
     with pytest.raises(RuntimeError, match="closed"):
         threads.submit_read(lambda: None)
     with pytest.raises(RuntimeError, match="closed"):
-        threads.submit_write(lambda: None, 1)
+        threads.submit_write([Piece(1, lambda: None)])
 
 
 # -- Threads that die ---------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_without_any_thread_whoever_waits_is_told(
 ) -> None:
     buffer = Buffer()
     threads.submit_read(buffer.spin)
-    queued = [threads.submit_write(lambda: None, 1), threads.submit_read(lambda: None)]
+    queued = [threads.submit_write([Piece(1, lambda: None)]), threads.submit_read(lambda: None)]
     assert buffer.started.wait(timeout=SOON_S)
 
     def refuse(_: threading.Thread) -> None:

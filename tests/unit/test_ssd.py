@@ -396,6 +396,8 @@ def test_what_the_disk_refused_or_nobody_could_use_goes_back_to_the_budget(
 class InPieces:
     """A view of plain bytes through a buffer of one page that notes what becomes of each piece."""
 
+    piece_bytes = PAGE
+
     def __init__(self, body: bytes) -> None:
         self.body = bytearray(body)
         self.ended: list[object] = []  # the first byte of each piece that the drive is done with

@@ -13,7 +13,7 @@ import weakref
 import pytest
 
 from megatron.offload.tiers.budget import RateLimit
-from megatron.offload.tiers.io_threads import IoThreads
+from megatron.offload.tiers.io_threads import IoThreads, Piece
 from megatron.offload.tiers.transfer import Transfer, when_all
 from tests.support.waiting import wait_until
 
@@ -33,9 +33,9 @@ def test_reads_go_before_writes_and_each_kind_in_order(one_thread):
         return lambda: done.append(name)
 
     transfers = [
-        one_thread.submit_write(note("write 1"), 1),
+        one_thread.submit_write([Piece(1, note("write 1"))]),
         one_thread.submit_read(note("read 1")),
-        one_thread.submit_write(note("write 2"), 1),
+        one_thread.submit_write([Piece(1, note("write 2"))]),
         one_thread.submit_read(note("read 2")),
     ]
     gate.set()
@@ -61,9 +61,9 @@ def test_a_write_limit_holds_writes_up_and_lets_reads_through():
     limit = RateLimit(bytes_per_s=1000)
     threads = IoThreads(2, "test", limit)
     done = []
-    first = threads.submit_write(lambda: done.append("write 1"), 10**9)  # pays for 11 days
+    first = threads.submit_write([Piece(10**9, lambda: done.append("write 1"))])  # pays for 11 days
     first.wait()
-    second = threads.submit_write(lambda: done.append("write 2"), 1)
+    second = threads.submit_write([Piece(1, lambda: done.append("write 2"))])
     threads.submit_read(lambda: done.append("read")).wait()
     assert done == ["write 1", "read"] and limit.delay_s() > 10**5
     limit.charge(-(10**9))
@@ -76,8 +76,8 @@ def test_a_write_limit_holds_writes_up_and_lets_reads_through():
 def test_a_write_that_nobody_wants_does_not_wait_for_the_limit(verb):
     limit = RateLimit(bytes_per_s=1000)
     threads = IoThreads(1, "test", limit)
-    threads.submit_write(lambda: None, 10**9).wait()  # pays for 11 days
-    unwanted = threads.submit_write(lambda: None, 10**9)
+    threads.submit_write([Piece(10**9, lambda: None)]).wait()  # pays for 11 days
+    unwanted = threads.submit_write([Piece(10**9, lambda: None)])
     getattr(unwanted, verb)()
     threads.submit_read(lambda: None).wait()  # wakes the thread
     wait_until(unwanted.cancelled, "it waits for days")
@@ -89,7 +89,7 @@ def test_a_write_limit_is_kept_on_average():
     limit = RateLimit(bytes_per_s=10_000_000)
     threads = IoThreads(4, "test", limit)
     began = time.monotonic()
-    for transfer in [threads.submit_write(lambda: None, 500_000) for _ in range(11)]:
+    for transfer in [threads.submit_write([Piece(500_000, lambda: None)]) for _ in range(11)]:
         transfer.wait()
     assert time.monotonic() - began >= 0.5  # the first starts at once, ten wait 50 ms each
     threads.close()
@@ -107,10 +107,10 @@ def test_an_error_surfaces_in_wait_and_the_thread_goes_on(one_thread):
 def test_a_cancelled_transfer_does_not_run(one_thread):
     gate, ran = threading.Event(), []
     one_thread.submit_read(gate.wait)
-    queued = one_thread.submit_write(lambda: ran.append(1), 1)
+    queued = one_thread.submit_write([Piece(1, lambda: ran.append(1))])
     assert queued.cancel()
     gate.set()
-    one_thread.submit_write(lambda: None, 1).wait()
+    one_thread.submit_write([Piece(1, lambda: None)]).wait()
     assert not ran
 
 
@@ -129,7 +129,7 @@ class Buffer:
 def test_finished_work_keeps_nothing_alive(one_thread, fails):
     buffer = Buffer(fails)
     weak = weakref.ref(buffer)
-    transfer = one_thread.submit_write(buffer.use, 1)
+    transfer = one_thread.submit_write([Piece(1, buffer.use), Piece(1, buffer.use)])
     del buffer
     assert isinstance(transfer.exception(timeout=10), OSError) is fails
     assert weak() is None
@@ -140,7 +140,7 @@ def test_a_cancelled_transfer_gives_its_buffer_up_while_it_is_still_queued(one_t
     one_thread.submit_read(gate.wait)
     buffer = Buffer()
     weak = weakref.ref(buffer)
-    queued = one_thread.submit_write(buffer.use, 1)
+    queued = one_thread.submit_write([Piece(1, buffer.use)])
     del buffer
     assert queued.cancel() and weak() is None
     gate.set()
@@ -162,7 +162,7 @@ def test_a_dying_thread_fails_its_transfer_and_is_replaced(one_thread, caplog):
             time.sleep(0.001)
 
     held = one_thread.submit_read(spin)
-    waiting = one_thread.submit_write(lambda: done.append(1), 1)
+    waiting = one_thread.submit_write([Piece(1, lambda: done.append(1))])
     assert started.wait(timeout=10)
     with caplog.at_level(logging.WARNING):
         kill(one_thread._threads[0])
@@ -182,7 +182,7 @@ def test_if_no_thread_can_be_started_waiting_ends_in_an_error(one_thread, monkey
             time.sleep(0.001)
 
     one_thread.submit_read(spin)
-    waiting = one_thread.submit_write(lambda: None, 1)
+    waiting = one_thread.submit_write([Piece(1, lambda: None)])
     assert started.wait(timeout=10)
 
     def refuse(_):
@@ -206,7 +206,7 @@ def test_close_cancels_what_is_queued_and_waits_for_what_runs():
         done.append("running")
 
     threads.submit_read(run)
-    queued = threads.submit_write(lambda: done.append("queued"), 1)
+    queued = threads.submit_write([Piece(1, lambda: done.append("queued"))])
     assert started.wait(timeout=10)
     threading.Timer(0.05, gate.set).start()
     threads.close()

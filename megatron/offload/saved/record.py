@@ -43,11 +43,11 @@ class Pending(Protocol):
         ...
 
     def cancel(self) -> bool:
-        """Takes it off the queue; False once it has started."""
+        """Takes it off the queue; False once it has started, and ends soon."""
         ...
 
     def abandon(self) -> None:
-        """Lets it be cancelled later; takes no lock."""
+        """Lets it be cancelled, by whoever has it; takes no lock."""
         ...
 
     def wait(self) -> None:
@@ -245,7 +245,7 @@ class SavedStorage:
         del copy, bits
         if pending is not None:
             # Outside the lock: cancelling calls `end_write`, which finds nothing to do. A write
-            # that has started goes on undisturbed, but nobody will read its block.
+            # that has started ends with the piece under way, and nobody will read its block.
             pending.cancel()
         return memory
 

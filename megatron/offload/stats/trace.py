@@ -114,11 +114,14 @@ class Tracer:
         """A `write` or `read` of a storage that `scope` saved has ended just now, well or badly."""
         if transfer.began_s is None or (track := self._names.get(id(tier))) is None:
             return  # it never ran
-        failed = transfer.cancelled() or transfer.exception() is not None
         name = "not needed any more" if scope is None else name_of(scope)
+        if transfer.cancelled():
+            name += " (given up)"
+        elif transfer.exception() is not None:
+            name += " (failed)"
         self.span(
             f"{direction} {track}",
-            f"{name} (failed)" if failed else name,
+            name,
             transfer.began_s,
             MiB=round(num_bytes / _MIB, 3),
             scope=str(scope),

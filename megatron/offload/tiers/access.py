@@ -17,17 +17,18 @@ import torch
 from megatron.offload.device.device import Device, memory_at
 from megatron.offload.tiers.direct_io import Alignment, Cut, aligned_storage, cut
 from megatron.offload.tiers.restored_memory import RestoredMemory
-from megatron.offload.tiers.staging import StagingPool
+from megatron.offload.tiers.staging import PIECE_BYTES, StagingPool
 
 
 class View(Protocol):
     """One storage as a drive sees it, for one transfer. Keeps the memory alive.
 
-    Every part of the body has an I/O thread of its own, which goes through one of the iterators and
-    closes it.
+    Every part of the body is read by an I/O thread of its own, and written by one after the other,
+    which go through one of the iterators and close it.
     """
 
     cut: Cut  # only the body goes to the drive
+    piece_bytes: int  # of each piece of a part but the last
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[Any, None, None]:
         """Yields the memory of a part of the body, in order; each piece lasts until the next.
@@ -95,6 +96,8 @@ class InPlace:
 
 
 class _InPlaceView:
+    piece_bytes = PIECE_BYTES
+
     def __init__(self, storage: torch.UntypedStorage, cut: Cut) -> None:
         self._storage = storage
         self._address = storage.data_ptr()
@@ -102,11 +105,13 @@ class _InPlaceView:
         self.cut = cut
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
-        self.check()
-        yield memory_at(self._body_address + start, num_bytes)
+        for piece in _pieces(start, num_bytes, self.piece_bytes):
+            self.check()
+            yield memory_at(self._body_address + piece.start, piece.stop - piece.start)
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
-        yield memory_at(self._body_address + start, num_bytes)
+        for piece in _pieces(start, num_bytes, self.piece_bytes):
+            yield memory_at(self._body_address + piece.start, piece.stop - piece.start)
 
     def check(self) -> None:
         check_size(self._storage, self.cut.num_bytes)
@@ -155,6 +160,7 @@ class _StagedView:
         self, storage: torch.UntypedStorage, cut: Cut, device: Device, pool: StagingPool
     ) -> None:
         self.cut = cut
+        self.piece_bytes = pool.piece_bytes
         self._storage = storage
         self._device = device
         self._pool = pool
@@ -168,24 +174,25 @@ class _StagedView:
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
         with self._pool.buffer() as address:
-            for piece in self._pieces(start, num_bytes):
+            for piece in _pieces(start, num_bytes, self.piece_bytes):
                 self.check()
                 self._device.copy_to_host(self._storage, address, self._event, piece)
                 yield memory_at(address, piece.stop - piece.start)
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
         with self._pool.buffer() as address:
-            for piece in self._pieces(start, num_bytes):
+            for piece in _pieces(start, num_bytes, self.piece_bytes):
                 yield memory_at(address, piece.stop - piece.start)
                 self._device.copy_from_host(address, self._storage, self._event, piece)
 
-    def _pieces(self, start: int, num_bytes: int) -> Iterator[slice]:
-        """A range of bytes, cut into what fits a buffer."""
-        stop = start + num_bytes
-        while start < stop:
-            end = min(start + self._pool.piece_bytes, stop)
-            yield slice(start, end)
-            start = end
+
+def _pieces(start: int, num_bytes: int, piece_bytes: int) -> Iterator[slice]:
+    """A range of bytes, cut into pieces."""
+    stop = start + num_bytes
+    while start < stop:
+        end = min(start + piece_bytes, stop)
+        yield slice(start, end)
+        start = end
 
 
 def check_size(storage: torch.UntypedStorage, num_bytes: int) -> None:

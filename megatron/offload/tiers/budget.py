@@ -57,7 +57,7 @@ class ByteBudget:
 class RateLimit:
     """Bounds bytes a second: who moves bytes charges for them, and waits until they are paid.
 
-    A transfer is never cut: it runs at once when nothing is owed, and the next one waits for as
+    A piece is never cut: it is moved at once when nothing is owed, and the next one waits for as
     long as this one should have taken.
     """
 
@@ -68,12 +68,12 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def delay_s(self) -> float:
-        """Seconds until the next transfer may start; 0 if it may now."""
+        """Seconds until the next piece may start; 0 if it may now."""
         with self._lock:
             return max(self._paid_at - time.monotonic(), 0.0)
 
     def charge(self, num_bytes: int) -> None:
-        """Notes that a transfer of `num_bytes` starts."""
+        """Notes that a piece of `num_bytes` starts."""
         with self._lock:
             start = max(self._paid_at, time.monotonic())
             self._paid_at = start + num_bytes / self.bytes_per_s

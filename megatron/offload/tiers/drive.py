@@ -11,6 +11,7 @@ import collections
 import contextlib
 import enum
 import errno
+import functools
 import logging
 import threading
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron.offload.tiers.checksum import Checksum
 from megatron.offload.tiers.direct_io import Alignment
 from megatron.offload.tiers.extents import ExtentAllocator
 from megatron.offload.tiers.file import no_space
-from megatron.offload.tiers.io_threads import IoThreads
+from megatron.offload.tiers.io_threads import IoThreads, Piece
 from megatron.offload.tiers.tier import TierStatistics
 from megatron.offload.tiers.transfer import Transfer
 
@@ -175,11 +176,12 @@ class Drive:
 
         The transfer holds the view, and the extent's owner, until it ends.
         """
-
-        def work(_: object = owner) -> None:
-            self._write(view, start, extent)
-
-        return self._threads.submit_write(work, extent.num_bytes)
+        pieces = []
+        for done in range(0, extent.num_bytes, view.piece_bytes):
+            num_bytes = min(view.piece_bytes, extent.num_bytes - done)
+            write = functools.partial(self._write, view, start, extent, done, num_bytes, owner)
+            pieces.append(Piece(num_bytes, write))
+        return self._threads.submit_write(pieces)
 
     def begin_read(
         self, view: View, start: int, extent: Extent, owner: object, deadline: float
@@ -197,10 +199,12 @@ class Drive:
         self.file.close()
 
     # Runs in an I/O thread.
-    def _write(self, view: View, start: int, extent: Extent) -> None:
-        checksums: list[int] = []
-        offset = extent.offset
-        with contextlib.closing(view.pieces_to_write(start, extent.num_bytes)) as pieces:
+    def _write(
+        self, view: View, start: int, extent: Extent, done: int, num_bytes: int, _: object
+    ) -> None:
+        """Writes the next `num_bytes` of a part of which so many are done."""
+        offset = extent.offset + done
+        with contextlib.closing(view.pieces_to_write(start + done, num_bytes)) as pieces:
             for body in pieces:
                 try:
                     with self.statistics.writes.moving(len(body)):
@@ -210,9 +214,8 @@ class Drive:
                     self._fail(error)
                     raise
                 if self._checksum is not None:
-                    checksums.append(self._checksum(body))
+                    extent.checksums.append(self._checksum(body))
                 offset += len(body)
-        extent.checksums = checksums
 
     # Runs in an I/O thread.
     def _read(self, view: View, start: int, extent: Extent) -> None:

@@ -29,6 +29,7 @@ from megatron.offload.tiers.drive import FILE_BLOCK_BYTES, DriveFile
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.gds_status import gds_status, import_kvikio
 from megatron.offload.tiers.ssd import SsdTier
+from megatron.offload.tiers.staging import PIECE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,9 @@ class _FromDevice:
 
 
 class _DeviceView:
-    """See `View`. kvikio takes any address and size, so all is body."""
+    """See `View`. kvikio takes any address and size, so all is body; reads are not cut."""
+
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, storage: torch.UntypedStorage, device: Device) -> None:
         self._storage = storage

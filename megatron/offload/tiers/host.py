@@ -17,7 +17,7 @@ from megatron.offload.device.device import Device
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.access import check_size
 from megatron.offload.tiers.arena import HostArena
-from megatron.offload.tiers.io_threads import IoThreads
+from megatron.offload.tiers.io_threads import IoThreads, Piece
 from megatron.offload.tiers.tier import Block, TierStatistics
 from megatron.offload.tiers.transfer import Transfer
 
@@ -96,7 +96,7 @@ class HostTier:
         def work(_: HostBlock = block) -> None:  # the block holds the range until the copy is done
             self._write(source, num_bytes, address, event)
 
-        return block, self._threads.submit_write(work, num_bytes)
+        return block, self._threads.submit_write([Piece(num_bytes, work)])
 
     def begin_read(
         self, block: HostBlock, deadline: float = 0.0

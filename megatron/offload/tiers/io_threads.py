@@ -4,6 +4,13 @@
 Reads go before writes, and the read that is needed first goes first: backward waits for reads,
 nothing waits for a write until memory runs short. One instance serves one drive, so that a slow
 drive holds up no other.
+
+Note [Writes in pieces]
+A storage may be as large as all that a drive moves in a second, so a write is done in pieces
+(`PIECE_BYTES` of `staging.py`), in order, by one thread at a time. After each piece its rest is
+next among the writes: a read that waits goes before it, and a write that nobody wants any more ends
+there. A thread that takes another job keeps nothing of a write that waits, no staging buffer
+either, so all threads may have left one. Until the transfer ends, its pieces hold memory and space.
 """
 
 from __future__ import annotations
@@ -13,13 +20,21 @@ import heapq
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron.offload.tiers.budget import RateLimit
 from megatron.offload.tiers.transfer import Transfer
 
 logger = logging.getLogger(__name__)
+
+
+class Piece(NamedTuple):
+    """A part of a write: how long it is, and what writes it."""
+
+    num_bytes: int
+    write: Callable[[], None]
 
 
 @dataclass(order=True)
@@ -28,21 +43,22 @@ class _Job:
 
     deadline: float
     arrival: int
-    num_bytes: int = field(compare=False)
     transfer: Transfer = field(compare=False)
+    # Of the pieces of a write that no thread has taken yet.
+    left_bytes: collections.deque[int] = field(default_factory=collections.deque, compare=False)
 
 
 class IoThreads:
     """A few daemon threads that take transfers from one queue.
 
-    Each runs only the `work` it was given: one blocking read or write loop, which releases the
+    Each runs only what it was given: a blocking read, or a piece of a write, which releases the
     interpreter lock. It may wait for the queue and for the drive, never for another thread. A
     thread that dies is replaced; the transfer that it held fails.
 
     Args:
         num_threads: the queue depth that the drive sees.
         name: of the threads.
-        write_limit: writes start no faster than this; reads are not held up by it.
+        write_limit: pieces of writes start no faster than this; reads are not held up by it.
     """
 
     def __init__(self, num_threads: int, name: str, write_limit: RateLimit | None = None) -> None:
@@ -70,33 +86,31 @@ class IoThreads:
         transfer = Transfer(work)
         with self._changed:
             self._check_open()
-            heapq.heappush(self._reads, _Job(deadline, next(self._arrivals), 0, transfer))
+            heapq.heappush(self._reads, _Job(deadline, next(self._arrivals), transfer))
             self._changed.notify()
         return transfer
 
-    def submit_write(self, work: Callable[[], None], num_bytes: int) -> Transfer:
-        """Queues a write of `num_bytes`; writes go in order of arrival."""
-        transfer = Transfer(work)
+    def submit_write(self, pieces: Sequence[Piece]) -> Transfer:
+        """Queues a write; writes go in order of arrival. See Note [Writes in pieces]."""
+        transfer = Transfer(*(piece.write for piece in pieces))
+        left_bytes = collections.deque(piece.num_bytes for piece in pieces)
         with self._changed:
             self._check_open()
-            self._writes.append(_Job(0.0, next(self._arrivals), num_bytes, transfer))
-            self.queued_write_bytes += num_bytes
+            self._writes.append(_Job(0.0, next(self._arrivals), transfer, left_bytes))
+            self.queued_write_bytes += sum(left_bytes)
             self._changed.notify()
         return transfer
 
     def close(self) -> None:
-        """Cancels what is queued, waits for what is under way, ends the threads."""
+        """Waits for reads and pieces that are under way, ends the threads, cancels the rest."""
         with self._changed:
             self._closing = True
-            queued = [*self._reads, *self._writes]
-            self._reads.clear()
-            self._writes.clear()
             threads = list(self._threads)
             self._changed.notify_all()
-        for job in queued:
-            job.transfer.cancel()
         for thread in threads:
             thread.join()
+        for job in self._take_all():
+            job.transfer.give_up()
 
     def _check_open(self) -> None:
         if self._closing:
@@ -110,9 +124,9 @@ class IoThreads:
     def _run(self) -> None:
         job: _Job | None = None
         try:
-            while (job := self._next()) is not None:
-                job.transfer.run()
-                job = None  # while this thread waits, it keeps no error and no frame alive
+            while (job := self._next(job)) is not None:
+                if not job.transfer.run():
+                    job = None  # while this thread waits, it keeps no error and no frame alive
         except BaseException as error:  # only from outside: `run` lets none of its own through
             # Not the error itself: who keeps log records would keep its traceback, and the buffer.
             reason = repr(error)
@@ -133,15 +147,29 @@ class IoThreads:
                 except RuntimeError:  # the system gives us no more threads
                     if not self._threads:
                         self.have_died = self._closing = True
-                        orphans = [*self._reads, *self._writes]
-                        self._reads.clear()
-                        self._writes.clear()
+                        orphans = self._take_all()
         for orphan in orphans:
             orphan.transfer.fail("all I/O threads died and none can be started")
 
-    def _next(self) -> _Job | None:
-        """Waits for the next job; None when the threads are to end."""
+    def _take_all(self) -> list[_Job]:
+        """Empties the queue. Called under the lock, or when there are no threads any more."""
+        queued = [*self._reads, *self._writes]
+        self._reads.clear()
+        self._writes.clear()
+        self.queued_write_bytes = 0
+        return queued
+
+    def _next(self, unfinished: _Job | None) -> _Job | None:
+        """Waits for the next job; None when the threads are to end.
+
+        Args:
+            unfinished: the write that this thread has done a piece of; first of the writes again.
+        """
         with self._changed:
+            if unfinished is not None:
+                self._writes.appendleft(unfinished)
+                self.queued_write_bytes += sum(unfinished.left_bytes)
+                unfinished = None
             while True:
                 if self._closing:
                     return None
@@ -154,11 +182,12 @@ class IoThreads:
                 elif (delay_s := self._write_limit.delay_s()) > 0:
                     self._changed.wait(delay_s)
                 else:
-                    self._write_limit.charge(self._writes[0].num_bytes)
+                    self._write_limit.charge(self._writes[0].left_bytes[0])
                     return self._next_write()
 
     def _next_write(self) -> _Job:
         """Called under the lock."""
         job = self._writes.popleft()
-        self.queued_write_bytes -= job.num_bytes
+        self.queued_write_bytes -= sum(job.left_bytes)
+        job.left_bytes.popleft()
         return job

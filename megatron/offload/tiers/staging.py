@@ -6,8 +6,9 @@ a thread works on a transfer. It moves no bytes.
 
 Note [Staging in pieces]
 A thread copies a piece to its buffer, writes it to the drive, copies the next: while one thread
-copies, the others write, so the drive always has something to do. Page-locked memory then depends
-on how many threads there are and not on how much is in flight.
+copies, the others write, so the drive always has something to do. Between two pieces of a
+write a thread may turn to a read (Note [Writes in pieces] in `io_threads.py`), in place too.
+Page-locked memory then depends on how many threads there are and not on how much is in flight.
 A piece has to be so large that what a copy costs besides its bytes does not count: two calls of the
 driver, an event, a thread that sleeps and is woken, some 50 to 100 microseconds together. 16 MiB
 take 0.7 ms at the 25 GB/s that a PCIe 4.0 x16 link reaches, 0.3 ms at PCIe 5.0's 50 GB/s, and 2 ms

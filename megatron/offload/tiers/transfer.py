@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One read or write under way: `Transfer`, and `when_all`, which makes one of several.
 
-Tiers hand them out, records and the prefetcher wait for them.
+Tiers hand them out, records and the prefetcher wait for them. A write runs piece by piece: between
+two pieces it can be given up, or wait while its thread does something else.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import threading
@@ -18,67 +20,91 @@ class Transfer(Future[None]):
     """One read or write, which may be queued, running or done; a `Future` without a result.
 
     Args:
-        work: moves the bytes. Dropped, and with it the buffer that it holds, before anybody is
-            told that the transfer has ended.
+        pieces: each moves a part of the bytes. Dropped, and with them the buffers that they hold,
+            before anybody is told that the transfer has ended.
     """
 
-    def __init__(self, work: Callable[[], None] | None = None) -> None:
+    def __init__(self, *pieces: Callable[[], None]) -> None:
         super().__init__()
-        self._work = work
-        self._abandoned = False
+        self._pieces = collections.deque(pieces)
+        self._unwanted = False
+        self._given_up = False
         self.began_s: float | None = None  # of `time.perf_counter`; None: it has not run yet
 
-    def run(self) -> None:
-        """Moves the bytes, in the thread that calls. What goes wrong surfaces in `wait`."""
-        if self._abandoned:
-            self.cancel()
-        if not self.set_running_or_notify_cancel():
-            return
-        assert self._work is not None
-        self.began_s = time.perf_counter()
+    def run(self) -> bool:
+        """Moves the next piece, in the thread that calls; whether there are more.
+
+        What goes wrong surfaces in `wait`.
+        """
+        if self._unwanted:
+            self.give_up()
+            return False
+        if not self.running():
+            if not self.set_running_or_notify_cancel():
+                return False
+            self.began_s = time.perf_counter()
         try:
-            self._work()
+            self._pieces.popleft()()
         except Exception as error:
-            self._work = None
-            # The traceback, and that of an error behind this one, would keep the frame of `work`
+            self._pieces.clear()
+            # The traceback, and that of an error behind this one, would keep the frame of the piece
             # alive, and with it the buffer.
             error.__context__ = error.__cause__ = None
             self.set_exception(error.with_traceback(None))
-        else:
-            self._work = None
+            return False
+        if not self._pieces:
             self.set_result(None)
+        elif self._unwanted:
+            self.give_up()
+        return not self.done()
 
     def fail(self, reason: str) -> None:
         """Ends it with an OSError because its thread is gone, so that nobody waits for ever."""
-        self._work = None
+        self._pieces.clear()
         if not self.done():
             self.set_exception(OSError(errno.ECANCELED, reason))
 
+    def give_up(self) -> None:
+        """Ends it as cancelled, though it may have started. No thread may be moving a piece."""
+        if not self.cancel():
+            self._pieces.clear()
+            self._given_up = True
+            self.set_exception(CancelledError())
+
     def cancel(self) -> bool:
-        """Takes it off the queue; False once it has started."""
+        """Takes it off the queue; False once it has started: then the piece under way is its last.
+
+        However it is cancelled, until it has ended it keeps what it works on.
+        """
         cancelled = super().cancel()
         if cancelled:
-            self._work = None
+            self._pieces.clear()
+        else:
+            self._unwanted = True
         return cancelled
+
+    def cancelled(self) -> bool:
+        """Whether it has ended before all was moved, because nobody wanted it."""
+        return self._given_up or super().cancelled()
 
     @property
     def is_unwanted(self) -> bool:
         """Whether it was cancelled or abandoned, so that running it will move nothing."""
-        return self._abandoned or self.cancelled()
+        return self._unwanted or self.cancelled()
 
     def abandon(self) -> None:
-        """Says that nobody wants it any more: a thread that finds it still queued cancels it.
+        """Says that nobody wants it any more: the thread that has it, or finds it, cancels it.
 
         Safe in a finalizer, unlike `cancel`, which takes locks.
         """
-        self._abandoned = True
+        self._unwanted = True
 
     def wait(self) -> None:
         """Blocks until the bytes have moved.
 
         Raises:
             Exception: whatever stopped the worker that moved them, an OSError as a rule.
-            concurrent.futures.CancelledError: it never ran.
+            concurrent.futures.CancelledError: it was cancelled or abandoned before its end.
         """
         try:
             self.result()
