@@ -28,7 +28,7 @@ class View(Protocol):
     """
 
     cut: Cut  # only the body goes to the drive
-    piece_bytes: int  # of each piece of a part but the last
+    piece_bytes: int  # of each piece to write but a part's last; of those to fill, it is a divisor
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[Any, None, None]:
         """Yields the memory of a part of the body, in order; each piece lasts until the next.
@@ -40,6 +40,8 @@ class View(Protocol):
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[Any, None, None]:
         """Yields memory for a part of the body, in order; each piece is filled before the next.
+
+        Its pieces may be longer than those to write: nothing overtakes a read.
 
         When the iterators of all parts have come to their ends, the storage holds the bytes.
         """
@@ -110,8 +112,7 @@ class _InPlaceView:
             yield memory_at(self._body_address + piece.start, piece.stop - piece.start)
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
-        for piece in _pieces(start, num_bytes, self.piece_bytes):
-            yield memory_at(self._body_address + piece.start, piece.stop - piece.start)
+        yield memory_at(self._body_address + start, num_bytes)
 
     def check(self) -> None:
         check_size(self._storage, self.cut.num_bytes)

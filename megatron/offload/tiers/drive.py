@@ -227,7 +227,10 @@ class Drive:
                         self.file.read(body, offset)
                 except OSError as error:
                     raise OSError(error.errno, f"{error.strerror} ({extent})") from None
-                if self._checksum is not None and self._checksum(body) != next(checksums):
+                if self._checksum is not None and not all(
+                    self._checksum(body[at : at + view.piece_bytes]) == next(checksums)
+                    for at in range(0, len(body), view.piece_bytes)
+                ):
                     raise OSError(
                         errno.EBADMSG,
                         f"checksum mismatch: the drive gave back other bytes ({extent})",

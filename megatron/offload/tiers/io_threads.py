@@ -102,14 +102,17 @@ class IoThreads:
         return transfer
 
     def close(self) -> None:
-        """Waits for reads and pieces that are under way, ends the threads, cancels the rest."""
+        """Cancels what is queued, waits for reads and pieces under way, ends the threads."""
         with self._changed:
             self._closing = True
+            queued = self._take_all()
             threads = list(self._threads)
             self._changed.notify_all()
+        for job in queued:
+            job.transfer.give_up()
         for thread in threads:
             thread.join()
-        for job in self._take_all():
+        for job in self._take_all():  # the rests of writes
             job.transfer.give_up()
 
     def _check_open(self) -> None:
