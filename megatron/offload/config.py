@@ -132,10 +132,12 @@ class OffloadConfig:
         "and core attention, so that forward holds little more than what it works on.",
         choices=("layer", "part", "operation"),
     )
-    threads: int = flag(
+    threads: int | None = flag(
         "--activation-offload-threads",
-        4,
-        "I/O threads of each rank and directory: how many reads and writes a drive sees at once.",
+        None,
+        "I/O threads of each rank and directory: how many reads and writes a drive sees at once. "
+        "Default: 4 for each disk that the directory is on (several in a RAID or striped volume), "
+        "at most 32.",
         parse=parse_count,
         metavar="N",
     )

@@ -242,6 +242,23 @@ def test_drives_are_judged_by_their_kind():
     assert judge(True, is_virtual=True) is Status.INFO
 
 
+@pytest.mark.parametrize(
+    ("num_disks", "threads", "said"),
+    [(1, None, None), (8, None, "32, for 8 disks"), (8, 2, None)],
+)
+def test_threads_are_said_where_a_directory_is_on_several_disks(
+    tmp_path, monkeypatch, num_disks, threads, said
+):
+    disks = [BlockDevice(f"nvme{n}n1", None, False, False, None) for n in range(num_disks)]
+    monkeypatch.setattr(directory_part, "block_devices", lambda mount: disks)
+    mount = Mount("9:0", "/", Path("/"), "ext4", "/dev/md0", ())
+    checks = directory_part.directory_checks(
+        tmp_path, mount, io="buffered", threads=threads, gpu_nodes=(), measures_bandwidth=False
+    )
+    values = [check.value for check in checks if check.name == "I/O threads"]
+    assert values == ([f"{said} (--activation-offload-threads)"] if said else [])
+
+
 def test_a_drive_on_another_node_than_the_gpu_is_a_warning(monkeypatch):
     monkeypatch.setattr(directory_part, "num_numa_nodes", lambda: 2)
     drive = BlockDevice("nvme0n1", None, False, False, numa_node=1)

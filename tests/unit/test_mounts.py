@@ -12,6 +12,7 @@ from megatron.offload.device.mounts import (
     Mount,
     block_devices,
     mount_of,
+    num_disks,
     num_numa_nodes,
     parse_mountinfo,
     pci_numa_node,
@@ -117,6 +118,18 @@ def test_a_volume_leads_to_all_its_disks(tmp_path):
         (above / "slaves" / below.name).symlink_to(below)
     found = block_devices(mount("253:0"), tmp_path)
     assert [(disk.name, disk.numa_node) for disk in found] == [("nvme1n1", 0), ("nvme2n1", None)]
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(
+        "22 1 259:0 / / rw - ext4 /dev/nvme1n1 rw\n24 22 253:0 / /raid rw - xfs /dev/dm-0 rw\n"
+    )
+    assert num_disks(Path("/raid/runs"), mountinfo, tmp_path) == 2
+    assert num_disks(Path("/runs"), mountinfo, tmp_path) == 1
+
+
+def test_what_is_on_no_known_disk_counts_as_one(tmp_path):
+    assert num_disks(Path("/runs"), tmp_path / "missing", tmp_path) == 1
+    (tmp_path / "mountinfo").write_text("22 1 0:51 / / rw - tmpfs tmpfs rw\n")
+    assert num_disks(Path("/runs"), tmp_path / "mountinfo", tmp_path) == 1
 
 
 def test_a_drive_with_several_paths_takes_its_node_from_a_controller(tmp_path):

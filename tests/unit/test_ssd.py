@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 import zlib
@@ -21,6 +22,7 @@ from megatron.offload.tiers.drive import Drive, Extent, Health
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.io_threads import IoThreads
 from megatron.offload.tiers.ssd import SsdBlock, SsdTier
+from megatron.offload.tiers.staging import PIECE_BYTES
 from tests.conftest import Gate
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import wait_until
@@ -461,3 +463,26 @@ def test_the_read_that_is_needed_first_goes_first(make_tier: Tiers) -> None:
         transfer.wait()
     wait_until(lambda: len(order) == 3, "a read did not end")
     assert order == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("num_disks", "asked_for", "num_threads"),
+    [(1, None, 4), (4, None, 16), (24, None, 32), (4, 2, 2)],
+)
+def test_threads_follow_the_disks_that_a_directory_is_on(
+    make_tier: Tiers,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_disks: int,
+    asked_for: int | None,
+    num_threads: int,
+) -> None:
+    monkeypatch.setattr("megatron.offload.tiers.ssd.num_disks", lambda _: num_disks)
+    with caplog.at_level(logging.INFO):
+        tier = make_tier(2, num_threads=asked_for, device=SimulatedDevice())
+    for drive in tier.drives:
+        assert len(drive._threads._threads) == num_threads
+    assert tier._staging is not None
+    assert tier._staging.size_bytes == 2 * num_threads * PIECE_BYTES
+    said = [message for message in caplog.messages if f"gets {num_threads} I/O threads" in message]
+    assert len(said) == (2 if num_disks > 1 and asked_for is None else 0)

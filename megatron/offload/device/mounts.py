@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a directory lies on: its `Mount`, and the `BlockDevice`s beneath it.
 
-`doctor` calls it. Everything comes from `/proc/self/mountinfo` and sysfs, which are passed in as
-text or as a path. Never opens a device; what the kernel does not say is None.
+`doctor` calls it, and SSD tiers, to know how many disks a directory is on. Everything comes from
+`/proc/self/mountinfo` and sysfs, which are passed in as text or as a path. Never opens a device;
+what the kernel does not say is None.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYS = Path("/sys")
+MOUNTINFO = Path("/proc/self/mountinfo")
 
 _NETWORK = re.compile(
     r"9p|afs|beegfs|ceph|cifs|fuse(blk|\..*)?|glusterfs|gpfs|lustre|ncpfs|nfs4?|orangefs|pvfs2"
@@ -115,6 +117,15 @@ def block_devices(mount: Mount, sys: Path = SYS) -> tuple[BlockDevice, ...]:
             return ()
     disks = {disk.name: disk for disk in _disks(entry.resolve())}
     return tuple(_block_device(disks[name]) for name in sorted(disks))
+
+
+def num_disks(directory: Path, mountinfo: Path = MOUNTINFO, sys: Path = SYS) -> int:
+    """How many disks a directory is on: 1, or the members of its RAID or volume; 1 if unknown."""
+    try:
+        mount = mount_of(directory.resolve(), parse_mountinfo(mountinfo.read_text()))
+        return max(len(block_devices(mount, sys)), 1) if mount else 1
+    except OSError:
+        return 1
 
 
 def num_numa_nodes(sys: Path = SYS) -> int:

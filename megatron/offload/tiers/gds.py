@@ -28,7 +28,7 @@ from megatron.offload.tiers.direct_io import Alignment, Cut
 from megatron.offload.tiers.drive import FILE_BLOCK_BYTES, DriveFile
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.gds_status import gds_status, import_kvikio
-from megatron.offload.tiers.ssd import SsdTier
+from megatron.offload.tiers.ssd import SsdTier, threads_of
 from megatron.offload.tiers.staging import PIECE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class GdsTier(SsdTier):
 
     Args:
         device: where the storages are.
-        num_threads: I/O threads per directory, the queue depth that each drive sees.
+        num_threads: as for `SsdTier`.
         verify: must be False: checksums are computed in host memory.
 
     Raises:
@@ -137,7 +137,7 @@ class GdsTier(SsdTier):
         directories: Sequence[Path],
         *,
         device: Device,
-        num_threads: int = 4,
+        num_threads: int | None = None,
         verify: bool = False,
         **options: Any,
     ) -> None:
@@ -147,8 +147,9 @@ class GdsTier(SsdTier):
             raise ConfigurationError(str(status))
         level = logging.INFO if status.is_gpudirect else logging.WARNING
         logger.log(level, "activation offload: %s", status)
+        each_num_threads = threads_of(directories, num_threads)
         self._kind = "GPUDirect" if status.is_gpudirect else "kvikio through host memory"
-        _set_defaults(num_threads * len(directories))
+        _set_defaults(sum(each_num_threads))
         super().__init__(directories, num_threads=num_threads, device=device, **options)
 
     def _open_file(self, directory: Path, io: str) -> DriveFile:

@@ -29,6 +29,14 @@ from megatron.offload.tiers.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
+_THREADS_A_DISK = 4
+_MAX_THREADS = 32  # each needs staging buffers in page-locked memory
+
+
+def usual_num_threads(num_disks: int) -> int:
+    """As many I/O threads as keep the disks beneath a directory busy."""
+    return min(_THREADS_A_DISK * num_disks, _MAX_THREADS)
+
 
 class Piece(NamedTuple):
     """A part of a write: how long it is, and what writes it."""

@@ -6,6 +6,7 @@ How a drive gets at a storage's bytes is `access.py`'s part, the I/O itself the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import Device
+from megatron.offload.device.mounts import num_disks
 from megatron.offload.tiers.access import Access, InPlace, Staged
 from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.budget import RateLimit, SpaceBudget
@@ -20,10 +22,13 @@ from megatron.offload.tiers.checksum import load_checksum
 from megatron.offload.tiers.direct_io import Alignment, Cut
 from megatron.offload.tiers.drive import Drive, DriveFile, Extent, Health
 from megatron.offload.tiers.file import UnlinkedFile
+from megatron.offload.tiers.io_threads import usual_num_threads
 from megatron.offload.tiers.staging import StagingPool
 from megatron.offload.tiers.striping import Lane, stripe
 from megatron.offload.tiers.tier import Block, TierStatistics
 from megatron.offload.tiers.transfer import Transfer, when_all
+
+logger = logging.getLogger(__name__)
 
 
 class SsdBlock(Block):
@@ -46,7 +51,8 @@ class SsdTier:
         reserve_bytes: allocated now, in equal parts, so that a disk that is too small shows before
             training.
         budget_bytes: the files never grow beyond it together; None: until the disks are full.
-        num_threads: I/O threads per directory, the queue depth that each drive sees.
+        num_threads: I/O threads per directory, the queue depth that each drive sees; None: what
+            suits the number of disks that the directory is on.
         io: `auto`, `direct` or `buffered`, see `OffloadConfig.io`.
         write_bytes_per_s: bounds the write bandwidth of all drives together; None: no bound.
         verify: compare a checksum of what is read with that of what was written.
@@ -62,7 +68,7 @@ class SsdTier:
         *,
         reserve_bytes: int = 0,
         budget_bytes: int | None = None,
-        num_threads: int = 4,
+        num_threads: int | None = None,
         io: str = "auto",
         write_bytes_per_s: float | None = None,
         verify: bool = False,
@@ -75,12 +81,20 @@ class SsdTier:
         self.write_limit = RateLimit(write_bytes_per_s) if write_bytes_per_s else None
         checksum = load_checksum() if verify else None
         self.drives: list[Drive] = []
+        each_num_threads = threads_of(directories, num_threads)
         try:
-            for directory in directories:
+            for directory, threads_here in zip(directories, each_num_threads, strict=True):
+                if num_threads is None and threads_here > usual_num_threads(1):
+                    logger.info(
+                        "activation offload: %s is on several disks and gets %d I/O threads "
+                        "(--activation-offload-threads)",
+                        directory,
+                        threads_here,
+                    )
                 drive = Drive(
                     self._open_file(directory, io),
                     space=space,
-                    num_threads=num_threads,
+                    num_threads=threads_here,
                     write_limit=self.write_limit,
                     checksum=checksum,
                 )
@@ -92,7 +106,7 @@ class SsdTier:
                 max(drive.file.alignment.memory for drive in self.drives),
                 max(drive.file.alignment.offset for drive in self.drives),
             )
-            self._access = self._open_access(self._alignment, num_threads * len(self.drives))
+            self._access = self._open_access(self._alignment, sum(each_num_threads))
         except BaseException:
             self.close()
             raise
@@ -190,6 +204,13 @@ class SsdTier:
             return InPlace(alignment)
         self._staging = StagingPool(num_threads, device)
         return Staged(alignment, device, self._staging)
+
+
+def threads_of(directories: Sequence[Path], num_threads: int | None) -> list[int]:
+    """I/O threads for each directory: as many as were asked for, or as its disks suggest."""
+    if num_threads is not None:
+        return [num_threads] * len(directories)
+    return [usual_num_threads(num_disks(directory)) for directory in directories]
 
 
 def _places(block: SsdBlock) -> Iterator[tuple[int, Extent]]:

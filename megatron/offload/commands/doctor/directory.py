@@ -24,6 +24,7 @@ from megatron.offload.device.mounts import (
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.file import UnlinkedFile
+from megatron.offload.tiers.io_threads import usual_num_threads
 from megatron.offload.tiers.probe import (
     BLOCK_BYTES,
     DEPTHS,
@@ -44,7 +45,7 @@ def directory_checks(
     mount: Mount | None,
     *,
     io: str,
-    threads: int,
+    threads: int | None,
     gpu_nodes: Sequence[int | None],
     measures_bandwidth: bool,
 ) -> list[Check]:
@@ -67,6 +68,11 @@ def directory_checks(
         devices = block_devices(mount) if mount else ()
         checks = [_file_system_check(mount), *map(_device_check, devices)]
         checks.append(_numa_check(devices, gpu_nodes))
+        if threads is None:
+            threads = usual_num_threads(max(len(devices), 1))
+            if len(devices) > 1:
+                value = f"{threads}, for {len(devices)} disks (--activation-offload-threads)"
+                checks.append(Check("I/O threads", Status.OK, value, facts={"threads": threads}))
         try:
             direct = UnlinkedFile(directory, "direct")
         except ConfigurationError as error:

@@ -26,15 +26,19 @@ from megatron.offload.commands.doctor.machine import (
 )
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.memory_limit import MemoryLimit, memory_limit
-from megatron.offload.device.mounts import Mount, block_devices, mount_of, parse_mountinfo
+from megatron.offload.device.mounts import (
+    MOUNTINFO,
+    Mount,
+    block_devices,
+    mount_of,
+    parse_mountinfo,
+)
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.checksum import load_checksum
 from megatron.offload.tiers.gds_status import gds_status
 from megatron.offload.tiers.host_budget import host_budget_bytes
-
-_MOUNTINFO = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Flags:
     directories: tuple[Path, ...]
     is_chosen: bool
     io: str
-    threads: int
+    threads: int | None
     ssd_budget_bytes: int | None
     host_budget: int | float | None
 
@@ -232,6 +236,6 @@ def _host_budget_checks(flags: Flags, limit: MemoryLimit) -> list[Check]:
 
 def _mount_of(directory: Path) -> Mount | None:
     try:
-        return mount_of(directory.resolve(), parse_mountinfo(_MOUNTINFO.read_text()))
+        return mount_of(directory.resolve(), parse_mountinfo(MOUNTINFO.read_text()))
     except OSError:
         return None
