@@ -19,6 +19,7 @@ from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.arena import GROWTH_BYTES, HostArena
+from tests.support.waiting import wait_until
 
 PAGE = mmap.PAGESIZE
 
@@ -169,7 +170,8 @@ def test_growth_is_pinned_range_by_range_and_unpinned_before_it_is_unmapped(fake
     arena = HostArena(2 * GROWTH_BYTES + 3 * PAGE, open_device("cuda"))
     assert not fake_cuda.pinned  # nothing is pinned before it is needed
     assert [arena.allocate(PAGE) for _ in range(3)] == [0, PAGE, 2 * PAGE]
-    assert list(fake_cuda.pinned.values()) == [GROWTH_BYTES]  # one call for three allocations
+    wait_until(lambda: arena._ahead is None, "it does not stop to grow")
+    assert list(fake_cuda.pinned.values()) == [GROWTH_BYTES] * 2  # in use, and ahead of need
     assert arena.allocate(GROWTH_BYTES) == GROWTH_BYTES  # a block lies in one range
     assert arena.allocate(GROWTH_BYTES - 3 * PAGE) == 3 * PAGE
     assert arena.allocate(3 * PAGE) == 2 * GROWTH_BYTES
@@ -193,6 +195,8 @@ def test_when_pinning_fails_the_arena_stops_growing_and_says_which_limit_to_rais
     arena = HostArena(4 * GROWTH_BYTES, open_device("cuda"))
     offset = arena.allocate(GROWTH_BYTES)
     assert offset == 0
+    wait_until(lambda: arena._ahead is None, "it does not stop to grow")
+    assert not caplog.records and not arena.growth_failed, "nobody needs more yet"
     with caplog.at_level(logging.WARNING):
         assert arena.allocate(1) is None
         assert arena.allocate(1) is None

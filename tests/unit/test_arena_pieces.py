@@ -15,6 +15,7 @@ from megatron.offload.tiers import arena as arena_module
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.extents import ExtentAllocator
 from tests.support.fake_cuda import FakeCuda
+from tests.support.waiting import wait_until
 
 PAGE = mmap.PAGESIZE
 
@@ -71,3 +72,65 @@ def test_no_range_lies_across_two_pinned_pieces(fake_cuda: FakeCuda) -> None:
         assert any(inside)
     arena.close()
     assert not fake_cuda.pinned
+
+
+class SlowDevice:
+    """Page-locks nothing, and that at a gate."""
+
+    pins_host_memory = True
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.arrived = threading.Semaphore(0)
+        self.pinned_by: list[threading.Thread] = []
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        self.pinned_by.append(threading.current_thread())
+        self.arrived.release()
+        assert self.open.wait(timeout=10)
+
+    def unpin(self, address: int) -> None:
+        pass
+
+
+def test_the_next_step_is_pinned_ahead_by_a_thread_that_nobody_waits_for() -> None:
+    device = SlowDevice()
+    arena = HostArena(12 * PAGE, device)  # type: ignore[arg-type]
+    assert arena.allocate(PAGE) == 0
+    wait_until(lambda: arena.size_bytes == 8 * PAGE, "nothing is pinned ahead")
+    wait_until(lambda: arena._ahead is None, "it goes on")
+    assert arena.size_bytes == 8 * PAGE, "a step is free, which is enough"
+    device.open.clear()
+    assert arena.allocate(4 * PAGE) == 4 * PAGE
+    for _ in range(3):
+        assert device.arrived.acquire(timeout=10)  # the third step is being pinned
+    assert arena.allocate(3 * PAGE) == PAGE, "what is free is handed out meanwhile"
+    closing = threading.Thread(target=arena.close, daemon=True)
+    closing.start()
+    closing.join(timeout=0.1)
+    assert closing.is_alive(), "memory that is being pinned is not unmapped"
+    device.open.set()
+    closing.join(timeout=10)
+    assert not closing.is_alive()
+    here = threading.current_thread()
+    assert [thread is here for thread in device.pinned_by] == [True, False, False]
+
+
+def test_whoever_needs_room_that_is_being_pinned_gets_it() -> None:
+    device = SlowDevice()
+    arena = HostArena(8 * PAGE, device)  # type: ignore[arg-type]
+    assert arena.allocate(4 * PAGE) == 0
+    found: list[int | None] = []
+    asking = threading.Thread(target=lambda: found.append(arena.allocate(4 * PAGE)), daemon=True)
+    asking.start()
+    asking.join(timeout=10)
+    assert found == [4 * PAGE] and arena.allocate(1) is None
+    assert len(device.pinned_by) == 2
+    arena.close()
+
+
+def test_where_ranges_are_larger_than_a_step_the_budget_is_left_to_them() -> None:
+    arena = HostArena(15 * PAGE, SlowDevice())  # type: ignore[arg-type]
+    assert [arena.allocate(5 * PAGE) for _ in range(3)] == [0, 5 * PAGE, 10 * PAGE]
+    arena.close()

@@ -33,7 +33,8 @@ class HostArena:
     Args:
         budget_bytes: never exceeded; 0: nothing ever fits.
         device: if it pins host memory, the arena is page-locked for it, in steps as it grows.
-            None: it is pageable.
+            None: it is pageable. To page-lock a step takes a tenth of a second, so the next one is
+            locked by a thread of its own when less than one is free.
 
     Raises:
         ConfigurationError: no address space of that size.
@@ -45,9 +46,13 @@ class HostArena:
         self.growth_failed = False  # it stopped growing although budget was left
         self._extents = ExtentAllocator(mmap.PAGESIZE)
         self._freed: collections.deque[int] = collections.deque()  # taken in by the next allocation
-        # Protects the extents and growth. Held for microseconds, or for the time that the system
-        # takes to pin a range; no other lock is taken under it.
+        # One thread at a time grows the arena. Held for as long as the system takes to pin a range;
+        # the lock below is taken under it.
+        self._growing = threading.Lock()
+        # Protects the extents and all below. Held for microseconds; no other is taken under it.
         self._lock = threading.Lock()
+        self._grows_ahead = self._pinned_for is not None  # False once that was refused, or closed
+        self._ahead: threading.Thread | None = None  # pins the next step
         self._closed = False
         self._pinned_addresses: list[int] = []
         self._mapping = _reserve(self.budget_bytes) if self.budget_bytes else None
@@ -79,13 +84,27 @@ class HostArena:
         Raises:
             RuntimeError: the arena is closed.
         """
+        offset = self._allocate_free(num_bytes)
+        while offset is None and self._make_room(num_bytes):
+            offset = self._allocate_free(num_bytes)
+        return offset
+
+    def _allocate_free(self, num_bytes: int) -> int | None:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the arena is closed")
             self._take_in_freed()
+            if num_bytes > GROWTH_BYTES:
+                self._grows_ahead = False  # such a range needs a step of its own size
             offset = self._extents.allocate(num_bytes)
-            if offset is None and self._make_room(num_bytes):
-                offset = self._extents.allocate(num_bytes)
+            if offset is not None and self._is_short and self._ahead is None:
+                self._ahead = threading.Thread(
+                    target=self._grow_ahead, name="activation-offload pinning", daemon=True
+                )
+                try:
+                    self._ahead.start()
+                except RuntimeError:  # the system gives us no more threads: who needs room, grows
+                    self._ahead, self._grows_ahead = None, False
             return offset
 
     def free(self, offset: int) -> None:
@@ -99,7 +118,11 @@ class HostArena:
     def close(self) -> None:
         """Gives all memory back to the system. Nobody may use a range any more."""
         with self._lock:
-            self._closed = True
+            self._closed, self._grows_ahead = True, False
+            ahead = self._ahead
+        if ahead is not None:
+            ahead.join()
+        with self._growing, self._lock:
             if self._pinned_for is not None:
                 for address in self._pinned_addresses:
                     self._pinned_for.unpin(address)
@@ -108,27 +131,62 @@ class HostArena:
                 self._mapping.close()
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Called under the lock. Grows for a request; whether it did."""
-        missing = self._extents.round_up(num_bytes)
-        if self._pinned_for is None:
-            missing -= self._extents.free_at_end_bytes
-        left = self.budget_bytes - self._extents.size_bytes
-        if missing > left or self.growth_failed:
-            return False
-        growth = min(max(missing, GROWTH_BYTES), left)
-        if self._pinned_for is not None and not self._pin(self._pinned_for, growth):
-            self.growth_failed = True
-            return False
-        # CUDA refuses copies of memory that was page-locked in two pieces.
-        self._extents.grow(growth, apart=self.pinned)
-        return True
+        """Grows for a request; whether there is room now, unless others take it at once."""
+        with self._growing:
+            with self._lock:
+                missing = self._extents.round_up(num_bytes)
+                if self._extents.largest_free_bytes >= missing:
+                    return True  # another thread has grown it meanwhile
+                if self._pinned_for is None:
+                    missing -= self._extents.free_at_end_bytes
+                left = self.budget_bytes - self._extents.size_bytes
+                if missing > left or self.growth_failed or self._closed:
+                    return False
+            try:
+                self._grow(min(max(missing, GROWTH_BYTES), left))
+            except RuntimeError:
+                self.growth_failed = True
+                return False
+            return True
 
-    def _pin(self, device: Device, num_bytes: int) -> bool:
-        """Page-locks the next `num_bytes` of the mapping; whether it could be done."""
+    @property
+    def _is_short(self) -> bool:
+        """Called under the lock. Whether the next step is to be pinned ahead of need."""
+        free_bytes = self._extents.size_bytes - self._extents.used_bytes
+        left_bytes = self.budget_bytes - self._extents.size_bytes
+        return self._grows_ahead and free_bytes < GROWTH_BYTES and left_bytes > 0
+
+    # Runs in a thread of its own, which waits for nothing but the system and who grows already.
+    def _grow_ahead(self) -> None:
+        while True:
+            with self._growing:
+                with self._lock:
+                    if not self._is_short:
+                        self._ahead = None
+                        return
+                    left = self.budget_bytes - self._extents.size_bytes
+                try:
+                    self._grow(min(GROWTH_BYTES, left), is_needed=False)
+                except RuntimeError:  # whoever needs room tries again, and says so
+                    with self._lock:
+                        self._grows_ahead = False
+
+    def _grow(self, num_bytes: int, is_needed: bool = True) -> None:
+        """Called by who may grow it. Raises RuntimeError if it could not be pinned."""
+        if self._pinned_for is not None:
+            self._pin(self._pinned_for, num_bytes, is_needed)
+        with self._lock:
+            # CUDA refuses copies of memory that was page-locked in two pieces.
+            self._extents.grow(num_bytes, apart=self.pinned)
+
+    def _pin(self, device: Device, num_bytes: int, is_needed: bool) -> None:
+        """Page-locks the next `num_bytes` of the mapping, or raises RuntimeError."""
         address = self._address + self._extents.size_bytes
         try:
             device.pin(address, num_bytes)
         except RuntimeError as error:
+            if not is_needed:
+                raise
             logger.warning(
                 "activation offload: %s more of host memory could not be pinned (%s); the %s that "
                 "is pinned is used on, and what does not fit goes elsewhere; raise the limit of "
@@ -138,9 +196,8 @@ class HostArena:
                 error,
                 format_size(self._extents.size_bytes),
             )
-            return False
+            raise
         self._pinned_addresses.append(address)
-        return True
 
     def _take_in_freed(self) -> None:
         """Called under the lock."""
