@@ -5,6 +5,7 @@
 #   tests/run.sh                     everything
 #   tests/run.sh -k forwarding -x    some of the tests (lint and types still run)
 #   tests/run.sh --slow              also more layouts of what is tested anyway
+#   tests/run.sh --lag               only tests/behaviour and tests/autograd, on the test accelerator
 # All checks run even if one fails; the exit code is 0 only if all passed.
 set -euo pipefail
 
@@ -14,6 +15,11 @@ source "$ROOT/tools/bootstrap.sh"
 bootstrap
 bootstrap_frameworks || echo "tests: tests of transformers, DeepSpeed and Lightning are skipped"
 cd "$ROOT"
+
+# A device whose streams lag behind (tests/support/lag), instead of the CPU.
+if [[ "${1:-}" == --lag ]]; then
+    exec "$PYTHON" -m pytest -p tests.support.lag.plugin tests/behaviour tests/autograd "${@:2}"
+fi
 
 failed=()
 durations=()
@@ -39,8 +45,8 @@ tests() {
         --ignore-glob='tests/integrations/test_[a-s]*' >"$others_output" 2>&1 &
     others_pid=$!
     trap 'kill "$others_pid" 2>/dev/null' INT EXIT # in the background it does not hear Ctrl-C
-    "${run[@]}" --ignore=tests/autograd --ignore=tests/behaviour --ignore=tests/unit \
-        --ignore-glob='tests/megatron/test_[r-z]*' \
+    "${run[@]}" --ignore=tests/autograd --ignore=tests/behaviour --ignore=tests/lag \
+        --ignore=tests/unit --ignore-glob='tests/megatron/test_[r-z]*' \
         --ignore-glob='tests/integrations/test_[t-z]*' || status=$?
     wait "$others_pid" || others_status=$?
     trap - INT EXIT
@@ -55,12 +61,14 @@ tests() {
 if ! "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
     echo "tests: no CUDA device here; tests marked gpu are skipped and say so"
 fi
-# The planner's simulation is compiled when it first runs, for half a minute: here, beside the checks
-# that leave a core idle, instead of in several tests at a time.
+# The planner's simulation is compiled when it first runs, and so is the test accelerator, for half a
+# minute each: here, beside the checks that leave a core idle, instead of in several tests at a time.
 "$PYTHON" -m megatron.offload.cli plan --hardware h100 --num-layers 2 --hidden-size 1024 \
     --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 --global-batch-size 2 \
     --activation-memory-budget 1GiB &>/dev/null &
 compiling=$!
+"$PYTHON" -m tests.support.lag &>/dev/null &
+building=$!
 check lint "$PYTHON" -m ruff check .
 check format "$PYTHON" -m ruff format --check .
 check types "$PYTHON" -m mypy megatron/offload
@@ -76,7 +84,7 @@ if [[ -x "$beside/hadolint" ]]; then
 else
     echo "tests: no hadolint beside $PYTHON; the Dockerfile is not checked"
 fi
-wait "$compiling" || true # the tests would say what is wrong
+wait "$compiling" "$building" || true # the tests would say what is wrong
 check pytest tests "$@"
 
 printf '\n'

@@ -107,6 +107,14 @@ def test_recurrent_cells_compute_what_a_cpu_does(lag: LagModule) -> None:
             torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
 
 
+def test_indices_may_be_on_the_host(lag: LagModule) -> None:
+    rows = torch.arange(4.0).to("lag")
+    assert rows[torch.tensor([True, False, True, False])].cpu().tolist() == [0.0, 2.0]
+    assert rows[torch.tensor([3, 1])].cpu().tolist() == [3.0, 1.0]
+    with pytest.raises(RuntimeError, match="same device"):
+        rows + torch.ones(4)
+
+
 # -- Streams and events ---------------------------------------------------------------------------
 
 
@@ -138,6 +146,27 @@ def test_events_come_when_what_was_queued_before_has_run(lag: LagModule) -> None
     without.synchronize()
     with pytest.raises(ValueError, match="enable_timing"):
         without.elapsed_time(end)
+
+
+@pytest.mark.parametrize("how", ["stream", "event", "device", "cache", "number"])
+def test_who_waits_lets_other_threads_run_python(lag: LagModule, how: str) -> None:
+    stream, x = lag.current_stream(), torch.zeros(4, device="lag")
+    event = torch.Event("lag")
+    waits = {
+        "stream": stream.synchronize,
+        "event": event.synchronize,
+        "device": torch.accelerator.synchronize,
+        "cache": torch.accelerator.empty_cache,
+        "number": lambda: x.sum().item(),
+    }
+    with lag.held(stream):
+        event.record(stream)
+        thread = threading.Thread(target=waits[how])
+        thread.start()
+        wait_until(lambda: thread.native_id in lag.host_waits_by_thread(), "nobody waits")
+        assert thread.is_alive()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -359,6 +388,7 @@ def test_copies_of_one_direction_share_its_bandwidth(lag: LagModule) -> None:
     begin.record()
     for source, target in zip(pinned, on_device, strict=True):
         with lag.stream(lag.Stream("lag")):
+            lag.current_stream().wait_event(begin)
             target.copy_(source, non_blocking=True)
             ends.append(torch.Event("lag", enable_timing=True))
             ends[-1].record()

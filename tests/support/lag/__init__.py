@@ -15,9 +15,9 @@ As on a GPU:
 Memory that is fresh or freed is poisoned, in the order of its stream. A test may set what launches
 cost the host, how long kernels and copies take, and the bandwidth of either direction.
 
-Not covered: sparse tensors, autocast, graphs, several processes that share a device, operators
-whose CPU kernel is written in Python. Operators whose results' sizes depend on data wait for the
-stream, as a GPU's do; so do those without a Meta kernel.
+Not covered: sparse, nested, quantised and oneDNN tensors, DTensor, autocast, graphs, processes that
+share a device, operators whose CPU kernel is written in Python. Operators whose results' sizes
+depend on data wait for the stream, as a GPU's do; so do those without a Meta kernel.
 
 Once loaded it is torch's accelerator until the process ends: tests that use it run after others.
 """

@@ -85,13 +85,15 @@ c10::Device device_of_call(const Stack& arguments) {
   return found;
 }
 
-// Numbers and tensors of no dimension may be on the host. The copy has no object in Python, which a
+// Numbers, tensors of no dimension and indices may be on the host. The copy has no object in Python, which a
 // thread of a stream could not free.
-at::Tensor scalar_for_kernel(const at::Tensor& tensor, const c10::OperatorHandle& op) {
+at::Tensor from_host_for_kernel(const at::Tensor& tensor, const c10::OperatorHandle& op) {
   bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
-  TORCH_CHECK(is_number || tensor.dim() == 0, "lag: ", op.operator_name(), " was given a tensor on ", tensor.device());
+  bool indexes = op.operator_name().name.find("index") != std::string::npos;
+  TORCH_CHECK(is_number || tensor.dim() == 0 || indexes, "lag: ", op.operator_name(), " was given a tensor on ",
+              tensor.device());
   at::Tensor as = tensor.detach().clone();
-  as.unsafeGetTensorImpl()->set_wrapped_number(is_number);
+  if (is_number) as.unsafeGetTensorImpl()->set_wrapped_number(true);
   return as;
 }
 
@@ -264,7 +266,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
     places.emplace_back(n, std::move(targets));
   }
   Stack host = convert(arguments, at::kCPU, [&](const at::Tensor& tensor) {
-    return is_lag(tensor) ? on_host(tensor) : scalar_for_kernel(tensor, op);
+    return is_lag(tensor) ? on_host(tensor) : from_host_for_kernel(tensor, op);
   });
   count(Count::kernels);
   launch(stream, Kind::kernel, [op, host = std::move(host), places = std::move(places)]() mutable {

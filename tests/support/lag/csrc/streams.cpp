@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <Python.h>  // first, as it asks for
+
 #include "streams.h"
 
 #include <pthread.h>
@@ -223,16 +225,32 @@ void seed_delays(unsigned seed) {
 // -- Waiting --------------------------------------------------------------------------------------
 
 namespace {
+
+// torch waits with Python's lock held in places (`torch.accelerator.empty_cache` is one), where
+// CUDA's driver would wait for nobody who needs it. Here another thread may have to end a hold.
+class WithoutPythonLock {
+ public:
+  WithoutPythonLock() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutPythonLock() {
+    if (state_) PyEval_RestoreThread(state_);
+  }
+
+ private:
+  PyThreadState* state_;
+};
+
 void count_host_wait(bool blocks) {
   count(Count::host_waits);
   if (blocks) count(Count::host_waits_that_blocked);
   std::lock_guard<std::mutex> lock(process().waits_mutex);
   ++process().waits[syscall(SYS_gettid)];
 }
+
 }  // namespace
 
 void wait_on_host(Moment& moment) {
   count_host_wait(!moment.has_passed());
+  WithoutPythonLock unlocked;
   moment.wait();
 }
 
@@ -241,6 +259,7 @@ void wait_for_device(int device) {
   for (auto& one : process().streams.at(or_current(device)))
     if (!one->is_idle()) moments.push_back(one->record());
   count_host_wait(!moments.empty());
+  WithoutPythonLock unlocked;
   for (auto& moment : moments) moment->wait();
 }
 void synchronize_device(int device) {

@@ -3,7 +3,7 @@
 // torch's events are made. Knows nothing of tensors.
 //
 // Locks: a thread of a stream holds none while it works, and never takes Python's. Whoever waits for
-// a stream with Python's lock held would be released all the same.
+// a stream gives Python's lock up meanwhile.
 #pragma once
 
 #include <array>

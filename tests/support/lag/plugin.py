@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pytest -p tests.support.lag.plugin`: tests that know nothing of a device run on the accelerator.
+
+Tensors that tests make without naming a device are made there, and engines that are made without
+one offload from there, while kernels and copies are late by random parts of what is set below.
+`tests/run.sh --lag` runs tests/behaviour and tests/autograd so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import OffloadEngine
+from megatron.offload.device.platform import register_platform
+from tests.support.lag import load
+from tests.support.lag.build import why_not
+from tests.support.lag.module import LagModule
+from tests.support.lag.platform import LagPlatform
+
+KERNEL_DELAY_US = 200.0
+COPY_DELAY_US = 1000.0
+_OUR_THREADS = "activation-offload"
+
+_SIMULATED = "has a simulated device of its own, in host memory"
+_KIND = "a kind of tensor that the test accelerator does not cover"
+_HOST = "needs its tensors in host memory"
+# Parts of the names of tests that say nothing here, and why.
+NOT_COVERED = {
+    "test_ordering_on_an_asynchronous_device.py": _SIMULATED,
+    "test_masks_as_bits.py::test_on_a_device_that_lags_behind": _SIMULATED,
+    "test_masks_as_bits.py::test_a_mask_used_on_another_stream": _SIMULATED,
+    "test_waiting_for_reads.py::test_a_read_that_is_waited_for_is_a_stall": _HOST,
+    "test_sparse_inputs.py::test_a_layer_may_have_a_sparse_input": _KIND,
+    "test_what_never_moves.py::test_tensors_that_cannot_move_exactly": _KIND,
+    "test_every_view_comes_back[of NumPy": _HOST,
+    "test_every_view_comes_back[in a mapped file": _HOST,
+    "test_what_is_more_than_its_bytes_is_unsupported[sparse": _KIND,
+    "test_what_is_more_than_its_bytes_is_unsupported[oneDNN": _KIND,
+    "test_what_is_more_than_its_bytes_is_unsupported[quantised": _KIND,
+    "test_what_is_more_than_its_bytes_is_unsupported[DTensor": _KIND,
+    "test_what_is_more_than_its_bytes_is_unsupported[zero without bytes": _KIND,
+    "test_shared_storages.py::test_an_input_of_a_layer_without_a_storage": _KIND,
+    "test_operator_database.py": "makes its samples on the CPU by name",
+    "test_nested_strided_tensors_are_unsupported": "torch aborts with such tensors here",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported: some make tensors then."""
+    if reason := why_not():
+        raise pytest.UsageError(f"the test accelerator cannot be used: {reason}")
+    register_platform("lag", LagPlatform(load()))
+    _engines_offload_from_lag()
+    _threads_make_tensors_on_lag()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is not covered, and says why."""
+    for item in items:
+        for name, reason in NOT_COVERED.items():
+            if name in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def on_lag(loaded_lag: LagModule) -> Iterator[None]:
+    """The device that tensors are made on; late by a random part of the delays."""
+    torch.set_default_device("lag")
+    loaded_lag.set_delays(KERNEL_DELAY_US, COPY_DELAY_US)
+    yield
+    torch.set_default_device(None)
+    loaded_lag.reset()
+    loaded_lag.synchronize()
+
+
+def _engines_offload_from_lag() -> None:
+    plain = OffloadEngine.__init__
+
+    def init(self: OffloadEngine, config: Any, device: Any = "cpu", **options: Any) -> None:
+        plain(self, config, "lag" if device == "cpu" else device, **options)
+
+    OffloadEngine.__init__ = init  # type: ignore[method-assign]
+
+
+def _threads_make_tensors_on_lag() -> None:
+    """The default device is a thread's own. Threads of ours get by without it, as on a GPU."""
+    plain = threading.Thread.run
+
+    def run(self: threading.Thread) -> None:
+        if torch.get_default_device().type == "cpu" and not self.name.startswith(_OUR_THREADS):
+            torch.set_default_device("lag")
+        plain(self)
+
+    threading.Thread.run = run  # type: ignore[method-assign]
