@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -230,8 +231,16 @@ def test_copies_wait_for_nothing_that_was_queued_after_their_event(
 
 
 def test_a_copy_from_the_host_does_not_wait_behind_copies_to_it(
-    device: AcceleratorDevice, accelerator: Accelerator
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    device, platform = accelerator.open(), accelerator.platform()
+    device._platform = platform
+    new_event, queued = platform.new_event, threading.Event()
+
+    def new_event_behind_a_copy() -> Any:
+        queued.set()
+        return new_event()
+
     source = torch.zeros(MIB, dtype=torch.uint8, device=device.device)
     target = device.new_storage(MIB)
     written, kept = host_memory(MIB), host_memory(MIB).fill_(7)
@@ -240,7 +249,9 @@ def test_a_copy_from_the_host_does_not_wait_behind_copies_to_it(
         source.fill_(5)
         last = device.record_event()
         storage = source.untyped_storage()
+        monkeypatch.setattr(platform, "new_event", new_event_behind_a_copy)
         write = threads.submit(device.copy_to_host, storage, written.data_ptr(), last)
+        assert queued.wait(TIMEOUT_S)
         read = threads.submit(device.copy_from_host, kept.data_ptr(), target, first)
         read.result(TIMEOUT_S)
         assert not last.query()
