@@ -172,9 +172,9 @@ def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
     if end == "failed":
         monkeypatch.setattr(file_module.os, "pwritev", lambda *_: 0)
     elif end == "refused":
-        monkeypatch.setattr(ssd(engine), "begin_write", lambda _: None)
+        monkeypatch.setattr(ssd(engine), "begin_write", lambda *_: None)
     elif end == "not started":
-        monkeypatch.setattr(ssd(engine), "begin_write", lambda _: 1 / 0)
+        monkeypatch.setattr(ssd(engine), "begin_write", lambda *_: 1 / 0)
     hold = threading.Event()
     engine.dispatcher.submit(lambda: hold.wait(10))
     with engine.step():
@@ -204,7 +204,7 @@ def test_however_a_write_ends_its_bytes_are_no_longer_in_flight(
 
 
 def test_what_no_tier_took_is_counted_step_by_step(engine, monkeypatch):
-    monkeypatch.setattr(ssd(engine), "begin_write", lambda _: None)
+    monkeypatch.setattr(ssd(engine), "begin_write", lambda *_: None)
     for _ in range(2):
         with engine.step():
             packed = engine.hooks.pack(torch.randn(1024))
@@ -217,11 +217,11 @@ def test_what_no_tier_took_is_counted_step_by_step(engine, monkeypatch):
 def test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back(engine, monkeypatch):
     begin_write, begun = ssd(engine).begin_write, []
 
-    def fail_once(source):
+    def fail_once(source, after):
         begun.append(source.nbytes())
         if len(begun) == 2:
             raise MemoryError
-        return begin_write(source)
+        return begin_write(source, after)
 
     monkeypatch.setattr(ssd(engine), "begin_write", fail_once)
     x = torch.randn(1000, requires_grad=True)
@@ -235,7 +235,7 @@ def test_a_write_that_cannot_start_keeps_no_other_of_its_layer_back(engine, monk
 
 
 def test_a_write_that_could_not_start_keeps_nothing_alive(engine, monkeypatch):
-    monkeypatch.setattr(ssd(engine), "begin_write", lambda _: 1 / 0)
+    monkeypatch.setattr(ssd(engine), "begin_write", lambda *_: 1 / 0)
     with engine.step():
         packed = engine.hooks.pack(torch.randn(1000))
         reference = weakref.ref(packed.saved)

@@ -161,7 +161,7 @@ def call(function):
 
 
 def test_a_step_ends_when_all_of_it_has_been_started(engine, monkeypatch):
-    monkeypatch.setattr(ssd(engine), "begin_write", lambda _: None)
+    monkeypatch.setattr(ssd(engine), "begin_write", lambda *_: None)
     hold = threading.Event()
     kept = []
 

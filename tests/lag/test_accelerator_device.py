@@ -85,11 +85,13 @@ def test_bytes_come_back_unchanged(any_device: Device, num_bytes: int) -> None:
     source = random_bytes(num_bytes, any_device.device)
     host = host_memory(num_bytes + 2, any_device.pins_host_memory)
     inside = host[1:-1]  # host memory may start anywhere
-    any_device.copy_to_host(source.untyped_storage(), inside.data_ptr(), any_device.record_event())
+    after = any_device.record_event()
+    copied = any_device.copy_to_host(source.untyped_storage(), inside.data_ptr(), after)
+    any_device.wait_for_event(copied)
     assert torch.equal(inside, source.cpu())
     assert int(host[0]) == int(host[-1]) == _OTHERS
-    target = any_device.new_storage(num_bytes)
-    any_device.copy_from_host(inside.data_ptr(), target, any_device.record_event())
+    target = any_device.new_restored(num_bytes)
+    any_device.use_after(target, [any_device.copy_from_host(inside.data_ptr(), target)])
     assert target.nbytes() == num_bytes and target.device == any_device.device
     assert torch.equal(bytes_in(target), source)
 
@@ -99,13 +101,14 @@ def test_a_part_moves_and_nothing_else(any_device: Device, stop: int) -> None:
     source = random_bytes(6000, any_device.device)
     host = host_memory(6000, any_device.pins_host_memory)
     part, length = slice(100, stop), min(stop, 6000) - 100
-    any_device.copy_to_host(
-        source.untyped_storage(), host.data_ptr(), any_device.record_event(), part
-    )
+    after = any_device.record_event()
+    copied = any_device.copy_to_host(source.untyped_storage(), host.data_ptr(), after, part)
+    any_device.wait_for_event(copied)
     assert torch.equal(host[:length], source[part].cpu()) and torch.all(host[length:] == _OTHERS)
-    target = any_device.new_storage(6000)
-    bytes_in(target).fill_(7)
-    any_device.copy_from_host(host.data_ptr(), target, any_device.record_event(), part)
+    target = any_device.new_restored(6000)
+    sevens = host_memory(6000, any_device.pins_host_memory).fill_(7)
+    any_device.copy_from_host(sevens.data_ptr(), target)
+    any_device.use_after(target, [any_device.copy_from_host(host.data_ptr(), target, part)])
     assert torch.equal(bytes_in(target)[part], source[part])
     assert torch.all(bytes_in(target)[:100] == 7) and torch.all(bytes_in(target)[stop:] == 7)
 
@@ -123,7 +126,7 @@ def test_ranges_are_named_in_profiles(any_device: Device) -> None:
 def test_memory_is_counted_to_the_byte(device: AcceleratorDevice, accelerator: Accelerator) -> None:
     before = device.allocated_bytes()
     device.reset_peak()
-    storages = [device.new_storage(32 * MIB), device.new_storage(MIB)]
+    storages = [device.new_restored(32 * MIB), device.new_restored(MIB)]
     assert device.allocated_bytes() == before + 33 * MIB
     del storages
     device.return_freed_memory()
@@ -167,7 +170,7 @@ def test_a_copy_to_the_host_waits_for_what_was_queued_before_its_event(
         source.fill_(5)
         event = device.record_event()
     assert not event.query(), "the device was done before the copy began; keep it busy for longer"
-    device.copy_to_host(source.untyped_storage(), host.data_ptr(), event)
+    device.wait_for_event(device.copy_to_host(source.untyped_storage(), host.data_ptr(), event))
     assert torch.all(host == 5)
 
 
@@ -178,11 +181,11 @@ def test_a_thread_that_is_put_on_a_stream_records_its_events_there(
     with device.use_stream(side):
         assert device.current_stream() == side
         with accelerator.held():
-            there = device.record_event()
+            there, named = device.record_event(), device.record_event(side)
             with device.use_stream(accelerator.module.default_stream(device.device)):
                 here = device.record_event()
             here.synchronize()
-            assert not there.query()
+            assert not there.query() and not named.query()
 
 
 def test_who_waits_for_an_event_returns_when_the_device_has_passed_it(
@@ -195,67 +198,95 @@ def test_who_waits_for_an_event_returns_when_the_device_has_passed_it(
     assert event.query()
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_a_copy_from_the_host_leaves_memory_to_its_former_user_until_that_one_is_done(
-    device: AcceleratorDevice, accelerator: Accelerator, pinned: bool
+def test_the_host_waits_for_no_copy_and_compute_does(
+    device: AcceleratorDevice, accelerator: Accelerator
 ) -> None:
-    host = host_memory(32 * MIB, pinned).fill_(7)
-    former = torch.zeros(32 * MIB, dtype=torch.uint8, device=device.device)
-    address = former.data_ptr()
-    accelerator.keep_busy()
-    former.fill_(5)
-    del former  # the operations above are still to come
-    target = device.new_storage(32 * MIB)
-    event = device.record_event()
-    assert target.data_ptr() == address and not event.query()
-    device.copy_from_host(host.data_ptr(), target, event)
+    source, there = random_bytes(MIB, device.device), host_memory(MIB)
+    back, target = host_memory(MIB).fill_(7), device.new_restored(MIB)
     accelerator.module.synchronize()
-    assert torch.all(bytes_in(target) == 7)
+    with device.use_stream(device._load):
+        accelerator.keep_busy()
+    accelerator.keep_busy()
+    source.fill_(5)
+    produced = device.record_event()
+    written = device.copy_to_host(source.untyped_storage(), there.data_ptr(), produced)
+    read = device.copy_from_host(back.data_ptr(), target)
+    device.use_after(target, [read])
+    num_wrong = (bytes_in(target) != 7).sum()
+    assert not any(event.query() for event in (produced, written, read))
+    assert int(num_wrong) == 0
+    device.wait_for_event(written)
+    assert torch.all(there == 5)
+
+
+@pytest.mark.parametrize("on_side_stream", [True, False])
+def test_restored_memory_is_not_reused_before_the_stream_that_uses_it_is_done(
+    device: AcceleratorDevice, accelerator: Accelerator, on_side_stream: bool
+) -> None:
+    host, others = host_memory(32 * MIB).fill_(7), host_memory(32 * MIB).fill_(5)
+    target = device.new_restored(32 * MIB)
+    read = device.copy_from_host(host.data_ptr(), target)
+    side = accelerator.module.Stream(device.device)
+    stream = side if on_side_stream else device.current_stream()
+    with device.use_stream(stream):
+        device.use_after(target, [read])
+        accelerator.keep_busy()
+        num_wrong = (bytes_in(target) != 7).sum()
+        used = device.record_event()
+    del target
+    other = device.new_restored(32 * MIB)
+    device.wait_for_event(device.copy_from_host(others.data_ptr(), other))
+    assert not used.query(), "the copy waited for compute"
+    device.wait_for_event(used)
+    assert int(num_wrong) == 0
+
+
+def test_who_is_not_on_the_device_waits_for_copies_into_memory_that_was_freed(
+    device: AcceleratorDevice, accelerator: Accelerator
+) -> None:
+    with device.use_stream(device._load), accelerator.held():
+        assert not device.restored_is_free().query()
 
 
 def test_copies_wait_for_nothing_that_was_queued_after_their_event(
     device: AcceleratorDevice, accelerator: Accelerator
 ) -> None:
     source, host = random_bytes(MIB, device.device), host_memory(MIB)
-    target = device.new_storage(MIB)
+    target = device.new_restored(MIB)
     event = device.record_event()
     with ThreadPoolExecutor(1) as thread, accelerator.held():
         last = device.record_event()
-        for copy, one, other in (
-            (device.copy_to_host, source.untyped_storage(), host.data_ptr()),
-            (device.copy_from_host, host.data_ptr(), target),
+        storage = source.untyped_storage()
+        for copied in (
+            device.copy_to_host(storage, host.data_ptr(), event),
+            device.copy_from_host(host.data_ptr(), target),
         ):
-            thread.submit(copy, one, other, event).result(TIMEOUT_S)
+            thread.submit(device.wait_for_event, copied).result(TIMEOUT_S)
         assert not last.query(), "copies waited for compute"
+    device.use_after(target, [])
     assert torch.equal(bytes_in(target), source)
 
 
-def test_a_copy_from_the_host_does_not_wait_behind_copies_to_it(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+def test_other_copies_do_not_wait_behind_one_that_waits_for_its_producer(
+    device: AcceleratorDevice, accelerator: Accelerator
 ) -> None:
-    device, platform = accelerator.open(), accelerator.platform()
-    device._platform = platform
-    new_event, queued = platform.new_event, threading.Event()
-
-    def new_event_behind_a_copy() -> Any:
-        queued.set()
-        return new_event()
-
     source = torch.zeros(MIB, dtype=torch.uint8, device=device.device)
-    target = device.new_storage(MIB)
-    written, kept = host_memory(MIB), host_memory(MIB).fill_(7)
-    first = device.record_event()
-    with ThreadPoolExecutor(2) as threads, accelerator.held():
+    earlier, target = random_bytes(MIB, device.device), device.new_restored(MIB)
+    written, piece, kept = host_memory(MIB), host_memory(MIB), host_memory(MIB).fill_(7)
+    accelerator.module.synchronize()
+    with ThreadPoolExecutor(1) as thread, accelerator.held():
         source.fill_(5)
         last = device.record_event()
-        storage = source.untyped_storage()
-        monkeypatch.setattr(platform, "new_event", new_event_behind_a_copy)
-        write = threads.submit(device.copy_to_host, storage, written.data_ptr(), last)
-        assert queued.wait(TIMEOUT_S)
-        read = threads.submit(device.copy_from_host, kept.data_ptr(), target, first)
-        read.result(TIMEOUT_S)
+        write = device.copy_to_host(source.untyped_storage(), written.data_ptr(), last)
+        for copied in (
+            device.copy_to_host(earlier.untyped_storage(), piece.data_ptr(), None),
+            device.copy_from_host(kept.data_ptr(), target),
+        ):
+            thread.submit(device.wait_for_event, copied).result(TIMEOUT_S)
         assert not last.query()
-    write.result(TIMEOUT_S)
+    device.wait_for_event(write)
+    device.use_after(target, [])
+    assert torch.equal(piece, earlier.cpu())
     assert torch.all(written == 5) and torch.all(bytes_in(target) == 7)
 
 
@@ -264,9 +295,9 @@ def test_copies_of_several_threads_keep_their_bytes_apart(device: AcceleratorDev
 
     def there_and_back(source: torch.Tensor, event: Any) -> torch.UntypedStorage:
         host = host_memory(source.nbytes)
-        device.copy_to_host(source.untyped_storage(), host.data_ptr(), event)
-        target = device.new_storage(source.nbytes)
-        device.copy_from_host(host.data_ptr(), target, device.record_event())
+        device.wait_for_event(device.copy_to_host(source.untyped_storage(), host.data_ptr(), event))
+        target = device.new_restored(source.nbytes)
+        device.wait_for_event(device.copy_from_host(host.data_ptr(), target))
         return target
 
     with ThreadPoolExecutor(8) as threads:
@@ -294,7 +325,7 @@ def test_memory_is_never_reused_before_those_who_use_it_are_done(
         for value in values:
             accelerator.nap()
             source = torch.full((MIB,), value, dtype=torch.uint8, device=device.device)
-            begun = tier.begin_write(source.untyped_storage())
+            begun = tier.begin_write(source.untyped_storage(), device.record_event())
             assert begun is not None
             started.append(begun)
             del source
@@ -304,6 +335,7 @@ def test_memory_is_never_reused_before_those_who_use_it_are_done(
             target, read = tier.begin_read(block)
             torch.full((MIB,), _OTHERS, dtype=torch.uint8, device=device.device)
             read.wait()
+            device.use_after(target, read.events or ())
             accelerator.nap()
             num_wrong += (bytes_in(target) != value).sum()
             del target
@@ -339,10 +371,11 @@ def test_an_arena_is_page_locked_and_its_blocks_keep_their_bytes(
     for address, source in zip(addresses, sources, strict=True):
         memory = (ctypes.c_char * (MIB + 1)).from_address(address)
         assert torch.frombuffer(memory, dtype=torch.uint8).is_pinned()
-        device.copy_to_host(source.untyped_storage(), address, device.record_event())
+        after = device.record_event()
+        device.wait_for_event(device.copy_to_host(source.untyped_storage(), address, after))
     for address, source in zip(addresses, sources, strict=True):
-        target = device.new_storage(MIB + 1)
-        device.copy_from_host(address, target, device.record_event())
+        target = device.new_restored(MIB + 1)
+        device.use_after(target, [device.copy_from_host(address, target)])
         assert torch.equal(bytes_in(target), source)
 
 
@@ -350,10 +383,11 @@ def test_no_block_spans_two_registered_ranges(device: AcceleratorDevice, arena: 
     first, second = allocated(arena, 3 * MIB), allocated(arena, 3 * MIB)
     assert second - first == 4 * MIB and arena.size_bytes == 8 * MIB
     source = random_bytes(3 * MIB, device.device)
-    device.copy_to_host(source.untyped_storage(), second, device.record_event())
+    after = device.record_event()
+    device.wait_for_event(device.copy_to_host(source.untyped_storage(), second, after))
     assert ctypes.string_at(second, 3 * MIB) == source.cpu().numpy().tobytes()
-    target = device.new_storage(3 * MIB)
-    device.copy_from_host(second, target, device.record_event())
+    target = device.new_restored(3 * MIB)
+    device.use_after(target, [device.copy_from_host(second, target)])
     assert torch.equal(bytes_in(target), source)
 
 

@@ -121,7 +121,7 @@ class Forgetful(CpuDevice):
     """What it reads back is whatever lay there before."""
 
     def copy_from_host(
-        self, address: int, target: torch.UntypedStorage, after: None, part: slice = WHOLE
+        self, address: int, target: torch.UntypedStorage, part: slice = WHOLE
     ) -> None:
         pass
 

@@ -130,6 +130,10 @@ class FakeCuda:
             self.note(f"{source.nbytes} bytes are copied on {self.current_stream()}", **options)
             return copy(target, source, **options)
 
+        def kept(tensor: torch.Tensor, stream: FakeStream) -> None:
+            self.note(f"{tensor.nbytes} bytes are kept for {stream}")
+
+        monkeypatch.setattr(torch.Tensor, "record_stream", kept)
         monkeypatch.setattr(torch, "zeros", launched)
         monkeypatch.setattr(torch, "empty", allocated)
         monkeypatch.setattr(torch.Tensor, "copy_", copied)

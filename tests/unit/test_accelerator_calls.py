@@ -46,13 +46,13 @@ def calls_of(fake_cuda: FakeCuda, work: Callable[[], object]) -> list[str]:
 
 def test_copies_make_these_calls(fake_cuda: FakeCuda, gpu: AcceleratorDevice) -> None:
     source, target = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    host = ctypes.create_string_buffer(8)
+    storage, host = source.untyped_storage(), ctypes.create_string_buffer(8)
     after = gpu.record_event()
 
     def copies() -> None:
-        gpu.copy_to_host(source.untyped_storage(), ctypes.addressof(host), after)
-        part = slice(2, 100)
-        gpu.copy_from_host(ctypes.addressof(host), target.untyped_storage(), after, part)
+        gpu.copy_to_host(storage, ctypes.addressof(host), after)
+        gpu.copy_to_host(storage, ctypes.addressof(host), None, slice(0, 3))
+        gpu.copy_from_host(ctypes.addressof(host), target.untyped_storage(), slice(2, 100))
 
     assert calls_of(fake_cuda, copies) == [
         "on cuda:1",
@@ -61,16 +61,20 @@ def test_copies_make_these_calls(fake_cuda: FakeCuda, gpu: AcceleratorDevice) ->
         "8 bytes are copied on stream 1 of cuda:1 non_blocking=True",
         "event 2 is made blocking=True",
         "event 2 is recorded in stream 1 of cuda:1",
-        "a thread waits for event 2",
         "on the first stream of cuda:1",
         "back on cuda:0",
         "on cuda:1",
         "on stream 2 of cuda:1",
-        "stream 2 of cuda:1 waits for event 1",
-        "6 bytes are copied on stream 2 of cuda:1 non_blocking=True",
+        "3 bytes are copied on stream 2 of cuda:1 non_blocking=True",
         "event 3 is made blocking=True",
         "event 3 is recorded in stream 2 of cuda:1",
-        "a thread waits for event 3",
+        "on the first stream of cuda:1",
+        "back on cuda:0",
+        "on cuda:1",
+        "on stream 3 of cuda:1",
+        "6 bytes are copied on stream 3 of cuda:1 non_blocking=True",
+        "event 4 is made blocking=True",
+        "event 4 is recorded in stream 3 of cuda:1",
         "on the first stream of cuda:1",
         "back on cuda:0",
     ]
@@ -83,7 +87,9 @@ def test_events_memory_and_time_make_these_calls(
     def work() -> None:
         assert gpu.current_stream().device == gpu.device
         gpu.wait_for_event(gpu.record_event())
-        gpu.new_storage(5)
+        gpu.wait_for_event(None)  # nothing has to be waited for
+        memory = gpu.new_restored(5)
+        gpu.use_after(memory, [gpu.restored_is_free()])
         assert gpu.seconds_between(gpu.timestamp(), gpu.timestamp()) == 2.0
         with gpu.annotate("layer 3"):
             pass
@@ -94,15 +100,23 @@ def test_events_memory_and_time_make_these_calls(
         "on cuda:1",
         "a thread waits for event 1",
         "back on cuda:0",
-        "5 bytes of cuda:1 for the first stream of cuda:1",
-        "event 2 is made enable_timing=True",
-        "event 2 is recorded in the first stream of cuda:1",
+        "on cuda:1",
+        "on stream 3 of cuda:1",
+        "5 bytes of cuda:1 for stream 3 of cuda:1",
+        "on the first stream of cuda:1",
+        "back on cuda:0",
+        "event 2 is made blocking=True",
+        "event 2 is recorded in stream 3 of cuda:1",
+        "the first stream of cuda:1 waits for event 2",
+        "5 bytes are kept for the first stream of cuda:1",
         "event 3 is made enable_timing=True",
         "event 3 is recorded in the first stream of cuda:1",
+        "event 4 is made enable_timing=True",
+        "event 4 is recorded in the first stream of cuda:1",
         "on cuda:1",
-        "a thread waits for event 2",
         "a thread waits for event 3",
-        "from event 2 to event 3",
+        "a thread waits for event 4",
+        "from event 3 to event 4",
         "back on cuda:0",
         "range layer 3 begins",
         "range layer 3 ends",
@@ -149,7 +163,9 @@ def test_copies_and_waits_open_no_context_on_the_first_gpu(
     def work() -> None:
         gpu.wait_for_event(event := gpu.record_event())
         gpu.copy_to_host(storage, ctypes.addressof(host), event)
-        gpu.copy_from_host(ctypes.addressof(host), storage, event)
+        gpu.copy_to_host(storage, ctypes.addressof(host), None)
+        gpu.copy_from_host(ctypes.addressof(host), storage)
+        gpu.use_after(gpu.new_restored(5), [event, gpu.restored_is_free()])
         gpu.seconds_between(gpu.timestamp(), gpu.timestamp())
 
     calls_of(fake_cuda, work)

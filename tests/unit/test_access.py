@@ -16,23 +16,18 @@ import torch
 
 from megatron.offload.tiers.access import InPlace, Staged, View
 from megatron.offload.tiers.direct_io import Alignment, Cut, aligned_storage
-from tests.support.simulated_device import POISON, PoisoningPool, SimulatedDevice
+from tests.support.simulated_device import POISON, Event, PoisoningPool, SimulatedDevice
 
 PAGE = 4096
 
 
 class GatedDevice(SimulatedDevice):
-    """Its copies wait at a gate; it knows which threads set its marks."""
+    """Its copies wait at a gate."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Event()
         self.gate.set()
-        self.marked_by: list[threading.Thread] = []
-
-    def record_event(self) -> Any:
-        self.marked_by.append(threading.current_thread())
-        return super().record_event()
 
     def _take_a_while(self) -> None:
         assert self.gate.wait(timeout=10)
@@ -67,6 +62,12 @@ def fill(view: View, body: bytes, start: int = 0) -> None:
     assert not body
 
 
+def arrive(view: View, device: SimulatedDevice) -> None:
+    """The device has done what a view that was filled has queued."""
+    for event in view.events or ():
+        device.wait_for_event(event)
+
+
 def is_aligned(view: View, alignment: Alignment) -> bool:
     """Whether a drive can work on the body where it is."""
     memory = next(view.pieces_to_fill(0, 1))
@@ -89,7 +90,7 @@ def in_thread(call: Any) -> threading.Thread:
 def test_edges_and_body_come_back_each_in_its_place(num_bytes: int, alignment: Alignment) -> None:
     access, source = InPlace(alignment), aligned_storage(num_bytes, 192, alignment)  # has a head
     fill_with_anything(source)
-    view = access.for_writing(source)
+    view = access.for_writing(source, None)
     body = written(view)
     assert is_aligned(view, alignment)
     new_storage = access._new_storage
@@ -121,7 +122,7 @@ def test_memory_to_read_into_is_aligned_whatever_the_head(head_bytes: int) -> No
 @pytest.mark.parametrize("direction", ["write", "read"])
 def test_a_view_keeps_the_memory_alive(direction: str) -> None:
     access, source = InPlace(Alignment(512, 512)), storage_of(5000)
-    view = access.for_writing(source)
+    view = access.for_writing(source, None)
     if direction == "read":
         source, view = access.for_reading(view.cut)
     weak = source._weak_ref()
@@ -141,7 +142,7 @@ def test_the_memory_of_an_aligned_storage_lives_as_long_as_it() -> None:
 
 def test_a_storage_that_was_freed_before_its_write_is_refused() -> None:
     source = storage_of(5000)
-    view = InPlace(Alignment(512, 512)).for_writing(source)
+    view = InPlace(Alignment(512, 512)).for_writing(source, None)
     source.resize_(0)
     with pytest.raises(RuntimeError, match="resized"):
         written(view)
@@ -158,8 +159,8 @@ def device() -> Iterator[GatedDevice]:
 
 
 @pytest.fixture
-def pool() -> Iterator[PoisoningPool]:
-    pool = PoisoningPool(2)
+def pool(device: GatedDevice) -> Iterator[PoisoningPool]:
+    pool = PoisoningPool(2, device)
     yield pool
     pool.close()
 
@@ -177,7 +178,7 @@ def test_a_storage_that_was_freed_before_it_was_staged_is_refused(
     staged: Staged, device: GatedDevice, pool: PoisoningPool
 ) -> None:
     source = storage_of(3 * pool.piece_bytes, device)
-    view = staged.for_writing(source)
+    view = staged.for_writing(source, device.record_event())
     pieces = view.pieces_to_write(0, view.cut.body_bytes)
     next(pieces)
     source.resize_(0)
@@ -191,11 +192,12 @@ def test_bytes_come_back_through_staging_buffers(
     staged: Staged, device: GatedDevice, pool: PoisoningPool, num_bytes: int
 ) -> None:
     source = storage_of(num_bytes, device)
-    view = staged.for_writing(source)
+    view = staged.for_writing(source, device.record_event())
     body = written(view)
     assert len(body) % 512 == 0 and body[:num_bytes] == bytes_of(source)
     target, view = staged.for_reading(view.cut)
     fill(view, body)
+    arrive(view, device)
     assert bytes_of(target) == bytes_of(source)
     assert device.num_copies == 2 * -(-num_bytes // pool.piece_bytes)
 
@@ -205,19 +207,22 @@ def test_each_part_moves_its_own_bytes_in_any_order(
 ) -> None:
     source = storage_of(3 * pool.piece_bytes + 5, device)
     half = pool.piece_bytes + 512
-    view = staged.for_writing(source)
+    view = staged.for_writing(source, device.record_event())
     last, first = written(view, half), written(view, 0, half)
     assert (first + last)[: source.nbytes()] == bytes_of(source)
     target, view = staged.for_reading(view.cut)
     fill(view, last, half)
     fill(view, first)
+    assert len(view.events or ()) == 2
+    arrive(view, device)
     assert bytes_of(target) == bytes_of(source)
 
 
 def test_what_was_not_read_well_does_not_reach_the_device(
     staged: Staged, device: GatedDevice, pool: PoisoningPool
 ) -> None:
-    target, view = staged.for_reading(staged.for_writing(storage_of(2 * PAGE, device)).cut)
+    cut = staged.for_writing(storage_of(2 * PAGE, device), None).cut
+    target, view = staged.for_reading(cut)
     pieces = view.pieces_to_fill(0, 2 * PAGE)
     next(pieces)
     pieces.close()  # as a drive does that has found an error
@@ -225,29 +230,55 @@ def test_what_was_not_read_well_does_not_reach_the_device(
     assert num_free(pool) == 2
 
 
-def test_marks_are_set_at_once_by_the_thread_that_computes_and_after_memory_is_taken(
+def test_a_write_waits_for_its_event_and_for_nothing_that_was_queued_later(
     staged: Staged, device: GatedDevice
 ) -> None:
     source = storage_of(PAGE, device)
-    view = staged.for_writing(source)
-    target, read = staged.for_reading(view.cut)
-    device.queued(source)  # what is queued later, copies do not wait for: it is none of theirs
-    device.queued(target)
-    body: list[bytes] = []
-    for call in (lambda: body.append(written(view)), lambda: fill(read, bytes(PAGE))):
-        in_thread(call).join(timeout=10)
-    assert device.marked_by == [threading.current_thread()] * 2
-    assert set(body[0]) == set(bytes_of(target)) == {POISON}
-    target, read = staged.for_reading(view.cut)
-    fill(read, bytes([1]) * PAGE)
-    assert set(bytes_of(target)) == {1}
+    too_early, after = Event({}), device.record_event()
+    for event, is_right in ((too_early, False), (after, True)):
+        body: list[bytes] = []
+        view = staged.for_writing(source, event)
+        in_thread(lambda view=view, body=body: body.append(written(view))).join(timeout=10)
+        assert (body[0] == bytes_of(source)) is is_right
+        assert is_right or set(body[0]) == {POISON}
+
+
+def test_a_read_does_not_wait_for_its_copies(
+    staged: Staged, device: GatedDevice, pool: PoisoningPool
+) -> None:
+    cut = staged.for_writing(storage_of(2 * pool.piece_bytes, device), None).cut
+    target, view = staged.for_reading(cut)
+    device.gate.clear()
+    fill(view, bytes([1]) * pool.piece_bytes + bytes([2]) * pool.piece_bytes)
+    assert set(bytes_of(target)) == {POISON} and num_free(pool) == 2
+    device.gate.set()
+    arrive(view, device)
+    assert bytes_of(target)[:: pool.piece_bytes - 1] == b"\1\1\2"
+
+
+def test_a_buffer_is_not_filled_before_the_copy_from_it_has_ended(
+    staged: Staged, device: GatedDevice, pool: PoisoningPool
+) -> None:
+    cut = staged.for_writing(storage_of(3 * pool.piece_bytes, device), None).cut
+    target, view = staged.for_reading(cut)
+    device.gate.clear()
+    body = b"".join(bytes([value]) * pool.piece_bytes for value in (1, 2, 3))
+    reading = in_thread(lambda: fill(view, body))
+    reading.join(timeout=0.1)
+    assert reading.is_alive(), "a third piece, and two buffers that are being copied from"
+    device.gate.set()
+    reading.join(timeout=10)
+    arrive(view, device)
+    assert bytes_of(target) == body
 
 
 @pytest.mark.parametrize("direction", ["write", "read"])
 def test_a_buffer_is_taken_by_a_thread_that_works_and_by_nobody_who_waits(
     staged: Staged, device: GatedDevice, pool: PoisoningPool, direction: str
 ) -> None:
-    views = [staged.for_writing(storage_of(3 * PAGE, device)) for _ in range(5)]
+    views = [
+        staged.for_writing(storage_of(3 * PAGE, device), device.record_event()) for _ in range(5)
+    ]
     if direction == "read":
         views = [staged.for_reading(view.cut)[1] for view in views]
     assert num_free(pool) == 2, "what is in flight takes none"
@@ -258,11 +289,10 @@ def test_a_buffer_is_taken_by_a_thread_that_works_and_by_nobody_who_waits(
     assert num_free(pool) == 2
 
 
-def test_buffers_do_not_overlap() -> None:
-    pool = PoisoningPool(3)
+def test_buffers_do_not_overlap(device: GatedDevice) -> None:
+    pool = PoisoningPool(3, device)
     with pool.buffer() as first, pool.buffer() as second, pool.buffer() as third:
-        for address in (first, second, third):
-            assert address % PAGE == 0
-        assert all(abs(a - b) >= pool.piece_bytes for a, b in ((first, second), (second, third)))
-        assert abs(first - third) >= pool.piece_bytes
+        addresses = sorted(buffer.address for buffer in (first, second, third))
+        assert all(address % PAGE == 0 for address in addresses)
+        assert addresses[1] - addresses[0] >= pool.piece_bytes <= addresses[2] - addresses[1]
     pool.close()

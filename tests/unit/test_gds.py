@@ -41,9 +41,12 @@ class Gpu(CpuDevice):
         super().__init__()
         self.machine = machine
 
-    def record_event(self) -> Event:
+    def record_event(self, stream: None = None) -> Event:
         self.machine.calls.append("mark")
         return Event(self.machine)
+
+    def restored_is_free(self) -> Event:
+        return self.record_event()
 
     def wait_for_event(self, event: Event) -> None:
         event.synchronize()
@@ -185,8 +188,12 @@ def bytes_of(storage: torch.UntypedStorage) -> bytes:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes())
 
 
+def begun(tier: GdsTier, source: torch.UntypedStorage):
+    return tier.begin_write(source, tier._device.record_event())
+
+
 def written(tier: GdsTier, source: torch.UntypedStorage):
-    block, transfer = tier.begin_write(source)
+    block, transfer = begun(tier, source)
     transfer.wait()
     return block
 
@@ -253,7 +260,7 @@ def test_the_file_has_no_name_and_its_space_is_freed_on_close(machine, tmp_path)
 def test_a_write_waits_for_the_kernels_queued_before_it_and_the_caller_does_not(open_tier, machine):
     tier, source = open_tier(), torch.zeros(4096, dtype=torch.uint8)
     machine.kernels_done.clear()
-    block, transfer = tier.begin_write(source.untyped_storage())  # returns although kernels run
+    block, transfer = begun(tier, source.untyped_storage())  # returns although kernels run
     assert machine.calls == ["mark"]
     assert machine.waiting.acquire(timeout=10)
     assert not transfer.done() and "pwrite" not in machine.calls
@@ -276,14 +283,14 @@ def test_a_read_leaves_its_memory_to_the_former_user_until_that_one_is_done(open
     machine.kernels_done.set()
     transfer.wait()
     assert machine.calls == ["mark", "synchronize", "pread"]
-    assert target.nbytes() == 4096
+    assert target.nbytes() == 4096 and transfer.events == [], "the bytes are there"
 
 
 def test_memory_under_way_stays_alive(open_tier, machine):
     tier, source = open_tier(), random_storage(4096)
     weak = source._weak_ref()
     machine.kernels_done.clear()
-    _, transfer = tier.begin_write(source)
+    _, transfer = begun(tier, source)
     del source
     assert not torch.UntypedStorage._expired(weak)
     machine.kernels_done.set()
@@ -301,7 +308,7 @@ def test_a_failed_write_is_an_oserror_with_kvikios_words_and_ends_writing(
     tier, source = open_tier(), random_storage(4096)
     block = written(tier, source)
     machine.io_error = RuntimeError("cuFile error: media")
-    _, transfer = tier.begin_write(random_storage(4096))
+    _, transfer = begun(tier, random_storage(4096))
     with caplog.at_level(logging.WARNING), pytest.raises(OSError, match="media") as raised:
         transfer.wait()
     assert raised.value.errno == errno.EIO
@@ -327,7 +334,7 @@ def test_a_transfer_that_makes_no_progress_is_an_error(open_tier, machine, direc
     block = written(tier, random_storage(4096))
     machine.longest_bytes = 0
     if direction == "write":
-        _, transfer = tier.begin_write(random_storage(4096))
+        _, transfer = begun(tier, random_storage(4096))
     else:
         _, transfer = tier.begin_read(block)
     with pytest.raises(OSError, match="0 of 4096 bytes"):
@@ -339,7 +346,7 @@ def test_a_cuda_error_of_earlier_kernels_is_not_the_drives_and_nothing_is_writte
 ):
     tier = open_tier()
     machine.cuda_error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    _, transfer = tier.begin_write(random_storage(4096))
+    _, transfer = begun(tier, random_storage(4096))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         transfer.wait()
     assert "pwrite" not in machine.calls and not tier.degraded

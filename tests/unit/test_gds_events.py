@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUDirect's events are set by the thread that computes, once the memory they guard is taken."""
+"""GPUDirect waits for events: for a source's producer, and for those who had a target's memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,11 @@ from tests.support.simulated_device import Event, SimulatedDevice
 
 
 class Device(SimulatedDevice):
-    """It knows which events were set, by whom, and which were waited for."""
+    """It knows which events were waited for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
         self.awaited: list[Event] = []
-        self.marked_by: list[threading.Thread] = []
-
-    def record_event(self) -> Any:
-        self.marked_by.append(threading.current_thread())
-        self.events.append(super().record_event())
-        return self.events[-1]
 
     def wait_for_event(self, event: Any) -> None:
         self.awaited.append(event)
@@ -33,7 +26,7 @@ class Device(SimulatedDevice):
 def test_a_view_keeps_its_memory() -> None:
     access, storage = _FromDevice(Device()), torch.UntypedStorage(64)
     weak = storage._weak_ref()
-    view = access.for_writing(storage)
+    view = access.for_writing(storage, None)
     del storage
     assert not torch.UntypedStorage._expired(weak)
     del view
@@ -41,23 +34,24 @@ def test_a_view_keeps_its_memory() -> None:
     torch.UntypedStorage._free_weak_ref(weak)
 
 
-def test_the_mark_of_a_read_is_set_after_its_memory_is_taken() -> None:
+def test_a_read_waits_for_those_who_had_its_memory() -> None:
     device = Device()
     access = _FromDevice(device)
-    target, view = access.for_reading(access.for_writing(torch.UntypedStorage(64)).cut)
-    assert device.events[1].time >= device._written_at[target._cdata].time
+    target, view = access.for_reading(access.for_writing(torch.UntypedStorage(64), None).cut)
+    taken = device._written[target._cdata]
     thread = threading.Thread(target=lambda: next(view.pieces_to_fill(0, 64)))
     thread.start()
     thread.join(timeout=10)
-    assert device.awaited == [device.events[1]]
-    assert device.marked_by == [threading.current_thread()] * 2
+    (event,) = device.awaited
+    assert event.seen[taken.stream] >= taken.time and view.events == []
 
 
-def test_a_write_waits_for_its_mark_before_the_drive_gets_the_memory() -> None:
+def test_a_write_waits_for_its_producer_before_the_drive_gets_the_memory() -> None:
     device = Device()
     storage = torch.UntypedStorage(64)
-    view = _FromDevice(device).for_writing(storage)
+    after = device.record_event()
+    view = _FromDevice(device).for_writing(storage, after)
     assert device.awaited == []
     (memory,) = view.pieces_to_write(16, 32)
-    assert device.awaited == device.events
+    assert device.awaited == [after]
     assert (memory.address, len(memory)) == (storage.data_ptr() + 16, 32)

@@ -70,10 +70,10 @@ class GatedDevice(CpuDevice):
         super().copy_to_host(source, address, after, part)
 
     def copy_from_host(
-        self, address: int, target: torch.UntypedStorage, after: None, part: slice = WHOLE
+        self, address: int, target: torch.UntypedStorage, part: slice = WHOLE
     ) -> None:
         self._pass(address)
-        super().copy_from_host(address, target, after, part)
+        super().copy_from_host(address, target, part)
 
     def _pass(self, source: int) -> None:
         self.arrived.release()

@@ -289,7 +289,10 @@ def test_each_part_of_a_staged_read_is_copied_to_the_device_when_it_is_there(
     first, last = (drive.file for drive in tier.drives)
     source = storage_of(12 * MIB, 1)
     device.queued(source)
-    block = written(tier, source)
+    started = tier.begin_write(source, device.record_event())
+    assert started is not None
+    started[1].wait()
+    block = started[0]
     assert [extent.drive.file for extent in block.extents] == [first, last]
     num_copies = device.num_copies
     second_drive.hold("read", last)
@@ -298,7 +301,10 @@ def test_each_part_of_a_staged_read_is_copied_to_the_device_when_it_is_there(
     assert second_drive.passed == [first] and not transfer.done()
     second_drive.open.set()
     transfer.wait()
-    assert device.num_copies == num_copies + 2 and values_of(target) == {1}
+    assert device.num_copies == num_copies + 2 and len(transfer.events or ()) == 2
+    for event in transfer.events or ():
+        device.wait_for_event(event)
+    assert values_of(target) == {1}
 
 
 def test_drives_that_ask_for_different_alignments_both_get_theirs(

@@ -28,7 +28,7 @@ class CountingTier:
     def capacity_bytes(self):
         return self.limit_bytes or 0
 
-    def begin_write(self, source):
+    def begin_write(self, source, after=None):
         num_bytes = source.nbytes()
         over = self.limit_bytes is not None and self.used_bytes + num_bytes > self.limit_bytes
         if over or self.refuses:

@@ -148,6 +148,8 @@ class SavedTensorHooks:
                 packed.check_unchanged()
                 with self._one_at_a_time:
                     tensor = packed.rebuild(self._reader.wait_for_read(packed.saved))
+            elif packed.ready is not None:
+                self._reader.use_built(packed, tensor)
         self._reader.end_use(packed)
         if (sampler := self._step.sampler) is not None:
             with PLAIN_TORCH():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An accelerator as the tiers see it: `AcceleratorDevice`, the same for every kind.
 
-See Note [Who waits for whom] in `device.py`. Copies run on two streams of their own, so that they
+See Note [Who waits for whom] in `device.py`. Copies run on streams of their own, so that they
 overlap compute and each other; host memory should be pinned (`pin`), else the driver copies through
 a buffer of its own and holds the copying thread up. Everything goes through torch's module of the
 device's kind, on CUDA `torch.cuda`; the rest is the kind's `Platform`.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,7 +42,10 @@ class AcceleratorDevice:
         index = self._module.current_device() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self._index: int = index
-        self._store = self._module.Stream(self.device)  # device to host, while forward computes
+        # Device to host, while forward computes: whole storages, each after its producer, and
+        # pieces whose producers were waited for, which are not to wait behind those.
+        self._store = self._module.Stream(self.device)
+        self._pieces = self._module.Stream(self.device)
         self._load = self._module.Stream(self.device)  # host to device, while backward computes
 
     def current_stream(self) -> Any:
@@ -55,34 +58,54 @@ class AcceleratorDevice:
         with self._on_device(), self._module.stream(stream):
             yield
 
-    def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
-        """Fresh device memory of `num_bytes` that belongs to the calling thread's stream."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
-
-    def record_event(self) -> Any:
-        """An event in the calling thread's stream, recorded now; who waits for it sleeps."""
+    def record_event(self, stream: Any = None) -> Any:
+        """An event in a stream, recorded now; who waits for it sleeps. See `Device`."""
         event = self._platform.new_event()
-        event.record(self.current_stream())
+        event.record(self.current_stream() if stream is None else stream)
         return event
 
     def wait_for_event(self, event: Any) -> None:
-        """Blocks the calling thread, asleep, until the device has passed an event."""
-        with self._on_device():
-            event.synchronize()
+        """Blocks the calling thread, asleep, until the device has passed an event; None: not."""
+        if event is not None:
+            with self._on_device():
+                event.synchronize()
 
     def copy_to_host(
         self, source: torch.UntypedStorage, address: int, after: Any, part: slice = WHOLE
-    ) -> None:
-        """Copies the bytes `part` of a storage to `address`, after an event. Returns when done."""
+    ) -> Any:
+        """Queues a copy of the bytes `part` of a storage to `address`, after an event."""
         content = _bytes_of(source)[part]
-        self._copy(_bytes_at(address, content.nbytes), content, self._store, after)
+        stream = self._pieces if after is None else self._store
+        with self.use_stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            _bytes_at(address, content.nbytes).copy_(content, non_blocking=True)
+            return self.record_event(stream)
+
+    def new_restored(self, num_bytes: int) -> torch.UntypedStorage:
+        """Fresh device memory of `num_bytes` that belongs to the stream of copies from the host."""
+        with self.use_stream(self._load):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def restored_is_free(self) -> Any:
+        """An event behind the copies that may still fill what was freed of that memory."""
+        return self.record_event(self._load)
 
     def copy_from_host(
-        self, address: int, target: torch.UntypedStorage, after: Any, part: slice = WHOLE
-    ) -> None:
-        """Fills the bytes `part` of a storage from `address`, after an event. Returns when done."""
+        self, address: int, target: torch.UntypedStorage, part: slice = WHOLE
+    ) -> Any:
+        """Queues a copy that fills the bytes `part` of a storage from `address`."""
         content = _bytes_of(target)[part]
-        self._copy(content, _bytes_at(address, content.nbytes), self._load, after)
+        with self.use_stream(self._load):
+            content.copy_(_bytes_at(address, content.nbytes), non_blocking=True)
+            return self.record_event(self._load)
+
+    def use_after(self, storage: torch.UntypedStorage, events: Iterable[Any]) -> None:
+        """The calling thread's stream waits for events, and the memory is kept until it has run."""
+        stream = self.current_stream()
+        for event in events:
+            stream.wait_event(event)
+        _bytes_of(storage).record_stream(stream)
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Page-locks a range of host memory for this device.
@@ -151,15 +174,6 @@ class AcceleratorDevice:
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         """See Note [Threads and devices]."""
         return self._module.device(self._index)  # by its number: torch looks at anything else first
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any) -> None:
-        """Runs in an I/O thread. Its own event, not the stream: other threads queue copies too."""
-        with self._on_device(), self._module.stream(stream):
-            stream.wait_event(after)
-            target.copy_(source, non_blocking=True)
-            done = self._platform.new_event()  # the thread sleeps instead of spinning
-            done.record(stream)
-            done.synchronize()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

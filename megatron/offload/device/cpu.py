@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,7 @@ class CpuDevice:
         """A context that does nothing: a CPU has no streams."""
         return contextlib.nullcontext()
 
-    def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
-        """Fresh host memory of `num_bytes`, contents undefined."""
-        return torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
-
-    def record_event(self) -> None:
+    def record_event(self, stream: None = None) -> None:
         """None: whatever came before has been done."""
 
     def wait_for_event(self, event: None) -> None:
@@ -53,16 +50,26 @@ class CpuDevice:
     def copy_to_host(
         self, source: torch.UntypedStorage, address: int, after: None, part: slice = WHOLE
     ) -> None:
-        """Copies the bytes `part` of a storage to `address`, without the interpreter lock."""
+        """Copies the bytes `part` of a storage to `address` now, without the interpreter lock."""
         start, stop, _ = part.indices(source.nbytes())
         ctypes.memmove(address, source.data_ptr() + start, stop - start)
 
+    def new_restored(self, num_bytes: int) -> torch.UntypedStorage:
+        """Fresh host memory of `num_bytes`, contents undefined."""
+        return torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+
+    def restored_is_free(self) -> None:
+        """None: fresh memory is free."""
+
     def copy_from_host(
-        self, address: int, target: torch.UntypedStorage, after: None, part: slice = WHOLE
+        self, address: int, target: torch.UntypedStorage, part: slice = WHOLE
     ) -> None:
-        """Fills the bytes `part` of a storage from `address`, without the interpreter lock."""
+        """Fills the bytes `part` of a storage from `address` now, without the interpreter lock."""
         start, stop, _ = part.indices(target.nbytes())
         ctypes.memmove(target.data_ptr() + start, address, stop - start)
+
+    def use_after(self, storage: torch.UntypedStorage, events: Iterable[None]) -> None:
+        """Does nothing: whatever came before has been done."""
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Does nothing: copies from host memory to host memory are none the better for it."""

@@ -6,23 +6,29 @@ simulates an asynchronous device.
 
 Note [Who waits for whom]
 Compute queues its operations on a stream and runs ahead of the device. An event is recorded in a
-stream and comes when everything queued there before it has run.
-- A copy to the host must not read what is still being produced: it waits for an event recorded
-  after the storage was saved.
-- A copy from the host must not fill memory that the allocator took from a storage whose last
-  operations are still queued: it waits for the event recorded when the memory was allocated.
-- Both copies return when the bytes have arrived, in the I/O thread that made them. So whoever waits
-  for a transfer may use its memory at once, or let it be reused, and needs no event of its own.
-A record knows the stream that its operation was on, to which its backward belongs too. Whoever
-starts a transfer of it, the dispatcher's thread as a rule, records events and allocates memory on
-that stream. The thread that trains waits for transfers only, never for the device. A transfer holds
-the memory at both of its ends, so the allocator never sees a storage that a copy still touches.
+stream and comes when everything queued there before it has run. Copies are queued too, on two
+streams of their own, one in each direction; an event comes when their bytes have arrived.
+- A copy to the host must not read what is still being produced. The thread that captures records
+  one event for all that it hands over; each copy waits for it: on the device where a storage is
+  copied as a whole, and else in the I/O thread that wants a piece, because what is queued behind a
+  copy that waits would wait as well.
+- A copy from the host fills memory that belongs to the stream of these copies, so nobody else's
+  operations can still be queued for it and it waits for nothing. Compute's stream is told to wait
+  for the copy when the memory is used, and the memory is not reused before that stream is done with
+  it (`use_after`). That is the stream that is current in `unpack`: a layer may have parts on
+  streams of their own, and backward runs each operation on the stream that it had in forward.
+- The host memory at the other end of a copy is reused when the copy's event has come. A thread that
+  wants a staging buffer waits for that, and a thread of the tier's for whole storages.
+So the thread that trains waits for drives only, never for a copy, and for the device only where it
+is too far ahead of it (`transfer/run_ahead.py`). A write's transfer holds the memory until the copy
+from it has ended, so the allocator never sees a storage that a copy still reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -50,41 +56,68 @@ class Device(Protocol):
         """Puts the calling thread on this device and one of its streams, as a context."""
         ...
 
-    def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
-        """Fresh memory on the device for the calling thread's stream, contents undefined."""
-        ...
-
-    def record_event(self) -> Any:
-        """An event in the calling thread's stream, recorded now."""
+    def record_event(self, stream: Any = None) -> Any:
+        """An event in a stream, recorded now; None: in that of the calling thread."""
         ...
 
     def wait_for_event(self, event: Any) -> None:
-        """Blocks until the device has passed an event, so that a wait need not count as a copy."""
+        """Blocks the calling thread until the device has passed an event.
+
+        Raises:
+            RuntimeError: an operation on the device has failed.
+        """
         ...
 
     def copy_to_host(
         self, source: torch.UntypedStorage, address: int, after: Any, part: slice = WHOLE
-    ) -> None:
-        """Copies a part of a storage's bytes to host memory, after an event. Returns when done.
+    ) -> Any:
+        """Queues a copy of a part of a storage's bytes to host memory.
 
         Args:
-            source: on this device.
+            source: on this device; not freed before the copy has ended.
             address: of host memory, where the part's first byte goes.
-            after: from `record_event`; no byte is read before the device has passed it.
+            after: an event; no byte is read before the device has passed it. None: the caller has
+                waited for the storage's producer, and this copy is to pass those that wait.
             part: bytes of the storage, with a step of 1; what lies beyond its end is left out.
+
+        Returns:
+            An event that comes when the bytes have arrived.
         """
         ...
 
+    def new_restored(self, num_bytes: int) -> torch.UntypedStorage:
+        """Fresh memory to copy to, contents undefined; for operations only after `use_after`."""
+        ...
+
+    def restored_is_free(self) -> Any:
+        """An event after which who is not on the device may fill memory of `new_restored`."""
+        ...
+
     def copy_from_host(
-        self, address: int, target: torch.UntypedStorage, after: Any, part: slice = WHOLE
-    ) -> None:
-        """Fills a part of a storage's bytes from host memory, after an event. Returns when done.
+        self, address: int, target: torch.UntypedStorage, part: slice = WHOLE
+    ) -> Any:
+        """Queues a copy from host memory that fills a part of a storage's bytes.
 
         Args:
-            address: of host memory, where the part's first byte comes from.
-            target: on this device.
-            after: from `record_event`; no byte is written before the device has passed it.
+            address: of host memory, where the part's first byte comes from; not changed before the
+                copy has ended.
+            target: from `new_restored`.
             part: bytes of the storage, with a step of 1; what lies beyond its end is left out.
+
+        Returns:
+            An event that comes when the bytes have arrived.
+        """
+        ...
+
+    def use_after(self, storage: torch.UntypedStorage, events: Iterable[Any]) -> None:
+        """Operations that the calling thread queues from now on may use a storage.
+
+        On the device they wait for the events, and once the storage is freed, its memory is not
+        reused before they have run.
+
+        Args:
+            storage: whose memory may belong to another stream.
+            events: after which it has its bytes.
         """
         ...
 

@@ -7,9 +7,9 @@ Note [Masks as bits]
 A storage saved as `torch.bool` holds a byte for each value, 0 or 1, so an eighth of it moves. Torch
 never looks whether other bytes are in it (reinterpreted ones, memory that nobody has filled), and
 to look before packing would be to wait for the device. So the largest byte is computed along with
-the bits and stands behind them. What was saved is let go when the bits were written: by then the
-device has passed all of this, and one byte can be fetched without a wait. If it is larger than 1,
-what was written is given up, and the storage stays in memory.
+the bits and stands behind them, and a copy of it to the host is queued. What was saved is let go
+when the bits were written: by then the device has passed all of this, and the byte has arrived. If
+it is larger than 1, what was written is given up, and the storage stays in memory.
 
 Storages saved as `torch.uint8` are left alone: most hold more than masks, and one that does not
 shows it no earlier than that.
@@ -41,6 +41,11 @@ def pack_bits(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         bits = packed[: values_of_bit.numel()]
         torch.add(values_of_bit, bits, alpha=2, out=bits)
     return packed.untyped_storage()
+
+
+def fetch_largest(packed: torch.UntypedStorage) -> torch.Tensor:
+    """The byte behind the bits, in host memory once the device has done what is queued by now."""
+    return _bytes_of(packed)[-1:].to("cpu", non_blocking=True)
 
 
 def unpack_bits(packed: torch.UntypedStorage, num_values: int) -> torch.UntypedStorage:

@@ -18,12 +18,13 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.offload.saved.bits import bits_bytes, pack_bits, unpack_bits
+from megatron.offload.saved.bits import bits_bytes, fetch_largest, pack_bits, unpack_bits
 from megatron.offload.saved.resident import changed_in_place
 from megatron.offload.saved.scope import Scope
 
@@ -84,7 +85,10 @@ class SavedStorage:
     # Of most records these stay as they are here, which takes no time.
     moves_bits = False
     bits: torch.UntypedStorage | None = None  # to be written; what was saved stays until then
-    packed: Any = None  # an event of the device, after that
+    largest: torch.Tensor | None = None  # of a mask's bytes, on its way to the host
+    # Events of the device, after which `_memory` may be used, see `Device.use_after`. None: it is
+    # what was saved, or on a CPU. Another object with each read.
+    ready: Sequence[Any] | None = None
 
     def __init__(
         self,
@@ -107,7 +111,6 @@ class SavedStorage:
         self._own_place = self._origin_place  # of what is written: that, or a copy of a part of it
         self.state = State.IN_MEMORY
         self.block: Any = None  # where the bytes are on a tier; the tier alone looks into it
-        self.stream: Any = None  # of the device, that the operation was in; the device alone looks
         self.num_unused_views = 0
         self._views: list[weakref.ref[SavedView]] = []
         self.witness: torch.Tensor | None = None  # of the first view, see `SavedView`
@@ -153,9 +156,23 @@ class SavedStorage:
         if memory is None or _place_of(memory) != self._own_place:
             return  # as in `copy_span`
         bits = pack_bits(memory)
+        largest = None if bits.device.type == "cpu" else fetch_largest(bits)
         with self._lock:
             if self.state is State.QUEUED:
-                self.bits = bits
+                self.bits, self.largest = bits, largest
+
+    @property
+    def has_all_in_bits(self) -> bool:
+        """Whether what was written is all of it: of a mask, whether its bytes are 0 and 1."""
+        bits = self.bits if self.moves_bits else None
+        if bits is None:
+            return True
+        return int(fetch_largest(bits) if self.largest is None else self.largest) <= 1
+
+    @property
+    def moves_a_copy(self) -> bool:
+        """Whether what is written has to be made first: `copy_span`, `pack_bits`."""
+        return self.moves_bits or not self._is_whole
 
     @property
     def _is_whole(self) -> bool:
@@ -249,11 +266,14 @@ class SavedStorage:
             pending.cancel()
         return memory
 
-    def begin_read(self, memory: torch.UntypedStorage, pending: Pending) -> None:
-        """A read of the bytes into `memory` was queued."""
+    def begin_read(
+        self, memory: torch.UntypedStorage, pending: Pending, ready: Sequence[Any] | None = None
+    ) -> None:
+        """A read of the bytes into `memory` was queued; once it has ended, `ready` is complete."""
         with self._lock:
             assert self.state is State.ON_TIER, self.state
             self.state, self._memory, self._pending = State.READING, memory, pending
+            self.ready = ready
 
     @property
     def is_held_by_others(self) -> bool:
@@ -298,7 +318,7 @@ class SavedStorage:
         """The bytes as they were saved, of memory that was given out.
 
         Of a mask that was read these are its bits until the first use, whose thread and stream
-        unpacks them for all others.
+        unpacks them for all others. `ready` is to be set anew then.
         """
         if not self.moves_bits or memory.nbytes() != self.num_bytes:
             return memory
@@ -324,7 +344,7 @@ class SavedStorage:
             if self.state is not State.READING or self._pending is not ended:
                 return
             self.state, self._pending = State.RESTORED, None
-            memory = self._memory
+            memory, ready = self._memory, self.ready
         assert memory is not None
         if self.moves_bits:
             return  # they are unpacked when they are used
@@ -333,6 +353,7 @@ class SavedStorage:
                 tensor = view.rebuild(memory)
                 with self._lock:
                     if not view.is_used:
+                        view.ready = ready
                         view.built.append(tensor)
 
     def view_used(self, view: SavedView) -> None:
@@ -361,13 +382,14 @@ class SavedView:
 
     __slots__ = (
         *("_offset", "_shape", "_stride", "_version", "_witness", "__weakref__"),
-        *("is_used", "built", "saved"),
+        *("is_used", "built", "ready", "saved"),
     )
 
     def __init__(self, saved: SavedStorage, tensor: torch.Tensor) -> None:
         self.saved = saved
         self.is_used = False
         self.built: list[torch.Tensor] = []  # the tensor, once its bytes were read; for one use
+        self.ready: Sequence[Any] | None = None  # of the tensor that is built, as of the record
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset()

@@ -9,7 +9,7 @@ each piece before the drive writes it or after it has read it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,11 @@ class View(Protocol):
     cut: Cut  # only the body goes to the drive
     piece_bytes: int  # of each piece to write but a part's last; of those to fill, it is a divisor
 
+    @property
+    def events(self) -> Sequence[Any] | None:
+        """Of a view that was filled: see `Transfer.events`."""
+        ...
+
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[Any, None, None]:
         """Yields the memory of a part of the body, in order; each piece lasts until the next.
 
@@ -43,7 +48,8 @@ class View(Protocol):
 
         Its pieces may be longer than those to write: nothing overtakes a read.
 
-        When the iterators of all parts have come to their ends, the storage holds the bytes.
+        When the iterators of all parts have come to their ends, the storage holds the bytes; on a
+        device after `events`, which are complete then.
         """
         ...
 
@@ -53,10 +59,10 @@ class View(Protocol):
 
 
 class Access(Protocol):
-    """How a tier gets views of storages: in place, or staged. Called by threads that compute."""
+    """How a tier gets views of storages: in place, or staged."""
 
-    def for_writing(self, source: torch.UntypedStorage) -> View:
-        """Makes a view of a storage whose producer may still be queued on the device."""
+    def for_writing(self, source: torch.UntypedStorage, after: Any) -> View:
+        """Makes a view of a storage whose producer the device has passed after an event."""
         ...
 
     def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
@@ -75,7 +81,7 @@ class InPlace:
         self._alignment = alignment
         self._restored = RestoredMemory()
 
-    def for_writing(self, source: torch.UntypedStorage) -> View:
+    def for_writing(self, source: torch.UntypedStorage, after: None) -> View:
         """Makes a view of the tensor's own memory; the edges beside the body are copied now."""
         self._restored.trim()  # forward has no use for the memory of the last backward pass
         return _InPlaceView(source, cut(source.data_ptr(), source.nbytes(), self._alignment))
@@ -99,6 +105,7 @@ class InPlace:
 
 class _InPlaceView:
     piece_bytes = PIECE_BYTES
+    events = None
 
     def __init__(self, storage: torch.UntypedStorage, cut: Cut) -> None:
         self._storage = storage
@@ -135,7 +142,7 @@ class Staged:
     Args:
         alignment: what the files ask for.
         device: where the storages are.
-        pool: has a buffer for each I/O thread.
+        pool: has two buffers for each I/O thread.
     """
 
     def __init__(self, alignment: Alignment, device: Device, pool: StagingPool) -> None:
@@ -143,30 +150,35 @@ class Staged:
         self._device = device
         self._pool = pool
 
-    def for_writing(self, source: torch.UntypedStorage) -> View:
+    def for_writing(self, source: torch.UntypedStorage, after: Any) -> View:
         """Makes a view whose body is the whole storage, filled up to what the files ask for."""
         granule = self._alignment.offset
         body_bytes = -(-source.nbytes() // granule) * granule
         cut = Cut(source.nbytes(), b"", body_bytes, b"")
-        return _StagedView(source, cut, self._device, self._pool)
+        return _StagedView(source, cut, self._device, self._pool, after)
 
     def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
         """Makes a storage on the device, and the view that fills it through host buffers."""
-        target = self._device.new_storage(cut.num_bytes)
+        target = self._device.new_restored(cut.num_bytes)
         return target, _StagedView(target, cut, self._device, self._pool)
 
 
 class _StagedView:
     def __init__(
-        self, storage: torch.UntypedStorage, cut: Cut, device: Device, pool: StagingPool
+        self,
+        storage: torch.UntypedStorage,
+        cut: Cut,
+        device: Device,
+        pool: StagingPool,
+        after: Any = None,
     ) -> None:
         self.cut = cut
         self.piece_bytes = pool.piece_bytes
+        self.events: list[Any] = []
         self._storage = storage
         self._device = device
         self._pool = pool
-        # After it the source has been produced, and nobody uses the target's memory any more.
-        self._event = device.record_event()
+        self._after = after
 
     def check(self) -> None:
         check_size(self._storage, self.cut.num_bytes)
@@ -174,17 +186,23 @@ class _StagedView:
     # The body may reach beyond the storage's end. What is copied ends there.
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
-        with self._pool.buffer() as address:
-            for piece in _pieces(start, num_bytes, self.piece_bytes):
+        # Here, and not on the device: see Note [Who waits for whom] in `device.py`.
+        self._device.wait_for_event(self._after)
+        for piece in _pieces(start, num_bytes, self.piece_bytes):
+            with self._pool.buffer() as buffer:
                 self.check()
-                self._device.copy_to_host(self._storage, address, self._event, piece)
-                yield memory_at(address, piece.stop - piece.start)
+                copied = self._device.copy_to_host(self._storage, buffer.address, None, piece)
+                self._device.wait_for_event(copied)
+                yield memory_at(buffer.address, piece.stop - piece.start)
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
-        with self._pool.buffer() as address:
-            for piece in _pieces(start, num_bytes, self.piece_bytes):
-                yield memory_at(address, piece.stop - piece.start)
-                self._device.copy_from_host(address, self._storage, self._event, piece)
+        copied = None
+        for piece in _pieces(start, num_bytes, self.piece_bytes):
+            with self._pool.buffer() as buffer:
+                yield memory_at(buffer.address, piece.stop - piece.start)
+                copied = self._device.copy_from_host(buffer.address, self._storage, piece)
+                buffer.event = copied
+        self.events.append(copied)  # those of the pieces before have come when this one has
 
 
 def _pieces(start: int, num_bytes: int, piece_bytes: int) -> Iterator[slice]:

@@ -5,8 +5,9 @@ An `SsdTier` whose files take device memory, through kvikio, which is imported o
 opened. Where GPUDirect itself does not work, kvikio copies through host memory (compatibility
 mode): slower, never wrong, and said in the log; `gds_status.py` says why.
 
-kvikio knows nothing of torch's streams, so the I/O thread waits for the event of Note [Who waits
-for whom] in `device.py` before kvikio touches the memory. Before each GPUDirect transfer kvikio
+kvikio knows nothing of torch's streams, so the I/O thread waits for an event before kvikio touches
+the memory: see Note [Who waits for whom] in `device.py`. What was read needs none: the bytes are
+there when kvikio returns. Before each GPUDirect transfer kvikio
 also waits for the default stream of its own accord, and its Python interface has no way to leave
 that out.
 """
@@ -165,34 +166,41 @@ class _FromDevice:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def for_writing(self, source: torch.UntypedStorage) -> View:
-        return _DeviceView(source, self._device)
+    def for_writing(self, source: torch.UntypedStorage, after: Any) -> View:
+        return _DeviceView(source, self._device, after)
 
     def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
-        target = self._device.new_storage(cut.num_bytes)
-        return target, _DeviceView(target, self._device)
+        target = self._device.new_restored(cut.num_bytes)
+        return target, _DeviceView(target, self._device, self._device.restored_is_free())
 
 
 class _DeviceView:
-    """See `View`. kvikio takes any address and size, so all is body; reads are not cut."""
+    """See `View`. kvikio takes any address and size, so all is body; reads are not cut.
+
+    Args:
+        storage: on the device.
+        device: that has it.
+        after: the event after which the drive may have the memory.
+    """
 
     piece_bytes = PIECE_BYTES
 
-    def __init__(self, storage: torch.UntypedStorage, device: Device) -> None:
+    def __init__(self, storage: torch.UntypedStorage, device: Device, after: Any) -> None:
+        self.cut = Cut(storage.nbytes(), b"", storage.nbytes(), b"")
+        self.events: list[Any] = []
         self._storage = storage
         self._device = device
-        self._event = device.record_event()
-        self.cut = Cut(storage.nbytes(), b"", storage.nbytes(), b"")
+        self._after = after
 
     # The I/O thread waits in these two, and not in what is timed as the drive's.
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
-        self._device.wait_for_event(self._event)
+        self._device.wait_for_event(self._after)
         self.check()
         yield DeviceMemory(self._storage.data_ptr() + start, num_bytes)
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
-        self._device.wait_for_event(self._event)
+        self._device.wait_for_event(self._after)
         yield DeviceMemory(self._storage.data_ptr() + start, num_bytes)
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations in host memory: `HostTier`. The engine opens one for the modes `host` and `tiered`.
 
-I/O threads have the device copy between a storage's memory and an arena that reuses freed ranges.
-On a CPU that is one part of host memory and another, which frees none: for trying things out.
+It has storages copied to an arena that reuses freed ranges, and back; `copies.py` says by whom. On
+a CPU that is one part of host memory and another, which frees none: for trying things out.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import Device
 from megatron.offload.sizes import format_size
-from megatron.offload.tiers.access import check_size
 from megatron.offload.tiers.arena import HostArena
-from megatron.offload.tiers.io_threads import IoThreads, Piece
+from megatron.offload.tiers.copies import ByDevice, ByThreads, HostCopies
 from megatron.offload.tiers.tier import Block, TierStatistics
 from megatron.offload.tiers.transfer import Transfer
 
@@ -40,7 +39,7 @@ class HostTier:
 
     Args:
         budget_bytes: most bytes that it may ever hold; 0: it takes nothing.
-        num_threads: copies that run at the same time.
+        num_threads: copies that run at the same time on a CPU; a device has a queue of its own.
         device: where the storages are; None: in host memory.
 
     Raises:
@@ -56,11 +55,14 @@ class HostTier:
     ) -> None:
         self.statistics = TierStatistics()
         self.limit_bytes: int | None = budget_bytes
-        self._device = device or CpuDevice()
-        self._arena = HostArena(budget_bytes, self._device)
+        device = device or CpuDevice()
+        self._arena = HostArena(budget_bytes, device)
         self._is_used_up = False
-        # They wait for the queue and for what the device has still to do, and copy.
-        self._threads = IoThreads(num_threads, "activation-offload host memory")
+        self._copies: HostCopies = (
+            ByThreads(device, num_threads, self.statistics)
+            if device.is_host
+            else ByDevice(device, self.statistics)
+        )
 
     def __str__(self) -> str:
         pinned = ", pinned" if self._arena.pinned else ""
@@ -82,37 +84,26 @@ class HostTier:
         """Bytes that the arena has grown to, taken or free; it grows up to the budget."""
         return self._arena.size_bytes
 
-    def begin_write(self, source: torch.UntypedStorage) -> tuple[HostBlock, Transfer] | None:
+    def begin_write(
+        self, source: torch.UntypedStorage, after: Any = None
+    ) -> tuple[HostBlock, Transfer] | None:
         """Starts to copy a whole storage to host memory; None if the budget is used up."""
-        num_bytes = source.nbytes()
-        offset = self._arena.allocate(num_bytes)
+        offset = self._arena.allocate(source.nbytes())
         if offset is None:
             self._warn_used_up()
             return None
-        block = HostBlock(self, offset, num_bytes)
+        # A copy holds the block, and with it the range.
+        block = HostBlock(self, offset, source.nbytes())
         address = self._arena.address(offset)
-        event = self._device.record_event()
-
-        def work(_: HostBlock = block) -> None:  # the block holds the range until the copy is done
-            self._write(source, num_bytes, address, event)
-
-        return block, self._threads.submit_write([Piece(num_bytes, work)])
+        return block, self._copies.begin_write(source, address, after, block)
 
     def begin_read(
         self, block: HostBlock, deadline: float = 0.0
     ) -> tuple[torch.UntypedStorage, Transfer]:
         """Starts to copy a block into a fresh storage on the device."""
         assert block.offset is not None, "the block was freed"
-        target = self._device.new_storage(block.num_bytes)
         address = self._arena.address(block.offset)
-        event = self._device.record_event()
-
-        def work(_: HostBlock = block) -> None:
-            self._device.wait_for_event(event)
-            with self.statistics.reads.moving(block.num_bytes):
-                self._device.copy_from_host(address, target, event)
-
-        return target, self._threads.submit_read(work, deadline)
+        return self._copies.begin_read(address, block.num_bytes, deadline, block)
 
     def free(self, block: HostBlock) -> None:
         """Gives a block's range back to the arena. Takes no lock: finalizers call it."""
@@ -122,21 +113,8 @@ class HostTier:
 
     def close(self) -> None:
         """Cancels what is queued, waits for what is under way, gives the memory back."""
-        self._threads.close()
+        self._copies.close()
         self._arena.close()
-
-    # Runs in an I/O thread.
-    def _write(
-        self, source: torch.UntypedStorage, num_bytes: int, address: int, event: Any
-    ) -> None:
-        try:
-            self._device.wait_for_event(event)
-            check_size(source, num_bytes)
-            with self.statistics.writes.moving(num_bytes):
-                self._device.copy_to_host(source, address, event)
-        except Exception:
-            self.statistics.failed_writes += 1
-            raise
 
     def _warn_used_up(self) -> None:
         """Once, and only where the arena has not said already why it does not grow."""

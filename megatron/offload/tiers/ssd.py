@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -138,9 +139,11 @@ class SsdTier:
         """Bytes that the files have grown to, taken or free; they grow up to the budget."""
         return sum(drive.file.size_bytes for drive in self.drives)
 
-    def begin_write(self, source: torch.UntypedStorage) -> tuple[SsdBlock, Transfer] | None:
+    def begin_write(
+        self, source: torch.UntypedStorage, after: Any = None
+    ) -> tuple[SsdBlock, Transfer] | None:
         """Starts to write a whole storage to the drives; None if they are full or have failed."""
-        view = self._access.for_writing(source)
+        view = self._access.for_writing(source, after)
         extents = self._allocate(view.cut.body_bytes)
         if extents is None:
             return None
@@ -154,9 +157,11 @@ class SsdTier:
     ) -> tuple[torch.UntypedStorage, Transfer]:
         """Starts to read a block into a fresh storage; the smallest deadline goes first."""
         target, view = self._access.for_reading(block.cut)
-        return target, when_all(
+        transfer = when_all(
             [e.drive.begin_read(view, start, e, block, deadline) for start, e in _places(block)]
         )
+        transfer.events = view.events
+        return target, transfer
 
     def free(self, block: SsdBlock) -> None:
         """Gives a block's extents back to their drives. Takes no lock: finalizers call it."""
@@ -202,7 +207,7 @@ class SsdTier:
         device = self._device
         if device.is_host:
             return InPlace(alignment)
-        self._staging = StagingPool(num_threads, device)
+        self._staging = StagingPool(2 * num_threads, device)
         return Staged(alignment, device, self._staging)
 
 

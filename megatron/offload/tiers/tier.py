@@ -66,18 +66,25 @@ class Tier(Protocol):
         """Bytes that it may ever hold; None: until the disk is full."""
         ...
 
-    def begin_write(self, source: torch.UntypedStorage) -> tuple[Any, Transfer] | None:
+    def begin_write(
+        self, source: torch.UntypedStorage, after: Any = None
+    ) -> tuple[Any, Transfer] | None:
         """Starts to write a whole storage. None: the tier is full or failed, keep the bytes.
 
-        `source` must not change or be freed until the transfer is done; the transfer keeps it
-        alive. How many bytes may be in flight is the caller's business.
+        How many bytes may be in flight is the caller's business.
+
+        Args:
+            source: must not change or be freed until the transfer is done, which keeps it alive.
+            after: an event of the device, after which it holds its bytes; None: it holds them.
         """
         ...
 
     def begin_read(
         self, block: Any, deadline: float = 0.0
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """Starts to read a block into a fresh storage, which is valid when the transfer is done.
+        """Starts to read a block into a fresh storage.
+
+        Its bytes are there when the transfer is done, on the device after the transfer's events.
 
         Args:
             block: from this tier's `begin_write`, whose transfer has ended well.

@@ -9,6 +9,7 @@ pace. A tier that is full or has failed is left out and the rest goes on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -63,7 +64,9 @@ class TieredTier:
         known = [limit for limit in limits if limit is not None]
         return sum(known) if len(known) == len(limits) else None
 
-    def begin_write(self, source: torch.UntypedStorage) -> tuple[Block, Transfer] | None:
+    def begin_write(
+        self, source: torch.UntypedStorage, after: Any = None
+    ) -> tuple[Block, Transfer] | None:
         """Starts to write a storage to the tier that is furthest behind its share, or to the next.
 
         None if every tier is full or failed.
@@ -77,7 +80,7 @@ class TieredTier:
             key=lambda index: (used[index] + num_bytes) / shares[index],
         )
         for index in order:
-            started = self.tiers[index].begin_write(source)
+            started = self.tiers[index].begin_write(source, after)
             if started is not None:
                 return started
         return None

@@ -14,15 +14,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from typing import Any
 
 
 class Transfer(Future[None]):
     """One read or write, which may be queued, running or done; a `Future` without a result.
 
+    Attributes:
+        events: of a read, once it has ended: of the device, after which the bytes are in its
+            memory, see `Device.use_after`. None: they are there, in memory that is everybody's.
+
     Args:
         pieces: each moves a part of the bytes. Dropped, and with them the buffers that they hold,
             before anybody is told that the transfer has ended.
     """
+
+    events: Sequence[Any] | None = None
 
     def __init__(self, *pieces: Callable[[], None]) -> None:
         super().__init__()
@@ -124,10 +131,11 @@ def when_all(parts: Sequence[Transfer]) -> Transfer:
     """One transfer that is done when all parts are, and fails if any part failed."""
     if len(parts) == 1:
         return parts[0]
-    return _WhenAll(parts) if parts else _ended()
+    return _WhenAll(parts) if parts else ended()
 
 
-def _ended() -> Transfer:
+def ended() -> Transfer:
+    """A transfer that has ended well."""
     transfer = Transfer()
     transfer.set_result(None)
     return transfer

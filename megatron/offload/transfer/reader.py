@@ -26,6 +26,7 @@ from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.transfer import Transfer
 from megatron.offload.transfer.dispatcher import Dispatcher
 from megatron.offload.transfer.prefetcher import Prefetcher
+from megatron.offload.transfer.run_ahead import RunAhead
 
 _NOW = float("-inf")  # the deadline of a read that compute waits for
 _NOTICEABLE_S = 0.0002  # a shorter wait is the hand-over between threads
@@ -39,7 +40,7 @@ class Reader:
     Args:
         device: that the memory is on.
         dispatcher: its thread reads ahead, and builds the tensors of what it has read.
-        inflight: its limit also bounds what is read ahead.
+        inflight: its limit also bounds what is read ahead, and how far compute is in front.
         step: counts what is forwarded and how long compute waits.
         rank: global rank, for error messages.
     """
@@ -58,6 +59,7 @@ class Reader:
         self._dispatcher = dispatcher
         self._step = step
         self._rank = rank
+        self._run_ahead = RunAhead(device, inflight)
         self._beginning = threading.Lock()
 
     # -- Ahead of backward ----------------------------------------------------------------------
@@ -83,9 +85,8 @@ class Reader:
                 return False
             if deadline != _NOW and record.num_unused_views <= 0:
                 return False  # compute has had it read itself meanwhile, and is done with it
-            with self._device.use_stream(record.stream):
-                memory, transfer = record.block.tier.begin_read(record.block, deadline)
-            record.begin_read(memory, transfer)
+            memory, transfer = record.block.tier.begin_read(record.block, deadline)
+            record.begin_read(memory, transfer, transfer.events)
         transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
         return True
 
@@ -111,16 +112,17 @@ class Reader:
             StorageError: they could not be read.
         """
         forwarded = record.state not in (State.READING, State.RESTORED)
+        ready = record.ready
         memory = record.cancel_write()
-        if memory is not None:
-            self._step.statistics.forwarded_bytes += record.num_bytes if forwarded else 0
-            return self._unpacked(record, memory) if record.moves_bits else memory
+        if memory is not None and forwarded:
+            self._step.statistics.forwarded_bytes += record.num_bytes
         try:
-            while memory is None:
+            while memory is None or record.ready is not ready:  # or it is that of another read
                 if record.state is State.ON_TIER:
                     self.begin_read(record, _NOW)
                 if not record.has_arrived:
                     self._stall(record)
+                ready = record.ready
                 memory = record.end_read()
         except Exception as error:
             raise StorageError(
@@ -128,16 +130,21 @@ class Reader:
                 f"({record.block}): {error}; its gradient would be wrong, so training stops; "
                 "check the disk and resume from the last checkpoint"
             ) from error
+        if ready is not None:
+            self._device.use_after(memory, ready)
         return self._unpacked(record, memory) if record.moves_bits else memory
 
     def _unpacked(self, record: SavedStorage, memory: torch.UntypedStorage) -> torch.UntypedStorage:
-        """A mask as it was saved: unpacked once, on the stream that it was saved on."""
-        stream = self._device.current_stream()
-        with self._device.use_stream(record.stream):
-            memory = record.unpacked(memory)
-            if stream != record.stream:  # nothing says that what uses it comes after that
-                self._device.wait_for_event(self._device.record_event())
-        return memory
+        """A mask as it was saved, unpacked once; who uses it on another stream waits for that."""
+        unpacked = record.unpacked(memory)
+        if unpacked is not memory and not self._device.is_host:
+            record.ready = (self._device.record_event(),)
+        return unpacked
+
+    def use_built(self, view: SavedView, tensor: torch.Tensor) -> None:
+        """A tensor that was made ready ahead is used on the stream of the calling thread."""
+        if view.ready is not None:
+            self._device.use_after(tensor.untyped_storage(), view.ready)
 
     def _stall(self, record: SavedStorage) -> None:
         """Waits until a read has ended, well or badly; the read-ahead is to look further then."""
@@ -154,7 +161,10 @@ class Reader:
 
     def end_use(self, view: SavedView) -> None:
         """A view goes to backward: after its last use the memory is free, what is next is read."""
-        view.saved.view_used(view)
+        record = view.saved
+        record.view_used(view)
+        if record.ready is not None and record.num_unused_views == 0:
+            self._run_ahead.used(record.saved_bytes)
         if self.prefetcher.used(view.saved):
             self._dispatcher.submit(self.prefetcher.advance)
 

@@ -9,7 +9,6 @@ them. `Reader` is the way back.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import threading
 import time
@@ -35,6 +34,7 @@ class Outgoing(NamedTuple):
     num_bytes: int  # of memory that stays until it is written
     tier: Tier
     moved_bytes: int  # less of a mask
+    stream: Any  # of the device, that its operation was on
 
 
 class _Batch(threading.local):
@@ -82,17 +82,18 @@ class Writer:
         """Has a new record written: at once, or with the batch of this thread.
 
         Args:
-            record: in memory, its operation on the stream that the calling thread is on.
+            record: in memory, its operation on the stream that the calling thread is on, or on one
+                that this has waited for.
             tier: that it goes to.
         """
-        record.stream = self._device.current_stream()
         record.queue_write()
         if self._grows_by_layer:
             self._make_room_for_two_layers(record)
         counted = self._step.statistics
         counted.offloaded_bytes += record.num_bytes
         counted.offloaded_storages += 1
-        outgoing = Outgoing(weakref.ref(record), record.saved_bytes, tier, record.num_bytes)
+        stream = None if self._device.is_host else self._device.current_stream()
+        outgoing = Outgoing(weakref.ref(record), record.saved_bytes, tier, record.num_bytes, stream)
         if self._batch.outgoing is not None:
             self._batch.outgoing.append(outgoing)
         else:
@@ -123,12 +124,13 @@ class Writer:
         try:
             for one in outgoing:
                 record = one.record()
-                if record is not None:
-                    record.copy_span()
-                    if record.moves_bits:
-                        record.pack_bits()
-                        self._step.statistics.bit_packed_bytes += one.num_bytes - one.moved_bytes
-                        record.packed = self._device.record_event()
+                if record is not None and record.moves_a_copy:
+                    with self._device.use_stream(one.stream):
+                        record.copy_span()
+                        if record.moves_bits:
+                            record.pack_bits()
+                            saved_bytes = one.num_bytes - one.moved_bytes
+                            self._step.statistics.bit_packed_bytes += saved_bytes
                 del record
                 if not self._inflight.try_acquire(one.num_bytes):
                     self._dispatch(fitting)
@@ -159,12 +161,27 @@ class Writer:
             self.make_room(2 * self._layer_bytes)
 
     def _dispatch(self, outgoing: list[Outgoing]) -> None:
-        if outgoing:
-            self._dispatcher.submit(*(functools.partial(self._begin_write, o) for o in outgoing))
+        if not outgoing:
+            return
+        # As a rule one event for all: after it the bytes are there, and the copies of parts too.
+        produced: dict[Any, Any] = {}
+        if not self._device.is_host:
+            produced = {s: self._device.record_event(s) for s in {one.stream for one in outgoing}}
+            for one in outgoing:
+                record = one.record()
+                if record is not None and record.moves_a_copy:
+                    record.ready = (produced[one.stream],)
+                del record
+        self._dispatcher.submit(
+            *(
+                functools.partial(self._begin_write, one, produced.get(one.stream))
+                for one in outgoing
+            )
+        )
 
     # -- In the dispatcher's thread -------------------------------------------------------------
 
-    def _begin_write(self, outgoing: Outgoing) -> None:
+    def _begin_write(self, outgoing: Outgoing, produced: Any) -> None:
         record = outgoing.record()
         memory = record.memory_to_write() if record is not None else None
         if record is None or memory is None:  # nobody needs it any more, or somebody already does
@@ -172,8 +189,7 @@ class Writer:
             return
         started = None
         try:
-            with self._device.use_stream(record.stream):
-                started = outgoing.tier.begin_write(memory)
+            started = outgoing.tier.begin_write(memory, produced)
         finally:
             if started is None:
                 record.keep_in_memory()
@@ -197,25 +213,13 @@ class Writer:
                 self._step.tracer.transfer("write", tier, transfer, scope, outgoing.moved_bytes)
             if record is not None:
                 failed = transfer.cancelled() or transfer.exception() is not None
-                if record.moves_bits and not failed:
-                    failed = not self._bits_are_all(record)
-                record.end_write(failed=failed)
+                record.end_write(failed=failed or not record.has_all_in_bits)
             del record  # whoever hears that nothing is in flight may end the step
             self._inflight.release(outgoing.num_bytes)
             if (sampler := self._step.sampler) is not None:  # which the step's end takes away
                 sampler.transfer_ended()
 
         return end
-
-    def _bits_are_all(self, record: SavedStorage) -> bool:
-        """Whether what was written is all of the record: of a mask, its bytes are 0 and 1."""
-        bits = record.bits
-        if bits is None:
-            return True
-        largest = ctypes.c_ubyte()
-        last = slice(bits.nbytes() - 1, None)
-        self._device.copy_to_host(bits, ctypes.addressof(largest), record.packed, last)
-        return largest.value <= 1
 
     # -- At the borders of a step ---------------------------------------------------------------
 

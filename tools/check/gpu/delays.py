@@ -9,6 +9,7 @@ CPU nothing is queued, and a delay does nothing.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class Delays:
         self._device = device.device
         self._copy_streams = []
         if isinstance(device, AcceleratorDevice):
-            self._copy_streams = [device._store, device._load]
+            self._copy_streams = [device._store, device._pieces, device._load]
 
     def compute(self, at_least: float = 0.0) -> None:
         """On the current stream, more often than not; always with `at_least` of the longest."""
@@ -53,6 +54,6 @@ class CarelessDevice(AcceleratorDevice):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, CudaPlatform())
 
-    def record_event(self) -> torch.cuda.Event:
+    def record_event(self, stream: Any = None) -> torch.cuda.Event:
         """An event that was never recorded; waiting for it is no wait at all."""
         return torch.cuda.Event(blocking=True)

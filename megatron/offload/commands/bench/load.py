@@ -52,6 +52,8 @@ class TierLoad:
         self._block_bytes = block_bytes
         self._window = depth + NUM_WAITING
         self._sources = [random_storage(block_bytes, device.device) for _ in range(self._window)]
+        self._device = device
+        self._made = device.record_event()  # after it they hold their bytes
         self._blocks: list[Any] = [None] * num_blocks
         self.run("write", None)
         self.run("read", WARM_UP_S)  # memory for reads comes from the allocator's free blocks then
@@ -64,12 +66,17 @@ class TierLoad:
         num_moved = 0
         while num_moved < len(self._blocks) if end is None else time.perf_counter() < end:
             if len(under_way) == self._window:
-                under_way.popleft()[1].wait()
+                self._wait(under_way.popleft()[1])
             under_way.append(self._begin(operation, num_moved))
             num_moved += 1
         while under_way:
-            under_way.popleft()[1].wait()
+            self._wait(under_way.popleft()[1])
         return watch.stop(num_moved * self._block_bytes)
+
+    def _wait(self, transfer: Transfer) -> None:
+        transfer.wait()
+        for event in transfer.events or ():
+            self._device.wait_for_event(event)
 
     def _begin(self, operation: str, index: int) -> tuple[object, Transfer]:
         """Starts transfer `index` of a piece. Mixed reads stay half the tier away from writes."""
@@ -81,7 +88,7 @@ class TierLoad:
         if not is_write:
             return self._tier.begin_read(self._blocks[place])
         self._blocks[place] = None  # its space is free for the new one
-        started = self._tier.begin_write(self._sources[index % self._window])
+        started = self._tier.begin_write(self._sources[index % self._window], self._made)
         if started is None:
             raise RunError(f"{self._tier} takes no more")
         self._blocks[place], transfer = started

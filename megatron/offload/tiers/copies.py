@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of whole storages between a device and host memory: `ByThreads` and `ByDevice`.
+
+The host tier has one of the two. On a CPU a copy takes a thread for as long as it lasts. A device
+with memory of its own takes it from a queue, and a thread only notices its end: see Note [Who waits
+for whom] in `device/device.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megatron.offload.device.device import Device
+from megatron.offload.tiers.access import check_size
+from megatron.offload.tiers.bandwidth import BandwidthMeter
+from megatron.offload.tiers.io_threads import IoThreads, Piece
+from megatron.offload.tiers.tier import TierStatistics
+from megatron.offload.tiers.transfer import Transfer, ended
+
+logger = logging.getLogger(__name__)
+
+
+class HostCopies(Protocol):
+    """Copies whole storages. Whoever owns the host memory is kept until a copy has ended."""
+
+    def begin_write(
+        self, source: torch.UntypedStorage, address: int, after: Any, owner: object
+    ) -> Transfer:
+        """Starts to copy a storage to host memory at `address`, after an event of the device."""
+        ...
+
+    def begin_read(
+        self, address: int, num_bytes: int, deadline: float, owner: object
+    ) -> tuple[torch.UntypedStorage, Transfer]:
+        """Starts to copy host memory into a fresh storage; the smallest deadline goes first."""
+        ...
+
+    def close(self) -> None:
+        """Cancels what is queued, waits for what is under way."""
+        ...
+
+
+class ByThreads:
+    """Copies within host memory, each in one of a few threads.
+
+    Args:
+        device: whose memory is host memory.
+        num_threads: copies that run at the same time.
+        statistics: count what has moved.
+    """
+
+    def __init__(self, device: Device, num_threads: int, statistics: TierStatistics) -> None:
+        self._device = device
+        self._statistics = statistics
+        # They wait for the queue, and copy.
+        self._threads = IoThreads(num_threads, "activation-offload host memory")
+
+    def begin_write(
+        self, source: torch.UntypedStorage, address: int, after: Any, owner: object
+    ) -> Transfer:
+        """See `HostCopies`."""
+        num_bytes = source.nbytes()
+
+        def work(_: object = owner) -> None:
+            try:
+                check_size(source, num_bytes)
+                with self._statistics.writes.moving(num_bytes):
+                    self._device.copy_to_host(source, address, None)
+            except Exception:
+                self._statistics.failed_writes += 1
+                raise
+
+        return self._threads.submit_write([Piece(num_bytes, work)])
+
+    def begin_read(
+        self, address: int, num_bytes: int, deadline: float, owner: object
+    ) -> tuple[torch.UntypedStorage, Transfer]:
+        """See `HostCopies`."""
+        target = self._device.new_restored(num_bytes)
+
+        def work(_: object = owner) -> None:
+            with self._statistics.reads.moving(num_bytes):
+                self._device.copy_from_host(address, target)
+
+        return target, self._threads.submit_read(work, deadline)
+
+    def close(self) -> None:
+        """See `HostCopies`."""
+        self._threads.close()
+
+
+class ByDevice:
+    """Copies that a device makes in the order in which they are queued, in each direction.
+
+    A read's transfer has ended when the read is queued: compute waits for its event on the device.
+    A write's ends when the bytes have arrived.
+
+    Args:
+        device: with memory of its own.
+        statistics: count what has moved.
+    """
+
+    def __init__(self, device: Device, statistics: TierStatistics) -> None:
+        self._device = device
+        self._statistics = statistics
+        self._writes = CopyWatcher(device, statistics.writes, "activation-offload to host memory")
+        try:
+            name = "activation-offload from host memory"
+            self._reads = CopyWatcher(device, statistics.reads, name)
+        except BaseException:  # the system starts no more threads
+            self._writes.close()
+            raise
+
+    def begin_write(
+        self, source: torch.UntypedStorage, address: int, after: Any, owner: object
+    ) -> Transfer:
+        """See `HostCopies`."""
+        self._writes.check_open()
+        num_bytes = source.nbytes()
+        try:
+            copied = self._device.copy_to_host(source, address, after)
+        except Exception:
+            self._statistics.failed_writes += 1
+            raise
+        check = functools.partial(check_size, source, num_bytes)
+        transfer = self._writes.watch(copied, num_bytes, [owner, check], after, check)
+        transfer.add_done_callback(self._write_ended)
+        return transfer
+
+    def begin_read(
+        self, address: int, num_bytes: int, deadline: float, owner: object
+    ) -> tuple[torch.UntypedStorage, Transfer]:
+        """See `HostCopies`."""
+        self._reads.check_open()
+        target = self._device.new_restored(num_bytes)
+        copied = self._device.copy_from_host(address, target)
+        self._reads.watch(copied, num_bytes, [owner])
+        transfer = ended()
+        transfer.events = [copied]
+        return target, transfer
+
+    def close(self) -> None:
+        """Waits for what is under way; what is queued cannot be taken back from a device."""
+        self._writes.close()
+        self._reads.close()
+
+    def _write_ended(self, transfer: Future[None]) -> None:
+        if not transfer.cancelled() and transfer.exception() is not None:
+            self._statistics.failed_writes += 1
+
+
+class _Watched(NamedTuple):
+    """A copy that is queued on the device."""
+
+    copied: Any  # its event
+    kept: list[Any]  # what must not be freed before it has ended
+    transfer: Transfer
+
+
+class CopyWatcher:
+    """A daemon thread that notices the ends of a stream's copies, in their order.
+
+    It waits for the device and for no other thread, and ends transfers. What calls back then may
+    take locks that are held for microseconds.
+
+    Args:
+        device: that makes the copies.
+        meter: counts their bytes, and the time from a copy's beginning to its end.
+        name: of the thread.
+    """
+
+    def __init__(self, device: Device, meter: BandwidthMeter, name: str) -> None:
+        self._device = device
+        self._meter = meter
+        self._queue: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def check_open(self) -> None:
+        """Raises RuntimeError if it was closed."""
+        if self._is_closed:
+            raise RuntimeError("the tier is closed")
+
+    def watch(
+        self,
+        copied: Any,
+        num_bytes: int,
+        kept: list[Any],
+        after: Any = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Transfer:
+        """A transfer that ends when a queued copy has.
+
+        One that is cancelled has ended at once. Its copy goes on, and keeps what it needs.
+
+        Args:
+            copied: the copy's event.
+            num_bytes: that it copies.
+            kept: what must not be freed before the end; emptied then.
+            after: the event that the copy waits for, so that this wait is not counted.
+            check: called at the end; raises if what was copied is worth nothing.
+        """
+
+        def work() -> None:
+            self._device.wait_for_event(after)
+            with self._meter.moving(num_bytes):
+                self._device.wait_for_event(copied)
+                check()
+            kept.clear()
+
+        transfer = Transfer(work)
+        self._queue.put(_Watched(copied, kept, transfer))
+        return transfer
+
+    def close(self) -> None:
+        """Waits for all copies, ends the thread."""
+        self._is_closed = True
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (watched := self._queue.get()) is not None:
+            try:
+                watched.transfer.run()
+                if watched.kept:  # it failed, or nobody wants it any more
+                    self._device.wait_for_event(watched.copied)
+            except BaseException as error:  # also from outside: nobody could take this one's place
+                # Not the error itself: who keeps log records would keep its traceback too.
+                reason = repr(error)
+                logger.warning("activation offload: a copy's end was not noticed: %s", reason)
+                watched.transfer.fail("the thread that watches copies was interrupted")
+            watched.kept.clear()
+            watched = None  # while this thread waits, it keeps nothing alive

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the thread that computes may be ahead of the device in backward: `RunAhead`.
+
+The reader asks it for each storage that has come back. It is of no use on a CPU.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import Any
+
+from megatron.offload.device.device import Device
+from megatron.offload.tiers.budget import ByteBudget
+
+
+class RunAhead:
+    """Bounds restored memory that has been used as far as the host knows, and not on the device.
+
+    To bring bytes back and to queue what uses them takes the host no longer than the drive takes,
+    and in host memory next to nothing. Where the device takes longer, all that a backward pass
+    needs would be in its memory at once. So the thread that computes waits where it is half of what
+    may be read ahead in front of the device.
+
+    Args:
+        device: that computes.
+        budget: its limit is the most bytes that are read ahead.
+    """
+
+    _PARTS = 4  # of the bound; an event is recorded after each
+
+    def __init__(self, device: Device, budget: ByteBudget) -> None:
+        self._device = device
+        self._budget = budget
+        self._new_bytes = 0  # used since the last event
+        self._queued: collections.deque[tuple[Any, int]] = collections.deque()
+        self._queued_bytes = 0
+        # Protects the above: several threads may run backward. Nobody waits under it.
+        self._lock = threading.Lock()
+
+    def used(self, num_bytes: int) -> None:
+        """The thread that computes is about to queue the last use of so much restored memory."""
+        bound_bytes = self._budget.limit_bytes // 2
+        with self._lock:
+            self._new_bytes += num_bytes
+            if self._new_bytes * self._PARTS < bound_bytes:
+                return
+            self._queued.append((self._device.record_event(), self._new_bytes))
+            self._queued_bytes += self._new_bytes
+            self._new_bytes = 0
+            passed = []
+            while self._queued_bytes > bound_bytes and len(self._queued) > 1:
+                event, event_bytes = self._queued.popleft()
+                self._queued_bytes -= event_bytes
+                passed.append(event)
+        if passed:
+            self._device.wait_for_event(passed[-1])
