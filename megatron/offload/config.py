@@ -169,6 +169,16 @@ class OffloadConfig:
         parse=parse_budget,
         metavar="SIZE",
     )
+    pinned_bytes: int | None = flag(
+        "--activation-offload-pinned",
+        None,
+        "most bytes of page-locked host memory of a rank through which what an accelerator writes "
+        "to SSDs passes: its memory is free when a copy there has ended, and not when the drive "
+        "has the bytes. 0: none. Default: 2GiB, or less so that all ranks of the machine take a "
+        "sixteenth of its memory at most. Of no use on a CPU and with io gds.",
+        parse=parse_size,
+        metavar="SIZE",
+    )
     io: str = flag(
         "--activation-offload-io",
         "auto",

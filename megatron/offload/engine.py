@@ -287,7 +287,9 @@ class OffloadEngine:
 
         Training never needs it; tests and measurements do.
         """
-        return self.writer.wait_for_writes(timeout_s)
+        return self.writer.wait_for_writes(timeout_s) and all(
+            tier.wait_for_writes(timeout_s) for tier in self.tiers.values()
+        )
 
     def close(self) -> None:
         """Waits for transfers, ends the threads and gives memory and disk space back."""

@@ -51,15 +51,15 @@ def test_an_interrupted_wait_leaves_nothing_in_flight(make_engine, monkeypatch):
     engine = make_engine(io="buffered", inflight_bytes=10_000)
     x = torch.randn(1000, requires_grad=True)
 
-    copy_span, copied = SavedStorage.copy_span, []
+    asked = []
 
-    def copy_and_be_interrupted(record):
-        copied.append(1)
-        if len(copied) == 2:  # the first has its place among the bytes in flight
+    def ask_and_be_interrupted(record):
+        asked.append(1)
+        if len(asked) == 2:  # the first has its place among the bytes in flight
             raise KeyboardInterrupt
-        copy_span(record)
+        return False
 
-    monkeypatch.setattr(SavedStorage, "copy_span", copy_and_be_interrupted)
+    monkeypatch.setattr(SavedStorage, "moves_a_copy", property(ask_and_be_interrupted))
     with engine.step():
         y = x.exp().exp().exp()
         with pytest.raises(KeyboardInterrupt):

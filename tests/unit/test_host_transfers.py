@@ -157,8 +157,11 @@ def test_the_wait_for_the_producer_counts_as_no_transfer(
         assert seen == [("wait", 0), ("wait for a copy", 1)]
     else:
         tier.begin_read(block)
-        wait_until(lambda: meter.total_bytes == PAGE, "it does not count")
+        assert meter.total_bytes == PAGE, "the step may end before it has arrived"
+        wait_until(lambda: bool(seen), "it is not timed")
         assert seen == [("wait for a copy", 1)]
+        wait_until(lambda: not meter._running, "it does not end")
+        assert meter.total_bytes == PAGE
     assert meter._running == 0
 
 

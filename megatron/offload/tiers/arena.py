@@ -35,12 +35,19 @@ class HostArena:
         device: if it pins host memory, the arena is page-locked for it, in steps as it grows.
             None: it is pageable. To page-lock a step takes a tenth of a second, so the next one is
             locked by a thread of its own when less than one is free.
+        flag: that sets its budget, for people.
 
     Raises:
         ConfigurationError: no address space of that size.
     """
 
-    def __init__(self, budget_bytes: int, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        device: Device | None = None,
+        flag: str = "--activation-offload-host-budget",
+    ) -> None:
+        self._flag = flag
         self.budget_bytes = budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._pinned_for = device if device is not None and device.pins_host_memory else None
         self.growth_failed = False  # it stopped growing although budget was left
@@ -55,7 +62,7 @@ class HostArena:
         self._ahead: threading.Thread | None = None  # pins the next step
         self._closed = False
         self._pinned_addresses: list[int] = []
-        self._mapping = _reserve(self.budget_bytes) if self.budget_bytes else None
+        self._mapping = _reserve(self.budget_bytes, flag) if self.budget_bytes else None
         self._address = 0
         if self._mapping is not None:
             # For a moment only: as long as such a view exists, the mapping cannot be closed.
@@ -191,10 +198,11 @@ class HostArena:
                 "activation offload: %s more of host memory could not be pinned (%s); the %s that "
                 "is pinned is used on, and what does not fit goes elsewhere; raise the limit of "
                 "locked memory (ulimit -l) or of the container's memory (cgroup), or set a smaller "
-                "--activation-offload-host-budget",
+                "%s",
                 format_size(num_bytes),
                 error,
                 format_size(self._extents.size_bytes),
+                self._flag,
             )
             raise
         self._pinned_addresses.append(address)
@@ -205,7 +213,7 @@ class HostArena:
             self._extents.free(self._freed.popleft())
 
 
-def _reserve(num_bytes: int) -> mmap.mmap:
+def _reserve(num_bytes: int, flag: str) -> mmap.mmap:
     """Private memory that is committed page by page, as it is touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
@@ -213,7 +221,7 @@ def _reserve(num_bytes: int) -> mmap.mmap:
     except OSError as error:
         raise ConfigurationError(
             f"no address space for {format_size(num_bytes)} of host memory ({error.strerror}); set "
-            "a smaller --activation-offload-host-budget, or raise the limit (ulimit -v, "
+            f"a smaller {flag}, or raise the limit (ulimit -v, "
             "vm.overcommit_memory)"
         ) from None
     # A data loader's forked worker would keep a copy of every page that is written after the fork.

@@ -40,8 +40,13 @@ class BandwidthMeter:
             total._recent_s = 1.0
         return total
 
+    def count(self, num_bytes: int) -> None:
+        """Adds bytes to the total whose transfer is `moving` later, which does not add them."""
+        with self._lock:
+            self.total_bytes += num_bytes
+
     @contextlib.contextmanager
-    def moving(self, num_bytes: int) -> Iterator[None]:
+    def moving(self, num_bytes: int, *, is_counted: bool = False) -> Iterator[None]:
         """A context around a transfer that waits for nothing; its bytes count unless it fails."""
         with self._lock:
             self._count_time()
@@ -54,7 +59,7 @@ class BandwidthMeter:
             with self._lock:
                 self._count_time()
                 self._running -= 1
-                self.total_bytes += moved_bytes
+                self.total_bytes += 0 if is_counted else moved_bytes
                 self._recent_bytes += moved_bytes
                 if self._recent_s > _WINDOW_S:
                     self._recent_s /= 2

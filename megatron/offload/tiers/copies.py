@@ -142,7 +142,8 @@ class ByDevice:
         self._reads.check_open()
         target = self._device.new_restored(num_bytes)
         copied = self._device.copy_from_host(address, target)
-        self._reads.watch(copied, num_bytes, [owner])
+        self._statistics.reads.count(num_bytes)  # the step may end before they have arrived
+        self._reads.watch(copied, num_bytes, [owner], is_counted=True)
         transfer = ended()
         transfer.events = [copied]
         return target, transfer
@@ -197,6 +198,8 @@ class CopyWatcher:
         kept: list[Any],
         after: Any = None,
         check: Callable[[], None] = lambda: None,
+        *,
+        is_counted: bool = False,
     ) -> Transfer:
         """A transfer that ends when a queued copy has.
 
@@ -208,11 +211,12 @@ class CopyWatcher:
             kept: what must not be freed before the end; emptied then.
             after: the event that the copy waits for, so that this wait is not counted.
             check: called at the end; raises if what was copied is worth nothing.
+            is_counted: the meter has counted the bytes, and takes the time.
         """
 
         def work() -> None:
             self._device.wait_for_event(after)
-            with self._meter.moving(num_bytes):
+            with self._meter.moving(num_bytes, is_counted=is_counted):
                 self._device.wait_for_event(copied)
                 check()
             kept.clear()

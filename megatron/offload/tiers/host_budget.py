@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much host memory a rank may take for activations: `host_budget_bytes`.
+"""How much host memory a rank may take for activations: `host_budget_bytes`, `pinned_pool_bytes`.
 
 Called when the tiers are opened, and before training to find a budget that the machine cannot
 hold. Ranks of one machine share its memory; they never talk about it, each takes an equal part.
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from megatron.offload.device.memory_limit import MemoryLimit
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.sizes import format_size
+from megatron.offload.sizes import GIB, format_size
 
+_DEFAULT_POOL_BYTES = 2 * GIB  # the activations of a layer or two
+_POOL_PART = 16  # of the memory, at most, for the pools of all ranks
 _DEFAULT_FRACTION = 0.5  # of what is available: the trainer, its data and other ranks grow too
 
 
@@ -43,5 +45,30 @@ def host_budget_bytes(asked: int | float | None, num_local_ranks: int, limit: Me
             f"at most {format_size(limit.total_bytes)} ({limit.source}) for all ranks of this "
             f"machine, got {num_local_ranks} x {format_size(asked)} = {format_size(together)}; "
             "give a smaller size, or a fraction of the memory, for example 0.4"
+        )
+    return asked
+
+
+def pinned_pool_bytes(asked: int | None, num_local_ranks: int, limit: MemoryLimit) -> int:
+    """Bytes of page-locked memory for one rank, on the way from its device to SSDs.
+
+    Args:
+        asked: bytes for each rank; None: 2 GiB, or what keeps all ranks of the machine together
+            within a sixteenth of the limit.
+        num_local_ranks: processes that share the memory, at least 1.
+        limit: of the machine or of the container.
+
+    Raises:
+        ConfigurationError: the ranks together would take more than the limit.
+    """
+    if asked is None:
+        return min(_DEFAULT_POOL_BYTES, limit.total_bytes // _POOL_PART // num_local_ranks)
+    together = asked * num_local_ranks
+    if together > limit.total_bytes:
+        raise ConfigurationError(
+            f"--activation-offload-pinned asks for more host memory than there is; expected at "
+            f"most {format_size(limit.total_bytes)} ({limit.source}) for all ranks of this "
+            f"machine, got {num_local_ranks} x {format_size(asked)} = {format_size(together)}; "
+            "give a smaller size, or 0 for none"
         )
     return asked

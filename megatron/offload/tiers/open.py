@@ -7,18 +7,22 @@ kind of tier stands behind a placement.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.device.device import Device
 from megatron.offload.device.memory_limit import memory_limit
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.policy import Placement
+from megatron.offload.tiers.bounce import BouncingTier
 from megatron.offload.tiers.checksum import load_checksum
 from megatron.offload.tiers.file import check_room
 from megatron.offload.tiers.gds import GdsTier
 from megatron.offload.tiers.gds_status import gds_status
 from megatron.offload.tiers.host import HostTier
-from megatron.offload.tiers.host_budget import host_budget_bytes
+from megatron.offload.tiers.host_budget import host_budget_bytes, pinned_pool_bytes
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.tiered import TieredTier
@@ -48,7 +52,11 @@ def open_tiers(
             budget_bytes = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
             tiers[Placement.HOST] = HostTier(budget_bytes, device=device)
         if config.uses_ssd:
-            kind = GdsTier if config.io == "gds" else SsdTier
+            kind: Callable[..., SsdTier] = GdsTier if config.io == "gds" else SsdTier
+            if config.io != "gds" and not device.is_host:
+                pool = pinned_pool_bytes(config.pinned_bytes, num_local_ranks, memory_limit())
+                if pool:
+                    kind = functools.partial(BouncingTier, pool_bytes=pool)
             budget = config.ssd_budget_bytes
             tiers[Placement.SSD] = kind(
                 config.directories,
@@ -80,6 +88,7 @@ def check_tiers(config: OffloadConfig, *, reserve_bytes: int, num_local_ranks: i
     if config.uses_host:
         host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
     if config.uses_ssd:
+        pinned_pool_bytes(config.pinned_bytes, num_local_ranks, memory_limit())
         if config.io == "gds":
             status = gds_status(has_gpu=has_cuda())
             if not status.available:

@@ -16,7 +16,7 @@ import torch
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import Device
 from megatron.offload.device.mounts import num_disks
-from megatron.offload.tiers.access import Access, InPlace, Staged
+from megatron.offload.tiers.access import Access, InPlace, Staged, View
 from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.budget import RateLimit, SpaceBudget
 from megatron.offload.tiers.checksum import load_checksum
@@ -141,19 +141,21 @@ class SsdTier:
 
     def begin_write(
         self, source: torch.UntypedStorage, after: Any = None
-    ) -> tuple[SsdBlock, Transfer] | None:
+    ) -> tuple[Block, Transfer] | None:
         """Starts to write a whole storage to the drives; None if they are full or have failed."""
         view = self._access.for_writing(source, after)
         extents = self._allocate(view.cut.body_bytes)
         if extents is None:
             return None
         block = SsdBlock(self, view.cut, extents)
-        return block, when_all(
-            [e.drive.begin_write(view, start, e, block) for start, e in _places(block)]
-        )
+        return block, self._write_body(view, block)
+
+    def _write_body(self, view: View, block: SsdBlock) -> Transfer:
+        """Starts to write the body of a view to a block's extents."""
+        return when_all([e.drive.begin_write(view, start, e, block) for start, e in _places(block)])
 
     def begin_read(
-        self, block: SsdBlock, deadline: float = 0.0
+        self, block: Any, deadline: float = 0.0
     ) -> tuple[torch.UntypedStorage, Transfer]:
         """Starts to read a block into a fresh storage; the smallest deadline goes first."""
         target, view = self._access.for_reading(block.cut)
@@ -163,7 +165,11 @@ class SsdTier:
         transfer.events = view.events
         return target, transfer
 
-    def free(self, block: SsdBlock) -> None:
+    def wait_for_writes(self, timeout_s: float | None = None) -> bool:
+        """Nothing goes on behind a write that has ended."""
+        return True
+
+    def free(self, block: Any) -> None:
         """Gives a block's extents back to their drives. Takes no lock: finalizers call it."""
         extents, block.extents = block.extents, []
         for extent in extents:

@@ -93,6 +93,13 @@ class Tier(Protocol):
         """
         ...
 
+    def wait_for_writes(self, timeout_s: float | None = None) -> bool:
+        """Blocks until what it has taken is where it is to stay; whether it came to that.
+
+        A write's transfer may end before, once the bytes are safe in a place on their way.
+        """
+        ...
+
     def free(self, block: Any) -> None:
         """Gives a block's space back; its bytes are lost. Takes no lock: finalizers call it."""
         ...

@@ -91,6 +91,10 @@ class TieredTier:
         """Starts to read a block into a fresh storage, from the tier that it was written to."""
         return block.tier.begin_read(block, deadline)
 
+    def wait_for_writes(self, timeout_s: float | None = None) -> bool:
+        """Blocks until no tier goes on with what it has taken; whether it came to that."""
+        return all(tier.wait_for_writes(timeout_s) for tier in self.tiers)
+
     def free(self, block: Block) -> None:
         """Gives a block's space back to its tier. Takes no lock: finalizers call it."""
         block.tier.free(block)

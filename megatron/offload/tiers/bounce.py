@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page-locked memory between a device and its drives: `BouncingTier`.
+
+An SSD tier for devices with memory of their own. What is written leaves the device at the pace of
+the link to the host and goes to the drives from there, by itself: device memory is free as soon as
+the copy has ended, bursts are taken up, and what is needed soon again comes back from here.
+
+Note [Bytes in the pool]
+A storage for which the pool has room is copied to it as a whole; that copy is its transfer. Then
+its bytes are written to the drives, which nobody waits for. As long as they are in the pool a read
+takes them from there, and the write is given up: as a rule the storage is gone once it was used.
+What the drives refuse stays in the pool until its block is freed, so nothing is lost.
+Where the pool has no room, storages go through staging buffers and their device memory is kept
+until the drives have them: see Note [Staging in pieces] in `staging.py`. So the pool may be small,
+and with none of it only that way is left.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.offload.device.device import Device, memory_at
+from megatron.offload.tiers.arena import HostArena
+from megatron.offload.tiers.copies import ByDevice
+from megatron.offload.tiers.direct_io import Cut
+from megatron.offload.tiers.ssd import SsdBlock, SsdTier
+from megatron.offload.tiers.tier import Block, TierStatistics
+from megatron.offload.tiers.transfer import Transfer
+
+
+class PoolRange:
+    """Memory of the pool; it is free for others when nobody refers to this any more."""
+
+    def __init__(self, arena: HostArena, offset: int) -> None:
+        self._arena = arena
+        self._offset = offset
+        self.address = arena.address(offset)
+
+    def __del__(self) -> None:
+        self._arena.free(self._offset)  # takes no lock
+
+
+class BouncingBlock(Block):
+    """Where the bytes of one storage are: in the pool, on the drives, or both.
+
+    Attributes:
+        on_drives: where they are to be on the drives, or are.
+        in_pool: None once the drives have them.
+        write: to the drives; None: it has not begun.
+    """
+
+    def __init__(self, tier: BouncingTier, on_drives: SsdBlock, in_pool: PoolRange) -> None:
+        super().__init__(tier, on_drives.num_bytes)
+        self.on_drives: SsdBlock | None = on_drives  # None: freed
+        self.in_pool: PoolRange | None = in_pool
+        self.write: Transfer | None = None
+
+    def __str__(self) -> str:
+        pool = "page-locked memory, to go to " if self.in_pool is not None else ""
+        return f"{pool}{self.on_drives}"
+
+
+class BouncingTier(SsdTier):
+    """An SSD tier whose writes pass through page-locked memory, as far as that has room.
+
+    Takes the arguments of `SsdTier`.
+
+    Args:
+        directories: existing directories, each on an SSD of its own.
+        device: with memory of its own.
+        pool_bytes: of page-locked memory, at most; pinned as it is needed.
+
+    Raises:
+        ConfigurationError: as `SsdTier`; or there is no address space of that size.
+    """
+
+    def __init__(
+        self, directories: Sequence[Path], *, device: Device, pool_bytes: int, **options: Any
+    ) -> None:
+        self._copies: ByDevice | None = None
+        self._pool: HostArena | None = None
+        # Protects what follows. Held for a few instructions; no other lock is taken under it.
+        self._changed = threading.Condition()
+        self._num_leaving = 0  # storages in the pool that the drives are to get
+        super().__init__(directories, device=device, **options)
+        try:
+            assert self._staging is not None
+            self._piece_bytes = self._staging.piece_bytes  # checksums are of pieces
+            self._pool = HostArena(pool_bytes, device, "--activation-offload-pinned")
+            self._copies = ByDevice(device, TierStatistics())  # the tier's own are of its drives
+        except BaseException:
+            self.close()
+            raise
+
+    def begin_write(
+        self, source: torch.UntypedStorage, after: Any = None
+    ) -> tuple[Block, Transfer] | None:
+        """Starts to copy a whole storage to the pool, or to write it to the drives."""
+        assert self._pool is not None and self._copies is not None
+        granule = self._alignment.offset
+        body_bytes = -(-source.nbytes() // granule) * granule
+        offset = self._pool.allocate(body_bytes)
+        if offset is None:
+            return super().begin_write(source, after)
+        in_pool = PoolRange(self._pool, offset)
+        extents = self._allocate(body_bytes)
+        if extents is None:
+            return None
+        on_drives = SsdBlock(self, Cut(source.nbytes(), b"", body_bytes, b""), extents)
+        block = BouncingBlock(self, on_drives, in_pool)
+        copy = self._copies.begin_write(source, in_pool.address, after, in_pool)
+        with self._changed:
+            self._num_leaving += 1
+        reference = weakref.ref(block)
+        copy.add_done_callback(lambda copied: self._in_pool(reference, copied))
+        return block, copy
+
+    def begin_read(
+        self, block: Block, deadline: float = 0.0
+    ) -> tuple[torch.UntypedStorage, Transfer]:
+        """Starts to read a block, from the pool where it is still there."""
+        if not isinstance(block, BouncingBlock):
+            return super().begin_read(block, deadline)
+        in_pool, write = block.in_pool, block.write
+        if in_pool is None:
+            assert block.on_drives is not None, "the block was freed"
+            return super().begin_read(block.on_drives, deadline)
+        if write is not None:
+            write.abandon()
+            write.cancel()
+        assert self._copies is not None
+        return self._copies.begin_read(in_pool.address, block.num_bytes, deadline, in_pool)
+
+    def free(self, block: Block) -> None:
+        """Gives up the write, and space that nobody uses any more. Finalizers call it."""
+        if not isinstance(block, BouncingBlock):
+            super().free(block)
+            return
+        if block.write is not None:
+            block.write.abandon()
+        block.on_drives = block.in_pool = block.write = None  # a write that runs holds its own
+
+    def wait_for_writes(self, timeout_s: float | None = None) -> bool:
+        """Blocks until what is in the pool has come to the drives, was refused or given up."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_leaving, timeout_s)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool that are taken."""
+        return 0 if self._pool is None else self._pool.used_bytes
+
+    def close(self) -> None:
+        """Waits for copies and for writes under way; what is only in the pool is lost."""
+        if self._copies is not None:
+            self._copies.close()
+        super().close()
+        if self._pool is not None:
+            self._pool.close()
+
+    # -- From the pool to the drives ------------------------------------------------------------
+
+    # Runs in the thread that watches the copies.
+    def _in_pool(self, reference: weakref.ref[BouncingBlock], copied: Future[None]) -> None:
+        """A copy to the pool has ended: its bytes go on, if somebody wants them."""
+        block = reference()
+        has_failed = copied.cancelled() or copied.exception() is not None
+        on_drives, in_pool = (None, None) if block is None else (block.on_drives, block.in_pool)
+        if block is None or on_drives is None or in_pool is None or has_failed:
+            self._left()
+            return
+        try:
+            write = self._write_body(_PoolView(in_pool, on_drives.cut, self._piece_bytes), on_drives)
+        except RuntimeError:  # the drives' threads are gone: the bytes stay where they are
+            self._left()
+            return
+        block.write = write
+        del block, on_drives, in_pool
+        write.add_done_callback(lambda written: self._on_drives(reference, written))
+
+    # Runs in an I/O thread, as a rule.
+    def _on_drives(self, reference: weakref.ref[BouncingBlock], written: Future[None]) -> None:
+        """A write to the drives has ended: if well, the memory in the pool is free."""
+        block = reference()
+        if block is not None and not written.cancelled() and written.exception() is None:
+            block.in_pool = None
+        del block
+        self._left()
+
+    def _left(self) -> None:
+        with self._changed:
+            self._num_leaving -= 1
+            self._changed.notify_all()
+
+
+class _PoolView:
+    """Bytes in the pool as a drive sees them, see `View`."""
+
+    events = None
+
+    def __init__(self, in_pool: PoolRange, cut: Cut, piece_bytes: int) -> None:
+        self.cut = cut
+        self.piece_bytes = piece_bytes
+        self._in_pool = in_pool
+
+    def pieces_to_write(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
+        yield memory_at(self._in_pool.address + start, num_bytes)
+
+    def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
+        raise NotImplementedError("what is in the pool is not read from a drive")
+
+    def check(self) -> None:
+        """The memory is nobody else's."""
