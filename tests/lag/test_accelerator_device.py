@@ -257,11 +257,10 @@ def test_copies_wait_for_nothing_that_was_queued_after_their_event(
     with ThreadPoolExecutor(1) as thread, accelerator.held():
         last = device.record_event()
         storage = source.untyped_storage()
-        for copied in (
-            device.copy_to_host(storage, host.data_ptr(), event),
-            device.copy_from_host(host.data_ptr(), target),
-        ):
-            thread.submit(device.wait_for_event, copied).result(TIMEOUT_S)
+        written = device.copy_to_host(storage, host.data_ptr(), event)
+        thread.submit(device.wait_for_event, written).result(TIMEOUT_S)
+        read = device.copy_from_host(host.data_ptr(), target)
+        thread.submit(device.wait_for_event, read).result(TIMEOUT_S)
         assert not last.query(), "copies waited for compute"
     device.use_after(target, [])
     assert torch.equal(bytes_in(target), source)

@@ -133,21 +133,25 @@ class SavedStorage:
             self.state = State.QUEUED
             return self._memory
 
-    def copy_span(self) -> None:
+    def copy_span(self) -> torch.UntypedStorage | None:
         """Takes a copy of the part that was saved, if it is a part, to be written in its place.
 
         For the thread that saved it, once the operation has ended.
+
+        Returns:
+            What the copy is of, if there is one: on a device it is not to be reused before that.
         """
         if self._is_whole:
-            return
+            return None
         with self._lock:
             memory = self._memory if self.state is State.QUEUED else None
         if memory is None or _place_of(memory) != self._origin_place:
-            return  # needed already, or freed under everybody's hands: see `memory_to_write`
+            return None  # needed already, or freed under everybody's hands: see `memory_to_write`
         copy = _copy_of(memory, self.start_bytes, self.saved_bytes)
         with self._lock:
             if self.state is State.QUEUED:
                 self._memory, self._own_place = copy, _place_of(copy)
+        return memory
 
     def pack_bits(self) -> None:
         """Has the bits of a mask written in its place. After `copy_span`, in the same thread."""

@@ -126,7 +126,10 @@ class Writer:
                 record = one.record()
                 if record is not None and record.moves_a_copy:
                     with self._device.use_stream(one.stream):
-                        record.copy_span()
+                        copied = record.copy_span()
+                        if copied is not None:  # it may be of another stream of the layer
+                            self._device.use_after(copied, ())
+                            copied = None
                         if record.moves_bits:
                             record.pack_bits()
                             saved_bytes = one.num_bytes - one.moved_bytes
