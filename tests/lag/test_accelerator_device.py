@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

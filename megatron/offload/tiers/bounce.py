@@ -177,12 +177,14 @@ class BouncingTier(SsdTier):
             self._left()
             return
         try:
-            write = self._write_body(_PoolView(in_pool, on_drives.cut, self._piece_bytes), on_drives)
+            write = self._write_body(
+                _PoolView(in_pool, on_drives.cut, self._piece_bytes), on_drives
+            )
         except RuntimeError:  # the drives' threads are gone: the bytes stay where they are
             self._left()
             return
         block.write = write
-        del block, on_drives, in_pool
+        del block, on_drives, in_pool, view
         write.add_done_callback(lambda written: self._on_drives(reference, written))
 
     # Runs in an I/O thread, as a rule.
