@@ -16,6 +16,7 @@ from megatron.offload.device.device import memory_at
 from megatron.offload.tiers import ssd as ssd_module
 from tests.support.models import Model, assert_same, run_step, settle
 from tests.support.simulated_device import POISON, PoisoningPool, SimulatedDevice
+from tests.support.waiting import wait_until
 
 MIB = 1 << 20
 
@@ -110,9 +111,10 @@ def test_a_buffer_that_is_taken_again_is_poison(device):
     "settings",
     [
         {"mode": "ssd"},
+        {"mode": "ssd", "pinned_bytes": 0},
         {"mode": "ssd", "io": "buffered", "verify": "checksum"},
-        {"mode": "ssd", "threads": 1},
-        {"mode": "ssd", "inflight_bytes": 20_000},
+        {"mode": "ssd", "threads": 1, "pinned_bytes": 0},
+        {"mode": "ssd", "inflight_bytes": 20_000, "pinned_bytes": 0},
         {"mode": "host", "host_budget": 64 * MIB},
         {"mode": "tiered", "host_budget": 100_000},
     ],
@@ -234,7 +236,8 @@ def model_with_parts_aside(device):
     "settings",
     [
         {"mode": "ssd"},
-        {"mode": "ssd", "threads": 1, "inflight_bytes": 20_000},
+        {"mode": "ssd", "pinned_bytes": 0},
+        {"mode": "ssd", "threads": 1, "inflight_bytes": 20_000, "pinned_bytes": 0},
         {"mode": "host", "host_budget": 64 * MIB},
     ],
     ids=str,
@@ -286,6 +289,35 @@ def test_a_mask_that_one_stream_unpacked_is_waited_for_by_another(make_simulated
     assert engine.statistics.bit_packed_bytes > 0
 
 
+@pytest.mark.parametrize("mode", ["ssd", "host"])
+def test_what_was_made_ready_ahead_is_waited_for_on_the_device(make_simulated_engine, device, mode):
+    engine = make_simulated_engine(mode=mode, host_budget=64 * MIB)
+    with device.computing(), engine.step(), engine.forward(Scope()) as save_order:
+        tensor = torch.randn(5000)
+        expected = tensor.clone()
+        packed = engine.hooks.pack(tensor)
+        del tensor
+        settle(engine)
+        with engine.backward(save_order):
+            wait_until(lambda: packed.built, "it was not made ready")
+            assert torch.equal(engine.hooks.unpack(packed), expected)
+
+
+def test_a_copy_of_a_part_that_is_forwarded_is_waited_for(make_simulated_engine, device):
+    """Captured on one stream, which copies it, and used on another one."""
+    engine = make_simulated_engine()
+    with device.computing(), engine.step():
+        whole = torch.randn(5000)
+        expected = whole[:100].clone()
+        packed = engine.hooks.pack(whole[:100])
+        del whole
+        with device.use_stream("side"):
+            restored = engine.hooks.unpack(packed)
+            assert set((restored - restored).tolist()) == {0.0}
+        assert torch.equal(restored, expected)
+    assert engine.statistics.forwarded_bytes == 400
+
+
 # -- Without a wait on the host -----------------------------------------------------------------
 
 
@@ -307,7 +339,7 @@ def test_large_storages_striped_over_directories_come_back(make_simulated_engine
     directories = tuple(tmp_path / name for name in "ab")
     for directory in directories:
         directory.mkdir()
-    engine = make_simulated_engine(directories=directories)
+    engine = make_simulated_engine(directories=directories, pinned_bytes=0)
     with device.computing(), engine.step():
         tensor = torch.randn(3 * MIB + 5)
         packed = engine.hooks.pack(tensor)

@@ -13,7 +13,7 @@ import torch
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.transfer import Transfer
-from tests.support.simulated_device import SimulatedDevice
+from tests.support.simulated_device import POISON, Event, SimulatedDevice
 from tests.support.waiting import wait_until
 
 PAGE = 4096
@@ -82,6 +82,16 @@ def wait_for_bytes(transfer: Transfer, device: GatedDevice) -> None:
     transfer.wait()
     for event in transfer.events or ():
         device.wait_for_event(event)
+
+
+def test_bytes_are_those_after_their_producer(tier: HostTier, device: GatedDevice) -> None:
+    source = storage_of(1, device)
+    too_early = Event({})
+    for event, found in ((device.record_event(), 1), (too_early, POISON)):
+        block, transfer = tier.begin_write(source, event) or (None, None)
+        assert transfer is not None
+        transfer.wait()
+        assert read_back(tier, block, device) == {found}
 
 
 def test_space_is_not_reused_while_its_read_runs(tier: HostTier, device: GatedDevice) -> None:

@@ -176,10 +176,9 @@ class BouncingTier(SsdTier):
         if block is None or on_drives is None or in_pool is None or has_failed:
             self._left()
             return
+        view = _PoolView(in_pool, on_drives.cut, self._piece_bytes)
         try:
-            write = self._write_body(
-                _PoolView(in_pool, on_drives.cut, self._piece_bytes), on_drives
-            )
+            write = self._write_body(view, on_drives)
         except RuntimeError:  # the drives' threads are gone: the bytes stay where they are
             self._left()
             return

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far compute's thread may be ahead of the device with memory that was restored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.tiers.budget import ByteBudget
+from megatron.offload.transfer.run_ahead import RunAhead
+
+
+class NumberedDevice(CpuDevice):
+    """Its events are numbers; it knows which were waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_events = 0
+        self.awaited: list[int] = []
+
+    def record_event(self, stream: None = None) -> Any:
+        self.num_events += 1
+        return self.num_events
+
+    def wait_for_event(self, event: Any) -> None:
+        self.awaited.append(event)
+
+
+@pytest.fixture
+def device() -> NumberedDevice:
+    return NumberedDevice()
+
+
+def test_within_the_bound_nobody_waits_and_little_is_recorded(device: NumberedDevice) -> None:
+    run_ahead = RunAhead(device, ByteBudget(800))
+    for _ in range(40):
+        run_ahead.used(10)
+    assert device.awaited == [] and device.num_events == 4
+
+
+def test_who_is_too_far_ahead_waits_for_what_was_used_before(device: NumberedDevice) -> None:
+    run_ahead = RunAhead(device, ByteBudget(800))
+    for _ in range(5):
+        run_ahead.used(100)
+    assert device.awaited == [1]
+    run_ahead.used(300)
+    assert device.awaited == [1, 4], "those before it have come as well"
+
+
+def test_one_large_storage_does_not_wait_for_itself(device: NumberedDevice) -> None:
+    run_ahead = RunAhead(device, ByteBudget(800))
+    run_ahead.used(5000)
+    assert device.awaited == []
+    run_ahead.used(100)
+    assert device.awaited == [1]
+
+
+def test_the_bound_follows_what_may_be_in_flight(device: NumberedDevice) -> None:
+    budget = ByteBudget(800)
+    run_ahead = RunAhead(device, budget)
+    budget.limit_bytes = 8000
+    for _ in range(40):
+        run_ahead.used(100)
+    assert device.awaited == []
