@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -161,6 +162,26 @@ def test_a_model_may_compute_on_a_stream_of_its_own(make_simulated_engine, devic
         with device.computing():
             assert_same(run_step(model, x, engine), plain)
     assert engine.statistics.written_bytes + engine.statistics.host_written_bytes > 0
+
+
+@pytest.mark.parametrize("mode", ["ssd", "host"])
+def test_a_capture_records_one_event_in_the_thread_that_computes(
+    make_simulated_engine, device, monkeypatch, mode
+):
+    engine, record_event, threads = make_simulated_engine(mode=mode), device.record_event, []
+
+    def noted(stream=None):
+        threads.append(threading.current_thread())
+        return record_event(stream)
+
+    monkeypatch.setattr(device, "record_event", noted)
+    x = torch.randn(1000, requires_grad=True)
+    with device.computing(), engine.step(), engine.forward(Scope()):
+        y = x.exp().exp().exp()
+        engine.capture(Scope(), [y], [x])
+        settle(engine)
+    assert engine.statistics.offloaded_storages == 3
+    assert threads == [threading.current_thread()]
 
 
 @pytest.mark.parametrize("mode", ["ssd", "host"])

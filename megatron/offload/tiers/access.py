@@ -132,12 +132,8 @@ class Staged:
 
     See Note [Staging in pieces].
 
-    The device's memory is let go when the drive has the last byte, and not when the device has been
-    copied from: at no time is there a whole copy. To keep one would take page-locked memory for all
-    that is in flight, and what it frees, `--activation-offload-inflight` bounds anyway. It would be
-    a place of its own for a record's bytes: from there what backward wants first, which is written
-    last, would have to be copied back instead of being forwarded, and there what a drive refused
-    would be, instead of safe in device memory.
+    The device's memory is let go when the drive has the last byte: at no time is there a whole copy.
+    Where page-locked memory is to be spent on whole copies, a `BouncingTier` is asked first.
 
     Args:
         alignment: what the files ask for.
