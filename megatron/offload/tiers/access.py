@@ -132,7 +132,7 @@ class Staged:
 
     See Note [Staging in pieces].
 
-    The device's memory is let go when the drive has the last byte: at no time is there a whole copy.
+    The device's memory is let go when the drive has the last byte: there is never a whole copy.
     Where page-locked memory is to be spent on whole copies, a `BouncingTier` is asked first.
 
     Args:
