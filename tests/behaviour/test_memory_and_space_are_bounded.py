@@ -119,7 +119,7 @@ def test_by_default_two_layers_are_in_flight_where_compute_is_handed_over_ahead(
     offload_config, write_gate, monkeypatch, layer
 ):
     monkeypatch.setattr("megatron.offload.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
-    engine = OffloadEngine(offload_config(io="buffered"), SimulatedDevice())
+    engine = OffloadEngine(offload_config(io="buffered", pinned_bytes=0), SimulatedDevice())
     graphs, bounds = [], []
 
     def steps():

@@ -323,18 +323,19 @@ def test_a_staged_write_whose_rest_waits_leaves_its_buffer_to_the_read(
 ) -> None:
     monkeypatch.setattr("megatron.offload.tiers.ssd.StagingPool", PoisoningPool)
     device = SimulatedDevice()
-    tier = make_tier(device=device)  # one thread, and buffers for no more
+    tier = make_tier(device=device)  # one thread, and one more buffer
     assert tier._staging is not None
     sources = [storage_of(num * tier._staging.piece_bytes) for num in (1, 3)]
     for source in sources:
         device.queued(source)
     write_gate.open.set()
-    small = tier.begin_write(sources[0])
+    produced = device.record_event()
+    small = tier.begin_write(sources[0], produced)
     assert small is not None
     small[1].wait()
     write_gate.open.clear()
     write_gate.wait_for_arrival()
-    large = tier.begin_write(sources[1])
+    large = tier.begin_write(sources[1], produced)
     assert large is not None
     write_gate.wait_for_arrival()
     read, transfer = tier.begin_read(small[0])
@@ -345,8 +346,10 @@ def test_a_staged_write_whose_rest_waits_leaves_its_buffer_to_the_read(
     transfer.result(timeout=SOON_S)
     large[1].result(timeout=SOON_S)
     assert order == ["read", "write"]
-    again, transfer = tier.begin_read(large[0])
-    transfer.result(timeout=SOON_S)
+    again, last = tier.begin_read(large[0])
+    last.result(timeout=SOON_S)
+    for event in [*(transfer.events or ()), *(last.events or ())]:
+        device.wait_for_event(event)
     for source, target in zip(sources, (read, again), strict=True):
         is_same = torch.equal(tensor_of(target), tensor_of(source))
         assert is_same

@@ -138,7 +138,7 @@ class Staged:
     Args:
         alignment: what the files ask for.
         device: where the storages are.
-        pool: has two buffers for each I/O thread.
+        pool: has a buffer for each I/O thread, and some that are copied from.
     """
 
     def __init__(self, alignment: Alignment, device: Device, pool: StagingPool) -> None:

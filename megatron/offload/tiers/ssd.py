@@ -32,6 +32,11 @@ from megatron.offload.tiers.transfer import Transfer, when_all
 logger = logging.getLogger(__name__)
 
 
+# Staging buffers of each drive beside those that its threads work on: what was read is copied to the
+# device from them. The link is faster than a drive, so a few are enough, however many threads.
+_COPIED_FROM = 4
+
+
 class SsdBlock(Block):
     """Where the SSD tier keeps one storage's bytes: its body in extents, its edges in memory."""
 
@@ -213,7 +218,8 @@ class SsdTier:
         device = self._device
         if device.is_host:
             return InPlace(alignment)
-        self._staging = StagingPool(2 * num_threads, device)
+        more = min(num_threads, _COPIED_FROM * len(self.drives))
+        self._staging = StagingPool(num_threads + more, device)
         return Staged(alignment, device, self._staging)
 
 

@@ -9,7 +9,7 @@ A thread copies a piece to a buffer, writes it to the drive, copies the next: wh
 copies, the others write, so the drive always has something to do. A thread that reads fills a
 buffer from the drive, queues the copy to the device, and fills another one meanwhile. A buffer that
 is given back while a copy from it is queued keeps the copy's event, and who takes it next waits for
-that; there are two for each thread, and the one that was given back first is taken first.
+that; there are more than threads, and the one that was given back first is taken first.
 Between two pieces of a write a thread may turn to a read (Note [Writes in pieces] in
 `io_threads.py`), in place too.
 Page-locked memory then depends on how many threads there are and not on how much is in flight.
@@ -55,7 +55,8 @@ class StagingPool:
     """Page-aligned host buffers of equal size. Thread-safe.
 
     Args:
-        num_buffers: two for each thread that may want one; who finds none waits.
+        num_buffers: one for each thread that may want one, and some that are copied from; who finds
+            none waits.
         device: that copies from and to them. If it pins host memory, they are page-locked for it;
             pageable, with a line in the log, where the system refuses that.
         piece_bytes: what a buffer holds, a multiple of whatever files ask for.
