@@ -123,6 +123,7 @@ def test_source_and_space_of_a_write_are_kept_until_its_copy_has_ended(
     del source, block
     if is_cancelled:
         transfer.cancel()
+    assert not device.gate.wait(timeout=0.1)  # the thread that watches has had time to err
     assert not torch.UntypedStorage._expired(weak) and tier.used_bytes == PAGE
     device.gate.set()
     wait_until(lambda: torch.UntypedStorage._expired(weak), "a copy that ended keeps its source")

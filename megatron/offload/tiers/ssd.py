@@ -32,8 +32,8 @@ from megatron.offload.tiers.transfer import Transfer, when_all
 logger = logging.getLogger(__name__)
 
 
-# Staging buffers of each drive beside those that its threads work on: what was read is copied to the
-# device from them. The link is faster than a drive, so a few are enough, however many threads.
+# Staging buffers of each drive beside those that its threads work on: what was read is copied from
+# them to the device. The link is faster than a drive, so a few are enough, however many threads.
 _COPIED_FROM = 4
 
 
