@@ -94,7 +94,10 @@ def run_step(
             between()
             with engine.backward(save_order):
                 loss.backward()
-    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+    gradients = [p.grad.clone() for p in model.parameters()]
+    if x.device.type != "cpu":  # the next `zero_grad` frees those of side streams at once
+        torch.get_device_module(x.device).synchronize()
+    return loss.detach(), gradients
 
 
 def assert_same(
