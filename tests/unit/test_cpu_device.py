@@ -87,7 +87,7 @@ def test_a_cpu_queues_nothing_and_its_memory_is_the_processs() -> None:
     device.return_freed_memory()  # what other tests left would be used again, and nothing grow
     before = device.allocated_bytes()
     device.reset_peak()
-    storage = device.new_storage(64 * MIB)
+    storage = device.new_restored(64 * MIB)
     ctypes.memset(storage.data_ptr(), 1, storage.nbytes())
     assert device.allocated_bytes() - before > 60 * MIB
     del storage
