@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +25,16 @@ class DeviceProperties:
     major: int = 0
     minor: int = 0
     multi_processor_count: int = 1
+
+
+class Span(NamedTuple):
+    """What a stream did from one moment until another, in seconds of `time.monotonic`."""
+
+    device: int
+    stream: int
+    kind: str  # kernel, copy or sleep
+    began_s: float
+    ended_s: float
 
 
 class LagModule:
@@ -195,6 +206,19 @@ class LagModule:
         """Queues work of so many seconds, on the current stream unless another is given."""
         on = self.current_stream() if stream is None else stream
         self._extension.sleep(on.device_index, on.stream_id, seconds * 1e6)
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[list[Span]]:
+        """From its end on the list has what streams did in the context, by when that began."""
+        self._extension.take_spans()
+        self._extension.record_spans(True)
+        spans: list[Span] = []
+        try:
+            yield spans
+        finally:
+            self._extension.record_spans(False)
+            taken = itertools.starmap(Span, self._extension.take_spans())
+            spans += sorted(taken, key=lambda span: span.began_s)
 
     def set_delays(
         self, kernel_us: float, copy_us: float, jitter: bool = True, seed: int = DEFAULT_SEED

@@ -68,10 +68,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     lag::stream(device, stream).launch(lag::Kind::bookkeeping, [until] { lag::sleep_until(until); });
   }, released());
   m.def("sleep", [](int device, int stream, double us) {
-    lag::stream(device, stream).launch(lag::Kind::bookkeeping, [us] {
+    lag::stream(device, stream).launch(lag::Kind::sleep, [us] {
       lag::sleep_until(lag::Clock::now() + microseconds(us));
     });
   }, released());
+  m.def("record_spans", &lag::record_spans);
+  m.def("take_spans", [] {
+    static const char* names[] = {"kernel", "copy", "sleep"};
+    py::list result;
+    for (const auto& span : lag::take_spans())
+      result.append(py::make_tuple(span.device, span.stream, names[static_cast<size_t>(span.kind)],
+                                   span.began_s, span.ended_s));
+    return result;
+  });
   m.def("current_stream", [](int device) { return lag::current_stream(device).id; });
 
   m.def("host_register", &lag::host_register, released());

@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <exception>
 #include <stdexcept>
+#include <utility>
 
 namespace lag {
 
@@ -29,6 +30,10 @@ struct Process {
   std::mutex sleep_mutex;
   std::condition_variable ending;
   bool is_ending = false;
+
+  std::mutex spans_mutex;
+  std::vector<Span> spans;
+  std::atomic<bool> records_spans{false};
 
   std::mutex error_mutex;
   std::exception_ptr error;
@@ -132,6 +137,7 @@ void Stream::run() {
     }
     if (entry.delay_us > 0)
       sleep_until(Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(entry.delay_us * 1e3)));
+    auto began = Clock::now();
     try {
       entry.work();
     } catch (...) {
@@ -139,10 +145,26 @@ void Stream::run() {
       if (!process().error) process().error = std::current_exception();
       process().has_error = true;
     }
+    if (entry.kind != Kind::bookkeeping) add_span(entry.kind, began);
     entry.work = nullptr;  // frees what it holds, before anybody is told that it is done
     std::lock_guard<std::mutex> lock(mutex_);
     --num_pending_;
   }
+}
+
+void Stream::add_span(Kind kind, Clock::time_point began) {
+  if (!process().records_spans) return;
+  auto seconds = [](Clock::time_point time) {
+    return std::chrono::duration<double>(time.time_since_epoch()).count();
+  };
+  Span span{device, id, kind, seconds(began), seconds(Clock::now())};
+  std::lock_guard<std::mutex> lock(process().spans_mutex);
+  process().spans.push_back(span);
+}
+void record_spans(bool on) { process().records_spans = on; }
+std::vector<Span> take_spans() {
+  std::lock_guard<std::mutex> lock(process().spans_mutex);
+  return std::exchange(process().spans, {});
 }
 
 // Drawn when work is launched, so that a seed gives each stream the same delays every time.

@@ -63,8 +63,17 @@ class Moment {
 };
 using MomentPtr = std::shared_ptr<Moment>;
 
-enum class Kind { kernel, copy, bookkeeping };
+enum class Kind { kernel, copy, sleep, bookkeeping };
 using Work = std::function<void()>;
+
+// What a stream did from one moment until another, in seconds of the monotonic clock.
+struct Span {
+  int device, stream;
+  Kind kind;
+  double began_s, ended_s;
+};
+void record_spans(bool on);  // of all streams, bookkeeping left out
+std::vector<Span> take_spans();
 
 // A queue whose thread works it off, in order.
 class Stream {
@@ -90,6 +99,7 @@ class Stream {
   };
   void run();
   double draw_delay_us(Kind kind);
+  void add_span(Kind kind, Clock::time_point began);
 
   std::mutex mutex_;  // protects what follows
   std::condition_variable changed_;
