@@ -18,8 +18,9 @@ memory nor its two cores are what is measured; bounds in bytes of the package (p
 flight, the pool) are smaller by the same factor. So it shows whether the schedule overlaps: who
 waits for whom. It shows nothing of CUDA's speed, nor of a real drive's.
 
-Idle is what lies between the spans of the stream that computes, from the first of a step to the
-last. Bytes that come back are compared on the device.
+Idle is what lies between the parts on the stream that computes, from the first of a step to the
+last, the few kernels that make and compare bytes included: the row `off` shows how much that is.
+One word of each page that comes back is compared.
 
 Exit code: 0 at most 3 % idle and all bytes right; 1 not; 2 the accelerator cannot be used here.
 """
@@ -38,7 +39,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,7 @@ TIERS = ("off", "host", "ssd")
 POOL_BYTES = 2 * GIB  # the default on a machine with enough memory
 PAGE = mmap.PAGESIZE
 WARM_STEPS = 2
+_CHECKED = PAGE // 8  # one word of each page: more would take this machine's time
 # Bounds of the package in bytes, which are for activations of full size.
 BOUNDS = (
     ("engine", "DEFAULT_INFLIGHT_BYTES"),
@@ -201,7 +203,8 @@ class Part(torch.autograd.Function):
         saved = torch.empty(work.num_words, dtype=torch.int64, device=x.device)
         work.lag.sleep(work.forward_s)
         work.number += 1
-        ctx.save_for_backward(saved.fill_(work.number))
+        saved[::_CHECKED].fill_(work.number)
+        ctx.save_for_backward(saved)
         ctx.work, ctx.number = work, work.number
         return x.clone()
 
@@ -209,12 +212,17 @@ class Part(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Needs what was saved from its beginning on."""
         (saved,) = ctx.saved_tensors
-        ctx.work.num_wrong += (saved != ctx.number).sum()
+        ctx.work.num_wrong += (saved[::_CHECKED] != ctx.number).sum()
         ctx.work.lag.sleep(2 * ctx.work.forward_s)
         return gradients[0].clone(), None
 
 
-def forward(work: Work, machine: Machine, engine: OffloadEngine | None) -> torch.Tensor:
+def forward(
+    work: Work,
+    machine: Machine,
+    engine: OffloadEngine | None,
+    after_part: Callable[[], None] = lambda: None,
+) -> torch.Tensor:
     """All layers; each part is captured when it has been queued, as Megatron's operations are."""
     x = torch.ones(8, device="lag", requires_grad=True)
     for layer in range(1, machine.num_layers + 1):
@@ -224,6 +232,7 @@ def forward(work: Work, machine: Machine, engine: OffloadEngine | None) -> torch
                 scope = Scope(layer=f"decoder.{layer}", part=str(part))
                 engine.capture(scope, outputs=[y], inputs=[x])
             x = y
+            after_part()
     return x
 
 
@@ -246,24 +255,22 @@ class Step(NamedTuple):
 
 
 def step_of(computed: Sequence[Span], num_parts: int) -> Step:
-    """What the spans of one step show; forward ends with the work that follows its last sleep.
+    """What the computing of one step shows.
 
     Args:
-        computed: of the stream that computes, in order.
-        num_parts: of forward, each of which sleeps once, and so does each of backward.
+        computed: in order; between these spans nothing is computed.
+        num_parts: of forward, and as many of backward.
     """
-    sleeps = [n for n, span in enumerate(computed) if span.kind == "sleep"]
-    if len(sleeps) != 2 * num_parts:
-        raise ValueError(f"{len(sleeps)} parts ran, and not {2 * num_parts}")
-    turn = sleeps[num_parts - 1] + 1
-    began_s, turned_s, ended_s = (
-        computed[0].began_s,
-        computed[turn - 1].ended_s,
-        computed[-1].ended_s,
+    if len(computed) != 2 * num_parts:
+        raise ValueError(f"{len(computed)} parts ran, and not {2 * num_parts}")
+    began_s, turned_s = computed[0].began_s, computed[num_parts - 1].ended_s
+    forward_s, backward_s = turned_s - began_s, computed[-1].ended_s - turned_s
+    return Step(
+        forward_s,
+        backward_s,
+        forward_s - sum(span.ended_s - span.began_s for span in computed[:num_parts]),
+        backward_s - sum(span.ended_s - span.began_s for span in computed[num_parts:]),
     )
-    busy_s = [sum(span.ended_s - span.began_s for span in s) for s in (computed[:turn], computed)]
-    forward_s, backward_s = turned_s - began_s, ended_s - turned_s
-    return Step(forward_s, backward_s, forward_s - busy_s[0], backward_s - (busy_s[1] - busy_s[0]))
 
 
 class Bench:
@@ -341,12 +348,12 @@ class Bench:
                     self.lag.synchronize()
                 if number < WARM_STEPS:
                     continue
-                computed = [span for span in spans if span.stream == compute]
+                computed = [s for s in spans if s.stream == compute and s.kind == "sleep"]
                 steps.append(step_of(computed, machine.num_layers * machine.num_parts))
                 counted = engine.statistics if engine is not None else None
                 waits.append((counted.write_wait_s, counted.stall_s) if counted else (0.0, 0.0))
                 timelines.append(self._timeline(spans, compute, computed[0].began_s))
-            peak_bytes = self._forward_peak(work, engine)
+            peak_bytes, pool_bytes = self._forward_peaks(work, engine)
         finally:
             if engine is not None:
                 engine.close()
@@ -363,44 +370,60 @@ class Bench:
             "forward_wait_s": statistics.median(wait for wait, _ in waits),
             "backward_wait_s": statistics.median(stall for _, stall in waits),
             "forward_peak_bytes": peak_bytes - base_bytes,
+            "most_pool_bytes": pool_bytes,
             "num_wrong": int(work.num_wrong),
             "median_step": median,
             "steps": [step._asdict() for step in steps],
             "timeline": timelines[median],
         }
 
-    def _step(self, work: Work, engine: OffloadEngine | None) -> None:
+    def _step(
+        self,
+        work: Work,
+        engine: OffloadEngine | None,
+        after_part: Callable[[], None] = lambda: None,
+        at_turn: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Forward and backward.
+
+        Args:
+            after_part: called when a part of forward has been queued.
+            at_turn: called when all of forward has been, and backward has not begun.
+        """
         if engine is None:
-            forward(work, self.machine, None).sum().backward()
+            y = forward(work, self.machine, None, after_part)
+            at_turn()
+            y.sum().backward()
             return
         with engine.step():
             with engine.forward(Scope()) as save_order:
-                y = forward(work, self.machine, engine)
+                y = forward(work, self.machine, engine, after_part)
             engine.end_layers()
+            at_turn()
             with engine.backward(save_order):
                 y.sum().backward()
 
-    def _forward_peak(self, work: Work, engine: OffloadEngine | None) -> int:
-        """Most device memory in a forward pass, with backward kept from beginning before its end.
+    def _forward_peaks(self, work: Work, engine: OffloadEngine | None) -> tuple[int, int]:
+        """Most bytes in device memory and in the pool in a forward pass; backward waits for its end.
 
         What the host allocates counts from then on, though the device comes to it later.
         """
+        tiers: list[Any] = [] if engine is None else list(engine.tiers.values())
+        peaks, in_pool = [], [0]
+
+        def look() -> None:
+            in_pool.append(sum(getattr(tier, "pool_bytes", 0) for tier in tiers))
+
+        def at_turn() -> None:
+            peaks.append(self.device.peak_bytes())
+            self.lag.synchronize()
+            look()
+
         self.lag.synchronize()
         self.device.reset_peak()
-        if engine is None:
-            y = forward(work, self.machine, None)
-            peak_bytes = self.device.peak_bytes()
-            y.sum().backward()
-        else:
-            with engine.step():
-                with engine.forward(Scope()) as save_order:
-                    y = forward(work, self.machine, engine)
-                peak_bytes = self.device.peak_bytes()
-                self.lag.synchronize()
-                with engine.backward(save_order):
-                    y.sum().backward()
+        self._step(work, engine, look, at_turn)
         self.lag.synchronize()
-        return peak_bytes
+        return peaks[0], max(in_pool)
 
     def _timeline(
         self, spans: Sequence[Span], compute: int, zero_s: float
@@ -441,13 +464,14 @@ def table(figures: Sequence[dict[str, Any]], machine: Machine) -> str:
             f"{1e3 * one['forward_wait_s']:.0f} ms",
             f"{1e3 * one['backward_wait_s']:.0f} ms",
             f"{one['forward_peak_bytes'] / layer_bytes:.2f}",
+            f"{one['most_pool_bytes'] / layer_bytes:.2f}",
             "yes" if not one["num_wrong"] else "NO",
         )
         for one in figures
     ]
     headings = (
         *("tier", "idle", "in forward", "in backward", "step / off", "host waits in forward"),
-        *("in backward", "forward peak, layers", "bytes right"),
+        *("in backward", "forward peak, layers", "in the pool", "bytes right"),
     )
     return str(tabulate(rows, headings, tablefmt="github", disable_numparse=True))
 
