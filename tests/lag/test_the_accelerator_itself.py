@@ -380,6 +380,23 @@ def test_bandwidth_and_sleep_hold_a_stream_and_not_the_host(lag: LagModule) -> N
     assert from_host >= 10 and to_host >= 20 and asleep >= 30
 
 
+def test_what_streams_did_is_recorded_in_order_and_only_when_asked_for(lag: LagModule) -> None:
+    stream = lag.current_stream()
+    lag.sleep(0.001)
+    lag.synchronize()
+    with lag.recorded() as spans:
+        x = torch.ones(NUM, device="lag")
+        lag.sleep(0.002)
+        x.to("cpu")
+    lag.sleep(0.001)
+    lag.synchronize()
+    assert [span.kind for span in spans] == ["kernel", "sleep", "copy"]
+    assert {(span.device, span.stream) for span in spans} == {(0, stream.stream_id)}
+    assert spans[1].ended_s - spans[1].began_s >= 0.002
+    for earlier, later in itertools.pairwise(spans):
+        assert earlier.ended_s <= later.began_s
+
+
 def test_copies_of_one_direction_share_its_bandwidth(lag: LagModule) -> None:
     pinned = [torch.zeros(100_000, dtype=torch.uint8).pin_memory() for _ in range(2)]
     on_device = [one.to("lag") for one in pinned]

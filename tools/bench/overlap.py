@@ -20,7 +20,7 @@ waits for whom. It shows nothing of CUDA's speed, nor of a real drive's.
 
 Idle is what lies between the parts on the stream that computes, from the first of a step to the
 last, the few kernels that make and compare bytes included: the row `off` shows how much that is.
-One word of each page that comes back is compared.
+One word of each page that comes back is compared. Python's garbage is collected between steps.
 
 Exit code: 0 at most 3 % idle and all bytes right; 1 not; 2 the accelerator cannot be used here.
 """
@@ -29,35 +29,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import importlib
+import gc
 import json
-import mmap
 import shlex
 import statistics
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[1:1] = [str(ROOT / "tools")]
 sys.path.append(str(ROOT))  # the accelerator is the tests'
 
+from bench.simulated_machine import PAGE, DriveSpan, Machine, scaled, simulated_drives  # noqa: E402
 from megatron.offload import OffloadConfig, OffloadEngine, Scope  # noqa: E402
 from megatron.offload.commands.training_runs.machine import machine_facts  # noqa: E402
 from megatron.offload.device.accelerator import AcceleratorDevice  # noqa: E402
 from megatron.offload.sizes import GIB, MIB, format_size, parse_rate  # noqa: E402
-from megatron.offload.tiers.direct_io import Alignment  # noqa: E402
-from megatron.offload.tiers.staging import PIECE_BYTES, StagingPool  # noqa: E402
 from tests.support.lag import load  # noqa: E402
 from tests.support.lag.build import why_not  # noqa: E402
 from tests.support.lag.module import LagModule, Span  # noqa: E402
@@ -66,119 +59,8 @@ from tests.support.lag.platform import LagPlatform  # noqa: E402
 MOST_IDLE = 0.03
 TIERS = ("off", "host", "ssd")
 POOL_BYTES = 2 * GIB  # the default on a machine with enough memory
-PAGE = mmap.PAGESIZE
 WARM_STEPS = 2
 _CHECKED = PAGE // 8  # one word of each page: more would take this machine's time
-# Bounds of the package in bytes, which are for activations of full size.
-BOUNDS = (
-    ("engine", "DEFAULT_INFLIGHT_BYTES"),
-    ("tiers.striping", "MIN_STRIPE_BYTES"),
-    ("tiers.drive", "GROWTH_BYTES"),
-    ("tiers.arena", "GROWTH_BYTES"),
-)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What is simulated. Times and bytes as they are meant, without `smaller` and `slower`."""
-
-    num_layers: int
-    num_parts: int  # of a layer, each saves one tensor
-    layer_s: float  # of forward; backward takes twice that
-    link_bytes_per_s: float  # in each direction
-    drive_bytes_per_s: float
-    num_drives: int
-    share: float  # of what forward makes in a second, what the drives take
-    smaller: float
-    slower: float
-
-    @property
-    def produced_bytes_per_s(self) -> float:
-        """What forward makes if nothing holds it up."""
-        return self.num_drives * self.drive_bytes_per_s / self.share
-
-    @property
-    def layer_bytes(self) -> float:
-        """That a layer saves."""
-        return self.produced_bytes_per_s * self.layer_s
-
-    @property
-    def part_bytes(self) -> int:
-        """That a part saves here: smaller, and in whole pages."""
-        return scaled(self.layer_bytes / self.num_parts, self.smaller)
-
-    @property
-    def rate_scale(self) -> float:
-        """How many times less a bandwidth is here: what forward makes is exactly `share` more."""
-        here_bytes_per_s = self.num_parts * self.part_bytes / (self.layer_s * self.slower)
-        return self.produced_bytes_per_s / here_bytes_per_s
-
-
-def scaled(num_bytes: float, smaller: float) -> int:
-    """So many bytes as they are here, in whole pages."""
-    return max(round(num_bytes / smaller / PAGE), 1) * PAGE
-
-
-# -- Drives ---------------------------------------------------------------------------------------
-
-
-class DriveSpan(NamedTuple):
-    """What a drive did from one moment until another, in seconds of `time.monotonic`."""
-
-    drive: int
-    kind: str
-    began_s: float
-    ended_s: float
-
-
-class SimulatedDrive:
-    """A file in memory whose reads and writes take as long as those of a drive; see `DriveFile`.
-
-    They share its bandwidth and take turns, whatever thread they come from. Who waits sleeps
-    without the interpreter's lock.
-    """
-
-    kind = "simulated"
-    alignment = Alignment(PAGE, PAGE)
-
-    def __init__(self, directory: Path, bytes_per_s: float, spans: list[DriveSpan]) -> None:
-        self.directory = directory
-        self.size_bytes = 0
-        self._number = int(directory.name)
-        self._bytes_per_s = bytes_per_s
-        self._spans = spans
-        self._memory = mmap.mmap(-1, GIB)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._free_at = 0.0
-        self._lock = threading.Lock()  # protects the line above; held for a few instructions
-
-    def grow(self, num_bytes: int) -> None:
-        """Makes room."""
-        if self.size_bytes + num_bytes > len(self._memory):
-            raise OSError(28, "the simulated drive is full")
-        self.size_bytes += num_bytes
-
-    def write(self, body: memoryview, offset: int) -> None:
-        """Takes the bytes, and the time."""
-        source = ctypes.addressof(ctypes.c_char.from_buffer(body))
-        self._move("write", self._address + offset, source, len(body))
-
-    def read(self, body: memoryview, offset: int) -> None:
-        """Gives the bytes back, and takes the time."""
-        target = ctypes.addressof(ctypes.c_char.from_buffer(body))
-        self._move("read", target, self._address + offset, len(body))
-
-    def close(self) -> None:
-        """Nothing to do: the memory goes with the object."""
-
-    def _move(self, kind: str, target: int, source: int, num_bytes: int) -> None:
-        with self._lock:
-            began = max(self._free_at, time.monotonic())
-            self._free_at = ended = began + num_bytes / self._bytes_per_s
-        self._spans.append(DriveSpan(self._number, kind, began, ended))
-        ctypes.memmove(target, source, num_bytes)
-        time.sleep(max(ended - time.monotonic(), 0.0))
-
 
 # -- The model ------------------------------------------------------------------------------------
 
@@ -292,30 +174,15 @@ class Bench:
 
     @contextlib.contextmanager
     def simulated(self) -> Iterator[None]:
-        """Bandwidths are those of the machine, and the package's bounds in bytes fit it."""
-        machine = self.machine
-        link = machine.link_bytes_per_s / machine.rate_scale
+        """Links and drives have the machine's bandwidths."""
+        link = self.machine.link_bytes_per_s / self.machine.rate_scale
         self.lag.set_bandwidth(link, link)
         self.lag.set_poison(False)  # it takes the time of this machine's memory
-        rate = machine.drive_bytes_per_s / machine.rate_scale
-        piece_bytes = scaled(PIECE_BYTES, machine.smaller)
-        with contextlib.ExitStack() as replaced:
-            for room, name in BOUNDS:
-                module = importlib.import_module(f"megatron.offload.{room}")
-                value = scaled(getattr(module, name), machine.smaller)
-                replaced.enter_context(mock.patch.object(module, name, value))
-            ssd = importlib.import_module("megatron.offload.tiers.ssd")
-            pool = partial(StagingPool, piece_bytes=piece_bytes)
-            replaced.enter_context(mock.patch.object(ssd, "StagingPool", pool))
-
-            def open_drive(directory: Path, io: str) -> SimulatedDrive:
-                return SimulatedDrive(directory, rate, self.drive_spans)
-
-            replaced.enter_context(mock.patch.object(ssd, "UnlinkedFile", open_drive))
-            try:
+        try:
+            with simulated_drives(self.machine, self.drive_spans):
                 yield
-            finally:
-                self.lag.reset()
+        finally:
+            self.lag.reset()
 
     def open_engine(self, tier: str) -> OffloadEngine | None:
         """An engine as it is by default; None for `off`."""
@@ -339,10 +206,13 @@ class Bench:
         base_bytes = self.device.allocated_bytes()
         compute = self.device.current_stream().stream_id
         steps, waits, timelines = [], [], []
+        gc.freeze()
+        gc.disable()  # as Megatron's --manual-gc: a collection stops all threads for 0.1 s
         try:
             for number in range(WARM_STEPS + num_steps):
                 self.lag.synchronize()
                 self.drive_spans.clear()
+                gc.collect()
                 with self.lag.recorded() as spans:
                     self._step(work, engine)
                     self.lag.synchronize()
@@ -355,6 +225,8 @@ class Bench:
                 timelines.append(self._timeline(spans, compute, computed[0].began_s))
             peak_bytes, pool_bytes = self._forward_peaks(work, engine)
         finally:
+            gc.enable()
+            gc.unfreeze()
             if engine is not None:
                 engine.close()
         shares = [step.idle_share for step in steps]
@@ -404,7 +276,7 @@ class Bench:
                 y.sum().backward()
 
     def _forward_peaks(self, work: Work, engine: OffloadEngine | None) -> tuple[int, int]:
-        """Most bytes in device memory and in the pool in a forward pass; backward waits for its end.
+        """Most bytes in device memory and in the pool in a forward pass; backward waits then.
 
         What the host allocates counts from then on, though the device comes to it later.
         """

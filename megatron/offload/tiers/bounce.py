@@ -30,6 +30,7 @@ from megatron.offload.device.device import Device, memory_at
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.copies import ByDevice
 from megatron.offload.tiers.direct_io import Cut
+from megatron.offload.tiers.drive import Extent
 from megatron.offload.tiers.ssd import SsdBlock, SsdTier
 from megatron.offload.tiers.tier import Block, TierStatistics
 from megatron.offload.tiers.transfer import Transfer
@@ -118,8 +119,11 @@ class BouncingTier(SsdTier):
         copy = self._copies.begin_write(source, in_pool.address, after, in_pool)
         with self._changed:
             self._num_leaving += 1
+        # Until the copy has ended no drive's queue has them, and other storages are spread by then.
+        for extent in extents:
+            extent.drive.expect(extent.num_bytes)
         reference = weakref.ref(block)
-        copy.add_done_callback(lambda copied: self._in_pool(reference, copied))
+        copy.add_done_callback(lambda copied: self._in_pool(reference, extents, copied))
         return block, copy
 
     def begin_read(
@@ -168,8 +172,15 @@ class BouncingTier(SsdTier):
     # -- From the pool to the drives ------------------------------------------------------------
 
     # Runs in the thread that watches the copies.
-    def _in_pool(self, reference: weakref.ref[BouncingBlock], copied: Future[None]) -> None:
+    def _in_pool(
+        self,
+        reference: weakref.ref[BouncingBlock],
+        extents: Sequence[Extent],
+        copied: Future[None],
+    ) -> None:
         """A copy to the pool has ended: its bytes go on, if somebody wants them."""
+        for extent in extents:
+            extent.drive.expect(-extent.num_bytes)
         block = reference()
         has_failed = copied.cancelled() or copied.exception() is not None
         on_drives, in_pool = (None, None) if block is None else (block.on_drives, block.in_pool)

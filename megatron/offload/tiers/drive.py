@@ -119,8 +119,9 @@ class Drive:
         self._checksum = checksum
         # Extents that nobody needs any more, taken in at the next allocation.
         self._freed: collections.deque[int] = collections.deque()
-        # Protects extents and health. Held for microseconds (or one fallocate, when
-        # the file grows); the space budget's lock is taken under it, no other.
+        self._expected_bytes = 0
+        # Protects extents, health and what is expected. Held for microseconds (or one fallocate,
+        # when the file grows); the space budget's lock is taken under it, no other.
         self._lock = threading.Lock()
         try:
             name = f"activation-offload {file.directory}"
@@ -142,8 +143,13 @@ class Drive:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait to be written."""
-        return self._threads.queued_write_bytes
+        """Bytes that wait to be written, and those that `expect` has announced."""
+        return self._threads.queued_write_bytes + self._expected_bytes
+
+    def expect(self, num_bytes: int) -> None:
+        """Announces bytes that will be written, or takes that back (below 0): for striping."""
+        with self._lock:
+            self._expected_bytes += num_bytes
 
     def reserve(self, num_bytes: int) -> None:
         """Lets the file grow now, so that a disk that is too small shows before training.

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/bench/overlap.py and its picture, on the test accelerator: what it writes, no times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from bench import overlap as bench
+from bench.simulated_machine import SimulatedDrive
+from plot import overlap as plot
+
+from tests.support.lag.module import LagModule
+
+SMALL = "--layers 2 --parts 2 --layer-ms 1 --slower 1 --steps 1"
+
+
+def test_a_small_measurement(
+    lag: LagModule, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, picture = tmp_path / "overlap.json", tmp_path / "overlap.png"
+    assert bench.main([*SMALL.split(), "--json", str(file)]) in (0, 1)  # by its times
+    assert "times fewer bytes" in capsys.readouterr().out
+    result = json.loads(file.read_text())
+    layer_bytes = result["simulated"]["layer_bytes"]
+    off, host, ssd = result["figures"]
+    assert (off["tier"], host["tier"], ssd["tier"]) == ("off", "host", "ssd")
+    for one in result["figures"]:
+        assert one["num_wrong"] == 0
+        assert 0 < one["forward_peak_bytes"] <= 3 * layer_bytes
+        (step,) = one["steps"]
+        took_s, timeline = step["forward_s"] + step["backward_s"], one["timeline"]
+        assert one["step_s"] == took_s
+        idle_s = step["forward_idle_s"] + step["backward_idle_s"]
+        assert one["idle_share"] == idle_s / took_s
+        assert len(timeline["compute"]) == 2 * 2 * 2
+        busy_ms = sum(ended - began for began, ended in timeline["compute"])
+        assert busy_ms == pytest.approx(1e3 * (took_s - idle_s), abs=0.5)
+    assert set(off["timeline"]) == {"compute"}
+    assert {"compute", "to host"} <= set(host["timeline"]) <= {"compute", "to host", "from host"}
+    assert 0 < ssd["most_pool_bytes"] <= 2 * layer_bytes and not host["most_pool_bytes"]
+    assert plot.main([str(file), "--tier", "ssd", "--output", str(picture)]) == 0
+    assert picture.stat().st_size > 1000
+
+
+def test_bytes_that_do_not_come_back_are_counted(
+    lag: LagModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(self: SimulatedDrive, body: memoryview, offset: int) -> None:
+        body[:] = bytes(len(body))
+
+    monkeypatch.setattr(SimulatedDrive, "read", read)
+    monkeypatch.setattr(bench, "POOL_BYTES", 0)
+    file = tmp_path / "overlap.json"
+    many = "--layers 6 --parts 2 --layer-ms 1 --slower 1 --steps 1 --tiers ssd"
+    assert bench.main([*many.split(), "--json", str(file)]) == 1
+    (ssd,) = json.loads(file.read_text())["figures"]
+    assert ssd["num_wrong"] > 0
+
+
+def test_an_unknown_tier_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--tiers", "tape"])
+    assert "there is no tier tape; choose of off" in capsys.readouterr().err
