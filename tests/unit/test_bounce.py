@@ -109,6 +109,34 @@ def test_a_write_has_ended_when_the_copy_to_the_pool_has(
     assert tier.statistics.reads.total_bytes == PAGE
 
 
+def test_what_is_on_its_way_to_the_pool_counts_where_storages_are_spread(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directories = [tmp_path / "0", tmp_path / "1"]
+    for directory in directories:
+        directory.mkdir()
+    copied, wait_for_event = threading.Event(), device.wait_for_event
+
+    def wait(event: Any) -> None:
+        assert copied.wait(timeout=10)
+        wait_for_event(event)
+
+    tier = BouncingTier(directories, device=device, pool_bytes=8 * PAGE, io="buffered")
+    try:
+        monkeypatch.setattr(device, "wait_for_event", wait)
+        started = [begun(tier, value) for value in range(4)]
+        assert [drive.used_bytes for drive in tier.drives] == [2 * PAGE, 2 * PAGE]
+        assert [drive.queued_bytes for drive in tier.drives] == [2 * PAGE, 2 * PAGE]
+        copied.set()
+        for _, transfer in started:
+            transfer.wait()
+        assert tier.wait_for_writes(timeout_s=10)
+        assert [drive.queued_bytes for drive in tier.drives] == [0, 0]
+    finally:
+        copied.set()
+        tier.close()
+
+
 @pytest.mark.parametrize("num_bytes", [1, 511, 512, 5000, 3 * PAGE + 7])
 @pytest.mark.parametrize("io", ["auto", "buffered"])
 def test_bytes_come_back_from_the_pool_and_from_the_drives(
