@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains on the test accelerator while its streams lag, and compares bits: `OrderingStress`.
+
+The model has what the ways to and from the tiers tell apart: parts on a side stream, masks that
+move as bits and are used on both streams, views, parts of storages that move as copies. Three
+micro-batches overlap as in a pipeline and add up their gradients. Before each forward and backward
+pass either compute is held back or the copies are, so that what forgets to wait for the other comes
+too early; on top of that every kernel and copy is late by a random time.
+
+`tests/ordering.py` runs it many times, also with wrong waits (`ordering_mistakes.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import functional
+
+from megatron.offload import OffloadConfig, OffloadEngine, Scope
+from megatron.offload.device.accelerator import AcceleratorDevice
+from megatron.offload.sizes import MIB
+from megatron.offload.tiers import ssd as ssd_tier
+from megatron.offload.tiers.staging import StagingPool
+from tests.support.lag.module import LagModule
+from tests.support.lag.platform import LagPlatform
+
+# Not that on which new threads stand.
+DEVICE = "lag:1"
+MODES: dict[str, dict[str, Any]] = {
+    "ssd": {"mode": "ssd", "pinned_bytes": 0, "threads": 2},
+    "ssd, pinned": {"mode": "ssd", "pinned_bytes": 64 * MIB, "threads": 2},
+    "host": {"mode": "host", "host_budget": 64 * MIB},
+    "tiered": {"mode": "tiered", "host_budget": MIB // 2, "pinned_bytes": 0, "threads": 2},
+    "tiered, pinned": {"mode": "tiered", "host_budget": MIB // 2, "pinned_bytes": MIB // 2},
+}
+_HIDDEN, _NUM_LAYERS, _TOKENS = 32, 3, 96
+_NUM_STEPS = 2
+_PIECE_BYTES = 16 << 10  # of staging buffers: large storages take several
+_SCHEDULE = ("forward 0", "forward 1", "backward 0", "forward 2", "backward 1", "backward 2")
+_LATE_S = 0.02
+_POISONED = 1e9  # what poison gives in floating point is larger
+
+Results = list[torch.Tensor]
+
+
+class Block(torch.nn.Module):
+    """Attention and an MLP on the current stream, another part on a side stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(_HIDDEN)
+        self.qkv = torch.nn.Linear(_HIDDEN, 3 * _HIDDEN)
+        self.up = torch.nn.Linear(_HIDDEN, 4 * _HIDDEN)
+        self.down = torch.nn.Linear(4 * _HIDDEN, _HIDDEN)
+        self.aside = torch.nn.Linear(_HIDDEN, 2 * _HIDDEN)
+
+    def forward(self, x: torch.Tensor, lag: LagModule, side: torch.Stream) -> torch.Tensor:
+        """Shape [batch, tokens, hidden], as what it returns."""
+        main = lag.current_stream(DEVICE)
+        mask = x > 0
+        side.wait_stream(main)
+        with lag.stream(side):
+            for tensor in (x, mask):
+                tensor.record_stream(side)
+            aside = self.aside(x.masked_fill(mask, 0.5)).sigmoid()
+            part = aside.flatten()[: x.numel()].square()  # half of a storage is saved
+            aside = part.view_as(x).sigmoid()
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        attended = functional.scaled_dot_product_attention(q, k, v) + x
+        hidden = functional.gelu(self.up(self.norm(attended)))
+        hidden = functional.dropout(self.down(hidden), 0.1)
+        main.wait_stream(side)
+        aside.record_stream(main)
+        return attended + hidden.masked_fill(mask, -0.5) * aside
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run compares with the training without offload.
+
+    Attributes:
+        found: what shows that something was wrong; empty: nothing was.
+        offloaded_bytes: in the last step.
+        forwarded_bytes: of these, what came back before it was written.
+    """
+
+    found: str
+    offloaded_bytes: int = 0
+    forwarded_bytes: int = 0
+
+
+class OrderingStress:
+    """The model, and its results without offload and without any delay.
+
+    Args:
+        lag: `torch.lag`.
+        directory: for files of the tiers.
+    """
+
+    def __init__(self, lag: LagModule, directory: Path) -> None:
+        self._lag, self._directory = lag, directory
+        lag.set_device(DEVICE)
+        self._side = lag.Stream(DEVICE)
+        torch.manual_seed(3)
+        self._blocks = torch.nn.ModuleList(Block() for _ in range(_NUM_LAYERS)).to(DEVICE)
+        self._inputs = [torch.randn(4, _TOKENS // 4, _HIDDEN).to(DEVICE) for _ in range(3)]
+        self._expected = [self._step(None, None) for _ in range(_NUM_STEPS)]
+
+    def run_without_offload(self, seed: int) -> Outcome:
+        """The model alone, with delays."""
+        with self._delays(seed):
+            return Outcome(self._train(None, random.Random(seed)))
+
+    def run(self, mode: str, seed: int) -> Outcome:
+        """Some steps of training, with a new engine and new delays.
+
+        Args:
+            mode: a key of `MODES`.
+            seed: of the delays, and of when backward begins before writes have ended.
+        """
+        config = OffloadConfig(directories=(self._directory,), min_bytes=1, **MODES[mode])
+        pool = functools.partial(StagingPool, piece_bytes=_PIECE_BYTES)
+        with mock.patch.object(ssd_tier, "StagingPool", pool), self._delays(seed):
+            device = AcceleratorDevice(torch.device(DEVICE), LagPlatform(self._lag))
+            engine = OffloadEngine(config, device)
+            try:
+                try:
+                    found = self._train(engine, random.Random(seed), device)
+                except Exception as error:  # whatever the wrong bytes led to
+                    found = f"{type(error).__name__}: {error}".splitlines()[0]
+                counted = engine.statistics
+            finally:
+                self._settle_all()
+                engine.close()
+        return Outcome(found, counted.offloaded_bytes, counted.forwarded_bytes)
+
+    @contextmanager
+    def _delays(self, seed: int) -> Iterator[None]:
+        self._lag.set_delays(60, 300, seed=seed)
+        try:
+            yield
+        finally:
+            self._lag.reset()
+
+    def _settle_all(self) -> None:
+        """What failed on the device is said by now, and belongs to this run."""
+        for index in range(self._lag.device_count()):
+            self._lag.synchronize(index)
+
+    def _train(
+        self, engine: OffloadEngine | None, chance: random.Random, device: Any = None
+    ) -> str:
+        """What is wrong, in a few words."""
+        lateness = _Lateness(self._lag, self._side, chance, device)
+        for number, expected in enumerate(self._expected):
+            ours = self._step(engine, lateness)
+            for place, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
+                if not torch.equal(mine, theirs):
+                    what = "poison" if _is_poisoned(mine) else "wrong bits"
+                    return f"{what} in step {number}, result {place}"
+        return ""
+
+    def _step(self, engine: OffloadEngine | None, lateness: _Lateness | None) -> Results:
+        """The losses, and the gradients of all parameters, in host memory."""
+        torch.manual_seed(5)
+        self._blocks.zero_grad()
+        losses: dict[str, torch.Tensor] = {}
+        save_orders: dict[str, Any] = {}
+        with ExitStack() as step:
+            if engine is not None:
+                engine.exclude([*self._blocks.parameters(), *self._inputs])
+                step.enter_context(engine.step())
+            for phase in _SCHEDULE:
+                kind, number = phase.split()
+                if lateness is not None:
+                    lateness.before(kind, engine)
+                with ExitStack() as within:
+                    if kind == "forward":
+                        if engine is not None:
+                            scope = Scope(micro_batch=int(number))
+                            save_orders[number] = within.enter_context(engine.forward(scope))
+                        losses[number] = self._forward(int(number), engine)
+                    else:
+                        if engine is not None:
+                            within.enter_context(engine.backward(save_orders.pop(number)))
+                        losses[number].backward()
+                        losses[number] = losses[number].detach()
+        gradients = [parameter.grad for parameter in self._blocks.parameters()]
+        return [one.cpu() for one in [*losses.values(), *gradients] if one is not None]
+
+    def _forward(self, micro_batch: int, engine: OffloadEngine | None) -> torch.Tensor:
+        x = self._inputs[micro_batch]
+        for index, block in enumerate(self._blocks):
+            y = block(x, self._lag, self._side)
+            if engine is not None:
+                scope = Scope(micro_batch=micro_batch, layer=f"decoder.{index}")
+                engine.capture(scope, outputs=[y], inputs=[x])
+            x = y
+        return x.square().mean()
+
+
+class _Lateness:
+    """Holds streams back for a while, compute's and the copies' in turn."""
+
+    def __init__(
+        self, lag: LagModule, side: torch.Stream, chance: random.Random, device: Any
+    ) -> None:
+        self._lag, self._chance = lag, chance
+        self._compute = [lag.current_stream(DEVICE), side]
+        self._copies = [] if device is None else [device._store, device._pieces, device._load]
+        self._num_backward = 0
+
+    def before(self, kind: str, engine: OffloadEngine | None) -> None:
+        """A forward or backward pass is about to be queued."""
+        chance = self._chance
+        late = self._compute
+        if kind == "backward":
+            # The first waits for the bytes to be on their tiers, or nothing would be read.
+            settles = not self._num_backward or chance.random() < 0.5
+            if engine is not None and settles:
+                assert engine.wait_for_writes(30), "writes did not end"
+            if self._num_backward % 2:
+                late = self._copies
+            self._num_backward += 1
+        for stream in late:
+            self._lag.late(stream, _LATE_S * (1 + chance.random()))
+
+
+def _is_poisoned(tensor: torch.Tensor) -> bool:
+    largest = float(tensor.abs().max())
+    return not math.isfinite(largest) or largest > _POISONED
