@@ -33,7 +33,8 @@ class Mistake:
 
     Attributes:
         what: goes wrong, in words.
-        modes: of the stress in which it does; runs take them in turn.
+        modes: of the stress in which that shows; runs take them in turn. Where pieces are copied,
+            I/O threads wait on the host, for one storage after the other, and hide some.
         changes: to the package's lines.
     """
 
@@ -132,7 +133,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "the producer's event is recorded in the main stream, whatever produced",
-        _ALL,
+        _WHOLE,
         (
             (
                 _WRITER,
@@ -156,7 +157,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "the producer's event is recorded before masks are packed and parts are copied",
-        _ALL,
+        _WHOLE,
         (
             (
                 _WRITER,

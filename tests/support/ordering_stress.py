@@ -3,9 +3,10 @@
 
 The model has what the ways to and from the tiers tell apart: parts on a side stream, masks that
 move as bits and are used on both streams, views, parts of storages that move as copies. Three
-micro-batches overlap as in a pipeline and add up their gradients. Before each forward and backward
-pass either compute is held back or the copies are, so that what forgets to wait for the other comes
-too early; on top of that every kernel and copy is late by a random time.
+micro-batches overlap as in a pipeline and add up their gradients; two are captured layer by layer,
+one by hooks. Before each forward and backward pass either compute is held back or the copies are,
+so that what forgets to wait for the other comes too early; on top of that every kernel and copy is
+late by a random time, in one step the kernels more, in the other the copies. Drives are slow.
 
 `tests/ordering.py` runs it many times, also with wrong waits (`ordering_mistakes.py`).
 """
@@ -15,8 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,13 @@ MODES: dict[str, dict[str, Any]] = {
 }
 _HIDDEN, _NUM_LAYERS, _TOKENS = 32, 3, 96
 _NUM_STEPS = 2
-_PIECE_BYTES = 16 << 10  # of staging buffers: large storages take several
+_PIECE_BYTES = 4 << 10  # of staging buffers: large storages take several
 _SCHEDULE = ("forward 0", "forward 1", "backward 0", "forward 2", "backward 1", "backward 2")
-_LATE_S = 0.02
+_BY_HOOKS = "1"  # the micro-batch whose saved tensors are taken by hooks
+_LATE_S = 0.025
+_WRITE_BYTES_PER_S = 20e6  # so that what drives have not got yet is asked for
+# Microseconds of a kernel and of a copy, at most, in the steps in turn.
+_DELAYS = ((60, 300), (600, 10))
 _POISONED = 1e9  # what poison gives in floating point is larger
 
 Results = list[torch.Tensor]
@@ -73,7 +77,7 @@ class Block(torch.nn.Module):
                 tensor.record_stream(side)
             aside = self.aside(x.masked_fill(mask, 0.5)).sigmoid()
             part = aside.flatten()[: x.numel()].square()  # half of a storage is saved
-            aside = part.view_as(x).sigmoid()
+            aside = part.view_as(x).sigmoid().masked_fill(mask, 0.25)
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
         attended = functional.scaled_dot_product_attention(q, k, v) + x
         hidden = functional.gelu(self.up(self.norm(attended)))
@@ -108,17 +112,20 @@ class OrderingStress:
 
     def __init__(self, lag: LagModule, directory: Path) -> None:
         self._lag, self._directory = lag, directory
-        lag.set_device(DEVICE)
         self._side = lag.Stream(DEVICE)
         torch.manual_seed(3)
         self._blocks = torch.nn.ModuleList(Block() for _ in range(_NUM_LAYERS)).to(DEVICE)
         self._inputs = [torch.randn(4, _TOKENS // 4, _HIDDEN).to(DEVICE) for _ in range(3)]
-        self._expected = [self._step(None, None) for _ in range(_NUM_STEPS)]
+        with lag.device(DEVICE):
+            self._expected = [self._step(None, None) for _ in range(_NUM_STEPS)]
 
     def run_without_offload(self, seed: int) -> Outcome:
         """The model alone, with delays."""
-        with self._delays(seed):
-            return Outcome(self._train(None, random.Random(seed)))
+        try:
+            with self._lag.device(DEVICE):
+                return Outcome(self._train(None, random.Random(seed)))
+        finally:
+            self._lag.reset()
 
     def run(self, mode: str, seed: int) -> Outcome:
         """Some steps of training, with a new engine and new delays.
@@ -127,9 +134,14 @@ class OrderingStress:
             mode: a key of `MODES`.
             seed: of the delays, and of when backward begins before writes have ended.
         """
-        config = OffloadConfig(directories=(self._directory,), min_bytes=1, **MODES[mode])
+        config = OffloadConfig(
+            directories=(self._directory,),
+            min_bytes=1,
+            write_bytes_per_s=_WRITE_BYTES_PER_S,
+            **MODES[mode],
+        )
         pool = functools.partial(StagingPool, piece_bytes=_PIECE_BYTES)
-        with mock.patch.object(ssd_tier, "StagingPool", pool), self._delays(seed):
+        with mock.patch.object(ssd_tier, "StagingPool", pool), self._lag.device(DEVICE):
             device = AcceleratorDevice(torch.device(DEVICE), LagPlatform(self._lag))
             engine = OffloadEngine(config, device)
             try:
@@ -139,17 +151,10 @@ class OrderingStress:
                     found = f"{type(error).__name__}: {error}".splitlines()[0]
                 counted = engine.statistics
             finally:
+                self._lag.reset()
                 self._settle_all()
                 engine.close()
         return Outcome(found, counted.offloaded_bytes, counted.forwarded_bytes)
-
-    @contextmanager
-    def _delays(self, seed: int) -> Iterator[None]:
-        self._lag.set_delays(60, 300, seed=seed)
-        try:
-            yield
-        finally:
-            self._lag.reset()
 
     def _settle_all(self) -> None:
         """What failed on the device is said by now, and belongs to this run."""
@@ -162,6 +167,8 @@ class OrderingStress:
         """What is wrong, in a few words."""
         lateness = _Lateness(self._lag, self._side, chance, device)
         for number, expected in enumerate(self._expected):
+            kernel_us, copy_us = _DELAYS[number]
+            self._lag.set_delays(kernel_us, copy_us, seed=chance.randrange(1 << 30))
             ours = self._step(engine, lateness)
             for place, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
                 if not torch.equal(mine, theirs):
@@ -188,6 +195,8 @@ class OrderingStress:
                         if engine is not None:
                             scope = Scope(micro_batch=int(number))
                             save_orders[number] = within.enter_context(engine.forward(scope))
+                            if number == _BY_HOOKS:
+                                within.enter_context(engine.saved_tensors_hooks())
                         losses[number] = self._forward(int(number), engine)
                     else:
                         if engine is not None:
@@ -201,7 +210,7 @@ class OrderingStress:
         x = self._inputs[micro_batch]
         for index, block in enumerate(self._blocks):
             y = block(x, self._lag, self._side)
-            if engine is not None:
+            if engine is not None and str(micro_batch) != _BY_HOOKS:
                 scope = Scope(micro_batch=micro_batch, layer=f"decoder.{index}")
                 engine.capture(scope, outputs=[y], inputs=[x])
             x = y
@@ -217,22 +226,33 @@ class _Lateness:
         self._lag, self._chance = lag, chance
         self._compute = [lag.current_stream(DEVICE), side]
         self._copies = [] if device is None else [device._store, device._pieces, device._load]
-        self._num_backward = 0
+        self._num_forward = self._num_backward = 0
 
     def before(self, kind: str, engine: OffloadEngine | None) -> None:
         """A forward or backward pass is about to be queued."""
-        chance = self._chance
         late = self._compute
         if kind == "backward":
-            # The first waits for the bytes to be on their tiers, or nothing would be read.
-            settles = not self._num_backward or chance.random() < 0.5
-            if engine is not None and settles:
-                assert engine.wait_for_writes(30), "writes did not end"
+            if engine is not None:
+                self._settle(engine)
             if self._num_backward % 2:
                 late = self._copies
             self._num_backward += 1
+        else:
+            if self._num_forward % 2:
+                late = self._compute[
+                    1:
+                ]  # what the side stream produces is not there when main's is
+            self._num_forward += 1
         for stream in late:
-            self._lag.late(stream, _LATE_S * (1 + chance.random()))
+            self._lag.late(stream, _LATE_S * (1 + self._chance.random()))
+
+    def _settle(self, engine: OffloadEngine) -> None:
+        """Waits until all bytes are on their tiers; have left the device; or at random not."""
+        way = self._num_backward % 3
+        if way == 0:
+            assert engine.wait_for_writes(30), "writes did not end"
+        elif way == 2 or self._chance.random() < 0.5:
+            assert engine.writer.wait_for_writes(30), "writes did not end"
 
 
 def _is_poisoned(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on streams that lag keeps its bits, and the stress notices wrong waits and reuses.
+
+A few runs of what `tests/ordering.py` does with many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.lag.module import LagModule
+from tests.support.ordering_mistakes import MISTAKES, made
+from tests.support.ordering_stress import OrderingStress
+
+WRONG = (
+    "memory is let go when its copy to the host is queued",
+    "the main stream waits for what was copied back, whatever stream uses it",
+    "a staging buffer is taken again while a copy reads it",
+)
+
+
+@pytest.fixture(scope="module")
+def prepared(
+    loaded_lag: LagModule, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OrderingStress]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # kernels of several streams have a core each
+    yield OrderingStress(loaded_lag, tmp_path_factory.mktemp("tier"))
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def stress(lag: LagModule, prepared: OrderingStress) -> OrderingStress:
+    return prepared
+
+
+def test_the_model_itself_keeps_its_bits(stress: OrderingStress) -> None:
+    assert not stress.run_without_offload(seed=1).found
+
+
+@pytest.mark.parametrize("mode", ["ssd", "host", "tiered, pinned"])
+def test_loss_and_gradients_are_equal(stress: OrderingStress, mode: str) -> None:
+    outcome = stress.run(mode, seed=1)
+    assert not outcome.found
+    assert outcome.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_found(stress: OrderingStress, what: str) -> None:
+    mistake = next(one for one in MISTAKES if one.what == what)
+    with made(mistake):
+        assert any(stress.run(mistake.modes[0], seed).found for seed in range(3))

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mistakes that the ordering stress has to find can be made, and are undone again."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.offload.device.accelerator import AcceleratorDevice
+from tests.support.ordering_mistakes import MISTAKES, Mistake, made, source_of
+from tests.support.ordering_stress import MODES
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.what)
+def test_each_can_be_made_in_the_package_as_it_is(mistake: Mistake) -> None:
+    assert set(mistake.modes) <= set(MODES) and mistake.changes
+    for mutation in mistake.mutations():
+        source = source_of(mutation)
+        assert mutation.apply(source) != source
+    with made(mistake):
+        pass
+
+
+def test_a_mistake_is_there_within_the_context_and_nowhere_else() -> None:
+    mistake = next(one for one in MISTAKES if "compute does not wait" in one.what)
+    right = AcceleratorDevice.use_after
+    with made(mistake):
+        wrong = AcceleratorDevice.use_after
+        assert wrong is not right
+        assert "wait_event" in right.__code__.co_names
+        assert "wait_event" not in wrong.__code__.co_names
+    assert AcceleratorDevice.use_after is right
