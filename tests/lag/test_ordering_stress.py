@@ -7,7 +7,6 @@ A few runs of what `tests/ordering.py` does with many.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
