@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""megatron-core's GPT keeps its bits on streams that lag: one stage, and two that send to each other.
+
+The ranks are processes of their own: megatron-core's CUDA calls are redirected in them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.lag.module import LagModule
+from tests.support.ranks import run_ranks
+
+RANK = Path(__file__).parent / "gpt_ranks.py"
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "modes"),
+    [(1, ["ssd", "host"]), (2, ["ssd, pinned", "tiered"])],
+    ids=["one stage", "two stages"],
+)
+def test_losses_and_gradients_are_equal(
+    lag: LagModule, tmp_path: Path, num_stages: int, modes: list[str]
+) -> None:
+    directory = tmp_path / "tier"
+    directory.mkdir()
+    ranks = run_ranks(RANK, tmp_path, str(directory), *modes, num_ranks=num_stages)
+    assert len(ranks) == num_stages
+    for rank in ranks:
+        assert list(rank) == modes
+        for found in rank.values():
+            assert not found["differs"]
+            assert found["read_bytes"] > 0.5 * found["offloaded_bytes"] > 0
