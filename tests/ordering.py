@@ -118,7 +118,6 @@ def wrong_runs(mistake: Mistake, num_runs: int, first_seed: int) -> Found:
 
 def run_mistake(what: str, first_seed: int, num_runs: int) -> None:
     """In a process of its own: prints the outcome of each run."""
-    logging.disable()
     mistake = next(one for one in MISTAKES if one.what == what)
     with tempfile.TemporaryDirectory() as directory:
         stress = OrderingStress(load(), Path(directory))
@@ -141,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := why_not():
         print(f"the test accelerator cannot be used here: {reason}", file=sys.stderr)
         return 2
+    logging.disable()  # budgets are used up, and so on
     torch.set_num_threads(1)  # kernels of several streams have a core each
     if given.mistake:
         what, first_seed, num_runs = given.mistake
@@ -160,7 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     passed = not any(row.found for row in right) and not any(map(missed, wrong))
     print("PASS" if passed else "FAIL")
     if given.json:
-        report: dict[str, Any] = {"passed": passed, "machine": machine_facts(), "seed": given.seed}
+        machine = machine_facts(Path(tempfile.gettempdir()))
+        report: dict[str, Any] = {"passed": passed, "machine": machine, "seed": given.seed}
         report |= {"right": [asdict(row) for row in right], "wrong": [asdict(row) for row in wrong]}
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if passed else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core's GPT keeps its bits on streams that lag: one stage, and two that send to each other.
+"""megatron-core's GPT keeps its bits on streams that lag: one stage, and two that talk.
 
 The ranks are processes of their own: megatron-core's CUDA calls are redirected in them.
 """
@@ -18,8 +18,10 @@ RANK = Path(__file__).parent / "gpt_ranks.py"
 
 @pytest.mark.parametrize(
     ("num_stages", "modes"),
-    [(1, ["ssd", "host"]), (2, ["ssd, pinned", "tiered"])],
-    ids=["one stage", "two stages"],
+    [
+        pytest.param(1, ["ssd", "ssd, pinned", "host", "tiered"], marks=pytest.mark.slow),
+        (2, ["ssd", "tiered"]),
+    ],
 )
 def test_losses_and_gradients_are_equal(
     lag: LagModule, tmp_path: Path, num_stages: int, modes: list[str]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """megatron-core on the test accelerator, for processes of tests: `activate`.
 
-The package's CPU runtime answers megatron-core's CUDA calls with what they mean on a CPU. Here those
-about devices, streams and events go to `torch.lag` instead, and `device="cuda"` is the test
-accelerator. What ranks say to each other goes through host memory, since gloo knows no such tensors;
-who says something waits for it there.
+The package's CPU runtime answers megatron-core's CUDA calls with what they mean on a CPU. Here
+those about devices, streams and events go to `torch.lag` instead, and `device="cuda"` is the test
+accelerator. What ranks send goes through host memory, since gloo knows no such tensors: who sends
+waits for what is to be sent.
 """
 
 from __future__ import annotations
