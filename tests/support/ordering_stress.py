@@ -75,8 +75,8 @@ class Block(torch.nn.Module):
         with lag.stream(side):
             for tensor in (x, mask):
                 tensor.record_stream(side)
-            aside = self.aside(x.masked_fill(mask, 0.5)).sigmoid()
-            part = aside.flatten()[: x.numel()].square()  # half of a storage is saved
+            aside = self.aside(x.masked_fill(mask, 0.5)).flatten()
+            part = aside[: x.numel()].square()  # half of a storage is saved
             aside = part.view_as(x).sigmoid().masked_fill(mask, 0.25)
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
         attended = functional.scaled_dot_product_attention(q, k, v) + x
@@ -132,7 +132,7 @@ class OrderingStress:
 
         Args:
             mode: a key of `MODES`.
-            seed: of the delays, and of when backward begins before writes have ended.
+            seed: of the delays.
         """
         config = OffloadConfig(
             directories=(self._directory,),
@@ -247,11 +247,14 @@ class _Lateness:
             self._lag.late(stream, _LATE_S * (1 + self._chance.random()))
 
     def _settle(self, engine: OffloadEngine) -> None:
-        """Waits until all bytes are on their tiers; have left the device; or at random not."""
-        way = self._num_backward % 3
-        if way == 0:
+        """Before a step's first backward pass all bytes reach their tiers.
+
+        What comes later has left the device, but not for the drives, in one step; in the other it
+        has not even left, and is forwarded.
+        """
+        if self._num_backward % 3 == 0:
             assert engine.wait_for_writes(30), "writes did not end"
-        elif way == 2 or self._chance.random() < 0.5:
+        elif self._num_backward == 2:
             assert engine.writer.wait_for_writes(30), "writes did not end"
 
 

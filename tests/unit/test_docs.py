@@ -52,6 +52,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"pytest tests/megatron/test_unmodified_", "needs: a Megatron-LM checkout"),
     (r"pytest tests/megatron/test_matrix\.py --full-matrix", "needs: 24 minutes"),
     (r"^\./tests/run\.sh|^\.venv/bin/python tests/mutations", "needs: minutes; it runs the tests"),
+    (r"^\.venv/bin/python tests/ordering\.py", "needs: 10 minutes"),
     (r"^tools/gpu_check\.py", "needs: a GPU; tests/megatron/test_gpu_check.py tries it on a CPU"),
     (r"^mutmut ", "needs: mutmut, which is installed on demand"),
     (r"^\./examples/pretrain_gpt\.sh --help", "needs: nothing; it shows what is parsed below"),
