@@ -313,11 +313,23 @@ class Failure:
 
 
 def attempt(function: Callable[[], Any]) -> Any:
-    """What the function returns, or how it failed."""
+    """What the function returns, or how it failed.
+
+    On an accelerator kernels fail late: all have run when this returns, so a failure is its own.
+    """
     try:
-        return function()
+        result = function()
+        _wait_for_kernels()
+        return result
     except Exception as error:
+        with contextlib.suppress(Exception):  # of kernels that came after the first that failed
+            _wait_for_kernels()
         return Failure.of(error)
+
+
+def _wait_for_kernels() -> None:
+    if torch.get_default_device().type != "cpu":
+        torch.get_device_module().synchronize()
 
 
 def on_own_thread(function: Callable[[], Any]) -> Any:

@@ -120,7 +120,7 @@ def samples_of(op: OpInfo, dtype: torch.dtype, num_samples: int) -> list[SampleI
     """So many of the operator's samples, spread over all of them."""
     seed(zlib.crc32(op.full_name.encode()))
     # Past the method that tracks samples for torch's own tests: it looks at the stack each time.
-    found = op.sample_inputs_func(op, torch.device("cpu"), dtype, requires_grad=True)
+    found = op.sample_inputs_func(op, torch.get_default_device(), dtype, requires_grad=True)
     every = list(itertools.islice(found, 16 * num_samples))
     step = max(len(every) / num_samples, 1)
     return [every[int(i * step)] for i in range(min(num_samples, len(every)))]

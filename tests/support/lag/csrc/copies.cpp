@@ -16,16 +16,7 @@ bool is_pinned_tensor(const at::Tensor& tensor) {
   return storage.nbytes() && is_pinned(storage.data(), storage.nbytes());
 }
 
-// Conjugation and negation may be still to be done: only copies are given such tensors.
-at::Tensor with_bits_of(const at::Tensor& tensor, at::Tensor as) {
-  as._set_conj(tensor.is_conj());
-  as._set_neg(tensor.is_neg());
-  return as;
-}
-at::Tensor device_side(const at::Tensor& tensor) { return with_bits_of(tensor, on_host(tensor)); }
-at::Tensor host_side(const at::Tensor& tensor) {
-  return with_bits_of(tensor, alias_of(tensor.storage().mutable_data(), tensor));
-}
+at::Tensor host_side(const at::Tensor& tensor) { return alias_of(tensor.storage().mutable_data(), tensor); }
 
 // Both streams wait for each other where tensors are of two devices.
 void copy_on_device(const at::Tensor& source, const at::Tensor& target) {
@@ -33,7 +24,7 @@ void copy_on_device(const at::Tensor& source, const at::Tensor& target) {
   Stream& from = current_stream(source.device().index());
   Stream& to = current_stream(target.device().index());
   if (&from != &to) to.wait(from.record());
-  launch(to, Kind::kernel, [a = device_side(source), b = device_side(target)] { b.copy_(a); });
+  launch(to, Kind::kernel, [a = on_host(source), b = on_host(target)] { b.copy_(a); });
   if (&from != &to) from.wait(to.record());
 }
 
@@ -45,10 +36,10 @@ void copy_with_host(const at::Tensor& source, const at::Tensor& target, bool non
   size_t num_bytes = source.numel() * source.element_size();
   bool pinned = is_pinned_tensor(host);
   bool staged = direction == kFromHost && !pinned && num_bytes <= kStagedBytes;
-  at::Tensor a = staged                   ? with_bits_of(source, source.detach().clone())
+  at::Tensor a = staged                   ? source.detach().clone()
                  : direction == kFromHost ? host_side(source)
-                                          : device_side(source);
-  at::Tensor b = direction == kFromHost ? device_side(target) : host_side(target);
+                                          : on_host(source);
+  at::Tensor b = direction == kFromHost ? on_host(target) : host_side(target);
   count(direction == kFromHost ? Count::copies_from_host : Count::copies_to_host);
   launch(stream, Kind::copy, [=] {
     LinkTime time(device, direction, num_bytes);

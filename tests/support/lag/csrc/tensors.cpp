@@ -31,12 +31,16 @@ void launch(Stream& stream, Kind kind, Work work) {
   });
 }
 
+// Conjugation and negation may be still to be done: copies and products of matrices are given such tensors.
 at::Tensor alias_of(void* address, const at::Tensor& like) {
-  return at::for_blob(address, like.sizes())
-      .strides(like.strides())
-      .storage_offset(like.storage_offset())
-      .options(like.options().device(at::kCPU).requires_grad(false))
-      .make_tensor();
+  at::Tensor alias = at::for_blob(address, like.sizes())
+                         .strides(like.strides())
+                         .storage_offset(like.storage_offset())
+                         .options(like.options().device(at::kCPU).requires_grad(false))
+                         .make_tensor();
+  alias._set_conj(like.is_conj());
+  alias._set_neg(like.is_neg());
+  return alias;
 }
 at::Tensor on_host(const at::Tensor& tensor) { return alias_of(backing(tensor.storage().data()), tensor); }
 
