@@ -454,6 +454,53 @@ def test_kernels_errors_are_raised_later_and_once(lag: LagModule) -> None:
         _ = table @ table
 
 
+def test_what_was_queued_behind_a_kernel_that_failed_never_runs(lag: LagModule) -> None:
+    table, kept = torch.zeros(3, 2, device="lag"), torch.zeros(3, device="lag")
+    other = torch.Stream("lag")
+    lag.synchronize()
+    with lag.held(lag.current_stream()):
+        torch.nn.functional.embedding(torch.tensor([5]).to("lag", non_blocking=True), table)
+        kept.add_(1)
+        other.wait_stream(lag.current_stream())
+        with lag.stream(other):
+            kept.add_(1)
+    with pytest.raises(IndexError):
+        lag.synchronize()
+    lag.synchronize()
+    kept.add_(3)
+    assert kept.tolist() == [3, 3, 3]
+
+
+def test_tensors_still_to_be_conjugated_or_negated_count_as_such(lag: LagModule) -> None:
+    x = torch.randn(4, 4, dtype=torch.complex64)
+    y = x.to("lag")
+    assert torch.equal((y @ y.mH).cpu(), x @ x.mH)
+    assert torch.equal((y.conj().imag @ y.imag).cpu(), x.conj().imag @ x.imag)
+    assert torch.equal(x.conj().to("lag").cpu(), x.conj().resolve_conj())
+    assert torch.equal(y.conj().cpu(), x.conj().resolve_conj())
+
+
+def test_statistics_are_those_that_a_cpu_keeps(lag: LagModule) -> None:
+    """Of operators for which a GPU would keep others: of another type, or where a CPU has none."""
+    x = torch.randn(5, 4, 3, dtype=torch.bfloat16)
+    vectors = torch.rand(4, 4, dtype=torch.bfloat16).unbind()
+    rows, bags = torch.tensor([1, 2, 4, 0]), torch.tensor([0, 2])
+    for training in (True, False):
+        arguments = (x, *vectors, training, 0.1, 1e-5)
+        on_lag = [a.to("lag") if isinstance(a, torch.Tensor) else a for a in arguments]
+        for ours, theirs in zip(
+            torch.native_batch_norm(*on_lag), torch.native_batch_norm(*arguments), strict=True
+        ):
+            assert ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs)
+    for mode in ("sum", "mean", "max"):
+        table = torch.arange(10.0).view(5, 2).requires_grad_()
+        ours = table.detach().to("lag").requires_grad_()
+        for of, device in ((table, "cpu"), (ours, "lag")):
+            inputs = rows.to(device), of, bags.to(device)
+            torch.nn.functional.embedding_bag(*inputs, mode=mode).sum().backward()
+        assert torch.equal(ours.grad.cpu(), table.grad)
+
+
 ENDS = {
     "while kernels run": "lag.set_delays(2000, 2000); [x.add_(1) for _ in range(50)]",
     "while a stream is held": "held = lag.held(lag.current_stream()); held.__enter__(); x.add_(1)",

@@ -48,6 +48,8 @@ NOT_COVERED = {
     "test_what_is_more_than_its_bytes_is_unsupported[DTensor": _KIND,
     "test_what_is_more_than_its_bytes_is_unsupported[zero without bytes": _KIND,
     "test_shared_storages.py::test_an_input_of_a_layer_without_a_storage": _KIND,
+    "[sparse.sampled_addmm]": _KIND,
+    "[sparse.mm.reduce]": _KIND,
     "test_nested_strided_tensors_are_unsupported": "torch aborts with such tensors here",
 }
 

@@ -38,6 +38,7 @@ struct Process {
   std::mutex error_mutex;
   std::exception_ptr error;
   std::atomic<bool> has_error{false};
+  std::atomic<int64_t> epoch{0}, failed_epoch{-1};  // see Stream::Entry
 
   std::mutex links_mutex;
   std::vector<std::array<Clock::time_point, 2>> link_is_free_at;
@@ -112,7 +113,7 @@ void Stream::launch(Kind kind, Work work) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!process().ended) {
       if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-      queue_.push_back({kind, draw_delay_us(kind), std::move(work)});
+      queue_.push_back({kind, draw_delay_us(kind), process().epoch, std::move(work)});
       ++num_pending_;
       if (is_waiting_) changed_.notify_one();
       return;
@@ -139,11 +140,14 @@ void Stream::run() {
       sleep_until(Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(entry.delay_us * 1e3)));
     auto began = Clock::now();
     try {
-      entry.work();
+      if (entry.kind == Kind::bookkeeping || entry.epoch > process().failed_epoch) entry.work();
     } catch (...) {
       std::lock_guard<std::mutex> lock(process().error_mutex);
-      if (!process().error) process().error = std::current_exception();
-      process().has_error = true;
+      if (entry.epoch > process().failed_epoch) {
+        process().error = std::current_exception();
+        process().failed_epoch = process().epoch.load();
+        process().has_error = true;
+      }
     }
     if (entry.kind != Kind::bookkeeping) add_span(entry.kind, began);
     entry.work = nullptr;  // frees what it holds, before anybody is told that it is done
@@ -296,6 +300,7 @@ void raise_pending_error() {
     std::lock_guard<std::mutex> lock(process().error_mutex);
     std::swap(error, process().error);
     process().has_error = false;
+    if (error) ++process().epoch;
   }
   if (error) std::rethrow_exception(error);
 }

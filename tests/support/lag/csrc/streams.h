@@ -95,6 +95,7 @@ class Stream {
   struct Entry {
     Kind kind;
     double delay_us;
+    int64_t epoch;  // how many errors had been raised when it was launched
     Work work;
   };
   void run();
@@ -117,7 +118,9 @@ Stream& current_stream(int device);
 int exchange_stream(int device, int id);
 void wait_for_device(int device);
 void synchronize_device(int device);  // and raises what a kernel raised
-void raise_pending_error();           // what a kernel of any stream raised, once
+// What a kernel of any stream raised, once. Kernels and copies that were launched before that do not
+// run any more, as after a CUDA error: on what the failed one did not compute they might end the process.
+void raise_pending_error();
 void wait_on_host(Moment& moment);    // counts as a wait of the calling thread
 void release_all();                   // all holds
 
