@@ -101,6 +101,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/bench/planning\.py", "needs: minutes"),
     (r"tools/bench/hooks\.py", "needs: minutes"),
     (r"tools/(bench|plot)/overlap\.py", "tests/lag/test_overlap.py::test_a_small_measurement"),
+    (r"tools/bench/launch\.py", "tests/unit/test_bench_launch.py::test_a_small_measurement"),
     (r"megatron-offload bench", "tests/unit/test_bench.py::test_a_tiny_benchmark"),
     (r"tools/check/soak\.py", "tests/unit/test_check_soak.py::test_a_tiny_soak"),
     (r"tools/check/solver\.py", "needs: minutes"),
