@@ -137,6 +137,9 @@ def test_a_pass_that_ended_takes_its_save_order_and_its_scope_with_it(engine):
         with engine.forward(Scope(micro_batch=1)) as outer:
             engine.capture(Scope(layer="3"), [x.exp()], [x])
             assert engine.scope == Scope(micro_batch=1)
+            with engine.within(Scope(layer="4")):
+                assert engine.scope == Scope(layer="4")
+            assert engine.scope == Scope(micro_batch=1)
             with engine.forward(Scope(micro_batch=2)) as inner:
                 assert engine.save_order is inner
             assert engine.save_order is outer and engine.scope == Scope(micro_batch=1)

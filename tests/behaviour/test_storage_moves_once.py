@@ -88,7 +88,10 @@ def test_the_memory_is_really_given_up(engine):
 def pack_whole(engine, tensor):
     """As the end of a layer does where several parts of a storage are needed together."""
     move = engine.hooks.find_move(tensor, tensor.untyped_storage(), whole=True)
-    return engine.hooks.take(tensor, move)
+    outgoing = []
+    view = engine.hooks.take(tensor, move, outgoing)
+    engine.writer.submit(outgoing)
+    return view
 
 
 def test_parts_that_count_their_changes_apart_move_each(engine):

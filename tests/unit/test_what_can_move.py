@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
+from megatron.offload.saved import tensor_kind
 from megatron.offload.saved.cache import TensorCache
+from megatron.offload.saved.tensor_kind import TensorKind, kind_of
 
 
 class Marked(torch.Tensor):
@@ -38,6 +42,33 @@ def test_tensors_that_cannot_move_exactly_are_refused(kind: str) -> None:
     cache = TensorCache(torch.device("cpu"))
     assert cache.movable(REFUSED[kind]()) is None
     assert cache.take_num_unsupported() == (kind not in ("a parameter", "without memory", "empty"))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_a_tensor_is_does_not_depend_on_those_before_it() -> None:
+    def kinds_of(names: Iterable[str]) -> dict[str, TensorKind]:
+        tensor_kind._kinds.clear()
+        return {name: kind_of(all_kinds[name]()) for name in names}
+
+    plain = {
+        "plain": lambda: torch.ones(10),
+        "complex": lambda: torch.ones(10, dtype=torch.complex64),
+        "computed": lambda: torch.ones(10, requires_grad=True) * 2,
+    }
+    all_kinds = {**REFUSED, **plain}
+    at_first = {name: kinds_of([name])[name] for name in all_kinds}
+    assert kinds_of(all_kinds) == kinds_of(reversed(all_kinds)) == at_first
+    assert at_first["plain"] == TensorKind(True, True, False) != at_first["nested"]
+
+
+def test_what_a_subclass_says_of_itself_is_of_it_alone() -> None:
+    class Unlike(torch.Tensor):
+        is_meta = True
+
+    tensor_kind._kinds.clear()
+    assert not kind_of(torch.ones(10).as_subclass(Unlike)).has_plain_storage
+    assert kind_of(torch.ones(10)).has_plain_storage
+    assert not kind_of(torch.ones(10).as_subclass(Unlike)).has_plain_storage
 
 
 def test_tensors_of_another_device_are_refused() -> None:

@@ -139,10 +139,12 @@ def pack_unpack_us(args: argparse.Namespace, *, in_context: bool) -> list[float]
     engine = OffloadEngine(config, args.device)
     hooks, costs = engine.hooks, []
 
+    outgoing: list[Any] = []
+
     def pack(tensor: torch.Tensor) -> Any:  # as at the end of a layer
         move = hooks.find_move(tensor, tensor.untyped_storage())
         assert move is not None
-        return hooks.take(tensor, move)
+        return hooks.take(tensor, move, outgoing)
 
     def seconds(function: Callable[[Any], Any], argument: Any) -> tuple[float, Any]:
         began = time.perf_counter()
@@ -160,10 +162,10 @@ def pack_unpack_us(args: argparse.Namespace, *, in_context: bool) -> list[float]
         return packed, 0.0
 
     def pack_together(tensors: list[torch.Tensor]) -> tuple[list[tuple[float, Any]], float]:
-        outgoing: list[Any] = []
-        with engine.writer.collect(outgoing):
-            packed = [seconds(pack, tensor) for tensor in tensors]
-        return packed, seconds(engine.writer.submit, outgoing)[0]
+        packed = [seconds(pack, tensor) for tensor in tensors]
+        share, _ = seconds(engine.writer.submit, outgoing.copy())
+        outgoing.clear()
+        return packed, share
 
     for step in range(args.loops + 1):
         with engine.step():
@@ -213,9 +215,9 @@ def pack_unpack_in_training_us(args: argparse.Namespace, metrics: Path) -> list[
         found[:] = [time.perf_counter() - began]
         return move
 
-    def timed_take(self: SavedTensorHooks, tensor: torch.Tensor, move: Any) -> Any:
+    def timed_take(self: SavedTensorHooks, *args: Any) -> Any:
         began = time.perf_counter()
-        packed = take(self, tensor, move)
+        packed = take(self, *args)
         costs[id(packed)] = time.perf_counter() - began + found[0]
         fresh.append(id(packed))
         return packed

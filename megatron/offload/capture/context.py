@@ -45,8 +45,7 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
                 self._submit()
             self._node_number = node_number
         before = len(self._saved)
-        with self._writer.collect(self._saved):
-            packed = self._hooks.pack(tensor)
+        packed = self._hooks.pack(tensor, self._saved)
         if len(self._saved) > before:  # by one: a tensor has one storage
             self._num_bytes += self._saved[-1].num_bytes
         return packed

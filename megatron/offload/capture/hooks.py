@@ -17,10 +17,11 @@ from megatron.offload.placement.policy import Placement, Policy
 from megatron.offload.saved.cache import TensorCache, span_of
 from megatron.offload.saved.record import SavedStorage, SavedView, Span
 from megatron.offload.saved.resident import ResidentTensor
+from megatron.offload.saved.tensor_kind import kind_of
 from megatron.offload.stats.step_context import StepContext
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.transfer.reader import Reader
-from megatron.offload.transfer.writer import Writer
+from megatron.offload.transfer.writer import Outgoing, Writer
 
 # A context in which no mode and no subclass intercepts torch's functions: ours are none of their
 # business, and they would see some thirty calls for each saved tensor.
@@ -76,16 +77,27 @@ class SavedTensorHooks:
 
     # -- Out --------------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> Packed:
-        """What autograd keeps instead of `tensor`: a view of a record, or it as it is."""
+    def pack(self, tensor: torch.Tensor, outgoing: list[Outgoing] | None = None) -> Packed:
+        """What autograd keeps instead of `tensor`: a view of a record, or it as it is.
+
+        Args:
+            tensor: that is saved.
+            outgoing: gets what is to be written, for `Writer.submit`; None: this submits it.
+        """
         with PLAIN_TORCH():
             storage = self._cache.movable(tensor)
             move = None if storage is None else self.find_move(tensor, storage)
             if move is not None:
-                return self.take(tensor, move)
+                if outgoing is not None:
+                    return self.take(tensor, move, outgoing)
+                outgoing = []
+                view = self.take(tensor, move, outgoing)
+                self._writer.submit(outgoing)
+                return view
             if storage is not None and self._step.observer is not None:
                 self._step.observer.stayed(self._step.scope, storage)
-            return tensor if tensor.is_inference() else ResidentTensor(tensor, self._step.scope)
+            is_inference = kind_of(tensor).is_inference
+            return tensor if is_inference else ResidentTensor(tensor, self._step.scope)
 
     def find_move(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, *, whole: bool = False
@@ -111,8 +123,14 @@ class SavedTensorHooks:
         tier = self._tiers.get(self._policy.place(self._step.scope, num_bytes))
         return None if tier is None else (storage, span, None, tier)
 
-    def take(self, tensor: torch.Tensor, move: Move) -> SavedView:
-        """Carries out a move, and gives what autograd keeps instead of the tensor."""
+    def take(self, tensor: torch.Tensor, move: Move, outgoing: list[Outgoing]) -> SavedView:
+        """Carries out a move, and gives what autograd keeps instead of the tensor.
+
+        Args:
+            tensor: that is saved.
+            move: from `find_move`, just now.
+            outgoing: gets what is to be written, for `Writer.submit`.
+        """
         step = self._step
         storage, span, record, tier = move
         if record is None:
@@ -125,7 +143,7 @@ class SavedTensorHooks:
             return view
         if step.observer is not None:
             step.observer.moves(step.scope, record.saved_bytes)
-        self._writer.write(record, tier)
+        outgoing.append(self._writer.write(record, tier))
         return view
 
     # -- Back -------------------------------------------------------------------------------------
@@ -167,6 +185,8 @@ def is_small_part(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
 
 def needed_together(found: Sequence[tuple[torch.Tensor, torch.UntypedStorage]]) -> set[int]:
     """The storages of which these tensors together cover so much that all of it should move."""
+    if len(found) < 2:
+        return set()  # a small part alone is no more than half
     spans: dict[int, set[Span]] = {}
     sizes: dict[int, int] = {}
     for tensor, storage in found:

@@ -27,7 +27,7 @@ from megatron.offload.saved.autograd_graph import (
 from megatron.offload.saved.cache import TensorCache
 from megatron.offload.saved.scope import Scope
 from megatron.offload.stats.step_context import StepContext
-from megatron.offload.transfer.writer import Writer
+from megatron.offload.transfer.writer import Outgoing, Writer
 
 _HAS_HOOKS = "hooks have already been set"  # autograd's words: somebody else has taken this tensor
 
@@ -73,16 +73,21 @@ class LayerCapture:
             if recomputes:
                 starts = {t.untyped_storage()._cdata for t in inputs if _wants_gradient(t)}
             needed_whole = needed_together([(tensor, storage) for _, tensor, storage in found])
-            with self._writer.batch(), self._step.within(scope):
+            outgoing: list[Outgoing] = []
+            outer, self._step.scope = self._step.scope, scope
+            try:
                 for saved, tensor, storage in found:
                     move = None
                     if not recomputes or storage._cdata in starts:
                         whole = storage._cdata in needed_whole
                         move = self._hooks.find_move(tensor, storage, whole=whole)
                     if move is not None:
-                        self._register(saved, tensor, move)
+                        self._register(saved, tensor, move, outgoing)
                     elif self._step.observer is not None:
                         self._step.observer.stayed(scope, storage)
+            finally:
+                self._step.scope = outer
+                self._writer.submit(outgoing)
         if self._step.tracer is not None:
             self._step.tracer.sample_memory()
         if (sampler := self._step.sampler) is not None:
@@ -114,14 +119,16 @@ class LayerCapture:
                 self._step.observer.stayed(scope, storage)
         return found
 
-    def _register(self, saved: Any, tensor: torch.Tensor, move: Move) -> None:
+    def _register(
+        self, saved: Any, tensor: torch.Tensor, move: Move, outgoing: list[Outgoing]
+    ) -> None:
         """Hooks one saved tensor: autograd calls `pack` at once, and `unpack` in backward."""
         # Autograd keeps `pack` as long as the node, which the tensor keeps alive in turn.
-        for_once = [(tensor, move)]
+        for_once = [(tensor, move, outgoing)]
 
         def pack(same: torch.Tensor) -> Packed:
-            tensor, move = for_once.pop()
-            view = self._hooks.take(same, move)
+            tensor, move, outgoing = for_once.pop()
+            view = self._hooks.take(same, move, outgoing)
             if is_kept_by_accumulator(tensor):  # of a copying node: nobody else refers to the leaf
                 tensor.data = tensor.new_empty(()).expand(tensor.shape)
             return view

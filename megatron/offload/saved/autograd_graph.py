@@ -25,16 +25,17 @@ function tells the engine the type of its nodes; those copies are emptied when h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 _RAW, _SAVED = "_raw_saved_", "_saved_"
-_FUNCTION_NODE = ("_raw_saved_tensors", "saved_tensors")  # of torch.autograd.Function
-# Weak: an `autograd.Function` that is defined in a forward pass has a type of its own each time.
-_attributes_of_node_type: MutableMapping[type, list[tuple[str, str]]] = WeakKeyDictionary()
+_Attributes = list[tuple[str, str]]  # with the `SavedTensor`s, and with their tensors
+_OF_FUNCTION = [("_raw_saved_tensors", "saved_tensors")]  # of torch.autograd.Function
+_LIST_TYPES = (tuple, list)
+_HOOK = "unpack_hook"  # of a `SavedTensor`
+_attributes_of_node_type: dict[type, _Attributes] = {}  # torch's own types
 
 
 def saved_tensors_between(
@@ -61,17 +62,21 @@ def saved_tensors_between(
     """
     seen: set[Any] = {*walked, *(node_of(tensor) for tensor in inputs)}
     stack: list[Any] = [node_of(tensor) for tensor in outputs]
-    nodes: list[Any] = []
+    nodes: list[tuple[Any, _Attributes]] = []  # of those that save
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        nodes.append(node)
-        stack.extend(following for following, _ in node.next_functions)
-    nodes.sort(key=lambda node: node._sequence_nr())
-    for node in nodes:
-        yield from ((node, saved, tensor) for saved, tensor in _saved_by(node))
+        attributes = _attributes_of(node)
+        if attributes:
+            nodes.append((node, attributes))
+        for following, _ in node.next_functions:
+            stack.append(following)
+    nodes.sort(key=lambda one: one[0]._sequence_nr())
+    for node, attributes in nodes:
+        for saved, tensor in _saved_by(node, attributes):
+            yield node, saved, tensor
 
 
 def is_kept_by_accumulator(tensor: torch.Tensor) -> bool:
@@ -90,35 +95,37 @@ def node_of(tensor: torch.Tensor) -> Any | None:
         return None
 
 
-def _saved_by(node: Any) -> Iterator[tuple[Any, torch.Tensor | None]]:
-    names = _attributes_of_node_type.get(type(node))
-    if names is None:
-        names = _attributes_of_node_type[type(node)] = _saved_attributes(node)
-    for raw_name, name in names:
+def _saved_by(node: Any, attributes: _Attributes) -> list[tuple[Any, torch.Tensor | None]]:
+    found: list[tuple[Any, torch.Tensor | None]] = []
+    for raw_name, name in attributes:
         try:
             raw = getattr(node, raw_name)
         except RuntimeError:  # another backward pass has freed it
             continue
-        is_list = isinstance(raw, tuple | list)
-        hooked = [saved for saved in (raw if is_list else (raw,)) if _has_hooks(saved)]
+        raws = raw if isinstance(raw, _LIST_TYPES) else (raw,)
+        hooked = [one for one in raws if getattr(one, _HOOK, None) is not None]
         if hooked:
-            yield from ((saved, None) for saved in hooked)
+            found.extend((one, None) for one in hooked)
             continue
         try:
             tensor = getattr(node, name)  # unlike `SavedTensor.data`, this checks versions
         except RuntimeError:
             continue
-        pairs = zip(raw, tensor, strict=True) if is_list else ((raw, tensor),)
-        yield from (pair for pair in pairs if isinstance(pair[1], torch.Tensor))
+        tensors = tensor if raws is raw else (tensor,)
+        for one, saved in zip(raws, tensors, strict=True):
+            if isinstance(saved, torch.Tensor):
+                found.append((one, saved))
+    return found
 
 
-def _has_hooks(saved: Any) -> bool:
-    return getattr(saved, "unpack_hook", None) is not None
-
-
-def _saved_attributes(node: Any) -> list[tuple[str, str]]:
-    """Pairs of the attribute with the `SavedTensor`s and the one with their tensors."""
-    names = dir(node)
-    if _FUNCTION_NODE[0] in names:
-        return [_FUNCTION_NODE]
-    return [(name, _SAVED + name.removeprefix(_RAW)) for name in names if name.startswith(_RAW)]
+def _attributes_of(node: Any) -> _Attributes:
+    """What a node has of what it saved; empty: it never saves anything."""
+    # An `autograd.Function` that is defined in a forward pass has a type of its own each time.
+    if isinstance(node, torch._C._FunctionBase):
+        return _OF_FUNCTION
+    names = _attributes_of_node_type.get(type(node))
+    if names is None:
+        names = _attributes_of_node_type[type(node)] = [
+            (name, _SAVED + name.removeprefix(_RAW)) for name in dir(node) if name.startswith(_RAW)
+        ]
+    return names

@@ -31,6 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload.saved.record import SavedReference, SavedStorage, Span, storage_if_alive
 from megatron.offload.saved.scope import Scope
+from megatron.offload.saved.tensor_kind import kind_of
 
 
 class LongLived(NamedTuple):
@@ -66,7 +67,7 @@ class TensorCache:
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors' storages never move: parameters, buffers, optimizer state, inputs."""
         for tensor in tensors:
-            if _has_plain_storage(tensor):
+            if kind_of(tensor).has_plain_storage:
                 storage = tensor.untyped_storage()
                 self._excluded[storage._cdata] = StorageWeakRef(storage)
 
@@ -80,17 +81,14 @@ class TensorCache:
         if (
             type(tensor) is not torch.Tensor
             or tensor.device != self._device
-            or not _has_plain_storage(tensor)
-            or tensor.is_nested
-            or tensor._is_zerotensor()
-            or tensor.is_inference()
-            or tensor.is_conj()
-            or tensor.is_neg()
+            or not (kind := kind_of(tensor)).is_all_bytes
+            or kind.is_inference
         ):
-            if tensor.device == self._device and not isinstance(tensor, torch.nn.Parameter):
+            if not isinstance(tensor, torch.nn.Parameter) and tensor.device == self._device:
                 self._num_unsupported += 1
             return None
-        if isinstance(tensor._base, torch.nn.Parameter):
+        base = tensor._base
+        if base is not None and isinstance(base, torch.nn.Parameter):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0 or storage._cdata in self._excluded:
@@ -146,7 +144,7 @@ class TensorCache:
 
     def storage_that_counts(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The storage of a saved tensor, unless it has no bytes here or is there in any case."""
-        if not _has_plain_storage(tensor) or tensor.device != self._device:
+        if not kind_of(tensor).has_plain_storage or tensor.device != self._device:
             return None
         storage = tensor.untyped_storage()
         return storage if storage.nbytes() and storage._cdata not in self._excluded else None
@@ -216,7 +214,3 @@ def _count_together(one: torch.Tensor, other: torch.Tensor) -> bool:
     with _unsafe_preserve_version_counter(other):
         torch.autograd.graph.increment_version(other)
         return one._version != before
-
-
-def _has_plain_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta

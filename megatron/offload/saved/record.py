@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.offload.saved.bits import bits_bytes, fetch_largest, pack_bits, unpack_bits
 from megatron.offload.saved.resident import changed_in_place
 from megatron.offload.saved.scope import Scope
+from megatron.offload.saved.tensor_kind import without_graph
 
 
 class Span(NamedTuple):
@@ -101,14 +102,14 @@ class SavedStorage:
         self._pending: Pending | None = None  # first: `__del__` also runs if the rest raises
         self.scope = scope
         self.version = version  # of the tensor that was saved first
+        self._origin_place = _place_of(storage)
+        self._own_place = self._origin_place  # of what is written: that, or a copy of a part of it
         # In the storage that was saved; a copy of a part begins with its first byte.
-        self.start_bytes, self.saved_bytes = span or Span(0, storage.nbytes())
+        self.start_bytes, self.saved_bytes = span or (0, self._origin_place[0])
         self.num_bytes = self.saved_bytes  # that move
         if is_mask and bits_bytes(self.saved_bytes) < self.saved_bytes:
             self.moves_bits, self.num_bytes = True, bits_bytes(self.saved_bytes)
         self.origin = StorageWeakRef(storage)  # does not keep the bytes alive
-        self._origin_place = _place_of(storage)
-        self._own_place = self._origin_place  # of what is written: that, or a copy of a part of it
         self.state = State.IN_MEMORY
         self.block: Any = None  # where the bytes are on a tier; the tier alone looks into it
         self.num_unused_views = 0
@@ -400,7 +401,7 @@ class SavedView:
         self._version = tensor._version
         # Shares the tensor's version counter and none of its memory: `detach` keeps the counter,
         # assigning `data` keeps it too but swaps the storage.
-        self._witness = tensor.detach()
+        self._witness = without_graph(tensor)
         self._witness.data = _nothing_like(tensor.dtype, tensor.device)
         with saved._lock:
             saved.num_unused_views += 1

@@ -7,6 +7,7 @@ import torch
 
 from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.saved.scope import Scope
+from megatron.offload.saved.tensor_kind import without_graph
 
 
 class ResidentTensor:
@@ -22,7 +23,7 @@ class ResidentTensor:
     def __init__(self, tensor: torch.Tensor, scope: Scope) -> None:
         self._scope = scope
         is_plain = type(tensor) is torch.Tensor
-        self._tensor = tensor.detach() if is_plain and not tensor.is_leaf else tensor
+        self._tensor = without_graph(tensor) if is_plain and not tensor.is_leaf else tensor
         self._version = tensor._version
 
     def tensor(self) -> torch.Tensor:

@@ -21,7 +21,8 @@ class SaveOrder:
 
     def append(self, record: SavedStorage) -> None:
         """Notes that a storage was saved, for the first time or once more."""
-        self._largest.append(max(self.largest_bytes, record.num_bytes))
+        before, num_bytes = self._largest[-1:], record.num_bytes
+        self._largest.append(max(before[0], num_bytes) if before else num_bytes)
         self._saves.append(weakref.ref(record))
 
     @property

@@ -19,6 +19,10 @@ class Scope:
     layer: str = ""  # e.g. `decoder.7`: block path and global 1-based layer number
     part: str = ""  # part of the layer, `attention` or `mlp`; empty: the layer is not divided
 
+    def of_layer(self, layer: str) -> Scope:
+        """The same place, in another layer."""
+        return Scope(self.chunk, self.micro_batch, layer, self.part)
+
     def __str__(self) -> str:
         layer = f" layer {self.layer}" if self.layer else ""
         part = f" {self.part}" if self.part else ""

@@ -8,12 +8,10 @@ them. `Reader` is the way back.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.offload.device.device import Device
@@ -35,12 +33,6 @@ class Outgoing(NamedTuple):
     tier: Tier
     moved_bytes: int  # less of a mask
     stream: Any  # of the device, that its operation was on
-
-
-class _Batch(threading.local):
-    """Each thread's own: what it saves until it submits it; None: it submits at once."""
-
-    outgoing: list[Outgoing] | None = None
 
 
 class Writer:
@@ -73,13 +65,12 @@ class Writer:
         self._layer: tuple[int, int, str] | None = None  # that saved last, and how much
         self._layer_bytes = 0
         self._step = step
-        self._batch = _Batch()
         self._rejected_bytes = self._num_rejected = 0  # by the tiers, in this step
 
     # -- In the thread that computes ------------------------------------------------------------
 
-    def write(self, record: SavedStorage, tier: Tier) -> None:
-        """Has a new record written: at once, or with the batch of this thread.
+    def write(self, record: SavedStorage, tier: Tier) -> Outgoing:
+        """A new record is to be written. Nothing begins before what it gives is submitted.
 
         Args:
             record: in memory, its operation on the stream that the calling thread is on, or on one
@@ -93,30 +84,7 @@ class Writer:
         counted.offloaded_bytes += record.num_bytes
         counted.offloaded_storages += 1
         stream = None if self._device.is_host else self._device.current_stream()
-        outgoing = Outgoing(weakref.ref(record), record.saved_bytes, tier, record.num_bytes, stream)
-        if self._batch.outgoing is not None:
-            self._batch.outgoing.append(outgoing)
-        else:
-            self.submit([outgoing])
-
-    @contextlib.contextmanager
-    def batch(self) -> Iterator[None]:
-        """What this thread writes meanwhile is submitted together, at the end."""
-        outgoing: list[Outgoing] = []
-        try:
-            with self.collect(outgoing):
-                yield
-        finally:
-            self.submit(outgoing)
-
-    @contextlib.contextmanager
-    def collect(self, outgoing: list[Outgoing]) -> Iterator[None]:
-        """What this thread writes meanwhile goes to a list, for `submit`."""
-        outer, self._batch.outgoing = self._batch.outgoing, outgoing
-        try:
-            yield
-        finally:
-            self._batch.outgoing = outer
+        return Outgoing(weakref.ref(record), record.saved_bytes, tier, record.num_bytes, stream)
 
     def submit(self, outgoing: list[Outgoing]) -> None:
         """Gives records to the dispatcher. Waits while too many bytes are on their way."""

@@ -17,6 +17,7 @@ import torch
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutputFunction
 from megatron.core.transformer.transformer_block import TransformerBlock
 
+from megatron.offload.capture.hooks import PLAIN_TORCH
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.integration.megatron.checkpointed_layers import (
     CheckpointedLayers,
@@ -243,6 +244,7 @@ class _PiecewiseCapture:
         self._again = again
         self._selective = selective
         self._part = ATTENTION  # that runs
+        self._scopes: dict[str, Scope] = {}  # by part
         # Nodes, not tensors: what has left for a tier is to leave memory.
         self._captured: list[Any] = []
         self._middles: list[torch.Tensor] = []  # of an MLP that runs again: it starts from there
@@ -264,14 +266,18 @@ class _PiecewiseCapture:
         self._capture(MLP if self._part == MLP else "", outputs)
 
     def _capture(self, part: str, tensors: list[torch.Tensor]) -> None:
+        scope = self._scopes.get(part)
+        if scope is None:
+            scope = self._scopes[part] = dataclasses.replace(self._scope, part=part)
         self._engine.capture(
-            dataclasses.replace(self._scope, part=part),
+            scope,
             outputs=tensors,
             inputs=[*self._inputs, *self._middles],
             captured=self._captured,
             recomputes=part in self._again,
         )
-        self._captured.extend(node_of(tensor) for tensor in tensors)
+        with PLAIN_TORCH():
+            self._captured.extend([node_of(tensor) for tensor in tensors])
 
 
 def layer_names(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, str]:

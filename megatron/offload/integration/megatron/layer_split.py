@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron.offload.capture.hooks import PLAIN_TORCH
 from megatron.offload.saved.autograd_graph import node_of
 
 ATTENTION, MLP = "attention", "mlp"
@@ -74,7 +75,8 @@ class LayerDivision:
         if self._reached is None or not (is_middle or torch.is_grad_enabled()):
             return
         values = (*args, *kwargs.values())
-        tensors = [t for t in values if isinstance(t, torch.Tensor) and node_of(t) is not None]
+        with PLAIN_TORCH():  # a mode, the CPU runtime's for one, would hear of each look
+            tensors = [t for t in values if isinstance(t, torch.Tensor) and node_of(t) is not None]
         if tensors:
             self._reached(tensors, is_middle)
 

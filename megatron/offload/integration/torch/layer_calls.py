@@ -131,7 +131,7 @@ class LayerCalls:
     def _enter(self, engine: OffloadEngine, name: str) -> Scope:
         """What is saved from now on has this name."""
         self._contexts.close()
-        scope = dataclasses.replace(engine.scope, layer=name)
+        scope = engine.scope.of_layer(name)
         self._contexts.enter_context(engine.within(scope))
         return scope
 
