@@ -416,8 +416,8 @@ MISTAKES: tuple[Mistake, ...] = (
             (
                 _BOUNCE,
                 "BouncingTier.begin_write",
-                "copy.add_done_callback(lambda copied: self._in_pool(reference, copied))",
-                "self._in_pool(reference, Transfer(lambda: None))",
+                "copy.add_done_callback(lambda copied: self._in_pool(reference, extents, copied))",
+                "self._in_pool(reference, extents, Transfer(lambda: None))",
             ),
             (
                 _BOUNCE,
