@@ -480,6 +480,23 @@ def test_tensors_still_to_be_conjugated_or_negated_count_as_such(lag: LagModule)
     assert torch.equal(y.conj().cpu(), x.conj().resolve_conj())
 
 
+def test_convolutions_and_losses_compute_what_a_cpu_does_without_waiting(lag: LagModule) -> None:
+    of_cpu = [torch.randn(*shape) for shape in ((2, 4, 8, 8), (6, 4, 3, 3), (6,))]
+    of_lag = [tensor.to("lag") for tensor in of_cpu]
+    lag.synchronize()
+    before = lag.counters()["operations_that_waited"]
+    results = []
+    for tensors in (of_cpu, of_lag):
+        x, weight, bias = (tensor.requires_grad_() for tensor in tensors)
+        y = torch.nn.functional.conv2d(x, weight, bias, padding=1)
+        loss = torch.nn.functional.mse_loss(y, torch.zeros_like(y))
+        loss = loss + torch.nn.functional.smooth_l1_loss(y, torch.ones_like(y))
+        results.append((y, loss, *torch.autograd.grad(loss, (x, weight, bias))))
+    assert lag.counters()["operations_that_waited"] == before
+    for theirs, ours in zip(*results, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
 def test_statistics_are_those_that_a_cpu_keeps(lag: LagModule) -> None:
     """Of operators for which a GPU would keep others: of another type, or where a CPU has none."""
     x = torch.randn(5, 4, 3, dtype=torch.bfloat16)

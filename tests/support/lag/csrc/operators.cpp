@@ -284,10 +284,10 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  // Else torch would compute these another way than on a CPU.
+  // Else torch would compute these another way than on a CPU, or not at all.
   for (const char* name :
        {"native_layer_norm", "native_layer_norm.out", "native_group_norm", "silu_backward", "mish_backward",
-        "mse_loss", "smooth_l1_loss"})
+        "mse_loss", "smooth_l1_loss", "convolution", "convolution_backward", "conj_physical_"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
 }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
