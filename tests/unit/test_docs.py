@@ -467,6 +467,14 @@ def test_files_that_the_text_names_are_there() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_tests_that_the_text_names_are_there() -> None:
+    """`docs/gpu.md` says of each line which test shows it."""
+    source = "".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
+    defined = set(re.findall(r"^ *def (test_\w+)", source, flags=re.M))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", prose_of(page))}
+    assert len(named) > 40 and not named - defined
+
+
 def test_the_order_of_pages_leaves_none_out() -> None:
     """Every page of docs/ is reached by links from the README."""
     reached, to_read = set(), [ROOT / "README.md"]
