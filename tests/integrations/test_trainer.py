@@ -249,9 +249,9 @@ def test_lora_trains_its_adapters_the_same_and_no_frozen_weight_moves(tmp_path: 
 
         take = SavedTensorHooks.take
 
-        def noting(self: Any, tensor: torch.Tensor, move: Any) -> Any:
+        def noting(self: Any, tensor: torch.Tensor, *others: Any) -> Any:
             moved.add(tensor.untyped_storage().data_ptr())
-            return take(self, tensor, move)
+            return take(self, tensor, *others)
 
         patch.setattr(SavedTensorHooks, "take", noting)
         _, found = trained(tmp_path, [callback], model)
