@@ -137,7 +137,8 @@ class OffloadConfig:
         None,
         "I/O threads of each rank and directory: how many reads and writes a drive sees at once. "
         "Default: 4 for each disk that the directory is on (several in a RAID or striped volume), "
-        "at most 32.",
+        "at most 32. On an accelerator each has a page-locked buffer of 16 MiB, and each directory "
+        "up to 4 more.",
         parse=parse_count,
         metavar="N",
     )
@@ -145,7 +146,8 @@ class OffloadConfig:
         "--activation-offload-inflight",
         None,
         "most bytes on their way to the tiers at any time, and most bytes read ahead of backward. "
-        "Beyond it the forward pass waits for the drive instead of letting memory grow. Default: "
+        "Beyond it the forward pass waits for the drive, or on an accelerator for copies to host "
+        "memory, instead of letting memory grow. Default: "
         "512MiB, or more where one layer (on a GPU two), or two storages of the largest size, "
         "have more bytes.",
         parse=parse_size,
@@ -172,10 +174,11 @@ class OffloadConfig:
     pinned_bytes: int | None = flag(
         "--activation-offload-pinned",
         None,
-        "most bytes of page-locked host memory of a rank through which what an accelerator writes "
-        "to SSDs passes: its memory is free when a copy there has ended, and not when the drive "
-        "has the bytes. 0: none. Default: 2GiB, or less so that all ranks of the machine take a "
-        "sixteenth of its memory at most. Of no use on a CPU and with io gds.",
+        "most bytes of a rank's pool of page-locked host memory, to which storages of an "
+        "accelerator are copied on their way to SSDs: device memory is free when that copy has "
+        "ended, and not when the drive has the bytes. What finds no room goes through staging "
+        "buffers, piece by piece. 0: all does. Default: 2GiB, or less so that all ranks of the "
+        "machine take a sixteenth of its memory at most. Of no use on a CPU and with io gds.",
         parse=parse_size,
         metavar="SIZE",
     )

@@ -26,7 +26,7 @@ from megatron.offload.device.platform import PeakReader, Platform
 
 
 class AcceleratorDevice:
-    """An accelerator, with a stream of its own for copies in either direction. Thread-safe.
+    """An accelerator, with streams of its own for copies in either direction. Thread-safe.
 
     Args:
         device: of any kind but the CPU; without an index the current one.

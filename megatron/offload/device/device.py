@@ -6,8 +6,9 @@ simulates an asynchronous device.
 
 Note [Who waits for whom]
 Compute queues its operations on a stream and runs ahead of the device. An event is recorded in a
-stream and comes when everything queued there before it has run. Copies are queued too, on two
-streams of their own, one in each direction; an event comes when their bytes have arrived.
+stream and comes when everything queued there before it has run. Copies are queued too, on streams
+of their own: whole storages to the host, pieces to the host, and all that comes back. An event
+comes when their bytes have arrived.
 - A copy to the host must not read what is still being produced. The thread that captures records
   one event for all that it hands over; each copy waits for it: on the device where a storage is
   copied as a whole, and else in the I/O thread that wants a piece, because what is queued behind a
@@ -19,9 +20,10 @@ streams of their own, one in each direction; an event comes when their bytes hav
   streams of their own, and backward runs each operation on the stream that it had in forward.
 - The host memory at the other end of a copy is reused when the copy's event has come. A thread that
   wants a staging buffer waits for that, and a thread of the tier's for whole storages.
-So the thread that trains waits for drives only, never for a copy, and for the device only where it
-is too far ahead of it (`transfer/run_ahead.py`). A write's transfer holds the memory until the copy
-from it has ended, so the allocator never sees a storage that a copy still reads.
+So the thread that trains never waits for a copy back. In backward it waits for a drive's read that
+it needs, and for the device where it is too far ahead of it (`transfer/run_ahead.py`); in forward
+only at the bound on bytes in flight, for the oldest writes. A write's transfer holds the memory
+until the copy from it has ended, so the allocator never sees a storage that a copy still reads.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory for activations: `HostArena`, one mapping that hands out ranges of exact size.
 
-The host tier owns one and copies into it. Address space for the whole budget is reserved at once,
-memory is committed as it is touched and stays for reuse until the arena is closed. Sizes are
-rounded up to pages and to nothing else: torch's own pinned allocator rounds up to powers of two,
-which can double the memory (pytorch#95823). It never moves a byte and knows nothing of tensors.
+The host tier, the pool before the drives and the staging buffers each have one. Address space for
+the whole budget is reserved at once, memory is committed as it is touched and stays for reuse until
+the arena is closed. Sizes are rounded up to pages and to nothing else: torch's own pinned allocator
+rounds up to powers of two, which can double the memory (pytorch#95823). It never moves a byte and
+knows nothing of tensors.
 """
 
 from __future__ import annotations

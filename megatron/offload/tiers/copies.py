@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of whole storages between a device and host memory: `ByThreads` and `ByDevice`.
 
-The host tier has one of the two. On a CPU a copy takes a thread for as long as it lasts. A device
-with memory of its own takes it from a queue, and a thread only notices its end: see Note [Who waits
-for whom] in `device/device.py`.
+The host tier has one of the two, the pool before the drives (`bounce.py`) a `ByDevice`. On a CPU a
+copy takes a thread for as long as it lasts. A device with memory of its own takes it from a queue,
+and a thread only notices its end: see Note [Who waits for whom] in `device/device.py`.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from megatron.offload.tiers.budget import ByteBudget
 class RunAhead:
     """Bounds restored memory that has been used as far as the host knows, and not on the device.
 
-    To bring bytes back and to queue what uses them takes the host no longer than the drive takes,
-    and in host memory next to nothing. Where the device takes longer, all that a backward pass
-    needs would be in its memory at once. So the thread that computes waits where it is half of what
-    may be read ahead in front of the device.
+    The host queues the use of a storage as soon as its read has ended. It can so run far ahead of a
+    device that computes more slowly, and all that a backward pass needs would be in device memory
+    at once. So where operations that are queued and have not run use more than half of what may be
+    read ahead, the thread that computes waits for the oldest of them.
 
     Args:
         device: that computes.
