@@ -147,6 +147,18 @@ def test_by_default_two_layers_are_in_flight_where_compute_is_handed_over_ahead(
         engine.close()
 
 
+def test_calls_of_one_layer_are_not_one_large_layer(offload_config, monkeypatch):
+    monkeypatch.setattr("megatron.offload.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
+    engine = OffloadEngine(offload_config(io="buffered", pinned_bytes=0), SimulatedDevice())
+    with engine.step():
+        graphs = []
+        for _ in range(12):
+            with engine.within(Scope(layer="decoder.1")):
+                graphs.append(capture_by_operation(engine, engine.scope))
+        assert engine.inflight_bytes == 2 * 5 * 4000
+    engine.close()
+
+
 def test_a_bound_that_was_asked_for_holds_however_large_a_layer_is(make_engine, write_gate):
     engine = make_engine(io="buffered", inflight_bytes=10_000)
     with engine.step():

@@ -131,6 +131,35 @@ def test_source_and_space_of_a_write_are_kept_until_its_copy_has_ended(
     wait_until(lambda: tier.used_bytes == 0, "a copy that ended keeps its space")
 
 
+def test_where_the_watching_thread_is_interrupted_all_is_kept_until_the_copy_has_ended(
+    tier: HostTier, device: GatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it goes on: nobody could take its place."""
+    plain, interrupted = device.wait_for_event, threading.Event()
+
+    def wait_for_event(event: Any) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+        plain(event)
+
+    device.gate.clear()
+    monkeypatch.setattr(device, "wait_for_event", wait_for_event)
+    source = storage_of(1, device)
+    weak = source._weak_ref()
+    block, transfer = tier.begin_write(source, device.record_event()) or (None, None)
+    assert transfer is not None
+    del source, block
+    with pytest.raises(OSError, match="interrupted"):
+        transfer.wait()
+    assert not device.gate.wait(timeout=0.1)  # the thread has had time to err
+    assert not torch.UntypedStorage._expired(weak) and tier.used_bytes == PAGE
+    device.gate.set()
+    wait_until(lambda: torch.UntypedStorage._expired(weak), "a copy that ended keeps its source")
+    torch.UntypedStorage._free_weak_ref(weak)
+    assert read_back(tier, written(tier, 2, device), device) == {2}
+
+
 def test_what_a_write_held_is_free_when_its_end_is_known(
     tier: HostTier, device: GatedDevice
 ) -> None:

@@ -76,6 +76,15 @@ class BlockDevice:
     numa_node: int | None
 
 
+def read_mountinfo(path: Path = MOUNTINFO) -> list[Mount]:
+    """This process's mounts. Their names are bytes, which need not be UTF-8.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    return parse_mountinfo(path.read_text(errors="surrogateescape"))
+
+
 def parse_mountinfo(text: str) -> list[Mount]:
     """Reads mounts in the order in which they were made; leaves out lines that make no sense."""
     mounts = []
@@ -122,7 +131,7 @@ def block_devices(mount: Mount, sys: Path = SYS) -> tuple[BlockDevice, ...]:
 def num_disks(directory: Path, mountinfo: Path = MOUNTINFO, sys: Path = SYS) -> int:
     """How many disks a directory is on: 1, or the members of its RAID or volume; 1 if unknown."""
     try:
-        mount = mount_of(directory.resolve(), parse_mountinfo(mountinfo.read_text()))
+        mount = mount_of(directory.resolve(), read_mountinfo(mountinfo))
         return max(len(block_devices(mount, sys)), 1) if mount else 1
     except OSError:
         return 1

@@ -29,6 +29,7 @@ class StepContext:
         observer: hears what layers save; None: nobody does.
         tracer: draws the timeline of the first steps; None: nobody asked for one.
         sampler: samples the memory of this step; None: of this one nobody wants to know.
+        num_entered: how often `within` was entered, which tells calls of one layer apart.
     """
 
     statistics: StepStatistics = field(default_factory=StepStatistics)
@@ -37,6 +38,7 @@ class StepContext:
     observer: Observer | None = None
     tracer: Tracer | None = None
     sampler: MemorySampler | None = None
+    num_entered: int = 0
 
     @contextlib.contextmanager
     def forward(self, scope: Scope) -> Iterator[SaveOrder]:
@@ -57,6 +59,7 @@ class StepContext:
     def within(self, scope: Scope) -> Iterator[None]:
         """What is saved meanwhile belongs to this scope."""
         outer, self.scope = self.scope, scope
+        self.num_entered += 1
         try:
             yield
         finally:

@@ -188,7 +188,9 @@ class _StagedView:
             with self._pool.buffer() as buffer:
                 self.check()
                 copied = self._device.copy_to_host(self._storage, buffer.address, None, piece)
+                buffer.event = copied  # for who takes it next, should this wait be interrupted
                 self._device.wait_for_event(copied)
+                buffer.event = None
                 yield memory_at(buffer.address, piece.stop - piece.start)
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:

@@ -190,7 +190,7 @@ class BouncingTier(SsdTier):
         view = _PoolView(in_pool, on_drives.cut, self._piece_bytes)
         try:
             write = self._write_body(view, on_drives)
-        except RuntimeError:  # the drives' threads are gone: the bytes stay where they are
+        except Exception:  # the drives' threads are gone, say: the bytes stay where they are
             self._left()
             return
         block.write = write

@@ -8,6 +8,7 @@ and a thread only notices its end: see Note [Who waits for whom] in `device/devi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
@@ -232,8 +233,12 @@ class CopyWatcher:
         self._thread.join()
 
     def _run(self) -> None:
-        while (watched := self._queue.get()) is not None:
+        while True:
+            watched = None  # while this thread waits, it keeps nothing alive
             try:
+                watched = self._queue.get()
+                if watched is None:
+                    return
                 watched.transfer.run()
                 if watched.kept:  # it failed, or nobody wants it any more
                     self._device.wait_for_event(watched.copied)
@@ -241,6 +246,9 @@ class CopyWatcher:
                 # Not the error itself: who keeps log records would keep its traceback too.
                 reason = repr(error)
                 logger.warning("activation offload: a copy's end was not noticed: %s", reason)
-                watched.transfer.fail("the thread that watches copies was interrupted")
-            watched.kept.clear()
-            watched = None  # while this thread waits, it keeps nothing alive
+                if watched is not None:
+                    watched.transfer.fail("the thread that watches copies was interrupted")
+                    with contextlib.suppress(Exception):  # of the device: then nothing runs there
+                        self._device.wait_for_event(watched.copied)
+            if watched is not None:
+                watched.kept.clear()

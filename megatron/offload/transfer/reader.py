@@ -163,7 +163,7 @@ class Reader:
         """A view goes to backward: after its last use the memory is free, what is next is read."""
         record = view.saved
         record.view_used(view)
-        if record.ready is not None and record.num_unused_views == 0:
+        if record.ready is not None and record.num_unused_views <= 0:
             self._run_ahead.used(record.saved_bytes)
         if self.prefetcher.used(view.saved):
             self._dispatcher.submit(self.prefetcher.advance)

@@ -62,7 +62,7 @@ class Writer:
         self._inflight = inflight
         self._grows = grows
         self._grows_by_layer = grows and not device.is_host
-        self._layer: tuple[int, int, str] | None = None  # that saved last, and how much
+        self._layer: tuple[int, int, str, int] | None = None  # call that saved last, and how much
         self._layer_bytes = 0
         self._step = step
         self._rejected_bytes = self._num_rejected = 0  # by the tiers, in this step
@@ -124,7 +124,7 @@ class Writer:
     def _make_room_for_two_layers(self, record: SavedStorage) -> None:
         """One that is computed, and one whose operations are queued behind it."""
         scope = record.scope
-        layer = scope.chunk, scope.micro_batch, scope.layer
+        layer = scope.chunk, scope.micro_batch, scope.layer, self._step.num_entered
         if layer != self._layer:
             self._layer, self._layer_bytes = layer, 0
         if layer_of(scope.layer):

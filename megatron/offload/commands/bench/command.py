@@ -38,7 +38,7 @@ from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.trainer import CHECKOUT
 from megatron.offload.device.allocator import allocator_environment, allocator_name
 from megatron.offload.device.memory_limit import memory_limit
-from megatron.offload.device.mounts import MOUNTINFO, block_devices, mount_of, parse_mountinfo
+from megatron.offload.device.mounts import block_devices, mount_of, read_mountinfo
 from megatron.offload.device.open import open_device
 from megatron.offload.sizes import format_size
 
@@ -159,7 +159,7 @@ def _round(
 def _system_facts(directory: Path, fio: Fio | None) -> dict[str, Any]:
     """What the measurements depend on."""
     facts = machine_facts(directory)
-    mount = mount_of(directory.resolve(), parse_mountinfo(MOUNTINFO.read_text()))
+    mount = mount_of(directory.resolve(), read_mountinfo())
     drives = block_devices(mount) if mount else ()
     before_bytes = huge_page_bytes("self")
     sample = random_storage(4 * HEADLINE_BLOCK_BYTES)

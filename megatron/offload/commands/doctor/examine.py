@@ -26,13 +26,7 @@ from megatron.offload.commands.doctor.machine import (
 )
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.memory_limit import MemoryLimit, memory_limit
-from megatron.offload.device.mounts import (
-    MOUNTINFO,
-    Mount,
-    block_devices,
-    mount_of,
-    parse_mountinfo,
-)
+from megatron.offload.device.mounts import Mount, block_devices, mount_of, read_mountinfo
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.sizes import format_size
@@ -236,6 +230,6 @@ def _host_budget_checks(flags: Flags, limit: MemoryLimit) -> list[Check]:
 
 def _mount_of(directory: Path) -> Mount | None:
     try:
-        return mount_of(directory.resolve(), parse_mountinfo(MOUNTINFO.read_text()))
+        return mount_of(directory.resolve(), read_mountinfo())
     except OSError:
         return None
