@@ -51,7 +51,11 @@ COMMANDS: tuple[tuple[str, str], ...] = (
      "test_losses_weights_and_optimizer_are_bit_identical"),
     (r"pytest tests/megatron/test_unmodified_", "needs: a Megatron-LM checkout"),
     (r"pytest tests/megatron/test_matrix\.py --full-matrix", "needs: 24 minutes"),
-    (r"pytest tests/lag/", "needs: nothing, and `tests/run.sh` runs them"),
+    (
+        r"pytest tests/lag/",
+        "tests/lag/test_transfers_on_an_accelerator.py"
+        "::test_results_are_equal_whichever_stream_is_late",
+    ),
     (r"^\./tests/run\.sh|^\.venv/bin/python tests/mutations", "needs: minutes; it runs the tests"),
     (r"^\.venv/bin/python tests/ordering\.py", "needs: 10 minutes"),
     (r"^tools/gpu_check\.py", "needs: a GPU; tests/megatron/test_gpu_check.py tries it on a CPU"),
