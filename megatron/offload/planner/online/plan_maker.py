@@ -144,8 +144,9 @@ def budget_bytes_of(
         device: whose memory that is.
         stage: says how many ranks share a CPU's memory.
         consensus: the least of the group counts.
-        fragmented_bytes: of what the allocator holds for reuse, what the measured steps have never
-            used at once. It counts as taken where its pieces need not fit anything.
+        fragmented_bytes: of what the allocator holds, what the last measured step did not use at
+            once. It counts as taken where its pieces need not fit anything, which is too careful
+            where an earlier step or the optimizer used more.
     """
     if config.memory_budget_bytes is not None or config.max_slowdown is not None:
         return config.memory_budget_bytes
