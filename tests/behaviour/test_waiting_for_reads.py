@@ -13,7 +13,8 @@ import torch
 
 from megatron.offload import ChangedInPlaceError, Scope, StorageError
 from megatron.offload.device.cpu import CpuDevice
-from megatron.offload.saved.record import SavedStorage, SavedView, State
+from megatron.offload.saved.record import SavedStorage, State
+from megatron.offload.saved.view import SavedView
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.transfer import Transfer

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megatron.offload import Scope
-from megatron.offload.saved.record import SavedStorage, SavedView, Span, State
+from megatron.offload.saved.record import SavedStorage, Span, State
+from megatron.offload.saved.view import SavedView
 from megatron.offload.tiers.transfer import Transfer
 
 NUM_BYTES = 4096

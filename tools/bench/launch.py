@@ -58,8 +58,8 @@ from megatron.offload.commands.training_runs.machine import in_a_line, machine_f
 from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.integration.torch.layer_calls import LayerCalls
-from megatron.offload.saved.record import SavedView
 from megatron.offload.saved.scope import layer_of
+from megatron.offload.saved.view import SavedView
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.traffic import Traffic
 from megatron.offload.tiers.budget import ByteBudget

@@ -15,9 +15,10 @@ import torch
 
 from megatron.offload.placement.policy import Placement, Policy
 from megatron.offload.saved.cache import TensorCache, span_of
-from megatron.offload.saved.record import SavedStorage, SavedView, Span
+from megatron.offload.saved.record import SavedStorage, Span
 from megatron.offload.saved.resident import ResidentTensor
 from megatron.offload.saved.tensor_kind import kind_of
+from megatron.offload.saved.view import SavedView
 from megatron.offload.stats.step_context import StepContext
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.transfer.reader import Reader

@@ -18,8 +18,9 @@ import torch
 
 from megatron.offload.device.device import Device
 from megatron.offload.errors import StorageError
-from megatron.offload.saved.record import SavedReference, SavedStorage, SavedView, State
+from megatron.offload.saved.record import SavedReference, SavedStorage, State
 from megatron.offload.saved.save_order import SaveOrder
+from megatron.offload.saved.view import SavedView
 from megatron.offload.stats.step_context import StepContext
 from megatron.offload.stats.trace import WAIT, Tracer, name_of
 from megatron.offload.tiers.budget import ByteBudget

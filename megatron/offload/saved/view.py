@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What autograd holds in place of a saved tensor whose bytes move: `SavedView`.
+
+The bytes are those of a `SavedStorage` (`record.py`), which several views may share.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.offload.saved.record import SavedStorage
+from megatron.offload.saved.resident import changed_in_place
+from megatron.offload.saved.tensor_kind import without_graph
+
+
+class SavedView:
+    """What autograd holds in place of a saved tensor: how to see it in its storage again.
+
+    Args:
+        saved: the bytes.
+        tensor: the saved tensor.
+    """
+
+    __slots__ = (
+        *("_offset", "_shape", "_stride", "_version", "_witness", "__weakref__"),
+        *("is_used", "built", "ready", "saved"),
+    )
+
+    def __init__(self, saved: SavedStorage, tensor: torch.Tensor) -> None:
+        self.saved = saved
+        self.is_used = False
+        self.built: list[torch.Tensor] = []  # the tensor, once its bytes were read; for one use
+        self.ready: Sequence[Any] | None = None  # of the tensor that is built, as of the record
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._version = tensor._version
+        # Shares the tensor's version counter and none of its memory: `detach` keeps the counter,
+        # assigning `data` keeps it too but swaps the storage.
+        self._witness = without_graph(tensor)
+        self._witness.data = _nothing_like(tensor.dtype, tensor.device)
+        with saved._lock:
+            saved.num_unused_views += 1
+        saved._views.append(weakref.ref(self))
+        if saved.witness is None:
+            saved.witness = self._witness
+
+    def take_built(self) -> torch.Tensor | None:
+        """The tensor, if it is built and was not modified; nobody else gets the same one."""
+        if self._witness._version != self._version:
+            return None
+        try:
+            return self.built.pop()
+        except IndexError:
+            return None
+
+    def check_unchanged(self) -> None:
+        """Makes sure that the tensor was not modified in place since it was saved.
+
+        Raises:
+            ChangedInPlaceError: it was.
+        """
+        if self._witness._version != self._version:
+            raise changed_in_place(
+                self._witness, self._version, tuple(self._shape), self.saved.scope
+            )
+
+    def rebuild(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor with its own shape, stride, offset, dtype and version counter, on `memory`.
+
+        What backward changes in place is changed for every view of it, and `check_unchanged` sees.
+        """
+        # A copy of a part, or all of the storage that it is part of.
+        is_own = memory.nbytes() == self.saved.saved_bytes
+        start = self.saved.start_bytes // self._witness.element_size() if is_own else 0
+        content = self._witness.new_empty(0)
+        content.set_(memory, self._offset - start, self._shape, self._stride)
+        tensor = self._witness.detach()
+        tensor.data = content
+        return tensor
+
+
+def _nothing_like(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor, shared by all witnesses of its kind."""
+    nothing = _nothing.get((dtype, device))
+    if nothing is None:
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        if type(nothing) is torch.Tensor:  # and none of a mode that has only made it up
+            _nothing[dtype, device] = nothing
+    return nothing
+
+
+_nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
