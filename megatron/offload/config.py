@@ -8,18 +8,14 @@ the file system; tiers check directories when they are opened.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.flag import (
-    add_flag,
-    destination,
+    Settings,
     flag,
     parse_chunks,
     parse_count,
@@ -37,12 +33,16 @@ _ON_SSD, _ON_HOST = frozenset({"ssd", "tiered"}), frozenset({"host", "tiered"})
 
 
 @dataclass(frozen=True)
-class OffloadConfig:
+class OffloadConfig(Settings):
     """Where activations go and within which bounds. Sizes in bytes.
 
     Raises:
         ConfigurationError: the values contradict each other (checked on construction).
     """
+
+    group: ClassVar[str] = "activation offload"
+    # As the doors call it.
+    other_names: ClassVar[Mapping[str, str]] = {"--activation-offload-dir": "directory"}
 
     mode: str = flag(
         "--activation-offload",
@@ -244,13 +244,7 @@ class OffloadConfig:
     )
 
     def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            choices = spec.metadata["choices"]
-            value = getattr(self, spec.name)
-            if choices and value is not None and value not in choices:
-                raise ConfigurationError(
-                    f"{spec.metadata['flag']} is {value!r}; choose one of {', '.join(choices)}"
-                )
+        self.check_choices()
         parse_chunks(self.chunked_loss)
         self._check_recomputation()
         if self.uses_ssd and not self.directories:
@@ -392,73 +386,3 @@ class OffloadConfig:
         if self.plans:
             return not self.directories or self.host_budget is not None
         return not _ON_HOST.isdisjoint((self.mode, self.recompute_input))
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds the flags as an argument group. A bad value ends in `parser.error` (exit code 2)."""
-        group = parser.add_argument_group("activation offload")
-        for spec in dataclasses.fields(cls):
-            add_flag(group, spec)
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> OffloadConfig:
-        """The config with these fields; text is read as a flag's value is, `12GiB` as a size.
-
-        Raises:
-            ConfigurationError: a field is unknown, a text no value, or they contradict each other.
-        """
-        fields = {spec.name: spec for spec in dataclasses.fields(cls)}
-        values: dict[str, Any] = {}
-        for name, value in settings.items():
-            if name not in fields:
-                near = difflib.get_close_matches(name, fields, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(fields)}"
-                raise ConfigurationError(f"there is no setting {name!r}; {hint}")
-            if isinstance(value, str):
-                value = fields[name].metadata["parse"](value)
-            values[name] = value
-        return cls(**values)
-
-    @classmethod
-    def in_settings(cls, message: str) -> str:
-        """A sentence about flags, for somebody who gave settings: with the names of the fields."""
-        names = {spec.metadata["flag"]: spec.name for spec in dataclasses.fields(cls)}
-        names["--activation-offload-dir"] = "directory"  # as the doors call it
-        for name in sorted(names, key=len, reverse=True):
-            message = message.replace(name, names[name])
-        return message
-
-    @classmethod
-    def from_flags(cls, flags: Sequence[str]) -> OffloadConfig:
-        """The config that flags on a command line ask for.
-
-        Raises:
-            ConfigurationError: the flags contradict each other.
-        """
-        parser = argparse.ArgumentParser()
-        cls.add_arguments(parser)
-        return cls.from_args(parser.parse_args(flags))
-
-    @classmethod
-    def flags_of(cls, settings: Mapping[str, Any]) -> list[str]:
-        """Flags that `from_flags` reads these fields from; defaults are left out."""
-        flags: list[str] = []
-        for spec in dataclasses.fields(cls):
-            value = settings.get(spec.name, spec.default)
-            if value != spec.default:
-                parts = value if isinstance(value, tuple) else (value,)
-                flags += [spec.metadata["flag"], ",".join(map(str, parts))]
-        return flags
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> OffloadConfig:
-        """The config that parsed flags ask for.
-
-        Raises:
-            ConfigurationError: the flags contradict each other.
-        """
-        values: dict[str, Any] = {
-            spec.name: getattr(args, destination(spec), spec.default)
-            for spec in dataclasses.fields(cls)
-        }
-        return cls(**values)

@@ -42,5 +42,9 @@ class StorageError(OffloadError):
     """A write could not be completed, or saved bytes could not be read back."""
 
 
+class LostStateError(StorageError):
+    """Model states whose only copy was on a tier could not be read back."""
+
+
 class ChangedInPlaceError(OffloadError):
     """A saved activation was modified in place between its save and its use in backward."""

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting that is also a command-line flag: `flag` makes the field of a dataclass.
+"""A setting that is also a command-line flag: `flag` makes the field of a `Settings` class.
 
-`OffloadConfig` is made of such fields. Here is how the text of a value is read and how argparse is
-told of a flag; which flags there are, and which of them contradict each other, `config.py` says.
+`OffloadConfig` and `StatesConfig` are made of such fields. Here is how the text of a value is read
+and how argparse is told of a flag; which flags there are, and which of them contradict each other,
+those classes say.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import KIB, format_size
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def flag(
@@ -66,6 +72,99 @@ def add_flag(group: argparse._ArgumentGroup, spec: Field[Any]) -> None:
 def destination(spec: Field[Any]) -> str:
     """The attribute of argparse's namespace that has the value of a field's flag."""
     return str(spec.metadata["flag"]).removeprefix("--").replace("-", "_")
+
+
+class Settings:
+    """A dataclass whose fields are made by `flag`: from flags, from keywords, and back.
+
+    Attributes:
+        group: the title of its flags in the help.
+        other_names: of flags in sentences for who gave keywords, where it is not the field's.
+    """
+
+    group: ClassVar[str]
+    other_names: ClassVar[Mapping[str, str]] = {}
+
+    def check_choices(self) -> None:
+        """Raises ConfigurationError where a field has none of its values."""
+        for spec in _fields(type(self)):
+            choices, value = spec.metadata["choices"], getattr(self, spec.name)
+            if choices and value is not None and value not in choices:
+                raise ConfigurationError(
+                    f"{spec.metadata['flag']} is {value!r}; choose one of {', '.join(choices)}"
+                )
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the flags as an argument group. A bad value ends in `parser.error` (exit code 2)."""
+        group = parser.add_argument_group(cls.group)
+        for spec in _fields(cls):
+            add_flag(group, spec)
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
+        """The config with these fields; text is read as a flag's value is, `12GiB` as a size.
+
+        Raises:
+            ConfigurationError: a field is unknown, a text no value, or they contradict each other.
+        """
+        fields = {spec.name: spec for spec in _fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in settings.items():
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(fields)}"
+                raise ConfigurationError(f"there is no setting {name!r}; {hint}")
+            if isinstance(value, str):
+                value = fields[name].metadata["parse"](value)
+            values[name] = value
+        return cls(**values)
+
+    @classmethod
+    def in_settings(cls, message: str) -> str:
+        """A sentence about flags, for somebody who gave settings: with the names of the fields."""
+        names = {spec.metadata["flag"]: spec.name for spec in _fields(cls)} | dict(cls.other_names)
+        for name in sorted(names, key=len, reverse=True):
+            message = message.replace(name, names[name])
+        return message
+
+    @classmethod
+    def from_flags(cls, flags: Sequence[str]) -> Self:
+        """The config that flags on a command line ask for.
+
+        Raises:
+            ConfigurationError: the flags contradict each other.
+        """
+        parser = argparse.ArgumentParser()
+        cls.add_arguments(parser)
+        return cls.from_args(parser.parse_args(flags))
+
+    @classmethod
+    def flags_of(cls, settings: Mapping[str, Any]) -> list[str]:
+        """Flags that `from_flags` reads these fields from; defaults are left out."""
+        flags: list[str] = []
+        for spec in _fields(cls):
+            value = settings.get(spec.name, spec.default)
+            if value != spec.default:
+                parts = value if isinstance(value, tuple) else (value,)
+                flags += [spec.metadata["flag"], ",".join(map(str, parts))]
+        return flags
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Self:
+        """The config that parsed flags ask for.
+
+        Raises:
+            ConfigurationError: the flags contradict each other.
+        """
+        values = {
+            spec.name: getattr(args, destination(spec), spec.default) for spec in _fields(cls)
+        }
+        return cls(**values)
+
+
+def _fields(kind: Any) -> tuple[Field[Any], ...]:
+    return dataclasses.fields(kind)
 
 
 # -- Values from text -----------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.copies import ByDevice
 from megatron.offload.tiers.direct_io import Cut
 from megatron.offload.tiers.drive import Extent
+from megatron.offload.tiers.mapped import storage_at
 from megatron.offload.tiers.ssd import SsdBlock, SsdTier
 from megatron.offload.tiers.tier import Block, TierStatistics
 from megatron.offload.tiers.transfer import Transfer
@@ -150,6 +151,16 @@ class BouncingTier(SsdTier):
         if block.write is not None:
             block.write.abandon()
         block.on_drives = block.in_pool = block.write = None  # a write that runs holds its own
+
+    def view(self, block: Block) -> torch.UntypedStorage:
+        """The bytes of a block, in the pool or in their files."""
+        if not isinstance(block, BouncingBlock):
+            return super().view(block)
+        in_pool = block.in_pool
+        if in_pool is not None:
+            return storage_at(in_pool.address, block.num_bytes, (block, in_pool))
+        assert block.on_drives is not None, "the block was freed"
+        return super().view(block.on_drives)
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Blocks until what is in the pool has come to the drives, was refused or given up."""

@@ -71,6 +71,11 @@ class DriveFile(Protocol):
     alignment: Alignment
     size_bytes: int
 
+    @property
+    def fd(self) -> int:
+        """The file descriptor, for whoever maps it."""
+        ...
+
     def grow(self, num_bytes: int) -> None:
         """Allocates `num_bytes` more at the file's end. Raises OSError and stays as it was."""
         ...

@@ -85,6 +85,11 @@ class GdsFile:
                 "local SSD, or use --activation-offload-io auto"
             ) from None
 
+    @property
+    def fd(self) -> int:
+        """Of the file, for whoever maps it."""
+        return self._owner.fd
+
     def grow(self, num_bytes: int) -> None:
         """Allocates `num_bytes` more. Raises OSError and stays as it was."""
         self._owner.grow(num_bytes)

@@ -17,6 +17,7 @@ from megatron.offload.device.device import Device
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.copies import ByDevice, ByThreads, HostCopies
+from megatron.offload.tiers.mapped import storage_at
 from megatron.offload.tiers.tier import Block, TierStatistics
 from megatron.offload.tiers.transfer import Transfer
 
@@ -104,6 +105,11 @@ class HostTier:
         assert block.offset is not None, "the block was freed"
         address = self._arena.address(block.offset)
         return self._copies.begin_read(address, block.num_bytes, deadline, block)
+
+    def view(self, block: HostBlock) -> torch.UntypedStorage:
+        """A block's range of the arena."""
+        assert block.offset is not None, "the block was freed"
+        return storage_at(self._arena.address(block.offset), block.num_bytes, block)
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Nothing goes on behind a write that has ended."""

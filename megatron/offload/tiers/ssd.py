@@ -6,7 +6,9 @@ How a drive gets at a storage's bytes is `access.py`'s part, the I/O itself the 
 
 from __future__ import annotations
 
+import errno
 import logging
+import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from megatron.offload.tiers.direct_io import Alignment, Cut
 from megatron.offload.tiers.drive import Drive, DriveFile, Extent, Health
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.io_threads import usual_num_threads
+from megatron.offload.tiers.mapped import FileRange, map_ranges
 from megatron.offload.tiers.staging import StagingPool
 from megatron.offload.tiers.striping import Lane, stripe
 from megatron.offload.tiers.tier import Block, TierStatistics
@@ -170,6 +173,19 @@ class SsdTier:
         transfer.events = view.events
         return target, transfer
 
+    def view(self, block: Any) -> torch.UntypedStorage:
+        """The bytes of a block in their files, mapped. Only of storages in whole pages.
+
+        Raises:
+            OSError: the block has bytes that are in no whole page of a file.
+        """
+        ranges = [FileRange(e.drive.file.fd, e.offset, e.num_bytes) for e in block.extents]
+        cut = block.cut
+        is_paged = all(not one.num_bytes % mmap.PAGESIZE for one in ranges)
+        if cut.head or cut.tail or cut.num_bytes != cut.body_bytes or not is_paged:
+            raise OSError(errno.EINVAL, "the block is not in whole pages")
+        return map_ranges(ranges, block)
+
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Nothing goes on behind a write that has ended."""
         return True
@@ -195,7 +211,8 @@ class SsdTier:
         drives = [drive for drive in self.drives if drive.health is not Health.FAILED]
         while drives:
             lanes = [Lane(d.statistics.writes.bytes_per_s, d.queued_bytes) for d in drives]
-            parts = stripe(num_bytes, lanes, self._alignment.offset)
+            # In whole pages, so that they can be mapped.
+            parts = stripe(num_bytes, lanes, max(self._alignment.offset, mmap.PAGESIZE))
             extents: list[Extent] = []
             for drive, part in zip(drives, parts, strict=True):
                 if part:

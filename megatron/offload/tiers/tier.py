@@ -93,6 +93,19 @@ class Tier(Protocol):
         """
         ...
 
+    def view(self, block: Any) -> torch.UntypedStorage:
+        """The bytes of a block where they are, on the CPU; what is changed in them stays changed.
+
+        The block lives as long as this. Nothing checks what is read with it.
+
+        Args:
+            block: from this tier's `begin_write`; nothing of it is under way, nor begins.
+
+        Raises:
+            OSError: they cannot be shown in their place.
+        """
+        ...
+
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Blocks until what it has taken is where it is to stay; whether it came to that.
 

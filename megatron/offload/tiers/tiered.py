@@ -91,6 +91,10 @@ class TieredTier:
         """Starts to read a block into a fresh storage, from the tier that it was written to."""
         return block.tier.begin_read(block, deadline)
 
+    def view(self, block: Block) -> torch.UntypedStorage:
+        """The bytes of a block, in the tier that it was written to."""
+        return block.tier.view(block)
+
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Blocks until no tier goes on with what it has taken; whether it came to that."""
         return all(tier.wait_for_writes(timeout_s) for tier in self.tiers)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front door for optimizers: `offload_optimizer`, one line in a training script.
+
+It checks the optimizer and puts its states on tiers. From then on the optimizer's `step` brings
+them bucket by bucket, and `state_dict` and `load_state_dict` work as before.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.offload.device.open import open_device
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.torch.ranks import local_world_size
+from megatron.offload.states.config import StatesConfig
+from megatron.offload.states.open import open_state_tiers
+from megatron.offload.states.optimizer_states import OptimizerStates
+
+# Whose update of a parameter needs more than that parameter's gradient and state.
+_REFUSED = {
+    "LBFGS": "it looks at all parameters as one vector",
+    "SparseAdam": "its states change where its sparse gradients are only",
+}
+
+
+class OptimizerOffload:
+    """Offload of an optimizer's states, from `offload_optimizer` until `close`.
+
+    Attributes:
+        states: what moves them.
+
+    Args:
+        optimizer: whose states move.
+        config: with mode `off` nothing is touched.
+        moves_param: whether a parameter moves with its states.
+        updated: told of each bucket's parameters once they are updated.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: StatesConfig,
+        *,
+        moves_param: Callable[[torch.Tensor], bool] = lambda param: False,
+        updated: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
+    ) -> None:
+        self.states: OptimizerStates | None = None
+        self._optimizer = optimizer
+        self._hooks: list[Any] = []
+        self._own_step = optimizer.__dict__.get("step")
+        if not config.enabled:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        device = open_device(params[0].device)
+        num_bytes = sum(p.nbytes * (3 if moves_param(p) else 2) for p in params)
+        tiers = open_state_tiers(
+            config, device, num_bytes=num_bytes, num_local_ranks=local_world_size()
+        )
+        try:
+            self.states = OptimizerStates(
+                optimizer,
+                tiers,
+                device,
+                bucket_bytes=config.bucket_bytes,
+                window_bytes=config.window_bytes,
+                moves_param=moves_param,
+                updated=updated,
+            )
+        except BaseException:
+            for tier in tiers:
+                tier.close()
+            raise
+        self._hook(optimizer, self.states)
+
+    def __enter__(self) -> OptimizerOffload:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Brings all states back to memory and leaves the optimizer as it was.
+
+        Raises:
+            LostStateError: states could not be read back.
+        """
+        states, self.states = self.states, None
+        if states is None:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        if self._own_step is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._own_step  # type: ignore[method-assign]
+        states.close()
+
+    def _hook(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
+        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            with torch.no_grad():
+                states.step()
+            self._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
+            return loss
+
+        if self._own_step is not None:  # a scheduler's, which has put marks on it
+            step.__dict__.update(self._own_step.__dict__)
+        hooked = torch.optim.Optimizer.profile_hook_step(step)
+        hooked._offloads_states = True  # type: ignore[attr-defined]
+        optimizer.step = types.MethodType(hooked, optimizer)  # type: ignore[method-assign]
+        loading: list[Any] = []
+
+        def begin_loading(_: Any, state_dict: Any) -> None:
+            loading.append(states.loading())
+            loading[-1].__enter__()
+
+        def end_loading(_: Any) -> None:
+            loading.pop().__exit__(None, None, None)
+
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(lambda _: states.expose()),
+            optimizer.register_load_state_dict_pre_hook(begin_loading),
+            optimizer.register_load_state_dict_post_hook(end_loading),
+        ]
+
+
+def offload_optimizer(
+    optimizer: torch.optim.Optimizer,
+    directory: str | Path | Iterable[str | Path] | None = None,
+    *,
+    mode: str | None = None,
+    **settings: Any,
+) -> OptimizerOffload:
+    """Keeps an optimizer's states on SSDs or in host memory between its steps.
+
+        offload_optimizer(optimizer, "/mnt/nvme0")
+
+    is all that a training loop needs. Weights, states and checkpoints stay the same, bit for bit.
+
+    Args:
+        optimizer: any that updates each parameter by its gradient and state alone: Adam, AdamW,
+            SGD and most others. It may have states already.
+        directory: an existing directory on an SSD, or several on different SSDs.
+        mode: `ssd`, `host` or `tiered`, see docs/flags.md. Default: `ssd` with a directory, `host`
+            without one. `off` does nothing, so that a script needs no second way.
+        settings: any other field of `StatesConfig` by its name; sizes as numbers or as text:
+            `window_bytes="1GiB"`.
+
+    Returns:
+        A handle with `close()`, also a context manager.
+
+    Raises:
+        ConfigurationError: the directory, a setting or the optimizer cannot work; says why.
+    """
+    for one in type(optimizer).__mro__:
+        if one.__name__ in _REFUSED:
+            raise ConfigurationError(
+                f"the states of {one.__name__} cannot be offloaded: {_REFUSED[one.__name__]}"
+            )
+    if "step" in optimizer.__dict__ and hasattr(optimizer.step, "_offloads_states"):
+        raise ConfigurationError("the states of this optimizer are offloaded already")
+    directories: tuple[Path, ...] = ()
+    if isinstance(directory, str | Path):
+        directories = (Path(directory).expanduser(),)
+    elif directory is not None:
+        directories = tuple(Path(one).expanduser() for one in directory)
+    if mode is None:
+        mode = "ssd" if directories else "host"
+    try:
+        config = StatesConfig.from_settings({"mode": mode, "directories": directories, **settings})
+        return OptimizerOffload(optimizer, config)
+    except ConfigurationError as error:
+        raise ConfigurationError(StatesConfig.in_settings(str(error))) from None

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some parameters whose states move together, and where their bytes are: `Bucket`.
+
+Only the thread that trains calls it, but for the end of a write, which an I/O thread tells.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from megatron.offload.states.layout import Layout
+from megatron.offload.tiers.tier import Tier
+from megatron.offload.tiers.transfer import Transfer
+
+
+class Where(enum.Enum):
+    """Where a bucket's bytes are. Members name the transitions into them."""
+
+    NOWHERE = "nowhere"  # created: the optimizer has made no states yet
+    IN_MEMORY = "in memory"  # filled; its read has ended; its write failed or was taken back
+    WRITING = "being written"  # begin_write from IN_MEMORY; memory still holds them
+    ON_TIER = "on a tier"  # the write has ended well, and memory was let go
+    READING = "being read"  # begin_read from ON_TIER
+
+
+class Bucket:
+    """States of a few parameters, in one storage.
+
+    Args:
+        params: at least one.
+        changed: told, in whatever thread, that memory was let go or a write failed.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], changed: Callable[[], None]) -> None:
+        self.params = list(params)
+        self.layout: Layout | None = None
+        self.where = Where.NOWHERE
+        self.storage: torch.UntypedStorage | None = None
+        self.block: Any = None
+        self.write_error: BaseException | None = None  # of the last write that failed
+        self._transfer: Transfer | None = None
+        self._changed = changed
+        # Protects what the end of a write changes. Held for a few assignments.
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its states, 0 before the first step."""
+        return 0 if self.layout is None else self.layout.num_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that it takes now."""
+        return 0 if self.storage is None else self.num_bytes
+
+    def fill(self, layout: Layout, storage: torch.UntypedStorage) -> None:
+        """It has these bytes from now on, whatever it had before."""
+        self.take_back()
+        self.layout, self.storage = layout, storage
+        self.where, self.block = Where.IN_MEMORY, None
+
+    def forget(self) -> None:
+        """It has no bytes any more."""
+        self.take_back()
+        self.layout, self.storage, self.block = None, None, None
+        self.where = Where.NOWHERE
+
+    def begin_write(self, tier: Tier, after: Any) -> bool:
+        """Starts to write it; whether the tier takes it.
+
+        Args:
+            tier: where to.
+            after: an event of the device, after which the bytes are there.
+        """
+        assert self.where is Where.IN_MEMORY and self.storage is not None, self.where
+        started = tier.begin_write(self.storage, after)
+        if started is None:
+            return False
+        block, transfer = started
+        with self._lock:
+            self.where, self.block, self._transfer = Where.WRITING, block, transfer
+        transfer.add_done_callback(self._write_ended)
+        return True
+
+    # Runs in an I/O thread.
+    def _write_ended(self, transfer: Future[None]) -> None:
+        storage = None  # freed when this frame ends, outside the lock
+        with self._lock:
+            if self._transfer is not transfer:
+                return  # taken back meanwhile
+            self._transfer = None
+            if transfer.cancelled() or (error := transfer.exception()) is not None:
+                self.where, self.block = Where.IN_MEMORY, None
+                self.write_error = None if transfer.cancelled() else error
+            else:
+                self.where = Where.ON_TIER
+                storage, self.storage = self.storage, None
+        del storage
+        self._changed()
+
+    def take_back(self) -> None:
+        """The bytes are needed: a write under way is given up, and they stay in memory."""
+        with self._lock:
+            if self.where is not Where.WRITING:
+                return
+            transfer, self._transfer = self._transfer, None
+            self.where, self.block = Where.IN_MEMORY, None
+        assert transfer is not None
+        transfer.cancel()
+
+    def begin_read(self) -> None:
+        """Starts to bring it back to memory."""
+        assert self.where is Where.ON_TIER, self.where
+        self.storage, self._transfer = self.block.tier.begin_read(self.block)
+        self.where = Where.READING
+
+    def end_read(self) -> Sequence[Any] | None:
+        """Waits for the read; events of the device after which the bytes are there.
+
+        Raises:
+            OSError: it failed; the bytes are still where they were, if they are anywhere.
+        """
+        assert self.where is Where.READING, self.where
+        transfer, self._transfer = self._transfer, None
+        assert transfer is not None
+        try:
+            transfer.wait()
+        except BaseException:
+            self.storage, self.where = None, Where.ON_TIER
+            raise
+        self.where, self.block = Where.IN_MEMORY, None
+        return transfer.events
+
+    def wait_for_write(self) -> None:
+        """Blocks until no write is under way, well or badly."""
+        transfer = self._transfer
+        if self.where is Where.WRITING and transfer is not None:
+            transfer.wait_until_done()

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiers that model states go to: `open_state_tiers`."""
+
+from __future__ import annotations
+
+from megatron.offload.device.device import Device
+from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.states.config import StatesConfig
+from megatron.offload.tiers.host import HostTier
+from megatron.offload.tiers.host_budget import host_budget_bytes
+from megatron.offload.tiers.ssd import SsdTier
+from megatron.offload.tiers.tier import Tier
+from megatron.offload.tiers.tiered import TieredTier
+
+
+def open_state_tiers(
+    config: StatesConfig, device: Device, *, num_bytes: int, num_local_ranks: int
+) -> list[Tier]:
+    """Opens the tiers of a configuration; a bucket goes to the first that takes it.
+
+    Args:
+        config: with states that move.
+        device: where the optimizer's step runs.
+        num_bytes: of all states, which the SSDs are made to have room for now.
+        num_local_ranks: processes on this machine, which share its memory.
+
+    Raises:
+        ConfigurationError: a directory, a budget, the space or a missing package.
+    """
+    tiers: list[Tier] = []
+    try:
+        if config.uses_host:
+            budget = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
+            tiers.append(HostTier(budget, device=device))
+        if config.uses_ssd:
+            tiers.append(
+                SsdTier(
+                    config.directories,
+                    reserve_bytes=num_bytes,
+                    budget_bytes=config.ssd_budget_bytes,
+                    num_threads=config.threads,
+                    io=config.io,
+                    write_bytes_per_s=config.write_bytes_per_s,
+                    verify=True,  # the only copy
+                    device=device,
+                )
+            )
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    return [TieredTier(tiers)] if len(tiers) > 1 else tiers

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer's own step, for some of its parameters: `OptimizerSlice`.
+
+The update stays the library's: whatever kernel it takes (fused, foreach, a loop), whatever weight
+decay, schedule and parameter groups it has. It is right for every optimizer that updates each
+parameter by that parameter's gradient and state alone, and then has the same bits.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+State = dict[str, Any]  # of a parameter, by the optimizer's keys
+
+
+class OptimizerSlice:
+    """Runs steps of an optimizer for a few parameters at a time.
+
+    The optimizer's own groups and states are not touched while it runs, so an exception leaves
+    them as they are. What a step writes into its groups (some count steps there) is taken over
+    when the last slice of the step has run.
+
+    Args:
+        optimizer: whose step is run.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups_after: list[dict[str, Any]] = []
+
+    def step(
+        self, params: Sequence[torch.Tensor], states: Mapping[torch.Tensor, State]
+    ) -> dict[torch.Tensor, State]:
+        """Updates some parameters; their states after it.
+
+        Args:
+            params: of the optimizer's groups.
+            states: of these parameters; one without has none yet, and gets what the optimizer
+                makes for it.
+        """
+        optimizer = self._optimizer
+        chosen = {id(param) for param in params}
+        part = object.__new__(type(optimizer))
+        part.__dict__.update(optimizer.__dict__)
+        part.__dict__.pop("step", None)  # of the instance: a scheduler's, or ours
+        part.param_groups = [
+            {**group, "params": [param for param in group["params"] if id(param) in chosen]}
+            for group in optimizer.param_groups
+        ]
+        part.state = collections.defaultdict(dict, {p: dict(s) for p, s in states.items()})
+        _own_step(type(optimizer))(part)
+        self._groups_after = part.param_groups
+        return dict(part.state)
+
+    def end_step(self) -> None:
+        """All slices of a step have run: what it has changed in the groups holds from now on."""
+        for group, after in zip(self._optimizer.param_groups, self._groups_after, strict=False):
+            group.update({key: value for key, value in after.items() if key != "params"})
+        self._groups_after = []
+
+
+def _own_step(kind: type[torch.optim.Optimizer]) -> Any:
+    """The step of a class without the calls of hooks around it, which belong to a whole step."""
+    step = kind.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

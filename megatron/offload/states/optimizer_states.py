@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of one optimizer on tiers: `OptimizerStates`, whose `step` brings them by and by.
+
+Read `step` top to bottom: a bucket is read, its parameters are updated by the optimizer's own
+step, it goes back; the next one is read and the last one written meanwhile.
+
+Note [The window]
+At most `window_bytes` of states are in memory. A step goes through the buckets in the opposite
+order of the one before, and the last buckets of a step stay in memory: they are the first of the
+next one, and need neither a write nor a read. So a step moves what does not fit, once out and once
+in, and nothing else.
+
+Note [The only copy]
+Unlike an activation, a state that is lost cannot be made again. Memory is let go only once a write
+has ended well; a bucket that no tier takes stays in memory; the tiers keep checksums; a read that
+fails ends the training with `LostStateError`, and nothing goes on with other numbers.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron.offload.device.device import Device
+from megatron.offload.errors import LostStateError
+from megatron.offload.sizes import format_size
+from megatron.offload.states.bucket import Bucket, Where
+from megatron.offload.states.exposed import Exposed
+from megatron.offload.states.layout import Layout, Name
+from megatron.offload.states.optimizer_slice import OptimizerSlice, State
+from megatron.offload.tiers.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+
+class OptimizerStates:
+    """Keeps an optimizer's states on tiers, and runs its steps.
+
+    Between steps the optimizer's `state` has meta tensors in place of those that are away, and
+    parameters that are away, such as main weights, are full of NaN. `expose` shows the real ones.
+
+    Args:
+        optimizer: updates each parameter by its gradient and state alone (Adam, SGD, and most).
+        tiers: where buckets go; the first that takes one has it. Closed with this.
+        device: where the optimizer's step runs.
+        bucket_bytes: of states that move together.
+        window_bytes: of states that may be in memory; one bucket always may.
+        moves_param: whether a parameter itself moves with its states, as main weights do.
+        updated: told of the parameters of each bucket once they are updated and still in memory.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        tiers: Sequence[Tier],
+        device: Device,
+        *,
+        bucket_bytes: int,
+        window_bytes: int,
+        moves_param: Callable[[torch.Tensor], bool] = lambda param: False,
+        updated: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
+    ) -> None:
+        self.tiers = list(tiers)
+        self.window_bytes = window_bytes
+        self.buckets: list[Bucket] = []
+        self.checkpoint = ""  # to resume from should states be lost; empty: not known
+        self._optimizer = optimizer
+        self._slice = OptimizerSlice(optimizer)
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._moves_param = moves_param
+        self._updated = updated
+        self._goes_up = False  # the order of the last step
+        self._exposed: list[Exposed] = []
+        self._num_loading = 0
+        self._has_warned = False
+        # Told by I/O threads: a write has ended. Held for a few instructions.
+        self._changed = threading.Condition()
+        self._find_buckets()
+        self.adopt()
+
+    # -- A step -----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Updates all parameters that have a gradient, bucket by bucket.
+
+        Raises:
+            LostStateError: states could not be read back. Some parameters are updated, others not.
+        """
+        self.conceal()
+        self._find_buckets()
+        self._goes_up = not self._goes_up
+        buckets = [one for one in self._in_order() if _wants_update(one)]
+        stays = self._first_to_stay(buckets)
+        ahead = collections.deque(buckets)
+        for index, bucket in enumerate(buckets):
+            self._read_ahead(ahead)
+            self._bring(bucket)
+            while ahead and ahead[0].where is not Where.ON_TIER:
+                ahead.popleft()
+            self._update(bucket)
+            if index < stays:
+                self._put_away(bucket)
+        self._slice.end_step()
+
+    def prefetch(self) -> None:
+        """The next step is near: begins to read what it needs first, as far as there is room."""
+        if self._exposed:
+            return
+        self._goes_up = not self._goes_up
+        ahead = collections.deque(one for one in self._in_order() if one.where is Where.ON_TIER)
+        self._goes_up = not self._goes_up
+        self._read_ahead(ahead)
+
+    def _in_order(self) -> Iterator[Bucket]:
+        return iter(self.buckets) if self._goes_up else reversed(self.buckets)
+
+    def _first_to_stay(self, buckets: Sequence[Bucket]) -> int:
+        """From which one on buckets stay in memory: see Note [The window]. One may come beside."""
+        sizes = [self._expected_bytes(one) for one in buckets]
+        room = self.window_bytes - max(sizes, default=0)
+        index = len(buckets)
+        while index and room >= sizes[index - 1]:
+            room -= sizes[index - 1]
+            index -= 1
+        return index
+
+    def _read_ahead(self, ahead: collections.deque[Bucket]) -> None:
+        """Begins to read the next buckets, as many as the window has room for."""
+        while ahead:
+            bucket = ahead[0]
+            bucket.take_back()
+            if bucket.where is Where.ON_TIER:
+                if not self._has_room(bucket.num_bytes):
+                    return
+                bucket.begin_read()
+            ahead.popleft()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self.memory_bytes + num_bytes <= self.window_bytes
+
+    def _bring(self, bucket: Bucket) -> None:
+        """Has a bucket in memory, where the calling thread's next operations may use it."""
+        bucket.take_back()
+        if bucket.storage is None:
+            self._wait_for_room(self._expected_bytes(bucket))
+        if bucket.where is Where.ON_TIER:
+            bucket.begin_read()
+        if bucket.where is not Where.READING:
+            return
+        try:
+            events = bucket.end_read()
+        except OSError as error:
+            raise LostStateError(
+                f"optimizer states of {len(bucket.params)} parameters "
+                f"({format_size(bucket.num_bytes)}) could not be read back: {error}; their only "
+                "copy is lost and training cannot go on; check the drive, and resume from "
+                f"{self.checkpoint or 'the last checkpoint'}"
+            ) from error
+        if events is not None:
+            assert bucket.storage is not None
+            self._device.use_after(bucket.storage, events)
+
+    def _is_writing(self) -> bool:
+        return any(one.where is Where.WRITING for one in self.buckets)
+
+    def _update(self, bucket: Bucket) -> None:
+        """Runs the optimizer's step for the parameters of a bucket that is in memory."""
+        views: dict[Name, torch.Tensor] = {}
+        if bucket.layout is not None:
+            assert bucket.storage is not None
+            views = bucket.layout.views(bucket.storage)
+        self._attach(bucket, views)
+        given = {param: self._optimizer.state.get(param, {}) for param in bucket.params}
+        states = {
+            param: {key: views.get((index, key), value) for key, value in given[param].items()}
+            for index, param in enumerate(bucket.params)
+            if given[param]
+        }
+        after = self._slice.step(bucket.params, states)
+        self._updated(bucket.params)
+        self._take_over(bucket, after, views)
+
+    def _put_away(self, bucket: Bucket) -> None:
+        """Writes a bucket to the first tier that takes it; where none does, it stays."""
+        event = None if self._device.is_host else self._device.record_event()
+        if bucket.write_error is not None:
+            self._warn(f"a write failed ({bucket.write_error})")
+            bucket.write_error = None
+        if not any(bucket.begin_write(tier, event) for tier in self.tiers):
+            self._warn("no tier has room for them")
+
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "optimizer states: %s; nothing is lost, what no tier takes stays in memory; check "
+                "the disk",
+                why,
+            )
+
+    # -- Where states are -------------------------------------------------------------------------
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of states that are in memory now, of all buckets."""
+        return sum(one.memory_bytes for one in self.buckets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all states that move."""
+        return sum(one.num_bytes for one in self.buckets)
+
+    def _find_buckets(self) -> None:
+        """Puts parameters that are new into buckets of their own."""
+        known = {id(param) for bucket in self.buckets for param in bucket.params}
+        groups = self._optimizer.param_groups
+        params = [p for group in groups for p in group["params"] if id(p) not in known]
+        own: list[torch.Tensor] = []
+        own_bytes = 0
+        for param in params:
+            num_bytes = self._usual_bytes(param)
+            if own and own_bytes + num_bytes > self._bucket_bytes:
+                self.buckets.append(Bucket(own, self._tell_changed))
+                own, own_bytes = [], 0
+            own.append(param)
+            own_bytes += num_bytes
+        if own:
+            self.buckets.append(Bucket(own, self._tell_changed))
+
+    def _usual_bytes(self, param: torch.Tensor) -> int:
+        """Of states of a parameter: Adam's two, and itself where it moves."""
+        return param.nbytes * (3 if self._moves_param(param) else 2)
+
+    def _expected_bytes(self, bucket: Bucket) -> int:
+        return bucket.num_bytes or sum(map(self._usual_bytes, bucket.params))
+
+    def _tell_changed(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _attach(self, bucket: Bucket, views: dict[Name, torch.Tensor]) -> None:
+        """Parameters of a bucket that move are its memory from now on."""
+        for index, param in enumerate(bucket.params):
+            view = views.get((index, PARAM))
+            if view is not None:
+                param.data = view
+
+    def _movable(self, param: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
+        """What moves of a parameter, by key: itself if it does, what has its shape of its state."""
+        found = {PARAM: param.detach()} if self._moves_param(param) else {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
+                found[key] = value
+        return found
+
+    def _take_over(
+        self,
+        bucket: Bucket,
+        states: dict[torch.Tensor, State],
+        views: dict[Name, torch.Tensor],
+    ) -> None:
+        """Takes a bucket's states into its own memory, and leaves what stands for them.
+
+        Args:
+            bucket: in memory, or nowhere yet.
+            states: of its parameters, by the optimizer's keys.
+            views: the tensors of them that are in its memory already.
+        """
+        tensors: dict[Name, torch.Tensor] = {}
+        for index, param in enumerate(bucket.params):
+            for key, value in self._movable(param, states.get(param, {})).items():
+                tensors[index, key] = value
+        if bucket.layout is None or not bucket.layout.fits(tensors):
+            if tensors:
+                layout = Layout(tensors)
+                storage = layout.new_storage(self._device.device)
+                layout.store(tensors.items(), storage)
+                bucket.fill(layout, storage)
+        else:
+            assert bucket.storage is not None
+            moved = [
+                (name, one)
+                for name, one in tensors.items()
+                if name not in views or one.data_ptr() != views[name].data_ptr()
+            ]
+            bucket.layout.store(moved, bucket.storage)
+        self._leave(bucket, states)
+
+    def _leave(self, bucket: Bucket, states: dict[torch.Tensor, State]) -> None:
+        """Puts what stands for a bucket's tensors in their places."""
+        slots = {} if bucket.layout is None else bucket.layout.slots
+        for index, param in enumerate(bucket.params):
+            if param in states:
+                self._optimizer.state[param] = {
+                    key: _standing_for(value) if (index, key) in slots else value
+                    for key, value in states[param].items()
+                }
+            if (index, PARAM) in slots:
+                param.data = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
+                param.data = param.data.expand(slots[index, PARAM].shape)
+
+    # -- Everybody else ---------------------------------------------------------------------------
+
+    def expose(self) -> None:
+        """Shows all states in their places, where they are: for checkpoints and whoever looks.
+
+        What is on a drive is mapped, so that reading it takes no memory that is not the system's
+        to take back. What is changed in place is changed for good. Lasts until the next step.
+        """
+        if self._exposed:
+            return
+        self.wait_for_writes()
+        for bucket in self.buckets:
+            if bucket.layout is not None:
+                self._exposed.append(Exposed(bucket, self._optimizer, self._attach))
+
+    def conceal(self) -> None:
+        """Ends `expose`: what was changed or replaced meanwhile is taken over."""
+        exposed, self._exposed = self._exposed, []
+        for one in exposed:
+            if one.is_changed(self._optimizer):
+                self._adopt(one.bucket)
+            else:
+                self._leave(one.bucket, self._states_of(one.bucket))
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around whatever loads states: all are in their places, and what came is taken over."""
+        self.expose()
+        self._num_loading += 1
+        try:
+            yield
+        finally:
+            self._num_loading -= 1
+        if not self._num_loading:
+            self.conceal()
+
+    def adopt(self) -> None:
+        """Takes all tensors that are in the optimizer's state now, and puts them on tiers.
+
+        After `load_state_dict`, and where states were made before they were offloaded.
+        """
+        self._exposed = []
+        for bucket in self.buckets:
+            self._adopt(bucket)
+
+    def _adopt(self, bucket: Bucket) -> None:
+        states = self._states_of(bucket)
+        tensors = [t for s in states.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        if any(tensor.device.type == "meta" for tensor in tensors):
+            return  # they are where they were
+        bucket.take_back()
+        bucket.layout = None  # whatever it had is replaced
+        self._take_over(bucket, states, {})
+        if bucket.layout is None:
+            bucket.forget()
+        elif not self._has_room(0):
+            self._put_away(bucket)
+            self._wait_for_room(0)
+
+    def _states_of(self, bucket: Bucket) -> dict[torch.Tensor, State]:
+        state = self._optimizer.state
+        return {param: state[param] for param in bucket.params if state.get(param)}
+
+    def _wait_for_room(self, num_bytes: int) -> None:
+        """Writes that end make room. Where none is under way, the window is exceeded."""
+        with self._changed:
+            while not self._has_room(num_bytes) and self._is_writing():
+                self._changed.wait()
+
+    def wait_for_writes(self) -> None:
+        """Blocks until no write is under way."""
+        for bucket in self.buckets:
+            bucket.wait_for_write()
+        for tier in self.tiers:
+            tier.wait_for_writes()
+
+    def close(self) -> None:
+        """Brings all states back to memory, and ends the tiers.
+
+        Raises:
+            LostStateError: as `step`.
+        """
+        self.conceal()
+        for bucket in self.buckets:
+            self._bring(bucket)
+            if bucket.layout is None:
+                continue
+            assert bucket.storage is not None
+            views = bucket.layout.views(bucket.storage)
+            self._attach(bucket, views)
+            for index, param in enumerate(bucket.params):
+                state = self._optimizer.state.get(param, {})
+                for key in state:
+                    state[key] = views.get((index, key), state[key])
+        self.buckets = []
+        for tier in self.tiers:
+            tier.close()
+
+
+PARAM = "param"  # the key of a parameter that moves itself
+
+
+def _wants_update(bucket: Bucket) -> bool:
+    return any(
+        param.grad is not None or getattr(param, "decoupled_grad", None) is not None
+        for param in bucket.params
+    )
+
+
+def _standing_for(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+def state_bytes(optimizers: Iterable[Any]) -> int:
+    """Bytes of the tensors in optimizers' states that are in memory."""
+    return sum(
+        value.nbytes
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.device.type != "meta"
+    )

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that is somewhere already, as a storage: `storage_at`, and `map_ranges` of files.
+
+Tiers show blocks with it (`Tier.view`): whoever looks at more than fits into memory reads pages as
+they are touched, and the system takes their memory back when it wants to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+_PROT_NONE = 0
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # <asm-generic/mman.h>
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class FileRange(NamedTuple):
+    """Bytes of an open file, in whole pages."""
+
+    fd: int
+    offset: int
+    num_bytes: int
+
+
+def storage_at(address: int, num_bytes: int, owner: object) -> torch.UntypedStorage:
+    """A storage on the CPU of memory that `owner` keeps, and that it keeps alive."""
+    window = (ctypes.c_char * num_bytes).from_address(address)
+    window.owner = owner  # type: ignore[attr-defined]  # lives as long as the storage
+    return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
+
+
+def map_ranges(ranges: Sequence[FileRange], owner: object) -> torch.UntypedStorage:
+    """A storage that is ranges of files, one behind the other; what is written to it is theirs.
+
+    Args:
+        ranges: at least one.
+        owner: kept alive by the storage: whoever keeps the ranges from being used otherwise.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    total = sum(one.num_bytes for one in ranges)
+    # Addresses first, so that the ranges come to lie side by side.
+    address = _mmap(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    mapping = _Mapping(address, total, owner)
+    for one in ranges:
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        _mmap(address, one.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, one.fd, one.offset)
+        address += one.num_bytes
+    return storage_at(mapping.address, total, mapping)
+
+
+class _Mapping:
+    """Addresses that are given back when nobody refers to this any more."""
+
+    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
+        self.address = address
+        self._owner = owner
+        weakref.finalize(self, _libc().munmap, address, num_bytes).atexit = False
+
+
+def _mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int, offset: int) -> int:
+    found = _libc().mmap(address, num_bytes, prot, flags | _MAP_NORESERVE, fd, offset)
+    if found == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(found)
+
+
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
