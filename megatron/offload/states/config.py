@@ -34,8 +34,9 @@ class StatesConfig(Settings):
         "off",
         "off: optimizer states stay in memory. ssd: they and the main weights are on "
         "--optimizer-state-dir, and each step brings them bucket by bucket. host: the same, in "
-        "host memory. tiered: in both side by side, in proportion to their measured bandwidth. auto: on "
-        "the SSD, with as large a window as --device-memory-budget leaves beside activations. "
+        "host memory. tiered: in both side by side, in proportion to their measured bandwidth. "
+        "auto: on the SSD, with as large a window as --device-memory-budget leaves beside "
+        "activations. "
         "Results are bit-identical.",
         choices=("off", "host", "ssd", "tiered", "auto"),
     )
