@@ -318,6 +318,8 @@ class OptimizerStates:
             return
         self.wait_for_writes()
         for bucket in self.buckets:
+            if bucket.where is Where.READING:
+                self._bring(bucket)
             if bucket.layout is not None:
                 self._exposed.append(Exposed(bucket, self._optimizer, self._attach))
 
