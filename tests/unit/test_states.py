@@ -246,7 +246,20 @@ def test_no_more_than_the_window_is_in_memory_between_steps(tier: Tier) -> None:
         assert states.memory_bytes == 2 * PAGE
 
 
+def _in_memory(states: OptimizerStates) -> list[int]:
+    states.wait_for_writes()
+    return [i for i, one in enumerate(states.buckets) if one.where is Where.IN_MEMORY]
+
+
 def test_the_last_buckets_of_a_step_are_the_first_of_the_next_one(tier: Tier) -> None:
+    states, optimizer = _states(tier, window=3)
+    _step(states, optimizer)
+    assert _in_memory(states) == [6, 7]
+    _step(states, optimizer)
+    assert _in_memory(states) == [0, 1]
+
+
+def test_a_step_moves_what_does_not_fit_the_window(tier: Tier) -> None:
     states, optimizer = _states(tier, window=3)
     _step(states, optimizer)
     _step(states, optimizer)
