@@ -9,6 +9,7 @@ import torch
 
 from megatron.offload.states.bucket import Bucket
 from megatron.offload.states.layout import Name
+from megatron.offload.states.loaded import Loaded
 
 
 class Exposed:
@@ -47,7 +48,9 @@ class Exposed:
     def is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether another tensor is in the place of one of them."""
         for (index, key), view in self._views.items():
-            if optimizer.state.get(self.bucket.params[index], {}).get(key, view) is not view:
+            shown = optimizer.state.get(self.bucket.params[index], {}).get(key, view)
+            shown = shown.value if isinstance(shown, Loaded) else shown
+            if not isinstance(shown, torch.Tensor) or not _is_same(shown, view):
                 return True
         return any(param.data_ptr() != at for param, at in self._data.items())
 
@@ -58,3 +61,12 @@ class Exposed:
     def _versions_now(self) -> list[int]:
         # A parameter counts its own, whatever memory it has.
         return [one._version for one in (*self._views.values(), *self.bucket.params)]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors show the same memory in the same way."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and (one.device, one.dtype) == (other.device, other.dtype)
+        and (one.shape, one.stride()) == (other.shape, other.stride())
+    )

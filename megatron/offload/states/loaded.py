@@ -17,13 +17,13 @@ class Loaded:
     """A tensor of a state dict for one parameter, which nobody has looked at yet."""
 
     def __init__(self, value: torch.Tensor, key: str) -> None:
-        self._value = value
+        self.value = value
         self._key = key
 
     def tensor_for(self, param: torch.Tensor) -> torch.Tensor:
         """What torch makes of it for a parameter: of its type, on its device."""
         tensor: torch.Tensor = torch.optim.Optimizer._process_value_according_to_param_policy(
-            param, self._value, param_id=-1, param_groups=[], key=self._key
+            param, self.value, param_id=-1, param_groups=[], key=self._key
         )
         return tensor
 

@@ -11,16 +11,17 @@ from typing import Any, NoReturn
 import torch
 
 from megatron.offload.errors import OffloadError
+from megatron.offload.states.layout import Slot
 
 
-def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A meta tensor of the same shape, which can be neither copied nor saved."""
-    standing = torch.empty_like(tensor, device="meta")
-    standing.__deepcopy__ = standing.__reduce_ex__ = _refuse  # type: ignore[attr-defined,method-assign]
+def stand_in(slot: Slot) -> torch.Tensor:
+    """A meta tensor of a slot's shape and type, which can be neither copied nor saved."""
+    standing = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="meta")
+    standing.__deepcopy__ = standing.__reduce_ex__ = _refuse  # type: ignore[method-assign]
     return standing
 
 
-def is_away(value: Any) -> bool:
+def is_stand_in(value: Any) -> bool:
     """Whether a value of an optimizer's state stands for a tensor that is elsewhere.
 
     Raises:

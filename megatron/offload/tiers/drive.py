@@ -368,6 +368,4 @@ class Drive:
 
 
 def _other_bytes(extent: Extent) -> OSError:
-    return OSError(
-        errno.EBADMSG, f"checksum mismatch: the drive gave back other bytes ({extent})"
-    )
+    return OSError(errno.EBADMSG, f"checksum mismatch: the drive gave back other bytes ({extent})")
