@@ -218,9 +218,7 @@ class _Part:
         self.states.expose()
         yield
 
-    def _wrap(
-        self, name: str, around: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> None:
+    def _wrap(self, name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
         """Has one of the optimizer's functions run inside a context."""
         function = getattr(self._optimizer, name, None)
         if function is None:
