@@ -107,9 +107,13 @@ class HostTier:
         return self._copies.begin_read(address, block.num_bytes, deadline, block)
 
     def view(self, block: HostBlock) -> torch.UntypedStorage:
-        """A block's range of the arena."""
+        """A block's range of the arena, which forked processes have a copy of meanwhile."""
         assert block.offset is not None, "the block was freed"
-        return storage_at(self._arena.address(block.offset), block.num_bytes, block)
+        shown = self._arena.forkable(block.offset, block.num_bytes)
+        return storage_at(self._arena.address(block.offset), block.num_bytes, (shown, block))
+
+    def renew(self, block: HostBlock) -> None:
+        """The view is where the bytes are."""
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Nothing goes on behind a write that has ended."""

@@ -7,6 +7,7 @@ them bucket by bucket, and `state_dict` and `load_state_dict` work as before.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.config import StatesConfig
+from megatron.offload.states.loaded import as_loaded
 from megatron.offload.states.open import open_state_tiers
 from megatron.offload.states.optimizer_states import OptimizerStates
 
@@ -52,7 +54,7 @@ class OptimizerOffload:
     ) -> None:
         self.states: OptimizerStates | None = None
         self._optimizer = optimizer
-        self._hooks: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         self._own_step = optimizer.__dict__.get("step")
         if not config.enabled:
             return
@@ -84,8 +86,11 @@ class OptimizerOffload:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Brings all states back to memory and leaves the optimizer as it was.
+    def close(self, *, restore: bool = True) -> None:
+        """Leaves the optimizer as it was.
+
+        Args:
+            restore: brings all states back to memory; without, those that are away are gone.
 
         Raises:
             LostStateError: states could not be read back.
@@ -93,13 +98,13 @@ class OptimizerOffload:
         states, self.states = self.states, None
         if states is None:
             return
-        for hook in self._hooks:
-            hook.remove()
+        for undo in self._undo:
+            undo()
         if self._own_step is None:
             del self._optimizer.step
         else:
             self._optimizer.step = self._own_step  # type: ignore[method-assign]
-        states.close()
+        states.close(restore=restore)
 
     def _hook(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -117,20 +122,25 @@ class OptimizerOffload:
         hooked = torch.optim.Optimizer.profile_hook_step(step)
         hooked._offloads_states = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(hooked, optimizer)  # type: ignore[method-assign]
-        loading: list[Any] = []
+        kind = type(optimizer)
 
-        def begin_loading(_: Any, state_dict: Any) -> None:
-            loading.append(states.loading())
-            loading[-1].__enter__()
+        def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
+            with states.loading():
+                kind.load_state_dict(self, as_loaded(self, state_dict))
 
-        def end_loading(_: Any) -> None:
-            loading.pop().__exit__(None, None, None)
+        def getstate(self: torch.optim.Optimizer) -> Any:  # of a copy, and of what is pickled
+            states.expose()
+            return kind.__getstate__(self)
 
-        self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: states.expose()),
-            optimizer.register_load_state_dict_pre_hook(begin_loading),
-            optimizer.register_load_state_dict_post_hook(end_loading),
-        ]
+        replaced: dict[str, Callable[..., Any]] = {
+            "load_state_dict": load_state_dict,
+            "__getstate__": getstate,
+        }
+        for name, function in replaced.items():
+            setattr(optimizer, name, types.MethodType(function, optimizer))
+            self._undo.append(functools.partial(delattr, optimizer, name))
+        showing = optimizer.register_state_dict_pre_hook(lambda _: states.expose())
+        self._undo.append(showing.remove)
 
 
 def offload_optimizer(
