@@ -39,6 +39,7 @@ class Bucket:
 
     def __init__(self, params: Sequence[torch.Tensor], changed: Callable[[], None]) -> None:
         self.params = list(params)
+        self.devices = [param.device for param in self.params]  # where they are between steps
         self.layout: Layout | None = None
         self.where = Where.NOWHERE
         self.storage: torch.UntypedStorage | None = None

@@ -10,6 +10,12 @@ neither a write nor a read: a step moves what does not fit, once out and once in
 Steps go through the buckets in turn forwards and backwards, so that those that stayed come first:
 they are updated at once, and then all of the window is there to read ahead and to write behind.
 
+This is memory of the device that the step runs on. An accelerator's is what a run is short of, so
+its window is three buckets: one arrives, one is updated, one leaves, and between steps none is
+there. `open.py` puts what --optimizer-state-window asks for into page-locked host memory instead,
+as the first tier: what it holds it keeps, so that again a step moves to the drives and back only
+what does not fit. Copies over the link overlap the update of the bucket before.
+
 Note [The only copy]
 Unlike an activation, a state that is lost cannot be made again. Memory is let go only once a write
 has ended well; a bucket that no tier takes stays in memory; the tiers keep checksums; a read that
@@ -50,11 +56,12 @@ class OptimizerStates:
     Args:
         optimizer: updates each parameter by its gradient and state alone (Adam, SGD, and most).
         tiers: where buckets go; the first that takes one has it. Closed with this.
-        device: where the optimizer's step runs.
+        device: where states are in memory, for the optimizer's step.
         bucket_bytes: of states that move together.
-        window_bytes: of states that may be in memory; one bucket always may.
+        window_bytes: of states that may be in its memory; one bucket always may.
         moves_param: whether a parameter itself moves with its states, as main weights do.
         updated: told of the parameters of each bucket once they are updated and still in memory.
+        step_by: runs the optimizer's step; None: where the parameters are.
     """
 
     def __init__(
@@ -67,13 +74,14 @@ class OptimizerStates:
         window_bytes: int,
         moves_param: Callable[[torch.Tensor], bool] = lambda param: False,
         updated: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
+        step_by: OptimizerSlice | None = None,
     ) -> None:
         self.tiers = list(tiers)
         self.window_bytes = window_bytes
         self.buckets: list[Bucket] = []
         self.checkpoint = ""  # to resume from should states be lost; empty: not known
         self._optimizer = optimizer
-        self._slice = OptimizerSlice(optimizer)
+        self._slice = step_by or OptimizerSlice(optimizer)
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._moves_param = moves_param
@@ -101,6 +109,7 @@ class OptimizerStates:
         buckets = [one for one in self._in_order() if _wants_update(one)]
         stays = self._first_to_stay(buckets)
         ahead = collections.deque(buckets)
+        self._slice.begin_step([bucket.params for bucket in buckets])
         for index, bucket in enumerate(buckets):
             self._read_ahead(ahead)
             self._bring(bucket)
@@ -124,9 +133,10 @@ class OptimizerStates:
         return iter(self.buckets) if self._goes_up else reversed(self.buckets)
 
     def _first_to_stay(self, buckets: Sequence[Bucket]) -> int:
-        """From which one on buckets stay in memory: see Note [The window]. One may come beside."""
+        """From which one on buckets stay in memory: see Note [The window]. Others come beside."""
         sizes = [self._expected_bytes(one) for one in buckets]
-        room = self.window_bytes - max(sizes, default=0)
+        beside = 1 if self._device.is_host else ON_DEVICE
+        room = self.window_bytes - beside * max(sizes, default=0)
         index = len(buckets)
         while index and room >= sizes[index - 1]:
             room -= sizes[index - 1]
@@ -299,7 +309,8 @@ class OptimizerStates:
                     for key, value in states[param].items()
                 }
             if (index, PARAM) in slots:
-                param.data = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
+                at = bucket.devices[index]
+                param.data = torch.full((), float("nan"), dtype=param.dtype, device=at)
                 param.data = param.data.expand(slots[index, PARAM].shape)
 
     # -- Everybody else ---------------------------------------------------------------------------
@@ -452,11 +463,13 @@ class OptimizerStates:
             self._attach(bucket, views)
             self._optimizer.state.update(self._states_with(bucket, views))
         self.buckets = []
+        self._slice.close()
         for tier in self.tiers:
             tier.close()
 
 
 PARAM = "param"  # the key of a parameter that moves itself
+ON_DEVICE = 3  # buckets in an accelerator's memory at a time, see Note [The window]
 
 
 def _wants_update(bucket: Bucket) -> bool:

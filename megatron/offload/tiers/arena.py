@@ -133,8 +133,13 @@ class HostArena:
             found = self._forkable[offset] = _Forkable(self._mapping, offset, num_bytes)
         return found
 
+    def keep_mapped(self) -> object:
+        """The memory stays where it is, even once the arena is closed, as long as this lives."""
+        assert self._mapping is not None
+        return memoryview(self._mapping)
+
     def close(self) -> None:
-        """Gives all memory back to the system. Nobody may use a range any more."""
+        """Gives all memory back to the system. Nobody may use a range that is not `keep_mapped`."""
         with self._lock:
             self._closed, self._grows_ahead = True, False
             ahead = self._ahead
@@ -146,7 +151,8 @@ class HostArena:
                     self._pinned_for.unpin(address)
             self._pinned_addresses.clear()
             if self._mapping is not None:
-                self._mapping.close()
+                with contextlib.suppress(BufferError):  # somebody keeps it mapped
+                    self._mapping.close()
 
     def _make_room(self, num_bytes: int) -> bool:
         """Grows for a request; whether there is room now, unless others take it at once."""

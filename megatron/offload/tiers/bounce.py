@@ -158,7 +158,9 @@ class BouncingTier(SsdTier):
             return super().view(block)
         in_pool = block.in_pool
         if in_pool is not None:
-            return storage_at(in_pool.address, block.num_bytes, (block, in_pool))
+            assert self._pool is not None
+            owner = (block, in_pool, self._pool.keep_mapped())
+            return storage_at(in_pool.address, block.num_bytes, owner)
         assert block.on_drives is not None, "the block was freed"
         return super().view(block.on_drives)
 

@@ -15,18 +15,22 @@ from typing import Any
 
 import torch
 
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.loaded import as_loaded
 from megatron.offload.states.open import open_state_tiers
-from megatron.offload.states.optimizer_states import OptimizerStates
+from megatron.offload.states.optimizer_slice import OptimizerSlice
+from megatron.offload.states.optimizer_states import ON_DEVICE, OptimizerStates
+from megatron.offload.states.step_on_host import StepOnHost
 
 # Whose update of a parameter needs more than that parameter's gradient and state.
 _REFUSED = {
     "LBFGS": "it looks at all parameters as one vector",
     "SparseAdam": "its states change where its sparse gradients are only",
+    "DeepSpeedOptimizerWrapper": "DeepSpeed has its own, `offload_optimizer` in its configuration",
 }
 
 
@@ -59,6 +63,11 @@ class OptimizerOffload:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
         device = open_device(params[0].device)
+        step_by: OptimizerSlice | None = None
+        if config.step_on == "cpu" and not device.is_host:
+            _check_has_cpu_step(optimizer)
+            step_by = StepOnHost(optimizer, device, moves_param)
+            device = CpuDevice()
         num_bytes = sum(p.nbytes * (3 if moves_param(p) else 2) for p in params)
         tiers = open_state_tiers(
             config, device, num_bytes=num_bytes, num_local_ranks=local_world_size()
@@ -69,9 +78,12 @@ class OptimizerOffload:
                 tiers,
                 device,
                 bucket_bytes=config.bucket_bytes,
-                window_bytes=config.window_bytes,
+                window_bytes=(
+                    config.window_bytes if device.is_host else ON_DEVICE * config.bucket_bytes
+                ),
                 moves_param=moves_param,
                 updated=updated,
+                step_by=step_by,
             )
         except BaseException:
             for tier in tiers:
@@ -140,6 +152,40 @@ class OptimizerOffload:
             self._undo.append(functools.partial(delattr, optimizer, name))
         showing = optimizer.register_state_dict_pre_hook(lambda _: states.expose())
         self._undo.append(showing.remove)
+        last = _half_way(group["params"] for group in optimizer.param_groups)
+        if last is not None:
+            hook = last.register_post_accumulate_grad_hook(lambda _: states.prefetch())
+            self._undo.append(hook.remove)
+
+
+def _half_way(groups: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor | None:
+    """The parameter whose gradient comes when about half of backward is over.
+
+    States that are read from then on come in time, and take memory that activations have left.
+    Where gradients are accumulated, that is in the first backward pass.
+    """
+    params = [p for group in groups for p in group if p.requires_grad and p.is_leaf]
+    left = sum(param.nbytes for param in params) / 2
+    for param in params:
+        left -= param.nbytes
+        if left <= 0:
+            return param
+    return None
+
+
+def _check_has_cpu_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigurationError where an optimizer's step runs on its accelerator alone."""
+    kind = type(optimizer)
+    if any(one.__name__ == "FusedAdam" for one in kind.__mro__):
+        why = f"{kind.__module__}.{kind.__name__} has no CPU kernel; use torch.optim.AdamW"
+    elif any(group.get("capturable") for group in optimizer.param_groups):
+        why = "with capturable=True it is made for CUDA graphs; leave that away"
+    else:
+        return
+    raise ConfigurationError(
+        f"--optimizer-step-on cpu cannot run this optimizer's step: {why}, or use "
+        "--optimizer-step-on device"
+    )
 
 
 def offload_optimizer(
@@ -170,6 +216,12 @@ def offload_optimizer(
     Raises:
         ConfigurationError: the directory, a setting or the optimizer cannot work; says why.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} is no torch.optim.Optimizer; give the optimizer whose "
+            "`step` updates the parameters"
+        )
+    optimizer = _innermost(optimizer)
     for one in type(optimizer).__mro__:
         if one.__name__ in _REFUSED:
             raise ConfigurationError(
@@ -189,3 +241,12 @@ def offload_optimizer(
         return OptimizerOffload(optimizer, config)
     except ConfigurationError as error:
         raise ConfigurationError(StatesConfig.in_settings(str(error))) from None
+
+
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that Accelerate, or another wrapper that is an optimizer too, has in it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        if type(optimizer).__name__ in _REFUSED:
+            break
+        optimizer = inner
+    return optimizer
