@@ -71,10 +71,12 @@ class ModelStates:
     """Offload of a Megatron optimizer's states, from `offload_model_states` until `close`.
 
     Attributes:
+        enabled: whether states are to move; a rank that trains nothing has none all the same.
         parts: one for each optimizer that has parameters: of experts there is another one.
     """
 
-    def __init__(self, parts: Sequence[_Part] = ()) -> None:
+    def __init__(self, parts: Sequence[_Part] = (), *, enabled: bool = False) -> None:
+        self.enabled = enabled
         self.parts = list(parts)
 
     @property
@@ -85,7 +87,7 @@ class ModelStates:
     @property
     def statistics(self) -> dict[str, int]:
         """Bytes of all states, those in memory now, and those moved so far; empty with off."""
-        if not self.parts:
+        if not self.enabled:
             return {}
         tiers = [tier.statistics for states in self.states for tier in states.tiers]
         return {
@@ -156,30 +158,40 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
     Raises:
         ConfigurationError: the optimizer, a setting or the directory cannot work; says why.
     """
-    if not config.enabled or optimizer is None:
+    if not config.enabled:
         return ModelStates()
     check_version()
-    members = getattr(optimizer, "chained_optimizers", [optimizer])
-    members = [one for one in members if not getattr(one, "is_stub_optimizer", False)]
+    members = [one for one in _members(optimizer) if _state_bytes(one)]
     for one in members:
         check_state_settings(one.config)
         check_inner_optimizer(one)
-        if type(one).__name__ not in _PAIRS:
-            raise ConfigurationError(
-                f"the states of {type(one).__name__} cannot be offloaded: which weights it keeps "
-                f"is not known; it works for {', '.join(_PAIRS)}"
-            )
-    sizes = [_state_bytes(one) for one in members]
-    members = [one for one, size in zip(members, sizes, strict=True) if size]
+    whole = sum(map(_state_bytes, members))
     parts: list[_Part] = []
     try:
-        for one, size in zip(members, filter(None, sizes), strict=True):
-            parts.append(_Part(one, _share(config, size, sum(sizes))))
+        for one in members:
+            parts.append(_Part(one, _share(config, _state_bytes(one), whole)))
     except BaseException:
         for part in parts:
             part.close()
         raise
-    return ModelStates(parts)
+    return ModelStates(parts, enabled=True)
+
+
+def _members(optimizer: Any) -> list[Any]:
+    """The optimizers that a Megatron optimizer consists of, but those of frozen models.
+
+    Raises:
+        ConfigurationError: which weights it keeps is not known.
+    """
+    kind = type(optimizer).__name__
+    if kind == "ChainedOptimizer":
+        return [one for part in optimizer.chained_optimizers for one in _members(part)]
+    if kind not in _PAIRS:
+        raise ConfigurationError(
+            f"{kind} cannot be combined with state offload: which weights it keeps is not known; "
+            "use the optimizers of get_megatron_optimizer, or --optimizer-state-offload off"
+        )
+    return [] if optimizer.is_stub_optimizer else [optimizer]
 
 
 class _Part:
