@@ -26,6 +26,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megatron.offload.integration.megatron import ModelStates
+
 from .errors import UserError
 from .model import Task, unwrap
 from .optimizer import load_optimizer_state, materialize_adam_state
@@ -68,6 +70,7 @@ class TrainingState:
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    states: ModelStates
 
     @property
     def fixed_flags(self) -> dict[str, Any]:
@@ -137,7 +140,7 @@ def load_checkpoint(directory: Path, state: TrainingState) -> Progress:
                 f"--load: {checkpoint} was made with {name} = {common['flags'][name]}, got "
                 f"{value}; give --{name.replace('_', '-')} as it was"
             )
-    materialize_adam_state(state.optimizer)
+    materialize_adam_state(state.optimizer, state.states)
     content = _content(state, is_loading=True)
     same_layout = common.get("layout") == _layout()
     if same_layout:

@@ -184,11 +184,7 @@ class OptimizerStates:
 
     def _update(self, bucket: Bucket) -> None:
         """Runs the optimizer's step for the parameters of a bucket that is in memory."""
-        views: dict[Name, torch.Tensor] = {}
-        if bucket.layout is not None:
-            assert bucket.storage is not None
-            views = bucket.layout.views(bucket.storage)
-        self._attach(bucket, views)
+        self._attach(bucket, views := self._views_of(bucket))
         after = self._slice.step(bucket.params, self._states_with(bucket, views))
         self._updated(bucket.params)
         self._take_over(bucket, after, views)
@@ -407,6 +403,34 @@ class OptimizerStates:
         bucket.take_back()
         bucket.layout = None
         self._take_over(bucket, states, {})
+        self._keep_to_window(bucket)
+
+    def make_states(self, make: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Makes states before the first step, for whoever loads into them; bucket by bucket.
+
+        Args:
+            make: fills the state of an optimizer that it is given; each time it is one with some
+                of the parameters, those that have no state yet.
+        """
+        self.conceal()
+        self._find_buckets()
+        for bucket in self.buckets:
+            if self._states_of(bucket):
+                continue
+            self._bring(bucket)
+            self._attach(bucket, views := self._views_of(bucket))
+            self._take_over(bucket, self._slice.fill(bucket.params, make), views)
+            self._keep_to_window(bucket)
+
+    def _views_of(self, bucket: Bucket) -> dict[Name, torch.Tensor]:
+        """The tensors of a bucket that is in memory, or has none."""
+        if bucket.layout is None:
+            return {}
+        assert bucket.storage is not None
+        return bucket.layout.views(bucket.storage)
+
+    def _keep_to_window(self, bucket: Bucket) -> None:
+        """Puts a bucket away that has come to memory, unless there is room for it."""
         if bucket.layout is None:
             bucket.forget()
         elif not self._has_room(0):
@@ -456,11 +480,7 @@ class OptimizerStates:
         self.conceal()
         for bucket in self.buckets if restore else ():
             self._bring(bucket)
-            if bucket.layout is None:
-                continue
-            assert bucket.storage is not None
-            views = bucket.layout.views(bucket.storage)
-            self._attach(bucket, views)
+            self._attach(bucket, views := self._views_of(bucket))
             self._optimizer.state.update(self._states_with(bucket, views))
         self.buckets = []
         self._slice.close()

@@ -115,6 +115,15 @@ class ModelStates:
                 stack.enter_context(states.loading())
             yield
 
+    def make_states(self, make: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Makes states before the first step, for whoever loads into them; a few at a time.
+
+        Args:
+            make: fills the state of an inner optimizer; each time of one with some parameters only.
+        """
+        for states in self.states:
+            states.make_states(make)
+
     def note_checkpoint(self, path: str | Path) -> None:
         """Says from where to resume should states be lost."""
         for states in self.states:
@@ -200,7 +209,7 @@ class _Part:
     def __init__(self, optimizer: Any, config: StatesConfig) -> None:
         self._optimizer = optimizer
         self._copies = _Copies(optimizer)
-        self._replaced: list[str] = []
+        self._replaced: list[tuple[str, Any]] = []  # with what the object itself had there
         self._offload = OptimizerOffload(
             optimizer.optimizer,
             config,
@@ -215,6 +224,9 @@ class _Part:
             self._wrap(name, self._reading)
         for name in _LOADING:
             self._wrap(name, self.states.loading)
+        make = getattr(optimizer, "init_state_fn", None)
+        if make is not None:
+            self._replace("init_state_fn", functools.partial(self._make_states, make))
         for name in _MOVING:
             if hasattr(optimizer, name):
                 self._replace(name, functools.partial(_refuse_to_move, name))
@@ -222,13 +234,22 @@ class _Part:
     def close(self, *, restore: bool = True) -> None:
         """As `ModelStates.close`."""
         while self._replaced:
-            delattr(self._optimizer, self._replaced.pop())
+            name, own = self._replaced.pop()
+            if own is None:
+                delattr(self._optimizer, name)
+            else:
+                setattr(self._optimizer, name, own)
         self._offload.close(restore=restore)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         self.states.expose()
         yield
+
+    def _make_states(self, make: Callable[..., None], _: Any, settings: Any = None) -> None:
+        """Megatron's function that makes states to load into, for a few parameters at a time."""
+        self.states.make_states(lambda part: make(part, settings))
+        self.states.expose()
 
     def _wrap(self, name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
         """Has one of the optimizer's functions run inside a context."""
@@ -245,8 +266,8 @@ class _Part:
 
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
         # Of this one object. A class attribute stands behind it, which `close` uncovers.
+        self._replaced.append((name, vars(self._optimizer).get(name)))
         setattr(self._optimizer, name, function)
-        self._replaced.append(name)
 
 
 class _Copies:
