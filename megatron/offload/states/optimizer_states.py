@@ -34,6 +34,7 @@ from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.exposed import Exposed
 from megatron.offload.states.layout import Layout, Name
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
+from megatron.offload.states.statistics import StatesMeter
 from megatron.offload.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class OptimizerStates:
         self._has_warned = False
         # Told by I/O threads: a write has ended. Held for a few instructions.
         self._changed = threading.Condition()
+        self.meter = StatesMeter(device, self.tiers, lambda: self.memory_bytes)
         self._find_buckets()
         self.adopt()
 
@@ -95,16 +97,23 @@ class OptimizerStates:
         """
         self.conceal()
         self._find_buckets()
+        with self.meter.step():
+            self._step()
+
+    def _step(self) -> None:
         self._goes_up = not self._goes_up
         buckets = [one for one in self._in_order() if _wants_update(one)]
         stays = self._first_to_stay(buckets)
         ahead = collections.deque(buckets)
         for index, bucket in enumerate(buckets):
             self._read_ahead(ahead)
-            self._bring(bucket)
+            with self.meter.waiting():
+                self._bring(bucket)
             while ahead and ahead[0].where is not Where.ON_TIER:
                 ahead.popleft()
-            self._update(bucket)
+            with self.meter.updating():
+                self._update(bucket)
+            self.meter.updated(bucket.num_bytes)
             if index < stays:
                 self._put_away(bucket)
         self._slice.end_step()
