@@ -5,10 +5,10 @@ Read `step` top to bottom: a bucket is read, its parameters are updated by the o
 step, it goes back; the next one is read and the last one written meanwhile.
 
 Note [The window]
-At most `window_bytes` of states are in memory. A step goes through the buckets in the opposite
-order of the one before, and the last buckets of a step stay in memory: they are the first of the
-next one, and need neither a write nor a read. So a step moves what does not fit, once out and once
-in, and nothing else.
+At most `window_bytes` of states are in memory. The last buckets of a step stay there, and need
+neither a write nor a read: a step moves what does not fit, once out and once in, and nothing else.
+Steps go through the buckets in turn forwards and backwards, so that those that stayed come first:
+they are updated at once, and then all of the window is there to read ahead and to write behind.
 
 Note [The only copy]
 Unlike an activation, a state that is lost cannot be made again. Memory is let go only once a write
@@ -327,6 +327,8 @@ class OptimizerStates:
             return
         self.wait_for_writes()
         for bucket in self.buckets:
+            if bucket.where is Where.READING:
+                self._bring(bucket)
             if bucket.layout is not None:
                 self._exposed.append(Exposed(bucket, self._optimizer, self._attach))
 

@@ -25,6 +25,7 @@ from megatron.offload.states.optimizer_states import OptimizerStates
 _REFUSED = {
     "LBFGS": "it looks at all parameters as one vector",
     "SparseAdam": "its states change where its sparse gradients are only",
+    "DeepSpeedOptimizerWrapper": "DeepSpeed has its own, `offload_optimizer` in its configuration",
 }
 
 
@@ -160,6 +161,12 @@ def offload_optimizer(
     Raises:
         ConfigurationError: the directory, a setting or the optimizer cannot work; says why.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} is no torch.optim.Optimizer; give the optimizer whose "
+            "`step` updates the parameters"
+        )
+    optimizer = _innermost(optimizer)
     for one in type(optimizer).__mro__:
         if one.__name__ in _REFUSED:
             raise ConfigurationError(
@@ -179,3 +186,12 @@ def offload_optimizer(
         return OptimizerOffload(optimizer, config)
     except ConfigurationError as error:
         raise ConfigurationError(StatesConfig.in_settings(str(error))) from None
+
+
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that Accelerate, or another wrapper that is an optimizer too, has in it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        if type(optimizer).__name__ in _REFUSED:
+            break
+        optimizer = inner
+    return optimizer
