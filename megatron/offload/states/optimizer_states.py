@@ -343,15 +343,18 @@ class OptimizerStates:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Around whatever loads states: all are in their places, and what came is taken over."""
+        """Around whatever loads states: all are in their places, and what came is taken over.
+
+        All of it: what is written through `.data` shows nowhere that it was.
+        """
         self.expose()
         self._num_loading += 1
         try:
             yield
         finally:
             self._num_loading -= 1
-        if not self._num_loading:
-            self.conceal()
+            if not self._num_loading:
+                self.adopt()
 
     def adopt(self) -> None:
         """Takes all tensors that are in the optimizer's state now, and puts them on tiers.
@@ -393,14 +396,18 @@ class OptimizerStates:
         for tier in self.tiers:
             tier.wait_for_writes()
 
-    def close(self) -> None:
-        """Brings all states back to memory, and ends the tiers.
+    def close(self, *, restore: bool = True) -> None:
+        """Ends the tiers.
+
+        Args:
+            restore: brings all states back to memory before. Else those that are away are gone,
+                which is right where training has ended and all of them would not fit.
 
         Raises:
             LostStateError: as `step`.
         """
         self.conceal()
-        for bucket in self.buckets:
+        for bucket in self.buckets if restore else ():
             self._bring(bucket)
             if bucket.layout is None:
                 continue

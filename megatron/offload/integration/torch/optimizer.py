@@ -84,8 +84,11 @@ class OptimizerOffload:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Brings all states back to memory and leaves the optimizer as it was.
+    def close(self, *, restore: bool = True) -> None:
+        """Leaves the optimizer as it was.
+
+        Args:
+            restore: brings all states back to memory; without, those that are away are gone.
 
         Raises:
             LostStateError: states could not be read back.
@@ -99,7 +102,7 @@ class OptimizerOffload:
             del self._optimizer.step
         else:
             self._optimizer.step = self._own_step  # type: ignore[method-assign]
-        states.close()
+        states.close(restore=restore)
 
     def _hook(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
