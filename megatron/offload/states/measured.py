@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.states.prediction import StatesProfile
 
@@ -27,7 +25,8 @@ def profile_of(
     return StatesProfile(
         bucket_bytes=tuple(one.num_bytes for one in states.buckets),
         read_bytes_per_s=reads,
-        write_bytes_per_s=min(writes, write_limit_bytes_per_s or math.inf),
+        write_bytes_per_s=writes,
         update_s_per_byte=meter.median("update_s") / updated_bytes,
         between_s=meter.median("between_s"),
+        write_limit_bytes_per_s=write_limit_bytes_per_s,
     )

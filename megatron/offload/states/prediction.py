@@ -27,6 +27,7 @@ class StatesProfile:
         write_bytes_per_s: while it reads too.
         update_s_per_byte: the optimizer's own work.
         between_s: from the end of a step of the optimizer until the next: forward, backward.
+        write_limit_bytes_per_s: a write starts once this has paid for those before it; None: none.
         prefetch_s: how long before the optimizer's step its first reads may begin.
     """
 
@@ -35,6 +36,7 @@ class StatesProfile:
     write_bytes_per_s: float
     update_s_per_byte: float
     between_s: float
+    write_limit_bytes_per_s: float | None = None
     prefetch_s: float = 0.0
 
 
@@ -77,8 +79,8 @@ def predict(profile: StatesProfile, window_bytes: int) -> StatesPrediction:
 class _Bucket:
     num_bytes: int
     where: Where = Where.IN_MEMORY
-    left_s: float = 0.0  # of its write
     ends_s: float = 0.0  # its read
+    given_s: float = 0.0  # to be written
 
 
 class _Run:
@@ -89,6 +91,7 @@ class _Run:
         self._window_bytes = window_bytes
         self._buckets = [_Bucket(size) for size in profile.bucket_bytes]
         self._writes: collections.deque[_Bucket] = collections.deque()  # one after the other
+        self._writes_from_s = 0.0  # the first of them could start then
         self._read_until_s = 0.0  # reads, too, follow each other
         self._now_s = 0.0
         self._goes_up = False
@@ -126,8 +129,7 @@ class _Run:
             peak_bytes = max(peak_bytes, self._memory_bytes)
             self._go_on_until(self._now_s + bucket.num_bytes * profile.update_s_per_byte)
             if index < stays:
-                bucket.where = Where.WRITING
-                bucket.left_s = bucket.num_bytes / profile.write_bytes_per_s
+                bucket.where, bucket.given_s = Where.WRITING, self._now_s
                 self._writes.append(bucket)
         optimizer_s = self._now_s - began_s
         return StatesPrediction(0.0, optimizer_s, waited_s, peak_bytes, 0, moved_bytes)
@@ -153,34 +155,45 @@ class _Run:
         self._take_back(bucket)
         if bucket.where is Where.ON_TIER:
             while self._memory_bytes + bucket.num_bytes > self._window_bytes and self._writes:
-                self._go_on_until(self._now_s + self._writes[0].left_s)
+                self._go_on_until(max(self._now_s, self._first_write()[1]))
             self._begin_read(bucket)
         if bucket.where is Where.READING:
             self._go_on_until(max(self._now_s, bucket.ends_s))
             bucket.where = Where.IN_MEMORY
 
     def _take_back(self, bucket: _Bucket) -> None:
-        if bucket.where is Where.WRITING:
-            self._writes.remove(bucket)
-            bucket.where = Where.IN_MEMORY
+        if bucket.where is not Where.WRITING:
+            return
+        if bucket is self._writes[0] and self._first_write()[0] < self._now_s:
+            self._writes_from_s = self._after(bucket, self._first_write()[0])
+        self._writes.remove(bucket)
+        bucket.where = Where.IN_MEMORY
 
     def _begin_read(self, bucket: _Bucket) -> None:
         seconds = bucket.num_bytes / self._profile.read_bytes_per_s
         self._read_until_s = max(self._read_until_s, self._now_s) + seconds
         bucket.where, bucket.ends_s = Where.READING, self._read_until_s
 
+    def _first_write(self) -> tuple[float, float]:
+        """When the first of the writes begins and ends."""
+        first = self._writes[0]
+        begin_s = max(self._writes_from_s, first.given_s)
+        return begin_s, begin_s + first.num_bytes / self._profile.write_bytes_per_s
+
+    def _after(self, bucket: _Bucket, began_s: float) -> float:
+        """When the next write may begin."""
+        rate = self._profile.write_bytes_per_s
+        limit = self._profile.write_limit_bytes_per_s or rate
+        return began_s + bucket.num_bytes / min(rate, limit)
+
     def _go_on_until(self, then_s: float) -> None:
         """The clock goes on; writes that end meanwhile make room."""
-        passed_s = then_s - self._now_s
-        self._now_s = then_s
-        while self._writes and passed_s > 0:
+        while self._writes and self._first_write()[1] <= then_s:
             first = self._writes[0]
-            took_s = min(first.left_s, passed_s)
-            first.left_s -= took_s
-            passed_s -= took_s
-            if first.left_s <= 1e-12:
-                first.where = Where.ON_TIER
-                self._writes.popleft()
+            self._writes_from_s = self._after(first, self._first_write()[0])
+            self._writes.popleft()
+            first.where = Where.ON_TIER
+        self._now_s = then_s
 
 
 def best_window(
