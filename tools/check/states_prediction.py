@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,7 @@ def train(one: Configuration, directory: str) -> Result:
                 **asdict(profile),
                 "bucket_bytes": [len(profile.bucket_bytes), sum(profile.bucket_bytes)],
             },
-            "peaks": [layers_bytes, optimizer_bytes, *map(max, zip(*judged))],
+            "peaks": [layers_bytes, optimizer_bytes, *map(max, zip(*judged, strict=True))],
         },
     )
 

@@ -226,6 +226,17 @@ class OptimizerStates:
         """Bytes of all states that move."""
         return sum(one.num_bytes for one in self.buckets)
 
+    @property
+    def expected_bytes(self) -> int:
+        """Bytes of all states, before the first step as well."""
+        return sum(map(self._expected_bytes, self.buckets))
+
+    @property
+    def staying_bytes(self) -> int:
+        """Bytes of states in memory between two steps, once writes have ended."""
+        first = self._first_to_stay(self.buckets)
+        return sum(map(self._expected_bytes, self.buckets[first:]))
+
     def _find_buckets(self) -> None:
         """Puts parameters that are new into buckets of their own."""
         known = {id(param) for bucket in self.buckets for param in bucket.params}

@@ -59,6 +59,7 @@ class StatesMeter:
     ) -> None:
         self.steps: collections.deque[StatesStep] = collections.deque(maxlen=_REMEMBERED_STEPS)
         self.num_steps = 0
+        self.seconds = 0.0  # of all steps, and between them
         self._device = device
         self._tiers = tiers
         self._memory_bytes = memory_bytes
@@ -84,6 +85,7 @@ class StatesMeter:
         self._ended_s = time.perf_counter()
         step.step_s = self._ended_s - began_s
         self.num_steps += 1
+        self.seconds += step.between_s + step.step_s
         self.steps.append(step)
 
     @contextlib.contextmanager
