@@ -32,6 +32,7 @@ from megatron.offload.integration.megatron import (
     offload_model_states,
 )
 from megatron.offload.integration.megatron.estimate import stage_of
+from megatron.offload.integration.megatron.where_memory_is import where_memory_is
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.stats.memory import PeakMemory
 
@@ -164,6 +165,15 @@ class _Run:
             num_local_ranks=args.local_world_size,
             run_directory=args.metrics_file.parent if args.metrics_file is not None else None,
         )
+        if offload_config.enabled or states_config.enabled:
+            table = where_memory_is(
+                offload_config,
+                self.chunks,
+                self.optimizer,
+                self.states,
+                activation_bytes=reserve_bytes,
+            )
+            _log.info("%s", table)
         _log.info(
             "%s: %.1f M parameters on rank 0, tensor %d x pipeline %d x data %d, %s, %d thread(s)",
             self.task.name,

@@ -8,10 +8,11 @@ integration's own.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -50,6 +51,8 @@ class TrainingSteps:
         planned: what the planner has to know: the ranks that plan together and the stage. Called
             with `auto` only.
         run_directory: with `auto`, what was measured is written there.
+        also_written: bytes that others, such as an optimizer's states, have written so far to each
+            SSD directory: they wear the drives too.
 
     Raises:
         ConfigurationError: a directory, a budget, the device or the plan's file cannot work.
@@ -66,6 +69,7 @@ class TrainingSteps:
         policy: Policy | None = None,
         planned: Callable[[], tuple[RankConsensus, Stage]],
         run_directory: Path | None = None,
+        also_written: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         followed = None
         if config.plans and policy is None:
@@ -98,7 +102,8 @@ class TrainingSteps:
         # One rank of each machine speaks for its drives.
         rated_bytes = config.drive_endurance_bytes if rank % num_local_ranks == 0 else None
         self._history = StepHistory(Endurance(rated_bytes, num_local_ranks))
-        self._drive_written_bytes: dict[str, int] = {}
+        self._also_written = also_written
+        self._drive_written_bytes: Mapping[str, int] = {}
         self._ended_s = time.monotonic()
 
     @contextlib.contextmanager
@@ -136,7 +141,9 @@ class TrainingSteps:
             self.planner.meter.pause()
 
     def _count_drive_writes(self) -> None:
-        written, before = self.engine.drive_written_bytes, self._drive_written_bytes
+        written = collections.Counter(self.engine.drive_written_bytes)
+        written.update(self._also_written())
+        before = self._drive_written_bytes
         now_s, before_s = time.monotonic(), self._ended_s
         self._drive_written_bytes, self._ended_s = written, now_s
         self._history.endurance.add_step(

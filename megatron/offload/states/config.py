@@ -106,6 +106,13 @@ class StatesConfig(Settings):
         parse=parse_rate,
         metavar="RATE",
     )
+    drive_endurance_bytes: int | None = flag(
+        "--optimizer-state-drive-tbw",
+        None,
+        "bytes that each SSD is rated to endure. Default: as --activation-offload-drive-tbw.",
+        parse=parse_size,
+        metavar="SIZE",
+    )
     device_memory_budget_bytes: int | None = flag(
         "--device-memory-budget",
         None,

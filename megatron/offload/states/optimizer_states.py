@@ -42,6 +42,7 @@ from megatron.offload.states.layout import Layout, Name
 from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
 from megatron.offload.states.stand_in import is_stand_in, stand_in
+from megatron.offload.states.statistics import StatesMeter
 from megatron.offload.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class OptimizerStates:
         self._has_warned = False
         # Told by I/O threads: a write has ended. Held for a few instructions.
         self._changed = threading.Condition()
+        self.meter = StatesMeter(device, self.tiers, lambda: self.memory_bytes)
         self._find_buckets()
         self.adopt()
 
@@ -105,6 +107,10 @@ class OptimizerStates:
         """
         self.conceal()
         self._find_buckets()
+        with self.meter.step():
+            self._step()
+
+    def _step(self) -> None:
         self._goes_up = not self._goes_up
         buckets = [one for one in self._in_order() if _wants_update(one)]
         stays = self._first_to_stay(buckets)
@@ -112,10 +118,13 @@ class OptimizerStates:
         self._slice.begin_step([bucket.params for bucket in buckets])
         for index, bucket in enumerate(buckets):
             self._read_ahead(ahead)
-            self._bring(bucket)
+            with self.meter.waiting():
+                self._bring(bucket)
             while ahead and ahead[0].where is not Where.ON_TIER:
                 ahead.popleft()
-            self._update(bucket)
+            with self.meter.updating():
+                self._update(bucket)
+            self.meter.updated(bucket.num_bytes)
             if index < stays:
                 self._put_away(bucket)
         self._slice.end_step()
@@ -218,6 +227,17 @@ class OptimizerStates:
     def num_bytes(self) -> int:
         """Bytes of all states that move."""
         return sum(one.num_bytes for one in self.buckets)
+
+    @property
+    def expected_bytes(self) -> int:
+        """Bytes of all states, before the first step as well."""
+        return sum(map(self._expected_bytes, self.buckets))
+
+    @property
+    def staying_bytes(self) -> int:
+        """Bytes of states in memory between two steps, once writes have ended."""
+        first = self._first_to_stay(self.buckets)
+        return sum(map(self._expected_bytes, self.buckets[first:]))
 
     def _find_buckets(self) -> None:
         """Puts parameters that are new into buckets of their own."""

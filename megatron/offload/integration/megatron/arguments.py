@@ -35,6 +35,7 @@ def states_config_from_args(args: argparse.Namespace) -> StatesConfig:
     for own, default in (
         ("optimizer_state_dir", "activation_offload_dir"),
         ("optimizer_state_threads", "activation_offload_threads"),
+        ("optimizer_state_drive_tbw", "activation_offload_drive_tbw"),
     ):
         if not getattr(args, own, None):
             setattr(args, own, getattr(args, default, None))

@@ -102,6 +102,7 @@ class MegatronOffload:
         self._steps = steps
         self._calls = calls
         self._loss = loss
+        self._states = states
         self._model_chunks = list(model_chunks)
         self._last_backward: LastBackward | None = None
         if states is not None and states.parts:
@@ -151,8 +152,11 @@ class MegatronOffload:
         return self._steps.statistics if self._steps is not None else {}
 
     def summary(self) -> str:
-        """A few lines for the end of a run; empty with offload off."""
-        return self._steps.summary() if self._steps is not None else ""
+        """A few lines for the end of a run, of activations and states; empty with offload off."""
+        texts = [self._steps.summary()] if self._steps is not None else []
+        if self._states is not None:
+            texts.append(self._states.summary(with_drives=self._steps is None))
+        return "\n".join(filter(None, texts))
 
     def uninstall(self) -> None:
         """Restores Megatron's functions; activations stay in memory from now on."""
@@ -235,6 +239,7 @@ def install(
         policy=policy,
         planned=planned,
         run_directory=run_directory,
+        also_written=(dict) if states is None else (lambda: states.drive_written_bytes),
     )
     try:
         calls = MegatronHooks(steps.engine, model_chunks, settings, steps.profiler)

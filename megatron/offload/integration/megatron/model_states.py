@@ -34,6 +34,8 @@ from megatron.offload.integration.torch.optimizer import OptimizerOffload
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.optimizer_states import OptimizerStates
+from megatron.offload.stats.endurance import Endurance
+from megatron.offload.stats.states_summary import drive_written_bytes, states_summary
 from megatron.offload.tiers.host_budget import host_budget_bytes
 
 # Attributes of a Megatron optimizer: lists of groups of the model's parameters, and of what the
@@ -73,11 +75,21 @@ class ModelStates:
     Attributes:
         enabled: whether states are to move; a rank that trains nothing has none all the same.
         parts: one for each optimizer that has parameters: of experts there is another one.
+
+    Args:
+        rated_bytes: that each drive is rated to endure; None: not known.
     """
 
-    def __init__(self, parts: Sequence[_Part] = (), *, enabled: bool = False) -> None:
+    def __init__(
+        self,
+        parts: Sequence[_Part] = (),
+        *,
+        enabled: bool = False,
+        rated_bytes: int | None = None,
+    ) -> None:
         self.enabled = enabled
         self.parts = list(parts)
+        self._rated_bytes = rated_bytes
 
     @property
     def states(self) -> list[OptimizerStates]:
@@ -96,6 +108,20 @@ class ModelStates:
             "written_bytes": sum(one.writes.total_bytes for one in tiers),
             "read_bytes": sum(one.reads.total_bytes for one in tiers),
         }
+
+    @property
+    def drive_written_bytes(self) -> dict[str, int]:
+        """Bytes written to each SSD directory since the states were offloaded."""
+        return drive_written_bytes(self.states)
+
+    def summary(self, *, with_drives: bool = True) -> str:
+        """A few lines for the end of a run; empty if there was no step.
+
+        Args:
+            with_drives: how long the drives last too, if nobody else says it.
+        """
+        endurance = Endurance(self._rated_bytes, local_world_size()) if with_drives else None
+        return states_summary(self.states, endurance)
 
     def prefetch(self) -> None:
         """The step is near: begins to read what it needs first. The last backward pass calls it."""
@@ -183,7 +209,7 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
         for part in parts:
             part.close()
         raise
-    return ModelStates(parts, enabled=True)
+    return ModelStates(parts, enabled=True, rated_bytes=config.drive_endurance_bytes)
 
 
 def _members(optimizer: Any) -> list[Any]:

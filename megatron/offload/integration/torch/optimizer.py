@@ -23,8 +23,16 @@ from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.loaded import as_loaded
 from megatron.offload.states.open import open_state_tiers
 from megatron.offload.states.optimizer_slice import OptimizerSlice
-from megatron.offload.states.optimizer_states import ON_DEVICE, OptimizerStates
+from megatron.offload.states.optimizer_states import ON_DEVICE, OptimizerStates, state_bytes
 from megatron.offload.states.step_on_host import StepOnHost
+from megatron.offload.stats.endurance import Endurance
+from megatron.offload.stats.memory_by_tier import (
+    Held,
+    held_by_parameters,
+    held_by_states,
+    memory_table,
+)
+from megatron.offload.stats.states_summary import states_summary
 
 # Whose update of a parameter needs more than that parameter's gradient and state.
 _REFUSED = {
@@ -58,6 +66,7 @@ class OptimizerOffload:
         self.states: OptimizerStates | None = None
         self._optimizer = optimizer
         self._undo: list[Callable[[], None]] = []
+        self._config = config
         self._own_step = optimizer.__dict__.get("step")
         if not config.enabled:
             return
@@ -116,6 +125,19 @@ class OptimizerOffload:
         else:
             self._optimizer.step = self._own_step  # type: ignore[method-assign]
         states.close(restore=restore)
+
+    def report(self) -> str:
+        """Where weights, gradients and states are, and what the steps took, as lines of text."""
+        groups = self._optimizer.param_groups
+        rows = held_by_parameters(param for group in groups for param in group["params"])
+        if self.states is None:
+            rows.append(Held("optimizer states", state_bytes([self._optimizer])))
+            return memory_table(rows, heading="memory")
+        rows.append(held_by_states([self.states]))
+        table = memory_table(rows, heading="memory")
+        rated_bytes = self._config.drive_endurance_bytes
+        summary = states_summary([self.states], Endurance(rated_bytes, local_world_size()))
+        return f"{table}\n{summary}" if summary else table
 
     def _hook(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -211,7 +233,7 @@ def offload_optimizer(
             `window_bytes="1GiB"`.
 
     Returns:
-        A handle with `close()`, also a context manager.
+        A handle with `report()` and `close()`, also a context manager.
 
     Raises:
         ConfigurationError: the directory, a setting or the optimizer cannot work; says why.

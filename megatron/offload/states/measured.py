@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prediction is made from, as the last steps have shown it: `profile_of`."""
+
+from __future__ import annotations
+
+from megatron.offload.states.optimizer_states import OptimizerStates
+from megatron.offload.states.prediction import StatesProfile
+
+
+def profile_of(
+    states: OptimizerStates, write_limit_bytes_per_s: float | None = None
+) -> StatesProfile | None:
+    """Of an optimizer's settled steps; None before there is one that has read and written.
+
+    Args:
+        states: whose last steps are read.
+        write_limit_bytes_per_s: `StatesConfig.write_bytes_per_s`, which drives do not know.
+    """
+    meter = states.meter
+    updated_bytes = meter.median("updated_bytes")
+    reads = sum(tier.statistics.reads.bytes_per_s or 0.0 for tier in states.tiers)
+    writes = sum(tier.statistics.writes.bytes_per_s or 0.0 for tier in states.tiers)
+    if not updated_bytes or not reads or not writes:
+        return None
+    return StatesProfile(
+        bucket_bytes=tuple(one.num_bytes for one in states.buckets),
+        read_bytes_per_s=reads,
+        write_bytes_per_s=writes,
+        update_s_per_byte=meter.median("update_s") / updated_bytes,
+        between_s=meter.median("between_s"),
+        write_limit_bytes_per_s=write_limit_bytes_per_s,
+    )

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step costs whose optimizer states are on tiers: `predict`.
+
+It goes through the buckets as `OptimizerStates.step` does, with a clock instead of a drive: a read
+and a write side by side at the rates that a drive has while it does both, the optimizer's work, and
+the window. Several steps, as what one leaves in memory and in its writes is where the next begins.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from dataclasses import dataclass
+
+from megatron.offload.states.bucket import Where
+
+_NUM_STEPS, _NUM_SETTLING = 6, 2  # simulated; of them, those that do not count
+
+
+@dataclass(frozen=True)
+class StatesProfile:
+    """What a prediction is made from. Bytes of states, and seconds.
+
+    Attributes:
+        bucket_bytes: of each bucket, in the optimizer's order.
+        read_bytes_per_s: of the tier, while it writes too.
+        write_bytes_per_s: while it reads too.
+        update_s_per_byte: the optimizer's own work.
+        between_s: from the end of a step of the optimizer until the next: forward, backward.
+        write_limit_bytes_per_s: a write starts once this has paid for those before it; None: none.
+        prefetch_s: how long before the optimizer's step its first reads may begin.
+    """
+
+    bucket_bytes: tuple[int, ...]
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    update_s_per_byte: float
+    between_s: float
+    write_limit_bytes_per_s: float | None = None
+    prefetch_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StatesPrediction:
+    """One settled step, the mean of both orders of the buckets.
+
+    Attributes:
+        step_s: of the whole step.
+        optimizer_s: of it, in the optimizer.
+        wait_s: of that, waiting for the tier.
+        peak_bytes: most states in memory.
+        between_bytes: of states in memory when writes have ended, while layers compute.
+        moved_bytes: read in a step; as many are written.
+    """
+
+    step_s: float
+    optimizer_s: float
+    wait_s: float
+    peak_bytes: int
+    between_bytes: int
+    moved_bytes: float
+
+
+def predict(profile: StatesProfile, window_bytes: int) -> StatesPrediction:
+    """What a step takes with so large a window."""
+    run = _Run(profile, window_bytes)
+    steps = [run.step() for _ in range(_NUM_STEPS)][_NUM_SETTLING:]
+    return StatesPrediction(
+        step_s=statistics.fmean(one.optimizer_s for one in steps) + profile.between_s,
+        optimizer_s=statistics.fmean(one.optimizer_s for one in steps),
+        wait_s=statistics.fmean(one.wait_s for one in steps),
+        peak_bytes=max(one.peak_bytes for one in steps),
+        between_bytes=run.staying_bytes,
+        moved_bytes=statistics.fmean(one.moved_bytes for one in steps),
+    )
+
+
+@dataclass(eq=False)
+class _Bucket:
+    num_bytes: int
+    where: Where = Where.IN_MEMORY
+    ends_s: float = 0.0  # its read
+    given_s: float = 0.0  # to be written
+
+
+class _Run:
+    """Steps of an optimizer, on a clock of its own. The words are those of `OptimizerStates`."""
+
+    def __init__(self, profile: StatesProfile, window_bytes: int) -> None:
+        self._profile = profile
+        self._window_bytes = window_bytes
+        self._buckets = [_Bucket(size) for size in profile.bucket_bytes]
+        self._writes: collections.deque[_Bucket] = collections.deque()  # one after the other
+        self._writes_from_s = 0.0  # the first of them could start then
+        self._read_until_s = 0.0  # reads, too, follow each other
+        self._now_s = 0.0
+        self._goes_up = False
+
+    @property
+    def _memory_bytes(self) -> int:
+        return sum(one.num_bytes for one in self._buckets if one.where is not Where.ON_TIER)
+
+    @property
+    def staying_bytes(self) -> int:
+        """In memory once writes have ended."""
+        return sum(one.num_bytes for one in self._buckets if one.where is Where.IN_MEMORY)
+
+    def step(self) -> StatesPrediction:
+        """Forward and backward, then the optimizer."""
+        profile = self._profile
+        self._go_on_until(self._now_s + profile.between_s - profile.prefetch_s)
+        self._goes_up = not self._goes_up
+        buckets = self._buckets if self._goes_up else self._buckets[::-1]
+        if profile.prefetch_s:
+            self._read_ahead(collections.deque(b for b in buckets if b.where is Where.ON_TIER))
+            self._go_on_until(self._now_s + profile.prefetch_s)
+        began_s, waited_s = self._now_s, 0.0
+        stays = self._first_to_stay(buckets)
+        moved_bytes, peak_bytes = 0, self._memory_bytes
+        ahead = collections.deque(buckets)
+        for index, bucket in enumerate(buckets):
+            moved_bytes += bucket.num_bytes * (bucket.where in (Where.ON_TIER, Where.READING))
+            self._read_ahead(ahead)
+            waited_s -= self._now_s
+            self._bring(bucket)
+            waited_s += self._now_s
+            while ahead and ahead[0].where is not Where.ON_TIER:
+                ahead.popleft()
+            peak_bytes = max(peak_bytes, self._memory_bytes)
+            self._go_on_until(self._now_s + bucket.num_bytes * profile.update_s_per_byte)
+            if index < stays:
+                bucket.where, bucket.given_s = Where.WRITING, self._now_s
+                self._writes.append(bucket)
+        optimizer_s = self._now_s - began_s
+        return StatesPrediction(0.0, optimizer_s, waited_s, peak_bytes, 0, moved_bytes)
+
+    def _first_to_stay(self, buckets: list[_Bucket]) -> int:
+        room = self._window_bytes - max((one.num_bytes for one in buckets), default=0)
+        index = len(buckets)
+        while index and room >= buckets[index - 1].num_bytes:
+            room -= buckets[index - 1].num_bytes
+            index -= 1
+        return index
+
+    def _read_ahead(self, ahead: collections.deque[_Bucket]) -> None:
+        while ahead:
+            self._take_back(ahead[0])
+            if ahead[0].where is Where.ON_TIER:
+                if self._memory_bytes + ahead[0].num_bytes > self._window_bytes:
+                    return
+                self._begin_read(ahead[0])
+            ahead.popleft()
+
+    def _bring(self, bucket: _Bucket) -> None:
+        self._take_back(bucket)
+        if bucket.where is Where.ON_TIER:
+            while self._memory_bytes + bucket.num_bytes > self._window_bytes and self._writes:
+                self._go_on_until(max(self._now_s, self._first_write()[1]))
+            self._begin_read(bucket)
+        if bucket.where is Where.READING:
+            self._go_on_until(max(self._now_s, bucket.ends_s))
+            bucket.where = Where.IN_MEMORY
+
+    def _take_back(self, bucket: _Bucket) -> None:
+        if bucket.where is not Where.WRITING:
+            return
+        if bucket is self._writes[0] and self._first_write()[0] < self._now_s:
+            self._writes_from_s = self._after(bucket, self._first_write()[0])
+        self._writes.remove(bucket)
+        bucket.where = Where.IN_MEMORY
+
+    def _begin_read(self, bucket: _Bucket) -> None:
+        seconds = bucket.num_bytes / self._profile.read_bytes_per_s
+        self._read_until_s = max(self._read_until_s, self._now_s) + seconds
+        bucket.where, bucket.ends_s = Where.READING, self._read_until_s
+
+    def _first_write(self) -> tuple[float, float]:
+        """When the first of the writes begins and ends."""
+        first = self._writes[0]
+        begin_s = max(self._writes_from_s, first.given_s)
+        return begin_s, begin_s + first.num_bytes / self._profile.write_bytes_per_s
+
+    def _after(self, bucket: _Bucket, began_s: float) -> float:
+        """When the next write may begin."""
+        rate = self._profile.write_bytes_per_s
+        limit = self._profile.write_limit_bytes_per_s or rate
+        return began_s + bucket.num_bytes / min(rate, limit)
+
+    def _go_on_until(self, then_s: float) -> None:
+        """The clock goes on; writes that end meanwhile make room."""
+        while self._writes and self._first_write()[1] <= then_s:
+            first = self._writes[0]
+            self._writes_from_s = self._after(first, self._first_write()[0])
+            self._writes.popleft()
+            first.where = Where.ON_TIER
+        self._now_s = then_s
+
+
+def best_window(
+    profile: StatesProfile, most_bytes: int, *, within: float = 0.01
+) -> tuple[int, StatesPrediction]:
+    """The smallest window whose step takes at most this part more than that of the largest one.
+
+    Args:
+        most_bytes: what states may take; at least two buckets are taken whatever it says.
+    """
+    total, largest = sum(profile.bucket_bytes), max(profile.bucket_bytes, default=0)
+    most_bytes = max(min(most_bytes, total), min(2 * largest, total))
+    limit_s = predict(profile, most_bytes).step_s * (1 + within)
+    size = min(2 * largest, total)
+    while size < most_bytes and predict(profile, size).step_s > limit_s:
+        size += largest
+    size = min(size, most_bytes)
+    return size, predict(profile, size)
