@@ -241,6 +241,7 @@ class _Part:
             config,
             moves_param=self._copies.is_main_weight,
             updated=self._copies.copy,
+            prefetches=False,  # `LastBackward` does, and not before the last micro-batch
         )
         assert self._offload.states is not None
         self.states: OptimizerStates = self._offload.states
@@ -332,6 +333,8 @@ class _Copies:
             own = [param for param in params if self._place[id(param)][0] == index]
             setattr(twin, own_name, [own])
             setattr(twin, model_name, [[self._place[id(param)][1] for param in own]])
+        if any(param.device != self._place[id(param)][1].device for param in params):
+            twin._dummy_overflow_buf = None  # its kernel is for one device; copy_ is for any two
         getattr(kind, _COPY)(twin)
 
 
