@@ -73,9 +73,7 @@ def test_checkpoints_and_what_comes_after_are_those_of_a_run_without(
         _assert_same(plain / iteration, moved / iteration)
     for directory, added in ((plain, offload), (moved, "")):
         (directory / "latest_checkpointed_iteration.txt").write_text("2\n")
-        resumed = train(
-            f"{flags} --train-iters 4 --load {directory}", added, world_size=world_size
-        )
+        resumed = train(f"{flags} --train-iters 4 --load {directory}", added, world_size=world_size)
         _assert_goes_on(resumed, whole)
 
 
@@ -91,9 +89,7 @@ def test_checkpoints_and_what_comes_after_are_those_of_a_run_without(
     ids=["dp2-to-tp2", "dp2-to-pp2", "tp2-to-pp2"],
 )
 @pytest.mark.slow
-def test_another_layout_goes_on_as_it_does_without(
-    before: str, after: str, tmp_path: Path
-) -> None:
+def test_another_layout_goes_on_as_it_does_without(before: str, after: str, tmp_path: Path) -> None:
     offload = _on(tmp_path / "tier")
     train(f"{before} --train-iters 2 --save {tmp_path}", offload, world_size=2)
     load = f"{after} --train-iters 4 --load {tmp_path}"

@@ -386,10 +386,13 @@ class OptimizerStates:
             self._exposed.pop()  # and with it the place that the bucket had, if it has another
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self, *, at_once: bool = False) -> Iterator[None]:
         """Around whatever loads states: all are in their places, and what came is taken over.
 
         All of it: what is written through `.data` shows nowhere that it was.
+
+        Args:
+            at_once: what came is taken over at the end of this, though it is within another one.
         """
         self.expose()
         self._num_loading += 1
@@ -397,9 +400,11 @@ class OptimizerStates:
             yield
         finally:
             self._num_loading -= 1
-            if not self._num_loading:
+            if at_once or not self._num_loading:
                 self._conceal(is_loaded=True)
                 self.adopt()
+            if self._num_loading:
+                self.expose()
 
     def adopt(self) -> None:
         """Takes all tensors that are in the optimizer's state now, and puts them on tiers.

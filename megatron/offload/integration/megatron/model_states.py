@@ -33,6 +33,7 @@ from megatron.offload.integration.megatron.state_settings import (
 from megatron.offload.integration.torch.optimizer import OptimizerOffload
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.config import StatesConfig
+from megatron.offload.states.in_files import InFiles
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.states_summary import drive_written_bytes, states_summary
@@ -77,6 +78,7 @@ class ModelStates:
         parts: one for each optimizer that has parameters: of experts there is another one.
 
     Args:
+        directories: that states are in, if they are on drives.
         rated_bytes: that each drive is rated to endure; None: not known.
     """
 
@@ -85,10 +87,12 @@ class ModelStates:
         parts: Sequence[_Part] = (),
         *,
         enabled: bool = False,
+        directories: Sequence[Path] = (),
         rated_bytes: int | None = None,
     ) -> None:
         self.enabled = enabled
         self.parts = list(parts)
+        self._directories = list(directories)
         self._rated_bytes = rated_bytes
 
     @property
@@ -140,6 +144,13 @@ class ModelStates:
             for states in self.states:
                 stack.enter_context(states.loading())
             yield
+
+    def checkpointing(self) -> AbstractContextManager[object]:
+        """Around a checkpoint's saving and loading: what Megatron gathers is in files.
+
+        Its distributed optimizer makes a copy of all states on the host, in some formats.
+        """
+        return InFiles(self._directories) if self._directories else contextlib.nullcontext()
 
     def make_states(self, make: Callable[[torch.optim.Optimizer], None]) -> None:
         """Makes states before the first step, for whoever loads into them; a few at a time.
@@ -209,7 +220,12 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
         for part in parts:
             part.close()
         raise
-    return ModelStates(parts, enabled=True, rated_bytes=config.drive_endurance_bytes)
+    return ModelStates(
+        parts,
+        enabled=True,
+        directories=config.directories if config.uses_ssd else (),
+        rated_bytes=config.drive_endurance_bytes,
+    )
 
 
 def _members(optimizer: Any) -> list[Any]:

@@ -163,7 +163,7 @@ class OptimizerOffload:
         kind = type(optimizer)
 
         def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
-            with states.loading():
+            with states.loading(at_once=True):
                 kind.load_state_dict(self, as_loaded(self, state_dict))
 
         def getstate(self: torch.optim.Optimizer) -> Any:  # of a copy, and of what is pickled
