@@ -41,6 +41,7 @@ from megatron.offload.states.exposed import Exposed
 from megatron.offload.states.layout import Layout, Name
 from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
+from megatron.offload.states.sharded import as_part_of, local_of
 from megatron.offload.states.stand_in import is_stand_in, stand_in
 from megatron.offload.states.statistics import StatesMeter
 from megatron.offload.tiers.tier import Tier
@@ -262,7 +263,7 @@ class OptimizerStates:
 
     def _usual_bytes(self, param: torch.Tensor) -> int:
         """Of states of a parameter: Adam's two, and itself where it moves."""
-        return param.nbytes * (3 if self._moves_param(param) else 2)
+        return local_of(param).nbytes * (3 if self._moves_param(param) else 2)
 
     def _expected_bytes(self, bucket: Bucket) -> int:
         return bucket.num_bytes or sum(map(self._usual_bytes, bucket.params))
@@ -280,10 +281,10 @@ class OptimizerStates:
 
     def _movable(self, param: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
         """What moves of a parameter, by key: itself if it does, what has its shape of its state."""
-        found = {PARAM: param.detach()} if self._moves_param(param) else {}
+        found = {PARAM: local_of(param)} if self._moves_param(param) else {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
-                found[key] = value
+                found[key] = local_of(value)
         return found
 
     def _take_over(
@@ -439,7 +440,7 @@ class OptimizerStates:
         """A bucket's states, with its tensors where others only stand for them."""
         return {
             param: {
-                key: views[index, key] if is_stand_in(value) else value
+                key: as_part_of(param, views[index, key]) if is_stand_in(value) else value
                 for key, value in self._optimizer.state[param].items()
             }
             for index, param in enumerate(bucket.params)
