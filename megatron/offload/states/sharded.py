@@ -21,8 +21,8 @@ def as_part_of(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return local
     whole: torch.Tensor = type(tensor).from_local(  # type: ignore[attr-defined]
         local,
-        tensor.device_mesh,
-        tensor.placements,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),
