@@ -194,11 +194,7 @@ class OptimizerStates:
 
     def _update(self, bucket: Bucket) -> None:
         """Runs the optimizer's step for the parameters of a bucket that is in memory."""
-        views: dict[Name, torch.Tensor] = {}
-        if bucket.layout is not None:
-            assert bucket.storage is not None
-            views = bucket.layout.views(bucket.storage)
-        self._attach(bucket, views)
+        self._attach(bucket, views := self._views_of(bucket))
         after = self._slice.step(bucket.params, self._states_with(bucket, views))
         self._updated(bucket.params)
         self._take_over(bucket, after, views)
@@ -391,10 +387,13 @@ class OptimizerStates:
             self._exposed.pop()  # and with it the place that the bucket had, if it has another
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self, *, at_once: bool = False) -> Iterator[None]:
         """Around whatever loads states: all are in their places, and what came is taken over.
 
         All of it: what is written through `.data` shows nowhere that it was.
+
+        Args:
+            at_once: what came is taken over at the end of this, though it is within another one.
         """
         self.expose()
         self._num_loading += 1
@@ -402,9 +401,11 @@ class OptimizerStates:
             yield
         finally:
             self._num_loading -= 1
-            if not self._num_loading:
+            if at_once or not self._num_loading:
                 self._conceal(is_loaded=True)
                 self.adopt()
+            if self._num_loading:
+                self.expose()
 
     def adopt(self) -> None:
         """Takes all tensors that are in the optimizer's state now, and puts them on tiers.
@@ -428,6 +429,34 @@ class OptimizerStates:
         bucket.take_back()
         bucket.layout = None
         self._take_over(bucket, states, {})
+        self._keep_to_window(bucket)
+
+    def make_states(self, make: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Makes states before the first step, for whoever loads into them; bucket by bucket.
+
+        Args:
+            make: fills the state of an optimizer that it is given; each time it is one with some
+                of the parameters, those that have no state yet.
+        """
+        self.conceal()
+        self._find_buckets()
+        for bucket in self.buckets:
+            if self._states_of(bucket):
+                continue
+            self._bring(bucket)
+            self._attach(bucket, views := self._views_of(bucket))
+            self._take_over(bucket, self._slice.fill(bucket.params, make), views)
+            self._keep_to_window(bucket)
+
+    def _views_of(self, bucket: Bucket) -> dict[Name, torch.Tensor]:
+        """The tensors of a bucket that is in memory, or has none."""
+        if bucket.layout is None:
+            return {}
+        assert bucket.storage is not None
+        return bucket.layout.views(bucket.storage)
+
+    def _keep_to_window(self, bucket: Bucket) -> None:
+        """Puts a bucket away that has come to memory, unless there is room for it."""
         if bucket.layout is None:
             bucket.forget()
         elif not self._has_room(0):
@@ -477,11 +506,7 @@ class OptimizerStates:
         self.conceal()
         for bucket in self.buckets if restore else ():
             self._bring(bucket)
-            if bucket.layout is None:
-                continue
-            assert bucket.storage is not None
-            views = bucket.layout.views(bucket.storage)
-            self._attach(bucket, views)
+            self._attach(bucket, views := self._views_of(bucket))
             self._optimizer.state.update(self._states_with(bucket, views))
         self.buckets = []
         self._slice.close()
