@@ -33,14 +33,16 @@ class StepRecord:
     peak_activation_bytes_rank0: int  # of the first rank, on the first pipeline stage
     learning_rate: float
     offload: dict[str, Any] = field(default_factory=dict)  # of rank 0
+    states: dict[str, int] = field(default_factory=dict)  # of rank 0, since training began
     losses: dict[str, float] = field(default_factory=dict)  # the loss's parts, where it has some
     model: str | None = None  # digest of all weights; in the last step of a run only
 
     def to_json(self) -> str:
         """One line; floats keep every bit."""
         values = asdict(self)
-        if not self.losses:
-            del values["losses"]
+        for name in ("losses", "states"):
+            if not values[name]:
+                del values[name]
         if self.model is None:
             del values["model"]
         return json.dumps(values)
@@ -171,7 +173,7 @@ class Reporter:
     @staticmethod
     def _scalars(record: StepRecord) -> dict[str, float]:
         values = asdict(record)
-        groups = {name: values.pop(name) for name in ("offload", "losses")}
+        groups = {name: values.pop(name) for name in ("offload", "losses", "states")}
         del values["step"], values["model"]
         return values | {
             f"{group}/{name}": value for group in groups for name, value in groups[group].items()

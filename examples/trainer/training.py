@@ -2,7 +2,8 @@
 """The run: checks, set-up, steps, validation, checkpoints. `pretrain` is the one entry point.
 
 Activation offload enters at three places: its flags, `install` once the model and the optimizer are
-there, and `with offload.step()` around forward and backward.
+there, and `with offload.step()` around forward and backward. Offload of model states at two: its
+flags, and `offload_model_states` once the optimizer is there, whose result `install` gets.
 """
 
 from __future__ import annotations
@@ -23,8 +24,15 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.integration.megatron import arguments as offload_arguments
-from megatron.offload.integration.megatron import check, cpu_runtime, install
+from megatron.offload.integration.megatron import (
+    check,
+    check_model_states,
+    cpu_runtime,
+    install,
+    offload_model_states,
+)
 from megatron.offload.integration.megatron.estimate import stage_of
+from megatron.offload.states.config import StatesConfig
 from megatron.offload.stats.memory import PeakMemory
 
 from . import checkpointing, distributed, experts, model, optimizer
@@ -52,6 +60,8 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
             (task.add_arguments, offload_arguments.add_offload_arguments),
         )
         offload_config = offload_arguments.config_from_args(args)
+        states_config = offload_arguments.states_config_from_args(args)
+        check_model_states(states_config, args)
         task.check_arguments(args)
         settings = task.transformer_config(args)
         reserves = _reserves(args, task, settings)
@@ -80,7 +90,7 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
             fail(message)
     run = _Run(args, task, tokenizer, device)
     try:
-        run.start(settings, offload_config, reserves[args.local_rank])
+        run.start(settings, offload_config, states_config, reserves[args.local_rank])
     except (UserError, OffloadError, ValueError) as error:
         fail(str(error))
     try:
@@ -124,9 +134,13 @@ class _Run:
     # -------------------------------------------------------------- set-up
 
     def start(
-        self, settings: TransformerConfig, offload_config: OffloadConfig, reserve_bytes: int
+        self,
+        settings: TransformerConfig,
+        offload_config: OffloadConfig,
+        states_config: StatesConfig,
+        reserve_bytes: int,
     ) -> None:
-        """Builds everything, reads the checkpoint and installs activation offload.
+        """Builds everything, reads the checkpoint and installs offload.
 
         Raises:
             UserError, OffloadError, ValueError: What the user can put right.
@@ -141,9 +155,11 @@ class _Run:
         self.scheduler = optimizer.build_scheduler(args, self.optimizer)
         if args.load is not None:
             self.progress = checkpointing.load_checkpoint(args.load, self._state())
+        self.states = offload_model_states(states_config, self.optimizer)
         self.offload = install(
             offload_config,
             self.chunks,
+            states=self.states,
             reserve_bytes=reserve_bytes,
             num_local_ranks=args.local_world_size,
             run_directory=args.metrics_file.parent if args.metrics_file is not None else None,
@@ -217,6 +233,7 @@ class _Run:
             self._save()
         offload_summary = self.offload.summary()
         self.offload.close()
+        self.states.close(restore=False)  # they are in the checkpoint, if they are to be kept
         if reporter is not None:
             reporter.close(offload_summary)
 
@@ -250,6 +267,7 @@ class _Run:
             peak_activation_bytes_rank0=peak_bytes,
             learning_rate=learning_rate,
             offload=dict(self.offload.statistics),
+            states=self.states.statistics,
         )
 
     def _forward_backward(self, streams: Any, forward_only: bool) -> torch.Tensor | None:
@@ -300,7 +318,8 @@ class _Run:
 
     def _save(self) -> None:
         self._synchronize_parameters()
-        checkpointing.save_checkpoint(self.args.save, self.progress, self._state())
+        saved = checkpointing.save_checkpoint(self.args.save, self.progress, self._state())
+        self.states.note_checkpoint(saved)
 
     def _synchronize_parameters(self) -> None:
         """Ends an overlapped gathering of parameters that the next forward would have ended."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from megatron.offload.integration.huggingface.callback import OffloadCallback
     from megatron.offload.integration.torch.door import offload_activations
+    from megatron.offload.integration.torch.optimizer import offload_optimizer
     from megatron.offload.placement.policy import Placement, Policy
     from megatron.offload.saved.scope import Scope
 
@@ -39,6 +40,7 @@ __all__ = [
     "Scope",
     "StorageError",
     "offload_activations",
+    "offload_optimizer",
 ]
 
 _FILES = {
@@ -53,6 +55,7 @@ _FILES = {
     "Scope": "saved.scope",
     "StorageError": "errors",
     "offload_activations": "integration.torch.door",
+    "offload_optimizer": "integration.torch.optimizer",
 }
 
 

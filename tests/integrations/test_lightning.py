@@ -72,3 +72,15 @@ def test_lightning_comes_to_the_same_bits(settings: dict[str, Any], tmp_path: Pa
         assert digest(one) == digest(other)
     assert trainer.callback_metrics["offload/offloaded_bytes"] > 100_000
     assert callback.offload is not None and callback.offload.engine is None  # closed
+
+
+def test_the_optimizers_states_move_too_and_keep_their_bits(tmp_path: Path) -> None:
+    expected, _ = fitted(tmp_path, [])
+    states = {"bucket_bytes": "64KiB", "window_bytes": "192KiB"}
+    callback = OffloadCallback(tmp_path, optimizer_states=states, min_bytes="4KiB")
+    found, trainer = fitted(tmp_path, [callback])
+    assert found.losses == expected.losses
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert digest(one) == digest(other)
+    state = trainer.optimizers[0].state.values()
+    assert all(one["exp_avg"].device.type == "cpu" for one in state)  # closed

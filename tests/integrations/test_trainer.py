@@ -94,6 +94,48 @@ def test_the_trainer_comes_to_the_same_bits(changes: dict[str, Any], tmp_path: P
     assert len(lines) == 4 and all(line["offload/offloaded_bytes"] > 100_000 for line in lines)
 
 
+SMALL_STATES = {"bucket_bytes": "64KiB", "window_bytes": "192KiB"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}])
+def test_the_optimizers_states_move_too_and_keep_their_bits(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    _, expected = trained(tmp_path, [], new_llama(), **changes)
+    callback = OffloadCallback(tmp_path, optimizer_states=SMALL_STATES, **SMALL)
+
+    class Looks(transformers.TrainerCallback):
+        away = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            states = kwargs["optimizer"].optimizer.state.values()
+            self.away += sum(one["exp_avg"].device.type == "meta" for one in states)
+
+    looks = Looks()
+    _, found = trained(tmp_path, [callback, looks], new_llama(), **changes)
+    assert found == expected and looks.away > 10
+
+
+def test_a_training_with_states_on_an_ssd_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    _, expected = trained(tmp_path / "whole", [], new_llama(), **saving)
+
+    def callbacks() -> list[Any]:
+        return [OffloadCallback(tmp_path, optimizer_states=SMALL_STATES, **SMALL)]
+
+    _, found = trained(tmp_path / "offloaded", callbacks(), new_llama(), **saving)
+    assert found == expected
+    for folder in ("whole", "offloaded"):
+        resumed = transformers.Trainer(
+            new_llama(),
+            transformers.TrainingArguments(**arguments(tmp_path / "resumed", max_steps=4)),
+            train_dataset=rows(16),
+            callbacks=callbacks(),
+        )
+        resumed.train(resume_from_checkpoint=str(tmp_path / folder / "checkpoint-2"))
+        assert weights(resumed.model) == expected[1]
+
+
 def test_a_log_line_has_all_micro_batches_of_its_optimizer_steps(tmp_path: Path) -> None:
     def logged(**changes: Any) -> list[float]:
         callback = OffloadCallback(tmp_path, **SMALL)

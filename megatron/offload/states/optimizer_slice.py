@@ -30,7 +30,7 @@ class OptimizerSlice:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups_after: list[dict[str, Any]] = []
+        self._groups_after: dict[int, dict[str, Any]] = {}  # by their number
 
     def begin_step(self, slices: Iterable[Sequence[torch.Tensor]]) -> None:
         """A step begins, whose slices have these parameters, in this order."""
@@ -65,7 +65,10 @@ class OptimizerSlice:
         part.state = collections.defaultdict(dict, given)
         self._prepare(part)
         _own_step(type(optimizer))(part)
-        self._groups_after = part.param_groups
+        # Some count no step of a group without parameters, and a slice has few of them.
+        self._groups_after.update(
+            {index: group for index, group in enumerate(part.param_groups) if group["params"]}
+        )
         return {p: part.state[one] for p, one in stand_ins.items() if one in part.state}
 
     def _prepare(self, part: torch.optim.Optimizer) -> None:
@@ -76,9 +79,10 @@ class OptimizerSlice:
 
     def end_step(self) -> None:
         """All slices of a step have run: what it has changed in the groups holds from now on."""
-        for group, after in zip(self._optimizer.param_groups, self._groups_after, strict=False):
+        for index, after in self._groups_after.items():
+            group = self._optimizer.param_groups[index]
             group.update({key: value for key, value in after.items() if key != "params"})
-        self._groups_after = []
+        self._groups_after = {}
 
 
 def _own_step(kind: type[torch.optim.Optimizer]) -> Any:

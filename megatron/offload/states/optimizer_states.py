@@ -5,10 +5,10 @@ Read `step` top to bottom: a bucket is read, its parameters are updated by the o
 step, it goes back; the next one is read and the last one written meanwhile.
 
 Note [The window]
-At most `window_bytes` of states are in memory. A step goes through the buckets in the opposite
-order of the one before, and the last buckets of a step stay in memory: they are the first of the
-next one, and need neither a write nor a read. So a step moves what does not fit, once out and once
-in, and nothing else.
+At most `window_bytes` of states are in memory. The last buckets of a step stay there, and need
+neither a write nor a read: a step moves what does not fit, once out and once in, and nothing else.
+Steps go through the buckets in turn forwards and backwards, so that those that stayed come first:
+they are updated at once, and then all of the window is there to read ahead and to write behind.
 
 This is memory of the device that the step runs on. An accelerator's is what a run is short of, so
 its window is three buckets: one arrives, one is updated, one leaves, and between steps none is
@@ -39,7 +39,9 @@ from megatron.offload.sizes import format_size
 from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.exposed import Exposed
 from megatron.offload.states.layout import Layout, Name
+from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
+from megatron.offload.states.stand_in import is_stand_in, stand_in
 from megatron.offload.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -187,13 +189,7 @@ class OptimizerStates:
             assert bucket.storage is not None
             views = bucket.layout.views(bucket.storage)
         self._attach(bucket, views)
-        given = {param: self._optimizer.state.get(param, {}) for param in bucket.params}
-        states = {
-            param: {key: views.get((index, key), value) for key, value in given[param].items()}
-            for index, param in enumerate(bucket.params)
-            if given[param]
-        }
-        after = self._slice.step(bucket.params, states)
+        after = self._slice.step(bucket.params, self._states_with(bucket, views))
         self._updated(bucket.params)
         self._take_over(bucket, after, views)
 
@@ -309,7 +305,7 @@ class OptimizerStates:
         for index, param in enumerate(bucket.params):
             if param in states:
                 self._optimizer.state[param] = {
-                    key: _standing_for(value) if (index, key) in slots else value
+                    key: stand_in(slots[index, key]) if (index, key) in slots else value
                     for key, value in states[param].items()
                 }
             if (index, PARAM) in slots:
@@ -322,59 +318,113 @@ class OptimizerStates:
     def expose(self) -> None:
         """Shows all states in their places, where they are: for checkpoints and whoever looks.
 
-        What is on a drive is mapped, so that reading it takes no memory that is not the system's
-        to take back. What is changed in place is changed for good. Lasts until the next step.
+        What is on a drive is compared with its checksums and mapped, so that reading it takes no
+        memory that is not the system's to take back. What is changed in place is changed for good.
+        Lasts until the next step.
+
+        Raises:
+            LostStateError: states could not be read, or are not those that were written.
         """
         if self._exposed:
             return
-        self.wait_for_writes()
-        for bucket in self.buckets:
-            if bucket.layout is not None:
-                self._exposed.append(Exposed(bucket, self._optimizer, self._attach))
+        try:
+            for bucket in self.buckets:
+                if bucket.where is Where.READING:
+                    self._bring(bucket)
+                if bucket.where is Where.IN_MEMORY and not self._device.is_host:
+                    self._put_away(bucket)  # a checkpoint has all of them on the host
+            self.wait_for_writes()
+            for bucket in self.buckets:
+                if bucket.layout is not None:
+                    self._exposed.append(self._expose(bucket))
+        except BaseException:
+            self.conceal()
+            raise
+
+    def _expose(self, bucket: Bucket) -> Exposed:
+        try:
+            return Exposed(bucket, self._optimizer, self._attach)
+        except OSError as error:
+            self._bring(bucket)  # says what is lost, if it is
+            logger.warning(
+                "optimizer states: %s cannot be shown on their drive (%s); they are in memory "
+                "until the next step",
+                format_size(bucket.num_bytes),
+                error,
+            )
+            return Exposed(bucket, self._optimizer, self._attach)
 
     def conceal(self) -> None:
         """Ends `expose`: what was changed or replaced meanwhile is taken over."""
-        exposed, self._exposed = self._exposed, []
-        for one in exposed:
-            if one.is_changed(self._optimizer):
+        self._conceal(is_loaded=False)
+
+    def _conceal(self, *, is_loaded: bool) -> None:
+        """As `conceal`; after loading all counts as changed, however it was done."""
+        while self._exposed:
+            one = self._exposed[-1]
+            is_changed = is_loaded or one.is_changed()
+            if one.is_replaced(self._optimizer) or (is_changed and not one.bucket.renew()):
                 self._adopt(one.bucket)
             else:
                 self._leave(one.bucket, self._states_of(one.bucket))
+            self._exposed.pop()  # and with it the place that the bucket had, if it has another
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Around whatever loads states: all are in their places, and what came is taken over."""
+        """Around whatever loads states: all are in their places, and what came is taken over.
+
+        All of it: what is written through `.data` shows nowhere that it was.
+        """
         self.expose()
         self._num_loading += 1
         try:
             yield
         finally:
             self._num_loading -= 1
-        if not self._num_loading:
-            self.conceal()
+            if not self._num_loading:
+                self._conceal(is_loaded=True)
+                self.adopt()
 
     def adopt(self) -> None:
         """Takes all tensors that are in the optimizer's state now, and puts them on tiers.
 
-        After `load_state_dict`, and where states were made before they were offloaded.
+        After states were loaded, and where they were made before they were offloaded.
         """
-        self._exposed = []
+        self.conceal()
+        self._find_buckets()
         for bucket in self.buckets:
-            self._adopt(bucket)
+            if bucket.layout is None:
+                self._adopt(bucket)
 
     def _adopt(self, bucket: Bucket) -> None:
+        """Takes what is in the places of a bucket's tensors now, whatever it had before."""
         states = self._states_of(bucket)
-        tensors = [t for s in states.values() for t in s.values() if isinstance(t, torch.Tensor)]
-        if any(tensor.device.type == "meta" for tensor in tensors):
-            return  # they are where they were
+        for param, state in states.items():
+            state.update(
+                {k: v.tensor_for(param) for k, v in state.items() if isinstance(v, Loaded)}
+            )
+        self._wait_for_room(self._expected_bytes(bucket))
         bucket.take_back()
-        bucket.layout = None  # whatever it had is replaced
+        bucket.layout = None
         self._take_over(bucket, states, {})
         if bucket.layout is None:
             bucket.forget()
         elif not self._has_room(0):
             self._put_away(bucket)
             self._wait_for_room(0)
+
+    def _states_with(
+        self, bucket: Bucket, views: dict[Name, torch.Tensor]
+    ) -> dict[torch.Tensor, State]:
+        """A bucket's states, with its tensors where others only stand for them."""
+        return {
+            param: {
+                key: views[index, key] if is_stand_in(value) else value
+                for key, value in self._optimizer.state[param].items()
+            }
+            for index, param in enumerate(bucket.params)
+            if self._optimizer.state.get(param)
+        }
 
     def _states_of(self, bucket: Bucket) -> dict[torch.Tensor, State]:
         state = self._optimizer.state
@@ -393,24 +443,25 @@ class OptimizerStates:
         for tier in self.tiers:
             tier.wait_for_writes()
 
-    def close(self) -> None:
-        """Brings all states back to memory, and ends the tiers.
+    def close(self, *, restore: bool = True) -> None:
+        """Ends the tiers.
+
+        Args:
+            restore: brings all states back to memory before. Else those that are away are gone,
+                which is right where training has ended and all of them would not fit.
 
         Raises:
             LostStateError: as `step`.
         """
         self.conceal()
-        for bucket in self.buckets:
+        for bucket in self.buckets if restore else ():
             self._bring(bucket)
             if bucket.layout is None:
                 continue
             assert bucket.storage is not None
             views = bucket.layout.views(bucket.storage)
             self._attach(bucket, views)
-            for index, param in enumerate(bucket.params):
-                state = self._optimizer.state.get(param, {})
-                for key in state:
-                    state[key] = views.get((index, key), state[key])
+            self._optimizer.state.update(self._states_with(bucket, views))
         self.buckets = []
         self._slice.close()
         for tier in self.tiers:
@@ -426,10 +477,6 @@ def _wants_update(bucket: Bucket) -> bool:
         param.grad is not None or getattr(param, "decoupled_grad", None) is not None
         for param in bucket.params
     )
-
-
-def _standing_for(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta")
 
 
 def state_bytes(optimizers: Iterable[Any]) -> int:

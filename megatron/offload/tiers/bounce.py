@@ -164,6 +164,13 @@ class BouncingTier(SsdTier):
         assert block.on_drives is not None, "the block was freed"
         return super().view(block.on_drives)
 
+    def renew(self, block: Block) -> None:
+        """As `SsdTier`; what is in the pool has no checksums."""
+        if not isinstance(block, BouncingBlock):
+            super().renew(block)
+        elif block.in_pool is None and block.on_drives is not None:
+            super().renew(block.on_drives)
+
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Blocks until what is in the pool has come to the drives, was refused or given up."""
         with self._changed:

@@ -112,10 +112,14 @@ class HostTier:
         return self._copies.begin_read(address, block.num_bytes, deadline, block)
 
     def view(self, block: HostBlock) -> torch.UntypedStorage:
-        """A block's range of the arena."""
+        """A block's range of the arena, which forked processes have a copy of meanwhile."""
         assert block.offset is not None, "the block was freed"
-        owner = (block, self._arena.keep_mapped())
+        shown = self._arena.forkable(block.offset, block.num_bytes)
+        owner = (block, shown, self._arena.keep_mapped())
         return storage_at(self._arena.address(block.offset), block.num_bytes, owner)
+
+    def renew(self, block: HostBlock) -> None:
+        """The view is where the bytes are."""
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Nothing goes on behind a write that has ended."""

@@ -32,10 +32,11 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
 
         trainer = Trainer(..., callbacks=[OffloadCallback("/mnt/nvme0")])
 
-    It takes what `offload_activations` takes. Log lines get `offload/offloaded_bytes`,
-    `offload/stall_s` and others: the mean of the optimizer steps since the last line, all
-    micro-batches of a step together. They are in the log history, in what the Trainer prints and in
-    TensorBoard's files.
+    It takes what `offload_activations` takes; with `optimizer_states=True` the optimizer's states
+    move as well, or with a dict of `offload_optimizer`'s settings. Log lines get
+    `offload/offloaded_bytes`, `offload/stall_s` and others: the mean of the optimizer steps since
+    the last line, all micro-batches of a step together. They are in the log history, in what the
+    Trainer prints and in TensorBoard's files.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
     ) -> None:
         """Begins to offload."""
         self._close_writer()
-        self.open(kwargs["model"])
+        self.open(kwargs["model"], [kwargs["optimizer"]])
         self._sums, self._num_steps = {}, 0
         if "tensorboard" in args.report_to and state.is_world_process_zero:
             from torch.utils.tensorboard import SummaryWriter

@@ -18,14 +18,15 @@ class OffloadCallback(TrainerOffload, Callback):
 
         Trainer(..., callbacks=[OffloadCallback("/mnt/nvme0")])
 
-    It takes what `offload_activations` takes. The modules that `training_step` calls are the
-    models: attributes of the LightningModule. Each training batch is logged as
+    It takes what `offload_activations` takes; with `optimizer_states=True` the optimizers' states
+    move as well, or with a dict of `offload_optimizer`'s settings. The modules that `training_step`
+    calls are the models: attributes of the LightningModule. Each training batch is logged as
     `offload/offloaded_bytes`, `offload/stall_s` and so on.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to offload."""
-        self.open(pl_module)
+        self.open(pl_module, trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -34,8 +35,8 @@ class OffloadCallback(TrainerOffload, Callback):
         for name, value in self.logged().items():
             pl_module.log(name, value)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends offload and says what the steps moved."""
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends offload, before the Trainer moves optimizers' states, and says what moved."""
         self.close()
         if self.offload is not None and trainer.is_global_zero:
             logger.info("%s", self.offload.summary())

@@ -1,19 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags in a Megatron-style argument parser. Trainers call these two functions."""
+"""The flags in a Megatron-style argument parser. Trainers call these three functions."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 
 from megatron.offload.config import OffloadConfig
+from megatron.offload.states.config import StatesConfig
 
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the `--activation-offload*` flags; returns the parser, as Megatron's own do."""
+    """Adds the flags of activations and of model states; returns the parser, as Megatron's own do.
+
+    They are `--activation-offload*` and `--optimizer-state-*`, and a few more of each.
+    """
     OffloadConfig.add_arguments(parser)
+    StatesConfig.add_arguments(parser)
     return parser
 
 
 def config_from_args(args: argparse.Namespace) -> OffloadConfig:
     """The config that the parsed flags ask for. Raises ConfigurationError (a ValueError)."""
     return OffloadConfig.from_args(args)
+
+
+def states_config_from_args(args: argparse.Namespace) -> StatesConfig:
+    """The same of model states, which go where activations go if nothing else is said.
+
+    Raises:
+        ConfigurationError: the flags contradict each other.
+    """
+    args = copy.copy(args)
+    for own, default in (
+        ("optimizer_state_dir", "activation_offload_dir"),
+        ("optimizer_state_threads", "activation_offload_threads"),
+    ):
+        if not getattr(args, own, None):
+            setattr(args, own, getattr(args, default, None))
+    args.optimizer_state_dir = args.optimizer_state_dir or ()
+    return StatesConfig.from_args(args)

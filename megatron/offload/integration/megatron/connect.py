@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.chunked_loss import ChunkedLoss, check_chunked_loss
 from megatron.offload.integration.megatron.decorators import connect
+from megatron.offload.integration.megatron.last_backward import LastBackward
 from megatron.offload.integration.megatron.patch_points import decorate
 from megatron.offload.integration.megatron.recomputable import check_recomputation
 from megatron.offload.integration.training_steps import TrainingSteps
@@ -30,6 +31,9 @@ from megatron.offload.planner.online.consensus import RankConsensus
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.tiers.open import check_tiers
+
+if TYPE_CHECKING:
+    from megatron.offload.integration.megatron.model_states import ModelStates
 
 # The last one is what `pip install megatron-offload[megatron]` brings.
 SUPPORTED_VERSIONS = ("0.19.1", "0.16.1")
@@ -93,14 +97,19 @@ class MegatronOffload:
         model_chunks: Sequence[torch.nn.Module],
         calls: MegatronHooks | None = None,
         loss: ChunkedLoss | None = None,
+        states: ModelStates | None = None,
     ) -> None:
         self._steps = steps
         self._calls = calls
         self._loss = loss
         self._model_chunks = list(model_chunks)
-        self._patches = decorate() if calls is not None else []
-        if calls is not None:
-            connect(calls)
+        self._last_backward: LastBackward | None = None
+        if states is not None and states.parts:
+            self._last_backward = LastBackward(states.prefetch, len(self._model_chunks), calls)
+        first = self._last_backward or calls
+        self._patches = decorate() if first is not None else []
+        if first is not None:
+            connect(first)
         if loss is not None:
             loss.connect()
 
@@ -112,15 +121,18 @@ class MegatronOffload:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """A context around the passes of one training step, forward and backward, no evaluation."""
-        if self._steps is None or self._calls is None:
-            yield
-            return
         try:
-            with self._steps.step(_stationary_tensors(self._model_chunks)):
+            if self._steps is None:
                 yield
+            else:
+                with self._steps.step(_stationary_tensors(self._model_chunks)):
+                    yield
         finally:
-            self._calls.clear()
-        self._steps.decide()
+            for hooks in (self._last_backward, self._calls):
+                if hooks is not None:
+                    hooks.clear()
+        if self._steps is not None:
+            self._steps.decide()
 
     def pause(self) -> None:
         """Says that what follows until the next step is no training: evaluation, a checkpoint.
@@ -147,8 +159,9 @@ class MegatronOffload:
         if self._loss is not None:
             self._loss.close()
             self._loss = None
-        if self._calls is not None:
+        if self._last_backward is not None or self._calls is not None:
             connect(None)
+        if self._calls is not None:
             self._calls.close()
         while self._patches:
             self._patches.pop()()
@@ -169,6 +182,7 @@ def install(
     num_local_ranks: int = 1,
     policy: Policy | None = None,
     run_directory: Path | None = None,
+    states: ModelStates | None = None,
 ) -> MegatronOffload:
     """Makes the model's activations go where `config` says.
 
@@ -180,12 +194,14 @@ def install(
         num_local_ranks: ranks on this machine, which share its memory.
         policy: chooses a placement for each layer and storage; default: what `config` says.
         run_directory: with `auto`, what was measured is written there.
+        states: of `offload_model_states`; they hear of each step's last backward pass. Closed by
+            whoever made them.
 
     Raises:
         ConfigurationError: the version, a setting, the plan's file or the directory cannot work.
     """
     if not config.enabled and not config.chunks_loss:
-        return MegatronOffload(None, model_chunks)
+        return MegatronOffload(None, model_chunks, states=states)
     check_version()
     check_wrappers(model_chunks)
     settings = _transformer_config(model_chunks)
@@ -194,7 +210,7 @@ def install(
         check_chunked_loss(settings)
         loss = ChunkedLoss(model_chunks, config.chunk_tokens)
     if not config.enabled:
-        return MegatronOffload(None, model_chunks, loss=loss)
+        return MegatronOffload(None, model_chunks, loss=loss, states=states)
     check_settings(settings)
     check_layers(config, settings)
     check_recomputation(config, settings)
@@ -225,7 +241,7 @@ def install(
     except BaseException:
         steps.close()
         raise
-    return MegatronOffload(steps, model_chunks, calls, loss)
+    return MegatronOffload(steps, model_chunks, calls, loss, states)
 
 
 def check(

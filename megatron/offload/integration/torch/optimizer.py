@@ -7,6 +7,7 @@ them bucket by bucket, and `state_dict` and `load_state_dict` work as before.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.config import StatesConfig
+from megatron.offload.states.loaded import as_loaded
 from megatron.offload.states.open import open_state_tiers
 from megatron.offload.states.optimizer_slice import OptimizerSlice
 from megatron.offload.states.optimizer_states import ON_DEVICE, OptimizerStates
@@ -28,6 +30,7 @@ from megatron.offload.states.step_on_host import StepOnHost
 _REFUSED = {
     "LBFGS": "it looks at all parameters as one vector",
     "SparseAdam": "its states change where its sparse gradients are only",
+    "DeepSpeedOptimizerWrapper": "DeepSpeed has its own, `offload_optimizer` in its configuration",
 }
 
 
@@ -54,7 +57,7 @@ class OptimizerOffload:
     ) -> None:
         self.states: OptimizerStates | None = None
         self._optimizer = optimizer
-        self._hooks: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         self._own_step = optimizer.__dict__.get("step")
         if not config.enabled:
             return
@@ -94,8 +97,11 @@ class OptimizerOffload:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Brings all states back to memory and leaves the optimizer as it was.
+    def close(self, *, restore: bool = True) -> None:
+        """Leaves the optimizer as it was.
+
+        Args:
+            restore: brings all states back to memory; without, those that are away are gone.
 
         Raises:
             LostStateError: states could not be read back.
@@ -103,13 +109,13 @@ class OptimizerOffload:
         states, self.states = self.states, None
         if states is None:
             return
-        for hook in self._hooks:
-            hook.remove()
+        for undo in self._undo:
+            undo()
         if self._own_step is None:
             del self._optimizer.step
         else:
             self._optimizer.step = self._own_step  # type: ignore[method-assign]
-        states.close()
+        states.close(restore=restore)
 
     def _hook(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -127,24 +133,29 @@ class OptimizerOffload:
         hooked = torch.optim.Optimizer.profile_hook_step(step)
         hooked._offloads_states = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(hooked, optimizer)  # type: ignore[method-assign]
-        loading: list[Any] = []
+        kind = type(optimizer)
 
-        def begin_loading(_: Any, state_dict: Any) -> None:
-            loading.append(states.loading())
-            loading[-1].__enter__()
+        def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
+            with states.loading():
+                kind.load_state_dict(self, as_loaded(self, state_dict))
 
-        def end_loading(_: Any) -> None:
-            loading.pop().__exit__(None, None, None)
+        def getstate(self: torch.optim.Optimizer) -> Any:  # of a copy, and of what is pickled
+            states.expose()
+            return kind.__getstate__(self)
 
-        self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: states.expose()),
-            optimizer.register_load_state_dict_pre_hook(begin_loading),
-            optimizer.register_load_state_dict_post_hook(end_loading),
-        ]
+        replaced: dict[str, Callable[..., Any]] = {
+            "load_state_dict": load_state_dict,
+            "__getstate__": getstate,
+        }
+        for name, function in replaced.items():
+            setattr(optimizer, name, types.MethodType(function, optimizer))
+            self._undo.append(functools.partial(delattr, optimizer, name))
+        showing = optimizer.register_state_dict_pre_hook(lambda _: states.expose())
+        self._undo.append(showing.remove)
         last = _half_way(group["params"] for group in optimizer.param_groups)
         if last is not None:
             hook = last.register_post_accumulate_grad_hook(lambda _: states.prefetch())
-            self._hooks.append(hook)
+            self._undo.append(hook.remove)
 
 
 def _half_way(groups: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor | None:
@@ -205,6 +216,12 @@ def offload_optimizer(
     Raises:
         ConfigurationError: the directory, a setting or the optimizer cannot work; says why.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} is no torch.optim.Optimizer; give the optimizer whose "
+            "`step` updates the parameters"
+        )
+    optimizer = _innermost(optimizer)
     for one in type(optimizer).__mro__:
         if one.__name__ in _REFUSED:
             raise ConfigurationError(
@@ -224,3 +241,12 @@ def offload_optimizer(
         return OptimizerOffload(optimizer, config)
     except ConfigurationError as error:
         raise ConfigurationError(StatesConfig.in_settings(str(error))) from None
+
+
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that Accelerate, or another wrapper that is an optimizer too, has in it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        if type(optimizer).__name__ in _REFUSED:
+            break
+        optimizer = inner
+    return optimizer

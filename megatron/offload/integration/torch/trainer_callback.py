@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What callbacks of trainers share: `TrainerOffload` opens with a training and closes with it.
 
-The callbacks for transformers and Lightning are made of it; it calls `offload_activations`.
+The callbacks for transformers and Lightning are made of it; it calls `offload_activations` and
+`offload_optimizer`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from megatron.offload.integration.torch.door import offload_activations
 from megatron.offload.integration.torch.offload import ActivationOffload
+from megatron.offload.integration.torch.optimizer import OptimizerOffload, offload_optimizer
 
 # Of a step's counters, those that trainers log: each as `offload/NAME`.
 LOGGED = ("offloaded_bytes", "written_bytes", "read_bytes", "stall_s", "write_wait_s")
@@ -24,6 +26,8 @@ class TrainerOffload:
 
     Args:
         directory: as of `offload_activations`, like everything else.
+        optimizer_states: the optimizers' states move too; settings of `offload_optimizer` by name,
+            which moves them to the same directory unless one is among them.
         settings: of `offload_activations`, by name.
 
     Attributes:
@@ -33,21 +37,33 @@ class TrainerOffload:
     def __init__(
         self,
         directory: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+        *,
+        optimizer_states: bool | Mapping[str, Any] = False,
         **settings: Any,
     ) -> None:
         self.offload: ActivationOffload | None = None
         self._directory = directory
         self._settings = settings
+        self._of_states: dict[str, Any] | None = None
+        if optimizer_states is not False:
+            own = {} if optimizer_states is True else dict(optimizer_states)
+            self._of_states = {"directory": directory, **own}
+        self._optimizers: list[OptimizerOffload] = []
 
-    def open(self, model: torch.nn.Module) -> None:
+    def open(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Offloads this model, and ends what a training that failed has left open."""
         self.close()
         self.offload = offload_activations(model, self._directory, **self._settings)
+        if self._of_states is not None:
+            for optimizer in optimizers:
+                self._optimizers.append(offload_optimizer(optimizer, **self._of_states))
 
     def close(self) -> None:
         """Ends it; the handle still has its statistics and its summary."""
         if self.offload is not None:
             self.offload.close()
+        while self._optimizers:
+            self._optimizers.pop().close()
 
     def logged(self) -> dict[str, float]:
         """Those counters of the last step that trainers log; empty before the first."""

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of Megatron's optimizers on tiers: `offload_model_states`.
+
+A trainer calls it once its optimizer is built. exp_avg and exp_avg_sq move, and main weights where
+Megatron keeps some beside the model's. The step stays Megatron's own: gradients, norm, clipping and
+loss scale as before, then the inner optimizer's step, which now goes bucket by bucket.
+
+Note [Main weights go to the model at once]
+After its step Megatron copies all main weights to the model's parameters. By then most are away. So
+each bucket's are copied while the bucket is in memory, by Megatron's own function on a shallow twin
+of its optimizer that has no other parameters, and the copy after the step is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.megatron.connect import check_version
+from megatron.offload.integration.megatron.state_settings import (
+    check_inner_optimizer,
+    check_state_settings,
+)
+from megatron.offload.integration.torch.optimizer import OptimizerOffload
+from megatron.offload.integration.torch.ranks import local_world_size
+from megatron.offload.states.config import StatesConfig
+from megatron.offload.states.optimizer_states import OptimizerStates
+from megatron.offload.tiers.host_budget import host_budget_bytes
+
+# Attributes of a Megatron optimizer: lists of groups of the model's parameters, and of what the
+# inner optimizer updates in their place. The first pair that it has is its main weights.
+_PAIRS = {
+    "Float16OptimizerWithFloat16Params": (("float16_groups", "fp32_from_float16_groups"),),
+    "DistributedOptimizer": (
+        ("model_float16_groups", "shard_fp32_from_float16_groups"),
+        ("model_fp32_groups", "shard_fp32_groups"),
+    ),
+    "FP32Optimizer": (),
+}
+_COPY = "_copy_main_params_to_model_params"
+# What looks at states, and what changes them. Those of ChainedOptimizer call its members'.
+_READING = (
+    "state_dict",
+    "sharded_state_dict",
+    "save_parameter_state",
+    "get_parameter_state_dp_zero",
+    "get_parameter_state_dp_reshardable",
+)
+_LOADING = (
+    "load_state_dict",
+    "load_parameter_state",
+    "load_parameter_state_from_dp_zero",
+    "load_parameter_state_from_dp_reshardable",
+    "load_parameter_state_from_fs_model_space",
+    "load_parameter_state_from_fully_reshardable",
+    "reload_model_params",
+)
+_MOVING = ("offload_to_cpu", "restore_from_cpu")
+
+
+class ModelStates:
+    """Offload of a Megatron optimizer's states, from `offload_model_states` until `close`.
+
+    Attributes:
+        parts: one for each optimizer that has parameters: of experts there is another one.
+    """
+
+    def __init__(self, parts: Sequence[_Part] = ()) -> None:
+        self.parts = list(parts)
+
+    @property
+    def states(self) -> list[OptimizerStates]:
+        """What moves them, one for each part; none with offload off."""
+        return [part.states for part in self.parts]
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Bytes of all states, those in memory now, and those moved so far; empty with off."""
+        if not self.parts:
+            return {}
+        tiers = [tier.statistics for states in self.states for tier in states.tiers]
+        return {
+            "bytes": sum(states.num_bytes for states in self.states),
+            "memory_bytes": sum(states.memory_bytes for states in self.states),
+            "written_bytes": sum(one.writes.total_bytes for one in tiers),
+            "read_bytes": sum(one.reads.total_bytes for one in tiers),
+        }
+
+    def prefetch(self) -> None:
+        """The step is near: begins to read what it needs first. The last backward pass calls it."""
+        for states in self.states:
+            states.prefetch()
+
+    def expose(self) -> None:
+        """Shows all states, main weights too, in their places until the next step."""
+        for states in self.states:
+            states.expose()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around whatever writes states or main weights itself, without Megatron's functions."""
+        with contextlib.ExitStack() as stack:
+            for states in self.states:
+                stack.enter_context(states.loading())
+            yield
+
+    def note_checkpoint(self, path: str | Path) -> None:
+        """Says from where to resume should states be lost."""
+        for states in self.states:
+            states.checkpoint = str(path)
+
+    def close(self, *, restore: bool = True) -> None:
+        """Leaves the optimizer as it was and gives the disk space back.
+
+        Args:
+            restore: brings all states back to memory; without, those that are away are gone.
+
+        Raises:
+            LostStateError: states could not be read back.
+        """
+        while self.parts:
+            self.parts.pop().close(restore=restore)
+
+
+def check_model_states(config: StatesConfig, settings: Any) -> None:
+    """Checks what can be found wrong before an optimizer is built.
+
+    Args:
+        config: what the flags ask for.
+        settings: Megatron's `OptimizerConfig`, or the flags that make one.
+
+    Raises:
+        ConfigurationError: the version or a setting cannot work.
+    """
+    if config.enabled:
+        check_version()
+        check_state_settings(settings)
+
+
+def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
+    """Keeps the states of a Megatron optimizer where `config` says.
+
+    Args:
+        config: with mode `off` every call of the result does nothing, and nothing is touched.
+        optimizer: what `get_megatron_optimizer` gave. It may have states already.
+
+    Raises:
+        ConfigurationError: the optimizer, a setting or the directory cannot work; says why.
+    """
+    if not config.enabled or optimizer is None:
+        return ModelStates()
+    check_version()
+    members = getattr(optimizer, "chained_optimizers", [optimizer])
+    members = [one for one in members if not getattr(one, "is_stub_optimizer", False)]
+    for one in members:
+        check_state_settings(one.config)
+        check_inner_optimizer(one)
+        if type(one).__name__ not in _PAIRS:
+            raise ConfigurationError(
+                f"the states of {type(one).__name__} cannot be offloaded: which weights it keeps "
+                f"is not known; it works for {', '.join(_PAIRS)}"
+            )
+    sizes = [_state_bytes(one) for one in members]
+    members = [one for one, size in zip(members, sizes, strict=True) if size]
+    parts: list[_Part] = []
+    try:
+        for one, size in zip(members, filter(None, sizes), strict=True):
+            parts.append(_Part(one, _share(config, size, sum(sizes))))
+    except BaseException:
+        for part in parts:
+            part.close()
+        raise
+    return ModelStates(parts)
+
+
+class _Part:
+    """One Megatron optimizer with one optimizer of torch's kind inside."""
+
+    def __init__(self, optimizer: Any, config: StatesConfig) -> None:
+        self._optimizer = optimizer
+        self._copies = _Copies(optimizer)
+        self._replaced: list[str] = []
+        self._offload = OptimizerOffload(
+            optimizer.optimizer,
+            config,
+            moves_param=self._copies.is_main_weight,
+            updated=self._copies.copy,
+        )
+        assert self._offload.states is not None
+        self.states: OptimizerStates = self._offload.states
+        if self._copies.pairs:
+            self._replace(_COPY, lambda: None)  # see Note [Main weights go to the model at once]
+        for name in _READING:
+            self._wrap(name, self._reading)
+        for name in _LOADING:
+            self._wrap(name, self.states.loading)
+        for name in _MOVING:
+            if hasattr(optimizer, name):
+                self._replace(name, functools.partial(_refuse_to_move, name))
+
+    def close(self, *, restore: bool = True) -> None:
+        """As `ModelStates.close`."""
+        while self._replaced:
+            delattr(self._optimizer, self._replaced.pop())
+        self._offload.close(restore=restore)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        self.states.expose()
+        yield
+
+    def _wrap(self, name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
+        """Has one of the optimizer's functions run inside a context."""
+        function = getattr(self._optimizer, name, None)
+        if function is None:
+            return
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return function(*args, **kwargs)
+
+        self._replace(name, call)
+
+    def _replace(self, name: str, function: Callable[..., Any]) -> None:
+        # Of this one object. A class attribute stands behind it, which `close` uncovers.
+        setattr(self._optimizer, name, function)
+        self._replaced.append(name)
+
+
+class _Copies:
+    """Megatron's own copy of main weights to the model's parameters, for a few at a time.
+
+    Attributes:
+        pairs: names of the attributes that hold the groups, see `_PAIRS`.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.pairs = _PAIRS[type(optimizer).__name__]
+        if _keeps_main_weights_inside(optimizer.config):
+            self.pairs = ()  # they are states of the inner optimizer, whose step copies them
+        # Of what the inner optimizer updates: which pair, and the model's parameter.
+        self._place: dict[int, tuple[int, torch.Tensor]] = {}
+        for index, (model_name, own_name) in enumerate(self.pairs):
+            groups = zip(getattr(optimizer, model_name), getattr(optimizer, own_name), strict=True)
+            for of_model, own in groups:
+                for model_param, param in zip(of_model, own, strict=True):
+                    self._place[id(param)] = index, model_param
+
+    def is_main_weight(self, param: torch.Tensor) -> bool:
+        """Whether it is Megatron's own, and not the model's parameter or a part of it."""
+        index, _ = self._place.get(id(param), (-1, None))
+        return index == 0
+
+    def copy(self, params: Sequence[torch.Tensor]) -> None:
+        """Copies these to the model's parameters."""
+        if not self.pairs:
+            return
+        kind = type(self._optimizer)
+        twin = object.__new__(kind)
+        twin.__dict__.update(self._optimizer.__dict__)
+        for index, (model_name, own_name) in enumerate(self.pairs):
+            own = [param for param in params if self._place[id(param)][0] == index]
+            setattr(twin, own_name, [own])
+            setattr(twin, model_name, [[self._place[id(param)][1] for param in own]])
+        getattr(kind, _COPY)(twin)
+
+
+def _refuse_to_move(name: str) -> None:
+    raise ConfigurationError(
+        f"{name} of Megatron's optimizer cannot move states that are offloaded; "
+        "use --optimizer-state-offload off"
+    )
+
+
+def _keeps_main_weights_inside(settings: Any) -> bool:
+    """Whether main weights are states of the inner optimizer (precision-aware)."""
+    return bool(getattr(settings, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+
+
+def _state_bytes(optimizer: Any) -> int:
+    """About the bytes of states of one optimizer: they share a budget in this proportion."""
+    groups = optimizer.optimizer.param_groups
+    return sum(param.nbytes for group in groups for param in group["params"])
+
+
+def _share(config: StatesConfig, part: int, whole: int) -> StatesConfig:
+    """A configuration with this part of its budgets."""
+    if part == whole:
+        return config
+    changes: dict[str, Any] = {"window_bytes": config.window_bytes * part // whole}
+    if config.uses_host:
+        asked = host_budget_bytes(config.host_budget, local_world_size(), memory_limit())
+        changes["host_budget"] = asked * part // whole
+    if config.ssd_budget_bytes is not None:
+        changes["ssd_budget_bytes"] = config.ssd_budget_bytes * part // whole
+    if config.write_bytes_per_s is not None:
+        changes["write_bytes_per_s"] = config.write_bytes_per_s * part / whole
+    return dataclasses.replace(config, **changes)

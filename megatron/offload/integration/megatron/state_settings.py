@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which optimizers of Megatron can have their states offloaded: `check_state_settings`.
+
+What cannot be known to stay right is refused, by the settings before anything is built, and by what
+was built in their place. Both need nothing of Megatron but attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.offload.errors import ConfigurationError
+
+_FLOATS = ("float32", "bfloat16")
+
+# Settings of Megatron's OptimizerConfig, or of its flags, and what to do instead.
+REFUSED_SETTINGS = {
+    "optimizer_cpu_offload": "both would move the same states; drop --optimizer-cpu-offload",
+    "offload_optimizer_states": "both would move the same states; drop --offload-optimizer-states",
+    "use_megatron_fsdp": (
+        "it keeps main weights itself; use DistributedDataParallel, with the distributed optimizer"
+    ),
+    "use_torch_fsdp2": (
+        "it gives parameters other memory for each layer; use DistributedDataParallel, with the "
+        "distributed optimizer"
+    ),
+    "reuse_grad_buf_for_mxfp8_param_ag": (
+        "main weights would be read after the step; drop --reuse-grad-buf-for-mxfp8-param-ag"
+    ),
+    "fp8_param_gather": ("all ranks convert all main weights together; drop --fp8-param-gather"),
+    "fp8_param": "all ranks convert all main weights together; drop --fp8-param-gather",
+    "log_params_norm": "it reads all main weights, which are away; drop --log-params-norm",
+}
+# The optimizers that update each parameter by its gradient and state alone.
+_KNOWN_NAMES = ("adam", "sgd")
+_KNOWN_KINDS = ("Adam", "AdamW", "SGD", "FusedAdam", "FusedSGD")
+
+
+def check_state_settings(settings: Any) -> None:
+    """Raises ConfigurationError for settings that state offload cannot join.
+
+    Args:
+        settings: Megatron's `OptimizerConfig`, or the flags that make one.
+    """
+    for name, advice in REFUSED_SETTINGS.items():
+        if getattr(settings, name, False):
+            raise ConfigurationError(f"{name} cannot be combined with state offload: {advice}")
+    kind = getattr(settings, "optimizer", "adam")
+    if kind not in _KNOWN_NAMES:
+        raise ConfigurationError(
+            f"optimizer {kind} cannot be combined with state offload: it is not known to update "
+            "each parameter by its gradient and state alone; use --optimizer adam or sgd, or "
+            "--optimizer-state-offload off"
+        )
+    if not getattr(settings, "use_precision_aware_optimizer", False):
+        return
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
+        dtype = str(getattr(settings, name, "float32")).removeprefix("torch.")
+        dtype = {"fp32": "float32", "bf16": "bfloat16"}.get(dtype, dtype)
+        if dtype not in _FLOATS:
+            raise ConfigurationError(
+                f"{name} {dtype} cannot be combined with state offload: such states have scales "
+                f"beside them; use fp32 or bf16 for --{name.replace('_', '-')}"
+            )
+    if getattr(settings, "store_param_remainders", False):
+        raise ConfigurationError(
+            "store_param_remainders cannot be combined with state offload: main weights are made "
+            "of two halves, of which one moves; drop --use-precision-aware-optimizer or switch "
+            "store_param_remainders off"
+        )
+
+
+def check_inner_optimizer(optimizer: Any) -> None:
+    """Raises ConfigurationError for a Megatron optimizer whose inner one is not known.
+
+    Args:
+        optimizer: a `MegatronOptimizer` that has parameters.
+    """
+    inner = optimizer.optimizer
+    kind = type(inner).__name__
+    if kind not in _KNOWN_KINDS:
+        raise ConfigurationError(
+            f"{kind} cannot be combined with state offload: it is not known to update each "
+            "parameter by its gradient and state alone; use --optimizer adam or sgd, or "
+            "--optimizer-state-offload off"
+        )
+    if kind.startswith("Fused") and getattr(inner, "capturable", False):
+        raise ConfigurationError(
+            f"{kind} with capturable cannot be combined with state offload: all buckets would "
+            "count the same step; build it without capturable"
+        )
+    ddp_config = getattr(optimizer, "ddp_config", None)
+    if getattr(ddp_config, "use_megatron_fsdp", False):
+        raise ConfigurationError(
+            "use_megatron_fsdp cannot be combined with state offload: "
+            + REFUSED_SETTINGS["use_megatron_fsdp"]
+        )
+    if getattr(ddp_config, "fp8_param_gather", False):
+        raise ConfigurationError(
+            "fp8_param_gather cannot be combined with state offload: "
+            + REFUSED_SETTINGS["fp8_param_gather"]
+        )
