@@ -10,11 +10,11 @@ neither a write nor a read: a step moves what does not fit, once out and once in
 Steps go through the buckets in turn forwards and backwards, so that those that stayed come first:
 they are updated at once, and then all of the window is there to read ahead and to write behind.
 
-This is memory of the device that the step runs on. An accelerator's is what a run is short of, so
-its window is three buckets: one arrives, one is updated, one leaves, and between steps none is
-there. `open.py` puts what --optimizer-state-window asks for into page-locked host memory instead,
-as the first tier: what it holds it keeps, so that again a step moves to the drives and back only
-what does not fit. Copies over the link overlap the update of the bucket before.
+This is memory of the device that the step runs on. An accelerator's is what a run is short of:
+there it is three buckets, of whatever size (one arrives, one is updated, one leaves), and none
+between steps. `open.py` puts what --optimizer-state-window asks for into page-locked host memory
+instead, as the first tier: what it holds it keeps, so that again a step moves to the drives and
+back only what does not fit. Copies over the link overlap the update of the bucket before.
 
 Note [The only copy]
 Unlike an activation, a state that is lost cannot be made again. Memory is let go only once a write
@@ -60,7 +60,8 @@ class OptimizerStates:
         tiers: where buckets go; the first that takes one has it. Closed with this.
         device: where states are in memory, for the optimizer's step.
         bucket_bytes: of states that move together.
-        window_bytes: of states that may be in its memory; one bucket always may.
+        window_bytes: of states that may be in its memory; one bucket always may, of an accelerator
+            three.
         moves_param: whether a parameter itself moves with its states, as main weights do.
         updated: told of the parameters of each bucket once they are updated and still in memory.
         step_by: runs the optimizer's step; None: where the parameters are.
@@ -146,7 +147,7 @@ class OptimizerStates:
         """From which one on buckets stay in memory: see Note [The window]. Others come beside."""
         sizes = [self._expected_bytes(one) for one in buckets]
         beside = 1 if self._device.is_host else ON_DEVICE
-        room = self.window_bytes - beside * max(sizes, default=0)
+        room = self._room_bytes - beside * max(sizes, default=0)
         index = len(buckets)
         while index and room >= sizes[index - 1]:
             room -= sizes[index - 1]
@@ -165,7 +166,14 @@ class OptimizerStates:
             ahead.popleft()
 
     def _has_room(self, num_bytes: int) -> bool:
-        return self.memory_bytes + num_bytes <= self.window_bytes
+        return self.memory_bytes + num_bytes <= self._room_bytes
+
+    @property
+    def _room_bytes(self) -> int:
+        """Of the window; on an accelerator the three largest buckets fit, or nothing overlaps."""
+        if self._device.is_host:
+            return self.window_bytes
+        return max(self.window_bytes, ON_DEVICE * max(map(self._expected_bytes, self.buckets)))
 
     def _bring(self, bucket: Bucket) -> None:
         """Has a bucket in memory, where the calling thread's next operations may use it."""
