@@ -321,3 +321,23 @@ def test_it_is_shown_to_people_with_its_budget(fake_cuda):
     assert not fake_cuda.pinned  # nothing before it is needed
     assert str(pinned) == "host memory (12 MiB budget, pinned)"
     pinned.close()
+
+
+def test_who_looks_at_a_block_keeps_its_memory_when_the_tier_is_closed() -> None:
+    tier = HostTier(MIB)
+    view = tier.view(written(tier, storage_of(3 * PAGE, value=7)))
+    tier.close()
+    assert bytes_of(view) == bytes([7]) * 3 * PAGE
+
+
+def test_a_tier_that_others_overflow_from_says_nothing_when_it_is_full(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    quiet = HostTier(PAGE, flag="--optimizer-state-window", overflows=True)
+    assert quiet.begin_write(storage_of(2 * PAGE, value=1)) is None
+    assert not caplog.records
+    other = HostTier(PAGE, flag="--optimizer-state-host-budget")
+    assert other.begin_write(storage_of(2 * PAGE, value=1)) is None
+    assert "--optimizer-state-host-budget is used up" in caplog.text
+    quiet.close()
+    other.close()

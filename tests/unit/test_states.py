@@ -164,6 +164,7 @@ def test_a_block_is_seen_in_its_place_and_changed_there(tier: Tier) -> None:
     seen = bucket.layout.views(tier.view(bucket.block))[0, "exp_avg"]
     assert torch.equal(seen, value)
     seen.add_(1)
+    assert bucket.renew()
     again = bucket.layout.views(tier.view(bucket.block))[0, "exp_avg"]
     assert torch.equal(again, value + 1)
 

@@ -39,6 +39,7 @@ class Bucket:
 
     def __init__(self, params: Sequence[torch.Tensor], changed: Callable[[], None]) -> None:
         self.params = list(params)
+        self.devices = [param.device for param in self.params]  # where they are between steps
         self.layout: Layout | None = None
         self.where = Where.NOWHERE
         self.storage: torch.UntypedStorage | None = None
@@ -47,7 +48,7 @@ class Bucket:
         self._transfer: Transfer | None = None
         self._changed = changed
         # Protects what the end of a write changes. Held for a few assignments.
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
 
     @property
     def num_bytes(self) -> int:
@@ -101,6 +102,7 @@ class Bucket:
             else:
                 self.where = Where.ON_TIER
                 storage, self.storage = self.storage, None
+            self._lock.notify_all()
         del storage
         self._changed()
 
@@ -139,6 +141,14 @@ class Bucket:
 
     def wait_for_write(self) -> None:
         """Blocks until no write is under way, well or badly."""
-        transfer = self._transfer
-        if self.where is Where.WRITING and transfer is not None:
-            transfer.wait_until_done()
+        with self._lock:
+            self._lock.wait_for(lambda: self.where is not Where.WRITING)
+
+    def renew(self) -> bool:
+        """What was changed in its place there is its bytes from now on; False: only in memory."""
+        if self.where is Where.ON_TIER:
+            try:
+                self.block.tier.renew(self.block)
+            except OSError:
+                return False
+        return True

@@ -9,15 +9,22 @@ import torch
 
 from megatron.offload.states.bucket import Bucket
 from megatron.offload.states.layout import Name
+from megatron.offload.states.loaded import Loaded
 
 
 class Exposed:
     """Has put a bucket's tensors where the optimizer keeps them.
 
+    Whoever still has one of them after the next step may see its bytes from before that step or
+    those after it: what was on a tier stays as it was, what was in memory goes on.
+
     Args:
-        bucket: no write of it is under way.
+        bucket: no transfer of it is under way.
         optimizer: whose state shows them.
         attach: gives the bucket's parameters their memory.
+
+    Raises:
+        OSError: the tier cannot show them, or they are not what was written.
     """
 
     def __init__(
@@ -28,21 +35,38 @@ class Exposed:
     ) -> None:
         assert bucket.layout is not None
         self.bucket = bucket
-        self._storage = bucket.storage or bucket.block.tier.view(bucket.block)
-        self._views = bucket.layout.views(self._storage)
-        self._versions = {name: view._version for name, view in self._views.items()}
+        storage = bucket.storage or bucket.block.tier.view(bucket.block)
+        self._views = bucket.layout.views_apart(storage)
         attach(bucket, self._views)
         for index, param in enumerate(bucket.params):
             state = optimizer.state.get(param, {})
             for key in state:
                 state[key] = self._views.get((index, key), state[key])
         self._data = {param: param.data_ptr() for param in bucket.params}
+        self._versions = self._versions_now()
 
-    def is_changed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a tensor was changed in place, or replaced."""
+    def is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether another tensor is in the place of one of them."""
         for (index, key), view in self._views.items():
-            param = self.bucket.params[index]
-            shown = optimizer.state.get(param, {}).get(key, view)
-            if view._version != self._versions[index, key] or shown is not view:
+            shown = optimizer.state.get(self.bucket.params[index], {}).get(key, view)
+            shown = shown.value if isinstance(shown, Loaded) else shown
+            if not isinstance(shown, torch.Tensor) or not _is_same(shown, view):
                 return True
         return any(param.data_ptr() != at for param, at in self._data.items())
+
+    def is_changed(self) -> bool:
+        """Whether one of them was changed in place, as far as autograd would see it."""
+        return self._versions_now() != self._versions
+
+    def _versions_now(self) -> list[int]:
+        # A parameter counts its own, whatever memory it has.
+        return [one._version for one in (*self._views.values(), *self.bucket.params)]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors show the same memory in the same way."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and (one.device, one.dtype) == (other.device, other.dtype)
+        and (one.shape, one.stride()) == (other.shape, other.stride())
+    )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.offload.tiers.direct_io import Alignment, aligned_storage
+from megatron.offload.tiers.mapped import storage_at
 
 _ALIGNMENT = 64  # bytes, of each tensor: what torch's own allocator gives
 # A storage that begins and ends at a page goes to a drive as a whole and can be mapped.
@@ -54,6 +55,20 @@ class Layout:
     def views(self, storage: torch.UntypedStorage) -> dict[Name, torch.Tensor]:
         """The tensors, in a storage that holds the bucket."""
         return {name: _view(storage, slot) for name, slot in self.slots.items()}
+
+    def views_apart(self, storage: torch.UntypedStorage) -> dict[Name, torch.Tensor]:
+        """As `views`, on a CPU each in a storage of its own over the same memory.
+
+        Who saves tensors saves whole storages, and copies those of which it wants a part.
+        """
+        views = self.views(storage)
+        if storage.device.type != "cpu":
+            return views
+        for name, view in views.items():
+            if view.nbytes:
+                own = storage_at(view.data_ptr(), view.nbytes, storage)
+                views[name] = _view(own, self.slots[name]._replace(start_bytes=0))
+        return views
 
     def fits(self, tensors: Mapping[Name, torch.Tensor]) -> bool:
         """Whether these are the tensors that it was made for, or others of their kind."""

@@ -20,7 +20,8 @@ def open_state_tiers(
 
     Args:
         config: with states that move.
-        device: where the optimizer's step runs.
+        device: where states are in memory, for the optimizer's step. On an accelerator the window
+            is a tier in host memory, see Note [The window].
         num_bytes: of all states, which the SSDs are made to have room for now.
         num_local_ranks: processes on this machine, which share its memory.
 
@@ -31,7 +32,10 @@ def open_state_tiers(
     try:
         if config.uses_host:
             budget = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
-            tiers.append(HostTier(budget, device=device))
+            tiers.append(HostTier(budget, device=device, flag="--optimizer-state-host-budget"))
+        elif not device.is_host and config.window_bytes:
+            flag = "--optimizer-state-window"
+            tiers.append(HostTier(config.window_bytes, device=device, flag=flag, overflows=True))
         if config.uses_ssd:
             tiers.append(
                 SsdTier(
@@ -49,4 +53,4 @@ def open_state_tiers(
         for tier in tiers:
             tier.close()
         raise
-    return [TieredTier(tiers)] if len(tiers) > 1 else tiers
+    return [TieredTier(tiers)] if config.uses_host and config.uses_ssd else tiers

@@ -9,7 +9,7 @@ parameter by that parameter's gradient and state alone, and then has the same bi
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ class OptimizerSlice:
         self._optimizer = optimizer
         self._groups_after: dict[int, dict[str, Any]] = {}  # by their number
 
+    def begin_step(self, slices: Iterable[Sequence[torch.Tensor]]) -> None:
+        """A step begins, whose slices have these parameters, in this order."""
+
     def step(
         self, params: Sequence[torch.Tensor], states: Mapping[torch.Tensor, State]
     ) -> dict[torch.Tensor, State]:
@@ -42,22 +45,37 @@ class OptimizerSlice:
             states: of these parameters; one without has none yet, and gets what the optimizer
                 makes for it.
         """
+        return self._run({param: param for param in params}, states)
+
+    def _run(
+        self,
+        stand_ins: Mapping[torch.Tensor, torch.Tensor],
+        states: Mapping[torch.Tensor, State],
+    ) -> dict[torch.Tensor, State]:
+        """As `step`, with tensors that the optimizer is given in place of the parameters."""
         optimizer = self._optimizer
-        chosen = {id(param) for param in params}
         part = object.__new__(type(optimizer))
         part.__dict__.update(optimizer.__dict__)
         part.__dict__.pop("step", None)  # of the instance: a scheduler's, or ours
         part.param_groups = [
-            {**group, "params": [param for param in group["params"] if id(param) in chosen]}
+            {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]}
             for group in optimizer.param_groups
         ]
-        part.state = collections.defaultdict(dict, {p: dict(s) for p, s in states.items()})
+        given = {stand_ins[param]: dict(state) for param, state in states.items()}
+        part.state = collections.defaultdict(dict, given)
+        self._prepare(part)
         _own_step(type(optimizer))(part)
         # Some count no step of a group without parameters, and a slice has few of them.
         self._groups_after.update(
             {index: group for index, group in enumerate(part.param_groups) if group["params"]}
         )
-        return dict(part.state)
+        return {p: part.state[one] for p, one in stand_ins.items() if one in part.state}
+
+    def _prepare(self, part: torch.optim.Optimizer) -> None:
+        """A chance to change the twin of the optimizer that takes the step."""
+
+    def close(self) -> None:
+        """Gives memory back."""
 
     def end_step(self) -> None:
         """All slices of a step have run: what it has changed in the groups holds from now on."""

@@ -10,6 +10,12 @@ neither a write nor a read: a step moves what does not fit, once out and once in
 Steps go through the buckets in turn forwards and backwards, so that those that stayed come first:
 they are updated at once, and then all of the window is there to read ahead and to write behind.
 
+This is memory of the device that the step runs on. An accelerator's is what a run is short of, so
+its window is three buckets: one arrives, one is updated, one leaves, and between steps none is
+there. `open.py` puts what --optimizer-state-window asks for into page-locked host memory instead,
+as the first tier: what it holds it keeps, so that again a step moves to the drives and back only
+what does not fit. Copies over the link overlap the update of the bucket before.
+
 Note [The only copy]
 Unlike an activation, a state that is lost cannot be made again. Memory is let go only once a write
 has ended well; a bucket that no tier takes stays in memory; the tiers keep checksums; a read that
@@ -33,7 +39,9 @@ from megatron.offload.sizes import format_size
 from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.exposed import Exposed
 from megatron.offload.states.layout import Layout, Name
+from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
+from megatron.offload.states.stand_in import is_stand_in, stand_in
 from megatron.offload.states.statistics import StatesMeter
 from megatron.offload.tiers.tier import Tier
 
@@ -49,11 +57,12 @@ class OptimizerStates:
     Args:
         optimizer: updates each parameter by its gradient and state alone (Adam, SGD, and most).
         tiers: where buckets go; the first that takes one has it. Closed with this.
-        device: where the optimizer's step runs.
+        device: where states are in memory, for the optimizer's step.
         bucket_bytes: of states that move together.
-        window_bytes: of states that may be in memory; one bucket always may.
+        window_bytes: of states that may be in its memory; one bucket always may.
         moves_param: whether a parameter itself moves with its states, as main weights do.
         updated: told of the parameters of each bucket once they are updated and still in memory.
+        step_by: runs the optimizer's step; None: where the parameters are.
     """
 
     def __init__(
@@ -66,13 +75,14 @@ class OptimizerStates:
         window_bytes: int,
         moves_param: Callable[[torch.Tensor], bool] = lambda param: False,
         updated: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
+        step_by: OptimizerSlice | None = None,
     ) -> None:
         self.tiers = list(tiers)
         self.window_bytes = window_bytes
         self.buckets: list[Bucket] = []
         self.checkpoint = ""  # to resume from should states be lost; empty: not known
         self._optimizer = optimizer
-        self._slice = OptimizerSlice(optimizer)
+        self._slice = step_by or OptimizerSlice(optimizer)
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._moves_param = moves_param
@@ -105,6 +115,7 @@ class OptimizerStates:
         buckets = [one for one in self._in_order() if _wants_update(one)]
         stays = self._first_to_stay(buckets)
         ahead = collections.deque(buckets)
+        self._slice.begin_step([bucket.params for bucket in buckets])
         for index, bucket in enumerate(buckets):
             self._read_ahead(ahead)
             with self.meter.waiting():
@@ -122,6 +133,7 @@ class OptimizerStates:
         """The next step is near: begins to read what it needs first, as far as there is room."""
         if self._exposed:
             return
+        self.meter.prefetch()
         self._goes_up = not self._goes_up
         ahead = collections.deque(one for one in self._in_order() if one.where is Where.ON_TIER)
         self._goes_up = not self._goes_up
@@ -131,9 +143,10 @@ class OptimizerStates:
         return iter(self.buckets) if self._goes_up else reversed(self.buckets)
 
     def _first_to_stay(self, buckets: Sequence[Bucket]) -> int:
-        """From which one on buckets stay in memory: see Note [The window]. One may come beside."""
+        """From which one on buckets stay in memory: see Note [The window]. Others come beside."""
         sizes = [self._expected_bytes(one) for one in buckets]
-        room = self.window_bytes - max(sizes, default=0)
+        beside = 1 if self._device.is_host else ON_DEVICE
+        room = self.window_bytes - beside * max(sizes, default=0)
         index = len(buckets)
         while index and room >= sizes[index - 1]:
             room -= sizes[index - 1]
@@ -186,13 +199,7 @@ class OptimizerStates:
             assert bucket.storage is not None
             views = bucket.layout.views(bucket.storage)
         self._attach(bucket, views)
-        given = {param: self._optimizer.state.get(param, {}) for param in bucket.params}
-        states = {
-            param: {key: views.get((index, key), value) for key, value in given[param].items()}
-            for index, param in enumerate(bucket.params)
-            if given[param]
-        }
-        after = self._slice.step(bucket.params, states)
+        after = self._slice.step(bucket.params, self._states_with(bucket, views))
         self._updated(bucket.params)
         self._take_over(bucket, after, views)
 
@@ -234,8 +241,8 @@ class OptimizerStates:
     @property
     def staying_bytes(self) -> int:
         """Bytes of states in memory between two steps, once writes have ended."""
-        first = self._first_to_stay(self.buckets)
-        return sum(map(self._expected_bytes, self.buckets[first:]))
+        stays = self.buckets[self._first_to_stay(self.buckets) :]
+        return sum(map(self._expected_bytes, stays))
 
     def _find_buckets(self) -> None:
         """Puts parameters that are new into buckets of their own."""
@@ -319,11 +326,12 @@ class OptimizerStates:
         for index, param in enumerate(bucket.params):
             if param in states:
                 self._optimizer.state[param] = {
-                    key: _standing_for(value) if (index, key) in slots else value
+                    key: stand_in(slots[index, key]) if (index, key) in slots else value
                     for key, value in states[param].items()
                 }
             if (index, PARAM) in slots:
-                param.data = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
+                at = bucket.devices[index]
+                param.data = torch.full((), float("nan"), dtype=param.dtype, device=at)
                 param.data = param.data.expand(slots[index, PARAM].shape)
 
     # -- Everybody else ---------------------------------------------------------------------------
@@ -331,26 +339,56 @@ class OptimizerStates:
     def expose(self) -> None:
         """Shows all states in their places, where they are: for checkpoints and whoever looks.
 
-        What is on a drive is mapped, so that reading it takes no memory that is not the system's
-        to take back. What is changed in place is changed for good. Lasts until the next step.
+        What is on a drive is compared with its checksums and mapped, so that reading it takes no
+        memory that is not the system's to take back. What is changed in place is changed for good.
+        Lasts until the next step.
+
+        Raises:
+            LostStateError: states could not be read, or are not those that were written.
         """
         if self._exposed:
             return
-        self.wait_for_writes()
-        for bucket in self.buckets:
-            if bucket.where is Where.READING:
-                self._bring(bucket)
-            if bucket.layout is not None:
-                self._exposed.append(Exposed(bucket, self._optimizer, self._attach))
+        try:
+            for bucket in self.buckets:
+                if bucket.where is Where.READING:
+                    self._bring(bucket)
+                if bucket.where is Where.IN_MEMORY and not self._device.is_host:
+                    self._put_away(bucket)  # a checkpoint has all of them on the host
+            self.wait_for_writes()
+            for bucket in self.buckets:
+                if bucket.layout is not None:
+                    self._exposed.append(self._expose(bucket))
+        except BaseException:
+            self.conceal()
+            raise
+
+    def _expose(self, bucket: Bucket) -> Exposed:
+        try:
+            return Exposed(bucket, self._optimizer, self._attach)
+        except OSError as error:
+            self._bring(bucket)  # says what is lost, if it is
+            logger.warning(
+                "optimizer states: %s cannot be shown on their drive (%s); they are in memory "
+                "until the next step",
+                format_size(bucket.num_bytes),
+                error,
+            )
+            return Exposed(bucket, self._optimizer, self._attach)
 
     def conceal(self) -> None:
         """Ends `expose`: what was changed or replaced meanwhile is taken over."""
-        exposed, self._exposed = self._exposed, []
-        for one in exposed:
-            if one.is_changed(self._optimizer):
+        self._conceal(is_loaded=False)
+
+    def _conceal(self, *, is_loaded: bool) -> None:
+        """As `conceal`; after loading all counts as changed, however it was done."""
+        while self._exposed:
+            one = self._exposed[-1]
+            is_changed = is_loaded or one.is_changed()
+            if one.is_replaced(self._optimizer) or (is_changed and not one.bucket.renew()):
                 self._adopt(one.bucket)
             else:
                 self._leave(one.bucket, self._states_of(one.bucket))
+            self._exposed.pop()  # and with it the place that the bucket had, if it has another
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -365,30 +403,49 @@ class OptimizerStates:
         finally:
             self._num_loading -= 1
             if not self._num_loading:
+                self._conceal(is_loaded=True)
                 self.adopt()
 
     def adopt(self) -> None:
         """Takes all tensors that are in the optimizer's state now, and puts them on tiers.
 
-        After `load_state_dict`, and where states were made before they were offloaded.
+        After states were loaded, and where they were made before they were offloaded.
         """
-        self._exposed = []
+        self.conceal()
+        self._find_buckets()
         for bucket in self.buckets:
-            self._adopt(bucket)
+            if bucket.layout is None:
+                self._adopt(bucket)
 
     def _adopt(self, bucket: Bucket) -> None:
+        """Takes what is in the places of a bucket's tensors now, whatever it had before."""
         states = self._states_of(bucket)
-        tensors = [t for s in states.values() for t in s.values() if isinstance(t, torch.Tensor)]
-        if any(tensor.device.type == "meta" for tensor in tensors):
-            return  # they are where they were
+        for param, state in states.items():
+            state.update(
+                {k: v.tensor_for(param) for k, v in state.items() if isinstance(v, Loaded)}
+            )
+        self._wait_for_room(self._expected_bytes(bucket))
         bucket.take_back()
-        bucket.layout = None  # whatever it had is replaced
+        bucket.layout = None
         self._take_over(bucket, states, {})
         if bucket.layout is None:
             bucket.forget()
         elif not self._has_room(0):
             self._put_away(bucket)
             self._wait_for_room(0)
+
+    def _states_with(
+        self, bucket: Bucket, views: dict[Name, torch.Tensor]
+    ) -> dict[torch.Tensor, State]:
+        """A bucket's states, with its tensors where others only stand for them."""
+        return {
+            param: {
+                key: views[index, key] if is_stand_in(value) else value
+                for key, value in self._optimizer.state[param].items()
+            }
+            for index, param in enumerate(bucket.params)
+            if self._optimizer.state.get(param)
+        }
 
     def _states_of(self, bucket: Bucket) -> dict[torch.Tensor, State]:
         state = self._optimizer.state
@@ -425,16 +482,15 @@ class OptimizerStates:
             assert bucket.storage is not None
             views = bucket.layout.views(bucket.storage)
             self._attach(bucket, views)
-            for index, param in enumerate(bucket.params):
-                state = self._optimizer.state.get(param, {})
-                for key in state:
-                    state[key] = views.get((index, key), state[key])
+            self._optimizer.state.update(self._states_with(bucket, views))
         self.buckets = []
+        self._slice.close()
         for tier in self.tiers:
             tier.close()
 
 
 PARAM = "param"  # the key of a parameter that moves itself
+ON_DEVICE = 3  # buckets in an accelerator's memory at a time, see Note [The window]
 
 
 def _wants_update(bucket: Bucket) -> bool:
@@ -442,10 +498,6 @@ def _wants_update(bucket: Bucket) -> bool:
         param.grad is not None or getattr(param, "decoupled_grad", None) is not None
         for param in bucket.params
     )
-
-
-def _standing_for(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta")
 
 
 def state_bytes(optimizers: Iterable[Any]) -> int:

@@ -16,6 +16,7 @@ import ctypes
 import logging
 import mmap
 import threading
+import weakref
 
 from megatron.offload.device.device import Device
 from megatron.offload.errors import ConfigurationError
@@ -63,6 +64,7 @@ class HostArena:
         self._ahead: threading.Thread | None = None  # pins the next step
         self._closed = False
         self._pinned_addresses: list[int] = []
+        self._forkable = weakref.WeakValueDictionary[int, _Forkable]()  # by offset
         self._mapping = _reserve(self.budget_bytes, flag) if self.budget_bytes else None
         self._address = 0
         if self._mapping is not None:
@@ -123,8 +125,21 @@ class HostArena:
         """Where an allocated range begins in memory, until it is freed or the arena closed."""
         return self._address + offset
 
+    def forkable(self, offset: int, num_bytes: int) -> object:
+        """Lets processes that are forked have an allocated range, as long as this lives."""
+        found = self._forkable.get(offset)
+        if found is None:
+            assert self._mapping is not None
+            found = self._forkable[offset] = _Forkable(self._mapping, offset, num_bytes)
+        return found
+
+    def keep_mapped(self) -> object:
+        """The memory stays where it is, even once the arena is closed, as long as this lives."""
+        assert self._mapping is not None
+        return memoryview(self._mapping)
+
     def close(self) -> None:
-        """Gives all memory back to the system. Nobody may use a range any more."""
+        """Gives all memory back to the system. Nobody may use a range that is not `keep_mapped`."""
         with self._lock:
             self._closed, self._grows_ahead = True, False
             ahead = self._ahead
@@ -136,7 +151,8 @@ class HostArena:
                     self._pinned_for.unpin(address)
             self._pinned_addresses.clear()
             if self._mapping is not None:
-                self._mapping.close()
+                with contextlib.suppress(BufferError):  # somebody keeps it mapped
+                    self._mapping.close()
 
     def _make_room(self, num_bytes: int) -> bool:
         """Grows for a request; whether there is room now, unless others take it at once."""
@@ -212,6 +228,22 @@ class HostArena:
         """Called under the lock."""
         while self._freed:
             self._extents.free(self._freed.popleft())
+
+
+class _Forkable:
+    """A range that forked processes get; they share its pages until somebody writes to them."""
+
+    def __init__(self, mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
+        self._range = mapping, offset, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._advise(mmap.MADV_DOFORK)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(ValueError):  # the arena is closed
+            self._advise(mmap.MADV_DONTFORK)
+
+    def _advise(self, advice: int) -> None:
+        mapping, offset, num_bytes = self._range
+        mapping.madvise(advice, offset, num_bytes)
 
 
 def _reserve(num_bytes: int, flag: str) -> mmap.mmap:

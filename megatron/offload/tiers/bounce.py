@@ -158,9 +158,18 @@ class BouncingTier(SsdTier):
             return super().view(block)
         in_pool = block.in_pool
         if in_pool is not None:
-            return storage_at(in_pool.address, block.num_bytes, (block, in_pool))
+            assert self._pool is not None
+            owner = (block, in_pool, self._pool.keep_mapped())
+            return storage_at(in_pool.address, block.num_bytes, owner)
         assert block.on_drives is not None, "the block was freed"
         return super().view(block.on_drives)
+
+    def renew(self, block: Block) -> None:
+        """As `SsdTier`; what is in the pool has no checksums."""
+        if not isinstance(block, BouncingBlock):
+            super().renew(block)
+        elif block.in_pool is None and block.on_drives is not None:
+            super().renew(block.on_drives)
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Blocks until what is in the pool has come to the drives, was refused or given up."""

@@ -7,7 +7,7 @@ lock. It finds accidents (a flipped bit, a lost or misplaced write), not attacks
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megatron.offload.errors import ConfigurationError
 
@@ -29,3 +29,16 @@ def load_checksum() -> Checksum:
         ) from None
     digest: Checksum = xxhash.xxh3_64_intdigest
     return digest
+
+
+def checksum_in_parts(parts: Iterable[memoryview]) -> int:
+    """The checksum of parts one behind the other, each of which is used before the next is asked.
+
+    The same as of all their bytes at once; `load_checksum` has found the package.
+    """
+    import xxhash
+
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return int(state.intdigest())

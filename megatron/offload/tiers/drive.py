@@ -13,14 +13,16 @@ import enum
 import errno
 import functools
 import logging
+import mmap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.access import View
 from megatron.offload.tiers.budget import RateLimit, SpaceBudget
-from megatron.offload.tiers.checksum import Checksum
+from megatron.offload.tiers.checksum import Checksum, checksum_in_parts
 from megatron.offload.tiers.direct_io import Alignment
 from megatron.offload.tiers.extents import ExtentAllocator
 from megatron.offload.tiers.file import no_space
@@ -34,6 +36,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # any other error is the d
 
 GROWTH_BYTES = 256 * MIB  # the file grows by so much at a time, to lie on the disk in few pieces
 FILE_BLOCK_BYTES = 4096
+_CHECKED_BYTES = MIB  # at a time, where all is read only to be checked
 
 
 class Health(enum.Enum):
@@ -47,13 +50,14 @@ class Health(enum.Enum):
 class Extent:
     """A range of a drive's file. Freed with `free`, by whoever owns it."""
 
-    __slots__ = ("checksums", "drive", "num_bytes", "offset")
+    __slots__ = ("checksums", "drive", "num_bytes", "offset", "piece_bytes")
 
     def __init__(self, drive: Drive, offset: int, num_bytes: int) -> None:
         self.drive = drive
         self.offset = offset
         self.num_bytes = num_bytes
         self.checksums: list[int] = []  # of the pieces that were written, if somebody wants them
+        self.piece_bytes = 0  # of each of them but the last
 
     def __str__(self) -> str:
         return f"file in {self.drive.directory}, offset {self.offset}, length {self.num_bytes}"
@@ -86,6 +90,14 @@ class DriveFile(Protocol):
 
     def read(self, body: Any, offset: int) -> None:
         """Fills all of `body` from `offset` bytes into the file. Raises OSError."""
+        ...
+
+    def read_cached(self, body: memoryview, offset: int) -> None:
+        """Fills all of `body` with what a mapping of the file shows. Raises OSError."""
+        ...
+
+    def sync(self, offset: int, num_bytes: int) -> None:
+        """Has what was changed through a mapping on the disk. Raises OSError if it is not."""
         ...
 
     def close(self) -> None:
@@ -187,6 +199,7 @@ class Drive:
 
         The transfer holds the view, and the extent's owner, until it ends.
         """
+        extent.piece_bytes = view.piece_bytes
         pieces = []
         for done in range(0, extent.num_bytes, view.piece_bytes):
             num_bytes = min(view.piece_bytes, extent.num_bytes - done)
@@ -203,6 +216,39 @@ class Drive:
             self._read(view, start, extent)
 
         return self._threads.submit_read(work, deadline)
+
+    def check(self, extent: Extent) -> None:
+        """Compares what a mapping shows of an extent with its checksums, if it has any.
+
+        Raises:
+            OSError: they are other bytes, or cannot be read.
+        """
+        if self._checksum is not None and self._cached_checksums(extent) != extent.checksums:
+            raise _other_bytes(extent)
+
+    def renew(self, extent: Extent) -> None:
+        """What a mapping shows of an extent is what it holds from now on, and on the disk.
+
+        Raises:
+            OSError: it cannot be written or read.
+        """
+        self.file.sync(extent.offset, extent.num_bytes)
+        if self._checksum is not None:
+            extent.checksums = self._cached_checksums(extent)
+
+    def _cached_checksums(self, extent: Extent) -> list[int]:
+        with mmap.mmap(-1, _CHECKED_BYTES) as memory, memoryview(memory) as buffer:
+
+            def parts(start: int) -> Iterator[memoryview]:
+                stop = min(start + extent.piece_bytes, extent.num_bytes)
+                for at in range(start, stop, _CHECKED_BYTES):
+                    part = buffer[: min(_CHECKED_BYTES, stop - at)]
+                    self.file.read_cached(part, extent.offset + at)
+                    yield part
+                    part.release()
+
+            starts = range(0, extent.num_bytes, extent.piece_bytes)
+            return [checksum_in_parts(parts(start)) for start in starts]
 
     def close(self) -> None:
         """Cancels what is queued, waits for what is under way, frees the file's space."""
@@ -242,10 +288,7 @@ class Drive:
                     self._checksum(body[at : at + view.piece_bytes]) == next(checksums)
                     for at in range(0, len(body), view.piece_bytes)
                 ):
-                    raise OSError(
-                        errno.EBADMSG,
-                        f"checksum mismatch: the drive gave back other bytes ({extent})",
-                    )
+                    raise _other_bytes(extent)
                 offset += len(body)
 
     def _make_room(self, num_bytes: int) -> bool:
@@ -322,3 +365,7 @@ class Drive:
         """Called under the lock."""
         while self._freed:
             self.extents.free(self._freed.popleft())
+
+
+def _other_bytes(extent: Extent) -> OSError:
+    return OSError(errno.EBADMSG, f"checksum mismatch: the drive gave back other bytes ({extent})")

@@ -43,6 +43,7 @@ class UnlinkedFile:
     def __init__(self, directory: Path, io: str = "auto") -> None:
         self.directory = directory
         self.fd = -1
+        self._cached_fd = -1  # the same file without direct I/O, for who asks for it
         self.size_bytes = 0
         self._flags = 0  # of every read and write
         self._drops_cache_itself = False
@@ -126,11 +127,30 @@ class UnlinkedFile:
         if self._drops_cache_itself:
             self._drop_cache(offset, len(body))
 
+    def read_cached(self, body: memoryview, offset: int) -> None:
+        """Fills all of `body` with what a mapping of the file shows. Raises OSError.
+
+        What it reads stays in the page cache as long as the system likes. Not thread-safe.
+        """
+        if self._cached_fd < 0:
+            self._cached_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        done = 0
+        while done < len(body):
+            count = os.preadv(self._cached_fd, [body[done:]], offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, f"short read: got {done} of {len(body)} bytes")
+            done += count
+
+    def sync(self, offset: int, num_bytes: int) -> None:
+        """Has what was changed through a mapping on the disk. Raises OSError if it is not."""
+        self._wait_for_disk(offset, num_bytes)
+
     def close(self) -> None:
         """Closes the file, which frees its space. Later calls fail: the number may be reused."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        fds, self.fd, self._cached_fd = (self.fd, self._cached_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
     def _wait_for_disk(self, offset: int, num_bytes: int) -> None:
         """Returns when a buffered range is on the disk. Raises OSError if it, or another, is not.

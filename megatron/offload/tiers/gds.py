@@ -103,6 +103,14 @@ class GdsFile:
         """Fills all of `body` from `offset`. Raises OSError, also when the file ends early."""
         self._move(self._file.pread, body, offset, "short read: got")
 
+    def read_cached(self, body: memoryview, offset: int) -> None:
+        """Fills all of `body` with what a mapping of the file shows. Raises OSError."""
+        self._owner.read_cached(body, offset)
+
+    def sync(self, offset: int, num_bytes: int) -> None:
+        """Has what was changed through a mapping on the disk. Raises OSError if it is not."""
+        self._owner.sync(offset, num_bytes)
+
     def close(self) -> None:
         """Closes the file, which frees its space."""
         self._file.close()

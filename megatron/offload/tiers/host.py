@@ -42,6 +42,8 @@ class HostTier:
         budget_bytes: most bytes that it may ever hold; 0: it takes nothing.
         num_threads: copies that run at the same time on a CPU; a device has a queue of its own.
         device: where the storages are; None: in host memory.
+        flag: that sets the budget, for people.
+        overflows: nobody is surprised that it is full: another tier takes what does not fit.
 
     Raises:
         ConfigurationError: memory of that kind or size cannot be had; the message says why.
@@ -53,12 +55,15 @@ class HostTier:
         *,
         num_threads: int = 2,
         device: Device | None = None,
+        flag: str = "--activation-offload-host-budget",
+        overflows: bool = False,
     ) -> None:
+        self._flag = flag
         self.statistics = TierStatistics()
         self.limit_bytes: int | None = budget_bytes
         device = device or CpuDevice()
-        self._arena = HostArena(budget_bytes, device)
-        self._is_used_up = False
+        self._arena = HostArena(budget_bytes, device, flag)
+        self._is_used_up = overflows
         self._copies: HostCopies = (
             ByThreads(device, num_threads, self.statistics)
             if device.is_host
@@ -107,9 +112,14 @@ class HostTier:
         return self._copies.begin_read(address, block.num_bytes, deadline, block)
 
     def view(self, block: HostBlock) -> torch.UntypedStorage:
-        """A block's range of the arena."""
+        """A block's range of the arena, which forked processes have a copy of meanwhile."""
         assert block.offset is not None, "the block was freed"
-        return storage_at(self._arena.address(block.offset), block.num_bytes, block)
+        shown = self._arena.forkable(block.offset, block.num_bytes)
+        owner = (block, shown, self._arena.keep_mapped())
+        return storage_at(self._arena.address(block.offset), block.num_bytes, owner)
+
+    def renew(self, block: HostBlock) -> None:
+        """The view is where the bytes are."""
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Nothing goes on behind a write that has ended."""
@@ -132,7 +142,8 @@ class HostTier:
             return
         self._is_used_up = True
         logger.warning(
-            "activation offload: --activation-offload-host-budget is used up; host memory holds "
+            "activation offload: %s is used up; host memory holds "
             "%s, and what does not fit goes to another tier or stays in device memory",
+            self._flag,
             format_size(self._arena.size_bytes),
         )

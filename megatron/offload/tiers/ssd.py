@@ -177,14 +177,26 @@ class SsdTier:
         """The bytes of a block in their files, mapped. Only of storages in whole pages.
 
         Raises:
-            OSError: the block has bytes that are in no whole page of a file.
+            OSError: the block has bytes that are in no whole page of a file; or they are not those
+                that were written.
         """
         ranges = [FileRange(e.drive.file.fd, e.offset, e.num_bytes) for e in block.extents]
         cut = block.cut
         is_paged = all(not one.num_bytes % mmap.PAGESIZE for one in ranges)
         if cut.head or cut.tail or cut.num_bytes != cut.body_bytes or not is_paged:
             raise OSError(errno.EINVAL, "the block is not in whole pages")
+        for extent in block.extents:
+            extent.drive.check(extent)
         return map_ranges(ranges, block)
+
+    def renew(self, block: Any) -> None:
+        """What was changed in a block through its view is on the drives, and its checksums too.
+
+        Raises:
+            OSError: a drive failed.
+        """
+        for extent in block.extents:
+            extent.drive.renew(extent)
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Nothing goes on behind a write that has ended."""

@@ -96,13 +96,23 @@ class Tier(Protocol):
     def view(self, block: Any) -> torch.UntypedStorage:
         """The bytes of a block where they are, on the CPU; what is changed in them stays changed.
 
-        The block lives as long as this. Nothing checks what is read with it.
+        The block lives as long as this, and a process that is forked meanwhile sees it too. What
+        has checksums is compared with them now. Whoever changes it calls `renew` before it is read
+        again.
 
         Args:
             block: from this tier's `begin_write`; nothing of it is under way, nor begins.
 
         Raises:
-            OSError: they cannot be shown in their place.
+            OSError: they cannot be shown in their place, or are not those that were written.
+        """
+        ...
+
+    def renew(self, block: Any) -> None:
+        """Takes what was changed through a block's view for its bytes.
+
+        Raises:
+            OSError: they did not come to their place; the view has them.
         """
         ...
 

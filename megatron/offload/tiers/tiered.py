@@ -95,6 +95,10 @@ class TieredTier:
         """The bytes of a block, in the tier that it was written to."""
         return block.tier.view(block)
 
+    def renew(self, block: Block) -> None:
+        """Has the tier that has a block take what was changed in it for its bytes."""
+        block.tier.renew(block)
+
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Blocks until no tier goes on with what it has taken; whether it came to that."""
         return all(tier.wait_for_writes(timeout_s) for tier in self.tiers)

@@ -7,6 +7,7 @@ them bucket by bucket, and `state_dict` and `load_state_dict` work as before.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,12 +15,16 @@ from typing import Any
 
 import torch
 
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.config import StatesConfig
+from megatron.offload.states.loaded import as_loaded
 from megatron.offload.states.open import open_state_tiers
-from megatron.offload.states.optimizer_states import OptimizerStates, state_bytes
+from megatron.offload.states.optimizer_slice import OptimizerSlice
+from megatron.offload.states.optimizer_states import ON_DEVICE, OptimizerStates, state_bytes
+from megatron.offload.states.step_on_host import StepOnHost
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.memory_by_tier import (
     Held,
@@ -61,12 +66,17 @@ class OptimizerOffload:
         self.states: OptimizerStates | None = None
         self._optimizer = optimizer
         self._config = config
-        self._hooks: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         self._own_step = optimizer.__dict__.get("step")
         if not config.enabled:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
         device = open_device(params[0].device)
+        step_by: OptimizerSlice | None = None
+        if config.step_on == "cpu" and not device.is_host:
+            _check_has_cpu_step(optimizer)
+            step_by = StepOnHost(optimizer, device, moves_param)
+            device = CpuDevice()
         num_bytes = sum(p.nbytes * (3 if moves_param(p) else 2) for p in params)
         tiers = open_state_tiers(
             config, device, num_bytes=num_bytes, num_local_ranks=local_world_size()
@@ -77,9 +87,12 @@ class OptimizerOffload:
                 tiers,
                 device,
                 bucket_bytes=config.bucket_bytes,
-                window_bytes=config.window_bytes,
+                window_bytes=(
+                    config.window_bytes if device.is_host else ON_DEVICE * config.bucket_bytes
+                ),
                 moves_param=moves_param,
                 updated=updated,
+                step_by=step_by,
             )
         except BaseException:
             for tier in tiers:
@@ -105,8 +118,8 @@ class OptimizerOffload:
         states, self.states = self.states, None
         if states is None:
             return
-        for hook in self._hooks:
-            hook.remove()
+        for undo in self._undo:
+            undo()
         if self._own_step is None:
             del self._optimizer.step
         else:
@@ -142,20 +155,59 @@ class OptimizerOffload:
         hooked = torch.optim.Optimizer.profile_hook_step(step)
         hooked._offloads_states = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(hooked, optimizer)  # type: ignore[method-assign]
-        loading: list[Any] = []
+        kind = type(optimizer)
 
-        def begin_loading(_: Any, state_dict: Any) -> None:
-            loading.append(states.loading())
-            loading[-1].__enter__()
+        def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
+            with states.loading():
+                kind.load_state_dict(self, as_loaded(self, state_dict))
 
-        def end_loading(_: Any) -> None:
-            loading.pop().__exit__(None, None, None)
+        def getstate(self: torch.optim.Optimizer) -> Any:  # of a copy, and of what is pickled
+            states.expose()
+            return kind.__getstate__(self)
 
-        self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: states.expose()),
-            optimizer.register_load_state_dict_pre_hook(begin_loading),
-            optimizer.register_load_state_dict_post_hook(end_loading),
-        ]
+        replaced: dict[str, Callable[..., Any]] = {
+            "load_state_dict": load_state_dict,
+            "__getstate__": getstate,
+        }
+        for name, function in replaced.items():
+            setattr(optimizer, name, types.MethodType(function, optimizer))
+            self._undo.append(functools.partial(delattr, optimizer, name))
+        showing = optimizer.register_state_dict_pre_hook(lambda _: states.expose())
+        self._undo.append(showing.remove)
+        last = _half_way(group["params"] for group in optimizer.param_groups)
+        if last is not None:
+            hook = last.register_post_accumulate_grad_hook(lambda _: states.prefetch())
+            self._undo.append(hook.remove)
+
+
+def _half_way(groups: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor | None:
+    """The parameter whose gradient comes when about half of backward is over.
+
+    States that are read from then on come in time, and take memory that activations have left.
+    Where gradients are accumulated, that is in the first backward pass.
+    """
+    params = [p for group in groups for p in group if p.requires_grad and p.is_leaf]
+    left = sum(param.nbytes for param in params) / 2
+    for param in params:
+        left -= param.nbytes
+        if left <= 0:
+            return param
+    return None
+
+
+def _check_has_cpu_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigurationError where an optimizer's step runs on its accelerator alone."""
+    kind = type(optimizer)
+    if any(one.__name__ == "FusedAdam" for one in kind.__mro__):
+        why = f"{kind.__module__}.{kind.__name__} has no CPU kernel; use torch.optim.AdamW"
+    elif any(group.get("capturable") for group in optimizer.param_groups):
+        why = "with capturable=True it is made for CUDA graphs; leave that away"
+    else:
+        return
+    raise ConfigurationError(
+        f"--optimizer-step-on cpu cannot run this optimizer's step: {why}, or use "
+        "--optimizer-step-on device"
+    )
 
 
 def offload_optimizer(

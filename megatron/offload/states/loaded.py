@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States on their way into an optimizer: `Loaded`, which torch hands on as they are.
+
+torch's `Optimizer.load_state_dict` brings every tensor to its parameter's device and type before it
+keeps the first: all states at once, in memory that they are to stay out of. What it does not know
+it passes on, and `OptimizerStates` takes it bucket by bucket.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Loaded:
+    """A tensor of a state dict for one parameter, which nobody has looked at yet."""
+
+    def __init__(self, value: torch.Tensor, key: str) -> None:
+        self.value = value
+        self._key = key
+
+    def tensor_for(self, param: torch.Tensor) -> torch.Tensor:
+        """What torch makes of it for a parameter: of its type, on its device."""
+        tensor: torch.Tensor = torch.optim.Optimizer._process_value_according_to_param_policy(
+            param, self.value, param_id=-1, param_groups=[], key=self._key
+        )
+        return tensor
+
+
+def as_loaded(optimizer: torch.optim.Optimizer, state_dict: Any) -> Any:
+    """A state dict whose tensors the optimizer keeps as they come; itself where others look at it.
+
+    Scalars, such as a parameter's number of steps, stay as they are.
+    """
+    plain = torch.optim.Optimizer
+    hooks = (
+        optimizer._optimizer_load_state_dict_pre_hooks,
+        optimizer._optimizer_load_state_dict_post_hooks,
+    )
+    if type(optimizer).load_state_dict is not plain.load_state_dict or any(hooks):
+        return state_dict
+    return {
+        **state_dict,
+        "state": {
+            name: {key: _as_loaded(key, value) for key, value in state.items()}
+            if isinstance(state, dict)
+            else state
+            for name, state in state_dict["state"].items()
+        },
+    }
+
+
+def _as_loaded(key: str, value: Any) -> Any:
+    is_large = isinstance(value, torch.Tensor) and value.dim() > 0
+    return Loaded(value, key) if is_large else value

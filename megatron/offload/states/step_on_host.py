@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer's own step on the CPU, for parameters on an accelerator: `StepOnHost`.
+
+ZeRO-Offload's way (Ren et al., 2021): states never come to the device. Of each slice the gradients
+come to the host, and the parameters where they do not live with their states; the optimizer updates
+twins of them there, and what it made of the parameters goes back.
+
+Note [Twins]
+While a slice is updated, the next one is copied to page-locked memory. The copies wait on the
+device for what was queued before them: whatever makes the gradients, and the way back of the slice
+that had the memory. The host waits for them before it updates the twins. Parameters are filled on
+the stream that trains, before whatever uses them next.
+
+Numbers are those of the optimizer's CPU kernels, in its own types: a bfloat16 parameter is updated
+in bfloat16, as on the device. Bits are not those of the device's kernels. Where the optimizer
+leaves the kernel open, or asks for one that takes many tensors at a time, it is the fused one: it
+goes over memory once. Tensors among the groups' values and states, such as a learning rate on the
+device, are copied to the host.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.offload.device.device import Device
+from megatron.offload.states.layout import Layout, Name, dense_stride
+from megatron.offload.states.optimizer_slice import OptimizerSlice, State
+from megatron.offload.tiers.arena import HostArena
+from megatron.offload.tiers.mapped import storage_at
+
+_GRADIENTS = ("grad", "decoupled_grad")  # attributes of a parameter; the latter is Megatron's
+_VALUE = "value"
+_SLICES = 2  # in host memory at a time: one is updated, one arrives
+_AMP = ("grad_scale", "found_inf")  # attributes of an optimizer, of a gradient scaler's making
+
+
+class StepOnHost(OptimizerSlice):
+    """Runs steps of an optimizer on the CPU, for parameters that are elsewhere.
+
+    Args:
+        optimizer: whose step is run; it has CPU kernels.
+        device: where parameters and gradients are.
+        moves_param: whether a parameter is in host memory while it is updated.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: Device,
+        moves_param: Callable[[torch.Tensor], bool],
+    ) -> None:
+        super().__init__(optimizer)
+        self._device = device
+        self._moves_param = moves_param
+        self._memory: list[torch.UntypedStorage] = []  # for slices in turn
+        self._arena: HostArena | None = None
+        self._to_come: collections.deque[tuple[Sequence[torch.Tensor], Layout]] = (
+            collections.deque()
+        )
+        self._arriving: _Twins | None = None
+        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    def begin_step(self, slices: Iterable[Sequence[torch.Tensor]]) -> None:
+        """Starts to copy the first slice to the host."""
+        self._to_come = collections.deque(
+            (params, Layout(self._tensors(params))) for params in slices
+        )
+        self._reserve(max((layout.num_bytes for _, layout in self._to_come), default=0))
+        self._begin_next()
+
+    def step(
+        self, params: Sequence[torch.Tensor], states: Mapping[torch.Tensor, State]
+    ) -> dict[torch.Tensor, State]:
+        """Updates a slice, while the next one is copied. See `OptimizerSlice`."""
+        twins = self._arriving
+        assert twins is not None and twins.params is params, "slices come in the order of the step"
+        self._begin_next()
+        twins.wait_for_copies()
+        after = self._run(twins.of_params(), {p: _on_host(s) for p, s in states.items()})
+        twins.copy_back()
+        return after
+
+    def close(self) -> None:
+        """Gives the memory of the twins back."""
+        self._memory = []
+        if self._arena is not None:
+            self._device.wait_for_event(self._device.record_event())
+            self._arena.close()
+            self._arena = None
+
+    def _tensors(self, params: Sequence[torch.Tensor]) -> dict[Name, torch.Tensor]:
+        """What of parameters is copied to the host."""
+        found: dict[Name, torch.Tensor] = {}
+        for index, param in enumerate(params):
+            for key in _GRADIENTS:
+                gradient = getattr(param, key, None)
+                if gradient is not None and gradient.layout is torch.strided:
+                    found[index, key] = gradient
+            if not self._moves_param(param) and _has_gradient(param):
+                found[index, _VALUE] = param.detach()
+        return found
+
+    def _begin_next(self) -> None:
+        self._arriving = None
+        if self._to_come:
+            params, layout = self._to_come.popleft()
+            self._memory.append(self._memory.pop(0))
+            self._arriving = _Twins(
+                params, self._tensors(params), layout, self._memory[0], self._device
+            )
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Has page-locked memory of so many bytes for each slice that is on the host."""
+        if self._memory and self._memory[0].nbytes() >= num_bytes:
+            return
+        self.close()
+        flag = "--optimizer-state-bucket"
+        self._arena = HostArena(_SLICES * num_bytes, self._device, flag)
+        for _ in range(_SLICES):
+            offset = self._arena.allocate(num_bytes)
+            if offset is None:  # the system refuses, and has been quoted
+                self._memory.append(torch.UntypedStorage(num_bytes))
+            else:
+                address = self._arena.address(offset)
+                self._memory.append(storage_at(address, num_bytes, self._arena))
+
+    def _run(
+        self,
+        stand_ins: Mapping[torch.Tensor, torch.Tensor],
+        states: Mapping[torch.Tensor, State],
+    ) -> dict[torch.Tensor, State]:
+        after = super()._run(stand_ins, states)
+        for group, key, own, given in self._replaced:
+            if group[key] is given:
+                group[key] = own
+        return after
+
+    def _prepare(self, part: torch.optim.Optimizer) -> None:
+        for name in _AMP:
+            if isinstance(getattr(part, name, None), torch.Tensor):
+                setattr(part, name, getattr(part, name).cpu())
+        self._replaced = []
+        for group in part.param_groups:
+            given = _on_host({key: value for key, value in group.items() if key != "params"})
+            if "fused" in group and group["fused"] is not False and group["foreach"] is not False:
+                given |= {"fused": True, "foreach": False}
+            for key, value in given.items():
+                if value is not group[key]:
+                    self._replaced.append((group, key, group[key], value))
+            group.update(given)
+
+
+class _Twins:
+    """Parameters of a slice as the optimizer sees them on the CPU, and their gradients.
+
+    Args:
+        params: of the slice.
+        tensors: of them, which are copied; queued on the calling thread's stream.
+        layout: where they lie in memory.
+        memory: page-locked, as a rule; what was queued before may still use it.
+        device: whose they are.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        tensors: Mapping[Name, torch.Tensor],
+        layout: Layout,
+        memory: torch.UntypedStorage,
+        device: Device,
+    ) -> None:
+        self.params = params
+        self._device = device
+        self._views = layout.views(memory)
+        self._sources = {name: _dense(tensor) for name, tensor in tensors.items()}
+        before = device.record_event()
+        self._copied: list[Any] = []
+        for name, source in self._sources.items():
+            address = self._views[name].data_ptr()
+            begin = source.storage_offset() * source.itemsize
+            part = slice(begin, begin + source.nbytes)
+            storage = source.untyped_storage()
+            self._copied.append(device.copy_to_host(storage, address, before, part))
+
+    def wait_for_copies(self) -> None:
+        """Blocks until all that was copied is in host memory."""
+        for event in self._copied:
+            self._device.wait_for_event(event)
+        self._sources = {}
+
+    def of_params(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The parameters' twins, with gradients, by parameter."""
+        twins: dict[torch.Tensor, torch.Tensor] = {}
+        for index, param in enumerate(self.params):
+            twin = self._views.get((index, _VALUE))
+            twins[param] = param.detach() if twin is None else twin
+            for key in _GRADIENTS:
+                gradient = getattr(param, key, None)
+                if gradient is not None:
+                    copied = self._views.get((index, key))
+                    setattr(twins[param], key, gradient.cpu() if copied is None else copied)
+        return twins
+
+    def copy_back(self) -> None:
+        """Queues copies of what the twins are now to the parameters that are on the device."""
+        for index, param in enumerate(self.params):
+            if (index, _VALUE) in self._views:
+                param.copy_(self._views[index, _VALUE], non_blocking=True)
+
+
+def _has_gradient(param: torch.Tensor) -> bool:
+    return any(getattr(param, key, None) is not None for key in _GRADIENTS)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose bytes lie side by side, in the order of its dimensions."""
+    return tensor if tensor.stride() == dense_stride(tensor) else tensor.clone()
+
+
+def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With tensors that are elsewhere copied to the host."""
+    return {
+        key: value.cpu() if isinstance(value, torch.Tensor) else value
+        for key, value in values.items()
+    }
