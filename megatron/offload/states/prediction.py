@@ -78,7 +78,7 @@ def predict(profile: StatesProfile, window_bytes: int) -> StatesPrediction:
 @dataclass(eq=False)
 class _Bucket:
     num_bytes: int
-    where: Where = Where.IN_MEMORY
+    where: Where = Where.ON_TIER
     ends_s: float = 0.0  # its read
     given_s: float = 0.0  # to be written
 

@@ -134,7 +134,7 @@ class StatesMeter:
     def _read_updates(self) -> None:
         """Once the device is through with them: it has to wait for nothing between steps."""
         updates, self._updates = self._updates, []
-        if self.steps:
+        if self.steps and updates:
             self.steps[-1].update_s = sum(self._device.seconds_between(*one) for one in updates)
 
     def _moved_bytes(self) -> tuple[int, int]:
