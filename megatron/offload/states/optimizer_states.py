@@ -135,6 +135,7 @@ class OptimizerStates:
         """The next step is near: begins to read what it needs first, as far as there is room."""
         if self._exposed:
             return
+        self.meter.prefetch()
         self._goes_up = not self._goes_up
         ahead = collections.deque(one for one in self._in_order() if one.where is Where.ON_TIER)
         self._goes_up = not self._goes_up
@@ -245,8 +246,8 @@ class OptimizerStates:
     @property
     def staying_bytes(self) -> int:
         """Bytes of states in memory between two steps, once writes have ended."""
-        first = self._first_to_stay(self.buckets)
-        return sum(map(self._expected_bytes, self.buckets[first:]))
+        stays = self.buckets[self._first_to_stay(self.buckets) :]
+        return sum(map(self._expected_bytes, stays))
 
     def _find_buckets(self) -> None:
         """Puts parameters that are new into buckets of their own."""
