@@ -18,8 +18,8 @@ def profile_of(
     """
     meter = states.meter
     updated_bytes = meter.median("updated_bytes")
-    reads = sum(tier.statistics.reads.bytes_per_s or 0.0 for tier in states.tiers)
-    writes = sum(tier.statistics.writes.bytes_per_s or 0.0 for tier in states.tiers)
+    moved = states.tiers[-1].statistics  # the window of an accelerator is a tier before it
+    reads, writes = moved.reads.bytes_per_s, moved.writes.bytes_per_s
     if not updated_bytes or not reads or not writes:
         return None
     return StatesProfile(
@@ -29,4 +29,5 @@ def profile_of(
         update_s_per_byte=meter.median("update_s") / updated_bytes,
         between_s=meter.median("between_s"),
         write_limit_bytes_per_s=write_limit_bytes_per_s,
+        prefetch_s=meter.median("prefetch_s"),
     )

@@ -10,11 +10,11 @@ neither a write nor a read: a step moves what does not fit, once out and once in
 Steps go through the buckets in turn forwards and backwards, so that those that stayed come first:
 they are updated at once, and then all of the window is there to read ahead and to write behind.
 
-This is memory of the device that the step runs on. An accelerator's is what a run is short of, so
-its window is three buckets: one arrives, one is updated, one leaves, and between steps none is
-there. `open.py` puts what --optimizer-state-window asks for into page-locked host memory instead,
-as the first tier: what it holds it keeps, so that again a step moves to the drives and back only
-what does not fit. Copies over the link overlap the update of the bucket before.
+This is memory of the device that the step runs on. An accelerator's is what a run is short of:
+there it is three buckets, of whatever size (one arrives, one is updated, one leaves), and none
+between steps. `open.py` puts what --optimizer-state-window asks for into page-locked host memory
+instead, as the first tier: what it holds it keeps, so that again a step moves to the drives and
+back only what does not fit. Copies over the link overlap the update of the bucket before.
 
 Note [The only copy]
 Unlike an activation, a state that is lost cannot be made again. Memory is let go only once a write
@@ -41,6 +41,7 @@ from megatron.offload.states.exposed import Exposed
 from megatron.offload.states.layout import Layout, Name
 from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
+from megatron.offload.states.sharded import as_part_of, local_of
 from megatron.offload.states.stand_in import is_stand_in, stand_in
 from megatron.offload.states.statistics import StatesMeter
 from megatron.offload.tiers.tier import Tier
@@ -59,7 +60,8 @@ class OptimizerStates:
         tiers: where buckets go; the first that takes one has it. Closed with this.
         device: where states are in memory, for the optimizer's step.
         bucket_bytes: of states that move together.
-        window_bytes: of states that may be in its memory; one bucket always may.
+        window_bytes: of states that may be in its memory; one bucket always may, of an accelerator
+            three.
         moves_param: whether a parameter itself moves with its states, as main weights do.
         updated: told of the parameters of each bucket once they are updated and still in memory.
         step_by: runs the optimizer's step; None: where the parameters are.
@@ -133,6 +135,7 @@ class OptimizerStates:
         """The next step is near: begins to read what it needs first, as far as there is room."""
         if self._exposed:
             return
+        self.meter.prefetch()
         self._goes_up = not self._goes_up
         ahead = collections.deque(one for one in self._in_order() if one.where is Where.ON_TIER)
         self._goes_up = not self._goes_up
@@ -145,7 +148,7 @@ class OptimizerStates:
         """From which one on buckets stay in memory: see Note [The window]. Others come beside."""
         sizes = [self._expected_bytes(one) for one in buckets]
         beside = 1 if self._device.is_host else ON_DEVICE
-        room = self.window_bytes - beside * max(sizes, default=0)
+        room = self._room_bytes - beside * max(sizes, default=0)
         index = len(buckets)
         while index and room >= sizes[index - 1]:
             room -= sizes[index - 1]
@@ -164,7 +167,14 @@ class OptimizerStates:
             ahead.popleft()
 
     def _has_room(self, num_bytes: int) -> bool:
-        return self.memory_bytes + num_bytes <= self.window_bytes
+        return self.memory_bytes + num_bytes <= self._room_bytes
+
+    @property
+    def _room_bytes(self) -> int:
+        """Of the window; on an accelerator the three largest buckets fit, or nothing overlaps."""
+        if self._device.is_host:
+            return self.window_bytes
+        return max(self.window_bytes, ON_DEVICE * max(map(self._expected_bytes, self.buckets)))
 
     def _bring(self, bucket: Bucket) -> None:
         """Has a bucket in memory, where the calling thread's next operations may use it."""
@@ -236,8 +246,8 @@ class OptimizerStates:
     @property
     def staying_bytes(self) -> int:
         """Bytes of states in memory between two steps, once writes have ended."""
-        first = self._first_to_stay(self.buckets)
-        return sum(map(self._expected_bytes, self.buckets[first:]))
+        stays = self.buckets[self._first_to_stay(self.buckets) :]
+        return sum(map(self._expected_bytes, stays))
 
     def _find_buckets(self) -> None:
         """Puts parameters that are new into buckets of their own."""
@@ -258,7 +268,7 @@ class OptimizerStates:
 
     def _usual_bytes(self, param: torch.Tensor) -> int:
         """Of states of a parameter: Adam's two, and itself where it moves."""
-        return param.nbytes * (3 if self._moves_param(param) else 2)
+        return local_of(param).nbytes * (3 if self._moves_param(param) else 2)
 
     def _expected_bytes(self, bucket: Bucket) -> int:
         return bucket.num_bytes or sum(map(self._usual_bytes, bucket.params))
@@ -276,10 +286,10 @@ class OptimizerStates:
 
     def _movable(self, param: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
         """What moves of a parameter, by key: itself if it does, what has its shape of its state."""
-        found = {PARAM: param.detach()} if self._moves_param(param) else {}
+        found = {PARAM: local_of(param)} if self._moves_param(param) else {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
-                found[key] = value
+                found[key] = local_of(value)
         return found
 
     def _take_over(
@@ -480,7 +490,7 @@ class OptimizerStates:
         """A bucket's states, with its tensors where others only stand for them."""
         return {
             param: {
-                key: views[index, key] if is_stand_in(value) else value
+                key: as_part_of(param, views[index, key]) if is_stand_in(value) else value
                 for key, value in self._optimizer.state[param].items()
             }
             for index, param in enumerate(bucket.params)

@@ -49,7 +49,7 @@ class StatesPrediction:
         optimizer_s: of it, in the optimizer.
         wait_s: of that, waiting for the tier.
         peak_bytes: most states in memory.
-        between_bytes: of states in memory when writes have ended, while layers compute.
+        between_bytes: most of states in memory before it, once writes of the last have ended.
         moved_bytes: read in a step; as many are written.
     """
 
@@ -70,7 +70,7 @@ def predict(profile: StatesProfile, window_bytes: int) -> StatesPrediction:
         optimizer_s=statistics.fmean(one.optimizer_s for one in steps),
         wait_s=statistics.fmean(one.wait_s for one in steps),
         peak_bytes=max(one.peak_bytes for one in steps),
-        between_bytes=run.staying_bytes,
+        between_bytes=max(one.between_bytes for one in steps),
         moved_bytes=statistics.fmean(one.moved_bytes for one in steps),
     )
 
@@ -78,7 +78,7 @@ def predict(profile: StatesProfile, window_bytes: int) -> StatesPrediction:
 @dataclass(eq=False)
 class _Bucket:
     num_bytes: int
-    where: Where = Where.IN_MEMORY
+    where: Where = Where.ON_TIER
     ends_s: float = 0.0  # its read
     given_s: float = 0.0  # to be written
 
@@ -100,26 +100,23 @@ class _Run:
     def _memory_bytes(self) -> int:
         return sum(one.num_bytes for one in self._buckets if one.where is not Where.ON_TIER)
 
-    @property
-    def staying_bytes(self) -> int:
-        """In memory once writes have ended."""
-        return sum(one.num_bytes for one in self._buckets if one.where is Where.IN_MEMORY)
-
     def step(self) -> StatesPrediction:
         """Forward and backward, then the optimizer."""
         profile = self._profile
-        self._go_on_until(self._now_s + profile.between_s - profile.prefetch_s)
+        self._go_on_until(self._now_s + max(profile.between_s - profile.prefetch_s, 0.0))
         self._goes_up = not self._goes_up
         buckets = self._buckets if self._goes_up else self._buckets[::-1]
         if profile.prefetch_s:
             self._read_ahead(collections.deque(b for b in buckets if b.where is Where.ON_TIER))
             self._go_on_until(self._now_s + profile.prefetch_s)
+        between_bytes = self._memory_bytes
         began_s, waited_s = self._now_s, 0.0
         stays = self._first_to_stay(buckets)
         moved_bytes, peak_bytes = 0, self._memory_bytes
         ahead = collections.deque(buckets)
         for index, bucket in enumerate(buckets):
-            moved_bytes += bucket.num_bytes * (bucket.where in (Where.ON_TIER, Where.READING))
+            is_away = bucket.where in (Where.ON_TIER, Where.READING)
+            moved_bytes += bucket.num_bytes * is_away
             self._read_ahead(ahead)
             waited_s -= self._now_s
             self._bring(bucket)
@@ -132,7 +129,7 @@ class _Run:
                 bucket.where, bucket.given_s = Where.WRITING, self._now_s
                 self._writes.append(bucket)
         optimizer_s = self._now_s - began_s
-        return StatesPrediction(0.0, optimizer_s, waited_s, peak_bytes, 0, moved_bytes)
+        return StatesPrediction(0.0, optimizer_s, waited_s, peak_bytes, between_bytes, moved_bytes)
 
     def _first_to_stay(self, buckets: list[_Bucket]) -> int:
         room = self._window_bytes - max((one.num_bytes for one in buckets), default=0)

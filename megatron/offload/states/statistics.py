@@ -26,6 +26,7 @@ class StatesStep:
 
     Attributes:
         between_s: from the end of the step before until this one: forward, backward and all else.
+        prefetch_s: of it, since the step's first reads were asked for.
         step_s: of the step.
         wait_s: of it, until buckets had been read, and until writes had made room for them.
         update_s: of it, for the optimizer's own work, as the device saw it.
@@ -36,6 +37,7 @@ class StatesStep:
     """
 
     between_s: float = 0.0
+    prefetch_s: float = 0.0
     step_s: float = 0.0
     wait_s: float = 0.0
     update_s: float = 0.0
@@ -66,7 +68,13 @@ class StatesMeter:
         self._step = StatesStep()
         self._updates: list[tuple[Any, Any]] = []  # begin and end, timestamps of the device
         self._ended_s: float | None = None
+        self._prefetched_s: float | None = None
         self._moved = (0, 0)
+
+    def prefetch(self) -> None:
+        """The next step's first reads are asked for; the first time since the last step counts."""
+        if self._prefetched_s is None:
+            self._prefetched_s = time.perf_counter()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -76,13 +84,14 @@ class StatesMeter:
         read, written = self._moved_bytes()
         self._step = step = StatesStep(
             between_s=began_s - self._ended_s if self._ended_s is not None else 0.0,
+            prefetch_s=began_s - (self._prefetched_s or began_s),
             read_bytes=read - self._moved[0],
             written_bytes=written - self._moved[1],
             peak_bytes=self._memory_bytes(),
         )
         self._moved = (read, written)
         yield
-        self._ended_s = time.perf_counter()
+        self._ended_s, self._prefetched_s = time.perf_counter(), None
         step.step_s = self._ended_s - began_s
         self.num_steps += 1
         self.seconds += step.between_s + step.step_s
@@ -125,7 +134,7 @@ class StatesMeter:
     def _read_updates(self) -> None:
         """Once the device is through with them: it has to wait for nothing between steps."""
         updates, self._updates = self._updates, []
-        if self.steps:
+        if self.steps and updates:
             self.steps[-1].update_s = sum(self._device.seconds_between(*one) for one in updates)
 
     def _moved_bytes(self) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.loaded import as_loaded
 from megatron.offload.states.open import open_state_tiers
 from megatron.offload.states.optimizer_slice import OptimizerSlice
-from megatron.offload.states.optimizer_states import ON_DEVICE, OptimizerStates, state_bytes
+from megatron.offload.states.optimizer_states import OptimizerStates, state_bytes
 from megatron.offload.states.step_on_host import StepOnHost
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.memory_by_tier import (
@@ -90,9 +90,8 @@ class OptimizerOffload:
                 tiers,
                 device,
                 bucket_bytes=config.bucket_bytes,
-                window_bytes=(
-                    config.window_bytes if device.is_host else ON_DEVICE * config.bucket_bytes
-                ),
+                # Else the window is a tier: see Note [The window] of the states.
+                window_bytes=config.window_bytes if device.is_host else 0,
                 moves_param=moves_param,
                 updated=updated,
                 step_by=step_by,
