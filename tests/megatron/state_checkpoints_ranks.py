@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron.offload.integration.megatron import (
     ModelStates,
@@ -47,6 +48,8 @@ class Run:
 
     def train(self, first: int, last: int) -> Run:
         for number in range(first, last):
+            torch.manual_seed(number)
+            model_parallel_cuda_manual_seed(number)
             self.training.step(number)
         return self
 

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.support.launch import Outcome, train
+from tests.support.ranks import run_ranks
 
 SMALL = "--optimizer-state-window 64KiB --optimizer-state-bucket 16KiB"
 
@@ -98,3 +99,11 @@ def test_another_layout_goes_on_as_it_does_without(before: str, after: str, tmp_
     assert moved.values("loss") == plain.values("loss")
     assert moved.values("grad_norm") == plain.values("grad_norm")
     assert moved.model == plain.model
+
+
+@pytest.mark.slow
+def test_every_format_of_the_distributed_optimizer_goes_on_both_ways(tmp_path: Path) -> None:
+    states = tmp_path / "states"
+    states.mkdir()
+    found = run_ranks(Path(__file__).parent / "state_checkpoints_ranks.py", tmp_path, str(states))
+    assert len(found) == 4 and all(map(all, found.values())), found

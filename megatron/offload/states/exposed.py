@@ -39,11 +39,13 @@ class Exposed:
         storage = bucket.storage or bucket.block.tier.view(bucket.block)
         self._views = bucket.layout.views_apart(storage)
         attach(bucket, self._views)
+        self._counting = [*self._views.values(), *bucket.params]
         for index, param in enumerate(bucket.params):
             state = optimizer.state.get(param, {})
             for key in state:
                 if (index, key) in self._views:
                     state[key] = as_part_of(param, self._views[index, key])
+                    self._counting.append(state[key])
         self._data = {param: param.data_ptr() for param in bucket.params}
         self._versions = self._versions_now()
 
@@ -61,8 +63,8 @@ class Exposed:
         return self._versions_now() != self._versions
 
     def _versions_now(self) -> list[int]:
-        # A parameter counts its own, whatever memory it has.
-        return [one._version for one in (*self._views.values(), *self.bucket.params)]
+        # A parameter counts its own, whatever memory it has, and a DTensor does.
+        return [one._version for one in self._counting]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

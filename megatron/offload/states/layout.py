@@ -6,13 +6,13 @@ A bucket's tensors move as one storage, so that a drive sees few and long reques
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
-from megatron.offload.tiers.direct_io import Alignment, aligned_storage
 from megatron.offload.tiers.mapped import storage_at
 
 _ALIGNMENT = 64  # bytes, of each tensor: what torch's own allocator gives
@@ -47,9 +47,14 @@ class Layout:
         self.num_bytes = max(_round_up(end, _PAGE), _PAGE)
 
     def new_storage(self, device: torch.device) -> torch.UntypedStorage:
-        """Fresh memory for a bucket, contents undefined; on a CPU it begins at a page."""
+        """Fresh memory for a bucket, contents undefined; on a CPU it begins at a page.
+
+        There the system has it back when it is freed: torch's allocator may keep what it gave.
+        """
         if device.type == "cpu":
-            return aligned_storage(self.num_bytes, 0, Alignment(_PAGE, _PAGE))
+            memory = mmap.mmap(-1, self.num_bytes)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            return storage_at(address, self.num_bytes, memory)
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def views(self, storage: torch.UntypedStorage) -> dict[Name, torch.Tensor]:
