@@ -49,5 +49,9 @@ class LostStateError(StorageError):
     """Model states whose only copy was on a tier could not be read back."""
 
 
+class InterruptedStepError(OffloadError):
+    """An optimizer's step ended in its middle, so what it has left is no state to go on from."""
+
+
 class ChangedInPlaceError(OffloadError):
     """A saved activation was modified in place between its save and its use in backward."""

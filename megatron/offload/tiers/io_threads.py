@@ -133,6 +133,8 @@ class IoThreads:
             job.transfer.give_up()
 
     def _check_open(self) -> None:
+        if self.have_died:
+            raise RuntimeError("all I/O threads died and none can be started")
         if self._closing:
             raise RuntimeError("the tier is closed")
 
