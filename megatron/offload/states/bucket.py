@@ -116,6 +116,12 @@ class Bucket:
         assert transfer is not None
         transfer.cancel()
 
+    def read(self) -> Sequence[Any] | None:
+        """Has it in memory; as `end_read`, after `begin_read` if nobody has begun."""
+        if self.where is Where.ON_TIER:
+            self.begin_read()
+        return self.end_read()
+
     def begin_read(self) -> None:
         """Starts to bring it back to memory."""
         assert self.where is Where.ON_TIER, self.where

@@ -8,6 +8,7 @@ from megatron.offload.device.memory_limit import memory_limit
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.host_budget import host_budget_bytes
+from megatron.offload.tiers.purpose import STATES
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.tiered import TieredTier
@@ -31,11 +32,13 @@ def open_state_tiers(
     tiers: list[Tier] = []
     try:
         if config.uses_host:
-            budget = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
-            tiers.append(HostTier(budget, device=device, flag="--optimizer-state-host-budget"))
+            budget = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit(), STATES)
+            tiers.append(HostTier(budget, device=device, purpose=STATES))
         elif not device.is_host and config.window_bytes:
-            flag = "--optimizer-state-window"
-            tiers.append(HostTier(config.window_bytes, device=device, flag=flag, overflows=True))
+            window = HostTier(
+                config.window_bytes, device=device, purpose=STATES, flag="window", overflows=True
+            )
+            tiers.append(window)
         if config.uses_ssd:
             tiers.append(
                 SsdTier(
@@ -47,6 +50,7 @@ def open_state_tiers(
                     write_bytes_per_s=config.write_bytes_per_s,
                     verify=True,  # the only copy
                     device=device,
+                    purpose=STATES,
                 )
             )
     except BaseException:

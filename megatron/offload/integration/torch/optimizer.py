@@ -253,10 +253,14 @@ def offload_optimizer(
     for one in type(optimizer).__mro__:
         if one.__name__ in _REFUSED:
             raise ConfigurationError(
-                f"the states of {one.__name__} cannot be offloaded: {_REFUSED[one.__name__]}"
+                f"{StatesConfig.prefix}those of {one.__name__} cannot be offloaded: "
+                f"{_REFUSED[one.__name__]}"
             )
     if "step" in optimizer.__dict__ and hasattr(optimizer.step, "_offloads_states"):
-        raise ConfigurationError("the states of this optimizer are offloaded already")
+        raise ConfigurationError(
+            f"{StatesConfig.prefix}those of this optimizer are offloaded already; call close() of "
+            "the first handle before"
+        )
     directories: tuple[Path, ...] = ()
     if isinstance(directory, str | Path):
         directories = (Path(directory).expanduser(),)
