@@ -423,12 +423,24 @@ class OptimizerStates:
         """As `conceal`; after loading all counts as changed, however it was done."""
         while self._exposed:
             one = self._exposed[-1]
+            is_replaced = one.is_replaced(self._optimizer) or self._has_more(one.bucket)
             is_changed = is_loaded or one.is_changed()
-            if one.is_replaced(self._optimizer) or (is_changed and not one.bucket.renew()):
+            if is_replaced or (is_changed and not one.bucket.renew()):
                 self._adopt(one.bucket)
             else:
                 self._leave(one.bucket, self._states_of(one.bucket))
             self._exposed.pop()  # and with it the place that the bucket had, if it has another
+
+    def _has_more(self, bucket: Bucket) -> bool:
+        """Whether states were added to a bucket's: its parameters may have been all of it."""
+        assert bucket.layout is not None
+        for index, param in enumerate(bucket.params):
+            state = self._optimizer.state.get(param, {})
+            loaded = {key for key, value in state.items() if isinstance(value, Loaded)}
+            for key in loaded | self._movable(param, state).keys():
+                if (index, key) not in bucket.layout.slots:
+                    return True
+        return False
 
     @contextlib.contextmanager
     def loading(self, *, at_once: bool = False) -> Iterator[None]:
