@@ -239,6 +239,8 @@ class OptimizerStates:
 
     def _put_away(self, bucket: Bucket) -> None:
         """Writes a bucket to the first tier that takes it; where none does, it stays."""
+        if bucket.where is Where.NOWHERE:
+            return  # the optimizer keeps nothing of these parameters
         event = None if self._device.is_host else self._device.record_event()
         if bucket.write_error is not None:
             self._refusal, bucket.write_error = str(bucket.write_error), None

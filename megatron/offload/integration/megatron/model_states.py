@@ -26,6 +26,7 @@ import torch
 from megatron.offload.device.memory_limit import memory_limit
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.connect import check_version
+from megatron.offload.integration.megatron.scaling import scale_in_place
 from megatron.offload.integration.megatron.state_settings import (
     check_inner_optimizer,
     check_state_settings,
@@ -80,6 +81,7 @@ class ModelStates:
     Args:
         directories: that states are in, if they are on drives.
         rated_bytes: that each drive is rated to endure; None: not known.
+        undo: called at the end.
     """
 
     def __init__(
@@ -89,8 +91,10 @@ class ModelStates:
         enabled: bool = False,
         directories: Sequence[Path] = (),
         rated_bytes: int | None = None,
+        undo: Callable[[], None] = lambda: None,
     ) -> None:
         self.enabled = enabled
+        self._undo = undo
         self.parts = list(parts)
         self._directories = list(directories)
         self._rated_bytes = rated_bytes
@@ -175,6 +179,7 @@ class ModelStates:
         Raises:
             LostStateError: states could not be read back.
         """
+        self._undo()
         while self.parts:
             self.parts.pop().close(restore=restore)
 
@@ -225,6 +230,7 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
         enabled=True,
         directories=config.directories if config.uses_ssd else (),
         rated_bytes=config.drive_endurance_bytes,
+        undo=scale_in_place(),
     )
 
 
