@@ -90,7 +90,7 @@ class OptimizerStates:
         self._exposed: list[Exposed] = []
         self._num_loading = 0
         self._has_warned = False
-        # Told by I/O threads: a write has ended. Held for a few instructions.
+        # Told by I/O threads: a write or a read has ended. Held for a few instructions.
         self._changed = threading.Condition()
         self._find_buckets()
         self.adopt()
@@ -112,7 +112,7 @@ class OptimizerStates:
         self._slice.begin_step([bucket.params for bucket in buckets])
         for index, bucket in enumerate(buckets):
             self._read_ahead(ahead)
-            self._bring(bucket)
+            self._bring(bucket, ahead)
             while ahead and ahead[0].where is not Where.ON_TIER:
                 ahead.popleft()
             self._update(bucket)
@@ -157,7 +157,7 @@ class OptimizerStates:
     def _has_room(self, num_bytes: int) -> bool:
         return self.memory_bytes + num_bytes <= self.window_bytes
 
-    def _bring(self, bucket: Bucket) -> None:
+    def _bring(self, bucket: Bucket, ahead: collections.deque[Bucket]) -> None:
         """Has a bucket in memory, where the calling thread's next operations may use it."""
         bucket.take_back()
         if bucket.storage is None:
@@ -166,6 +166,10 @@ class OptimizerStates:
             bucket.begin_read()
         if bucket.where is not Where.READING:
             return
+        with self._changed:
+            while bucket.is_coming:
+                self._read_ahead(ahead)  # writes that have ended have made room
+                self._changed.wait()
         try:
             events = bucket.end_read()
         except OSError as error:
@@ -330,7 +334,7 @@ class OptimizerStates:
         try:
             for bucket in self.buckets:
                 if bucket.where is Where.READING:
-                    self._bring(bucket)
+                    self._bring(bucket, collections.deque())
                 if bucket.where is Where.IN_MEMORY and not self._device.is_host:
                     self._put_away(bucket)  # a checkpoint has all of them on the host
             self.wait_for_writes()
@@ -345,7 +349,7 @@ class OptimizerStates:
         try:
             return Exposed(bucket, self._optimizer, self._attach)
         except OSError as error:
-            self._bring(bucket)  # says what is lost, if it is
+            self._bring(bucket, collections.deque())  # says what is lost, if it is
             logger.warning(
                 "optimizer states: %s cannot be shown on their drive (%s); they are in memory "
                 "until the next step",
@@ -455,7 +459,7 @@ class OptimizerStates:
         """
         self.conceal()
         for bucket in self.buckets if restore else ():
-            self._bring(bucket)
+            self._bring(bucket, collections.deque())
             if bucket.layout is None:
                 continue
             assert bucket.storage is not None
