@@ -42,6 +42,7 @@ import contextlib
 import datetime
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ OURS = ("memory", "ssd", "host", "serial")
 PEERS = ("deepspeed", "torchao")
 TOKENS = 2048  # of a micro-batch
 FIRST = (1, 1, 1)  # micro-batches of the steps before the first turn
-SCHEDULE = (1, 1, 8)  # of the steps of a turn; the first one is for memory
+SCHEDULE = (1, 1, 1, 8)  # of the steps of a turn; the first one is for memory
 MOST_BYTES, MOST_TIME_RATIO = 8.5, 1.05
 _FIELDS = ("loss", "grad_norm", "weights", "states")
 
@@ -235,6 +236,8 @@ class Comparer:
                 training = self._trainer.start(
                     way, ["--way", way], "offload", folder, in_turns=True
                 )
+                # DeepSpeed leaves its files.
+                ends.callback(shutil.rmtree, folder / "zero_stage_3", ignore_errors=True)
                 ends.callback(training.end)
                 try:
                     for _ in FIRST:

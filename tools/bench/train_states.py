@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -116,8 +117,7 @@ class DeepSpeed:
     """
 
     def __init__(self, model: Any, args: argparse.Namespace) -> None:
-        import deepspeed
-
+        deepspeed = importlib.import_module("deepspeed")
         rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
         os.environ.update(rank | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
         # Its collectives in shared memory would be compiled first, which takes a minute.
@@ -173,7 +173,7 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
             "sub_group_size": args.sub_group,
             "offload_optimizer": {
                 "device": "nvme",
-                "nvme_path": str(args.activation_offload_dir),
+                "nvme_path": str(args.metrics_file.parent),
                 "buffer_count": 5,
                 "pipeline_read": True,
                 "pipeline_write": True,
@@ -193,9 +193,8 @@ class Torchao(Plain):
 
     def __init__(self, model: Any, args: argparse.Namespace) -> None:
         super().__init__(model, args)
-        from torchao.optim import CPUOffloadOptimizer
-
-        self.optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **ADAM)
+        kind = importlib.import_module("torchao.optim").CPUOffloadOptimizer
+        self.optimizer = kind(model.parameters(), torch.optim.AdamW, **ADAM)
 
     def digest_of_states(self) -> str:
         """It has another layout."""
@@ -203,13 +202,14 @@ class Torchao(Plain):
 
 
 KINDS: dict[str, Any] = {"deepspeed": DeepSpeed, "torchao": Torchao}
+PACKAGES = {"deepspeed": "deepspeed", "torchao": "torchao.optim"}
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
     """Differs if any bit does."""
     found = xxhash.xxh3_128()
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -217,6 +217,8 @@ def train(args: argparse.Namespace) -> None:
     """Until the input ends."""
     vector_math.first_call()  # as offload's door does: all ways are to have the same bits
     device = open_device(torch.device("cpu"))
+    if args.way in PACKAGES:  # no part of what training takes
+        importlib.import_module(PACKAGES[args.way])
     gc.collect()
     base_bytes = device.allocated_bytes()
     model = make_model(args)
