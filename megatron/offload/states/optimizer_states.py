@@ -108,7 +108,7 @@ class OptimizerStates:
         self._refused_bytes = 0  # that no tier took in this step
         self._refusal = ""  # why, if a write failed
         self._has_warned = False
-        # Told by I/O threads: a write has ended. Held for a few instructions.
+        # Told by I/O threads: a write or a read has ended. Held for a few instructions.
         self._changed = threading.Condition()
         self.meter = StatesMeter(device, self.tiers, lambda: self.memory_bytes)
         self._find_buckets()
@@ -139,7 +139,7 @@ class OptimizerStates:
         for index, bucket in enumerate(buckets):
             self._read_ahead(ahead)
             with self.meter.waiting():
-                self._bring(bucket)
+                self._bring(bucket, ahead)
             while ahead and ahead[0].where is not Where.ON_TIER:
                 ahead.popleft()
             self._is_half_done = True
@@ -205,7 +205,7 @@ class OptimizerStates:
             return self.window_bytes
         return max(self.window_bytes, ON_DEVICE * max(map(self._expected_bytes, self.buckets)))
 
-    def _bring(self, bucket: Bucket) -> None:
+    def _bring(self, bucket: Bucket, ahead: collections.deque[Bucket] | None = None) -> None:
         """Has a bucket in memory, where the calling thread's next operations may use it."""
         bucket.take_back()
         if bucket.storage is None:
@@ -213,7 +213,14 @@ class OptimizerStates:
         if bucket.where in (Where.NOWHERE, Where.IN_MEMORY):
             return
         try:
-            events = bucket.read()
+            if bucket.where is Where.ON_TIER:
+                bucket.begin_read()
+            with self._changed:
+                while bucket.is_coming:
+                    if ahead:
+                        self._read_ahead(ahead)  # writes that have ended have made room
+                    self._changed.wait()
+            events = bucket.end_read()
         except Exception as error:
             warn_of_retry(error)
             events = self._read_again(bucket)
