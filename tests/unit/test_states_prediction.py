@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step with states on a tier takes, predicted: against closed forms and against real steps."""
+"""What a step with states on a tier is predicted to take, beside closed forms and real steps."""
 
 from __future__ import annotations
 
@@ -98,9 +98,7 @@ def test_real_steps_move_as_many_bytes_and_take_as_much_memory_as_predicted(tmp_
         step = handle.states.meter.settled()[-1]
     assert len(measured.bucket_bytes) == 12
     # Writes have ended before each step: what is left is what the window decides.
-    found = predict(
-        StatesProfile(measured.bucket_bytes, GB, GB, 1e-12, between_s=1000.0), 4 * MIB
-    )
+    found = predict(StatesProfile(measured.bucket_bytes, GB, GB, 1e-12, between_s=1000.0), 4 * MIB)
     assert (step.read_bytes, step.peak_bytes) == (found.moved_bytes, found.peak_bytes)
     assert step.updated_bytes == 12 * MIB
     assert 0 <= step.wait_s <= step.step_s and 0 < step.update_s <= step.step_s

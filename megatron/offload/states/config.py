@@ -15,6 +15,7 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.flag import Settings, flag, parse_count, parse_paths
 from megatron.offload.sizes import MIB, parse_budget, parse_rate, parse_size
 
+DEFAULT_WINDOW_BYTES = 256 * MIB
 _ON_SSD, _ON_HOST = ("ssd", "tiered", "auto"), ("host", "tiered")
 
 
@@ -58,7 +59,7 @@ class StatesConfig(Settings):
     )
     window_bytes: int = flag(
         "--optimizer-state-window",
-        256 * MIB,
+        DEFAULT_WINDOW_BYTES,
         "most optimizer states in memory at a time. What fits stays from one step to the next and "
         "is neither written nor read.",
         parse=parse_size,
