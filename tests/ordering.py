@@ -4,10 +4,11 @@
 
     python tests/ordering.py [--runs 100] [--wrong-runs 10] [--only WORDS] [--json FILE]
 
-`tests/support/ordering_stress.py` says what is trained, `ordering_mistakes.py` what can be wrong. A
-run has new delays and one of the modes, in turn; with a mistake one of those in which that shows.
-Loss and gradients are compared with those without offload, bit by bit. Each mistake has a process
-of its own, since it may end it. About 10 minutes.
+`tests/support/ordering_stress.py` says what is trained with activations on tiers,
+`states_stress.py` what with optimizer states there, `ordering_mistakes.py` what can be wrong. A run
+has new delays and one of the modes, in turn; with a mistake one of those in which that shows. Loss
+and gradients, or weights and states, are compared with those without offload, bit by bit. Each
+mistake has a process of its own, since it may end it. About 12 minutes.
 
 It shows that work is done in the right order. It shows nothing of a GPU's driver.
 
@@ -42,6 +43,7 @@ from tests.support.lag import load  # noqa: E402
 from tests.support.lag.build import build, why_not  # noqa: E402
 from tests.support.ordering_mistakes import MISTAKES, Mistake, made  # noqa: E402
 from tests.support.ordering_stress import MODES, OrderingStress, Outcome  # noqa: E402
+from tests.support.states_stress import STATES_MODES, StatesStress  # noqa: E402
 
 LEAST_FOUND = 0.9  # of the runs with a mistake
 _ALONE = "no offload"
@@ -80,16 +82,18 @@ def kind_of(found: str) -> str:
 
 def right_runs(num_runs: int, first_seed: int) -> list[Found]:
     """Runs of the model without offload, and of every mode; nothing may be found."""
-    rows = {name: Found(name) for name in (_ALONE, *MODES)}
+    rows = {name: Found(name) for name in (_ALONE, *MODES, *STATES_MODES)}
     with tempfile.TemporaryDirectory() as directory:
         stress = OrderingStress(load(), Path(directory))
+        states = StatesStress(load(), Path(directory))
         for seed in range(first_seed, first_seed + num_runs):
             rows[_ALONE].add(stress.run_without_offload(seed))
-            mode = list(MODES)[seed % len(MODES)]
-            outcome = stress.run(mode, seed)
-            rows[mode].add(outcome)
-            if outcome.found:
-                print(f"{mode}, seed {seed}: {outcome.found}", flush=True)
+            for one, modes in ((stress, list(MODES)), (states, list(STATES_MODES))):
+                mode = modes[seed % len(modes)]
+                outcome = one.run(mode, seed)
+                rows[mode].add(outcome)
+                if outcome.found:
+                    print(f"{mode}, seed {seed}: {outcome.found}", flush=True)
     return list(rows.values())
 
 
@@ -120,7 +124,8 @@ def run_mistake(what: str, first_seed: int, num_runs: int) -> None:
     """In a process of its own: prints the outcome of each run."""
     mistake = next(one for one in MISTAKES if one.what == what)
     with tempfile.TemporaryDirectory() as directory:
-        stress = OrderingStress(load(), Path(directory))
+        of_states = mistake.modes[0] in STATES_MODES
+        stress = (StatesStress if of_states else OrderingStress)(load(), Path(directory))
         with made(mistake):
             for seed in range(first_seed, first_seed + num_runs):
                 mode = mistake.modes[seed % len(mistake.modes)]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/flags.md, the page of all offload flags, from the fields of `OffloadConfig`.
+"""Writes docs/flags.md, the page of all offload flags, from `OffloadConfig` and `StatesConfig`.
 
-    tools/write_flags.py            # after a change in megatron/offload/config.py
+    tools/write_flags.py    # after a change in megatron/offload/config.py or states/config.py
 
 `tests/unit/test_docs.py` fails where the page differs from the fields.
 """
@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.offload.config import OffloadConfig
+from megatron.offload.flag import Settings
+from megatron.offload.states.config import StatesConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 _HEAD = """\
 # Flags
 
-Generated from the fields of `OffloadConfig` in `megatron/offload/config.py`; do not edit. After a
-change there:
+Generated from the fields of `OffloadConfig` in `megatron/offload/config.py` and of `StatesConfig`
+in `megatron/offload/states/config.py`; do not edit. After a change there:
 
 ```bash
 .venv/bin/python tools/write_flags.py
@@ -35,6 +37,9 @@ Sizes are bytes or a number with a unit: `1048576`, `512MiB`, `40GiB`.
 `./examples/pretrain_gpt.sh` starts with `--activation-offload ssd` and
 `--activation-offload-dir runs/offload`. All other flags are the trainer's and have Megatron-LM's
 names: `./examples/pretrain_gpt.sh --help`.
+"""
+_TABLE = """
+## {title}
 
 | flag | default | meaning |
 |---|---|---|
@@ -44,9 +49,14 @@ _DEFAULT = re.compile(r"\s*Default: (.+?)\.(?=\s|$)")
 
 def flags_page() -> str:
     """The text of docs/flags.md."""
+    return _HEAD + _table("Activations", OffloadConfig) + _table("Model states", StatesConfig)
+
+
+def _table(title: str, settings: type[Settings]) -> str:
     parser = argparse.ArgumentParser(add_help=False)
-    OffloadConfig.add_arguments(parser)
-    return _HEAD + "".join(f"{_row(action)}\n" for action in parser._actions)
+    settings.add_arguments(parser)
+    rows = [f"{_row(action)}\n" for action in parser._actions]
+    return _TABLE.format(title=title) + "".join(rows)
 
 
 def _row(action: Any) -> str:

@@ -26,6 +26,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megatron.offload.integration.megatron import ModelStates
+
 from .errors import UserError
 from .model import Task, unwrap
 from .optimizer import load_optimizer_state, materialize_adam_state
@@ -68,6 +70,7 @@ class TrainingState:
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    states: ModelStates
 
     @property
     def fixed_flags(self) -> dict[str, Any]:
@@ -100,13 +103,8 @@ def save_checkpoint(directory: Path, progress: Progress, state: TrainingState) -
     if dist.get_rank() == 0:
         checkpoint.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    content = _content(state, is_loading=False)
-    content["progress"] = vars(progress).copy()
-    content["layout"] = _layout()
-    content["model"] = state.task.name
-    content["flags"] = state.fixed_flags
-    content["random"] = _random_object(_random_state())
-    dist_checkpointing.save(content, str(checkpoint))
+    with state.states.checkpointing():
+        _save_content(checkpoint, progress, state)
     dist.barrier()
     if dist.get_rank() == 0:
         tracker = directory / _TRACKER_FILE
@@ -116,6 +114,16 @@ def save_checkpoint(directory: Path, progress: Progress, state: TrainingState) -
     dist.barrier()
     _log.info("saved %s", checkpoint)
     return checkpoint
+
+
+def _save_content(checkpoint: Path, progress: Progress, state: TrainingState) -> None:
+    content = _content(state, is_loading=False)
+    content["progress"] = vars(progress).copy()
+    content["layout"] = _layout()
+    content["model"] = state.task.name
+    content["flags"] = state.fixed_flags
+    content["random"] = _random_object(_random_state())
+    dist_checkpointing.save(content, str(checkpoint))
 
 
 def load_checkpoint(directory: Path, state: TrainingState) -> Progress:
@@ -137,7 +145,16 @@ def load_checkpoint(directory: Path, state: TrainingState) -> Progress:
                 f"--load: {checkpoint} was made with {name} = {common['flags'][name]}, got "
                 f"{value}; give --{name.replace('_', '-')} as it was"
             )
-    materialize_adam_state(state.optimizer)
+    with state.states.checkpointing():
+        materialize_adam_state(state.optimizer, state.states)
+        with state.states.loading():
+            _load_content(checkpoint, common, state)
+    progress = Progress(**common["progress"])
+    _log.info("loaded %s", checkpoint)
+    return progress
+
+
+def _load_content(checkpoint: Path, common: dict[str, Any], state: TrainingState) -> None:
     content = _content(state, is_loading=True)
     same_layout = common.get("layout") == _layout()
     if same_layout:
@@ -155,9 +172,6 @@ def load_checkpoint(directory: Path, state: TrainingState) -> Progress:
         _set_random_state(loaded["random"])
     else:
         _log.info("%s comes from another parallel layout: random generators start anew", checkpoint)
-    progress = Progress(**common["progress"])
-    _log.info("loaded %s", checkpoint)
-    return progress
 
 
 def check_load(args: argparse.Namespace) -> None:

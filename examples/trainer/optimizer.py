@@ -13,6 +13,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
+from megatron.offload.integration.megatron import ModelStates
+
 
 def build_optimizer(
     args: argparse.Namespace, chunks: list[DistributedDataParallel]
@@ -66,22 +68,29 @@ def _distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimize
     return [part for part in parts if isinstance(part, DistributedOptimizer)]
 
 
-def materialize_adam_state(optimizer: MegatronOptimizer) -> None:
+def materialize_adam_state(optimizer: MegatronOptimizer, states: ModelStates) -> None:
     """Gives torch's Adam the state that it would make in its first step.
 
     DistributedOptimizer loads a checkpoint into state that exists; torch's Adam, unlike the fused
-    ones, has none before its first step.
+    ones, has none before its first step. With offload of model states it goes where they are.
     """
     for part in _distributed_parts(optimizer):
         if not isinstance(part.optimizer, torch.optim.AdamW) or part.optimizer.state:
             continue
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                part.optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter.data),
-                    "exp_avg_sq": torch.zeros_like(parameter.data),
-                }
+        if states.parts:
+            states.make_states(_make_adam_state)
+        else:
+            _make_adam_state(part.optimizer)
+
+
+def _make_adam_state(adam: torch.optim.Optimizer) -> None:
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            adam.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter.data),
+                "exp_avg_sq": torch.zeros_like(parameter.data),
+            }
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, content: dict[str, Any]) -> None:

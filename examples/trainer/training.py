@@ -154,9 +154,9 @@ class _Run:
         self.chunks = model.build_model_chunks(args, settings, self.task, vocab_size)
         self.optimizer = optimizer.build_optimizer(args, self.chunks)
         self.scheduler = optimizer.build_scheduler(args, self.optimizer)
+        self.states = offload_model_states(states_config, self.optimizer)
         if args.load is not None:
             self.progress = checkpointing.load_checkpoint(args.load, self._state())
-        self.states = offload_model_states(states_config, self.optimizer)
         self.offload = install(
             offload_config,
             self.chunks,
@@ -186,7 +186,9 @@ class _Run:
         )
 
     def _state(self) -> TrainingState:
-        return TrainingState(self.args, self.task, self.chunks, self.optimizer, self.scheduler)
+        return TrainingState(
+            self.args, self.task, self.chunks, self.optimizer, self.scheduler, self.states
+        )
 
     def _streams(self, dataset: Any, consumed_samples: int) -> Any:
         """What the schedule reads from: one stream, or one per virtual stage."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an unmodified training script of Megatron-LM with activation offload.
+"""Runs an unmodified training script of Megatron-LM with offload of activations and model states.
 
     torchrun --nproc-per-node 8 -m megatron.offload.launch /path/to/Megatron-LM/pretrain_gpt.py \
         ITS FLAGS --activation-offload ssd --activation-offload-dir /mnt/ssd0/offload
@@ -20,13 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import PREFIX, ConfigurationError
 from megatron.offload.integration.megatron import cpu_training_script
+from megatron.offload.integration.megatron.arguments import add_offload_arguments
 from megatron.offload.integration.megatron.training_script import TrainingScript
 
 _NAME = "megatron.offload.launch"
-_USAGE = f"python -m {_NAME} SCRIPT [FLAGS OF THE SCRIPT] [--activation-offload ...]"
+_USAGE = (
+    f"python -m {_NAME} SCRIPT [FLAGS OF THE SCRIPT]\n"
+    "           [--activation-offload ...] [--optimizer-state-offload ...]"
+)
 _EXAMPLES = """\
 Runs a training script of a Megatron-LM checkout (pretrain_gpt.py, for example) as it is. The script
 takes the flags below beside its own; losses and weights stay the same, bit for bit. Its log line,
@@ -129,8 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    OffloadConfig.add_arguments(parser)
-    return parser
+    return add_offload_arguments(parser)
 
 
 def _is_rank_0() -> bool:

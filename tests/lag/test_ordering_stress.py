@@ -14,11 +14,18 @@ import torch
 from tests.support.lag.module import LagModule
 from tests.support.ordering_mistakes import MISTAKES, made
 from tests.support.ordering_stress import OrderingStress
+from tests.support.states_stress import STATES_MODES, StatesStress
 
 WRONG = (
     "memory is let go when its copy to the host is queued",
     "the main stream waits for what was copied back, whatever stream uses it",
     "a staging buffer is taken again while a copy reads it",
+)
+WRONG_STATES = (
+    "the optimizer does not wait for states that were copied back",
+    "states are copied to the host before they are updated",
+    "gradients arrive in the memory of those that the step works on",
+    "parameters are copied back on a stream that nobody waits for",
 )
 
 
@@ -53,3 +60,24 @@ def test_what_is_wrong_is_found(stress: OrderingStress, what: str) -> None:
     mistake = next(one for one in MISTAKES if one.what == what)
     with made(mistake):
         assert any(stress.run(mistake.modes[0], seed).found for seed in range(3))
+
+
+@pytest.fixture
+def states_stress(
+    lag: LagModule, prepared: OrderingStress, tmp_path_factory: pytest.TempPathFactory
+) -> StatesStress:
+    return StatesStress(lag, tmp_path_factory.mktemp("states"))
+
+
+@pytest.mark.parametrize("mode", STATES_MODES)
+def test_weights_and_states_are_equal(states_stress: StatesStress, mode: str) -> None:
+    outcome = states_stress.run(mode, seed=1)
+    assert not outcome.found
+    assert outcome.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("what", WRONG_STATES)
+def test_what_is_wrong_with_states_is_found(states_stress: StatesStress, what: str) -> None:
+    mistake = next(one for one in MISTAKES if one.what == what)
+    with made(mistake):
+        assert any(states_stress.run(mistake.modes[0], seed).found for seed in range(3))

@@ -23,6 +23,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _DRIVE, _POOL = ("ssd", "tiered"), ("ssd, pinned", "tiered, pinned")
 _WHOLE = ("host", *_POOL)  # storages that are copied in one piece
 _ALL = (*_WHOLE, *_DRIVE)
+_STATES, _TWINS = ("states, ssd", "states, host"), ("states, step on the host",)
 
 Change = tuple[str, str, str, str]  # file, function, old text, new text, as in `Mutation`
 
@@ -91,6 +92,8 @@ def _method(source: str, owner: type, name: str, names: dict[str, Any]) -> Any:
 
 _ACCELERATOR, _ACCESS = "device/accelerator.py", "tiers/access.py"
 _READER, _WRITER, _BOUNCE = "transfer/reader.py", "transfer/writer.py", "tiers/bounce.py"
+_OPTIMIZER_STATES = "states/optimizer_states.py"
+_STEP_ON_HOST = "states/step_on_host.py"
 _COPY_TO_HOST = (
     "_bytes_at(address, content.nbytes).copy_(content, non_blocking=True)\n"
     "        return self.record_event(stream)"
@@ -462,6 +465,97 @@ MISTAKES: tuple[Mistake, ...] = (
                 "self._store = self._module.Stream(self.device)\n"
                 "    self._pieces = self._module.Stream(self.device)",
                 "self._store = self._pieces = self._module.Stream(torch.device(device.type, 0))",
+            ),
+        ),
+    ),
+    # -- Optimizer states -------------------------------------------------------------------------
+    Mistake(
+        "the optimizer does not wait for states that were copied back",
+        _STATES,
+        (
+            (
+                _OPTIMIZER_STATES,
+                "OptimizerStates._bring",
+                "self._device.use_after(bucket.storage, events)",
+                "pass",
+            ),
+        ),
+    ),
+    Mistake(
+        "states are copied to the host before they are updated",
+        _STATES,
+        (
+            (
+                _OPTIMIZER_STATES,
+                "OptimizerStates._put_away",
+                "None if self._device.is_host else self._device.record_event()",
+                "None",
+            ),
+        ),
+    ),
+    Mistake(
+        "the event of an update is recorded in the stream of copies",
+        _STATES,
+        (
+            (
+                _OPTIMIZER_STATES,
+                "OptimizerStates._put_away",
+                "self._device.record_event()",
+                "self._device.record_event(self._device._load)",
+            ),
+        ),
+    ),
+    Mistake(
+        "states are let go and read again before their write has ended",
+        _STATES,
+        (
+            (
+                "states/bucket.py",
+                "Bucket.begin_write",
+                "transfer.add_done_callback(self._write_ended)",
+                "self.where, self.storage = Where.ON_TIER, None",
+            ),
+        ),
+    ),
+    Mistake(
+        "gradients are copied to the host before they are there",
+        _TWINS,
+        ((_STEP_ON_HOST, "_Twins.__init__", "device.record_event()", "None"),),
+    ),
+    Mistake(
+        "the step on the host does not wait for gradients",
+        _TWINS,
+        (
+            (
+                _STEP_ON_HOST,
+                "_Twins.wait_for_copies",
+                "self._device.wait_for_event(event)",
+                "pass",
+            ),
+        ),
+    ),
+    Mistake(
+        "gradients arrive in the memory of those that the step works on",
+        _TWINS,
+        (
+            (
+                _STEP_ON_HOST,
+                "StepOnHost._begin_next",
+                "self._memory.append(self._memory.pop(0))",
+                "",
+            ),
+        ),
+    ),
+    Mistake(
+        "parameters are copied back on a stream that nobody waits for",
+        _TWINS,
+        (
+            (
+                _STEP_ON_HOST,
+                "_Twins.copy_back",
+                "param.copy_(self._views[index, _VALUE], non_blocking=True)",
+                "with self._device.use_stream(self._device._load):\n"
+                "                param.copy_(self._views[index, _VALUE], non_blocking=True)",
             ),
         ),
     ),

@@ -10,6 +10,7 @@ import torch
 from megatron.offload.states.bucket import Bucket
 from megatron.offload.states.layout import Name
 from megatron.offload.states.loaded import Loaded
+from megatron.offload.states.sharded import as_part_of, local_of
 
 
 class Exposed:
@@ -41,7 +42,8 @@ class Exposed:
         for index, param in enumerate(bucket.params):
             state = optimizer.state.get(param, {})
             for key in state:
-                state[key] = self._views.get((index, key), state[key])
+                if (index, key) in self._views:
+                    state[key] = as_part_of(param, self._views[index, key])
         self._data = {param: param.data_ptr() for param in bucket.params}
         self._versions = self._versions_now()
 
@@ -50,7 +52,7 @@ class Exposed:
         for (index, key), view in self._views.items():
             shown = optimizer.state.get(self.bucket.params[index], {}).get(key, view)
             shown = shown.value if isinstance(shown, Loaded) else shown
-            if not isinstance(shown, torch.Tensor) or not _is_same(shown, view):
+            if not isinstance(shown, torch.Tensor) or not _is_same(local_of(shown), view):
                 return True
         return any(param.data_ptr() != at for param, at in self._data.items())
 

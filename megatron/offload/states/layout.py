@@ -44,7 +44,7 @@ class Layout:
         for name, tensor in tensors.items():
             self.slots[name] = Slot(end, tensor.shape, dense_stride(tensor), tensor.dtype)
             end = _round_up(end + tensor.nbytes, _ALIGNMENT)
-        self.num_bytes = _round_up(end, _PAGE)
+        self.num_bytes = max(_round_up(end, _PAGE), _PAGE)
 
     def new_storage(self, device: torch.device) -> torch.UntypedStorage:
         """Fresh memory for a bucket, contents undefined; on a CPU it begins at a page."""

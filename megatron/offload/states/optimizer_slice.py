@@ -9,7 +9,7 @@ parameter by that parameter's gradient and state alone, and then has the same bi
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,23 +53,36 @@ class OptimizerSlice:
         states: Mapping[torch.Tensor, State],
     ) -> dict[torch.Tensor, State]:
         """As `step`, with tensors that the optimizer is given in place of the parameters."""
+        part = self._twin(stand_ins)
+        part.state.update({stand_ins[param]: dict(state) for param, state in states.items()})
+        self._prepare(part)
+        _own_step(type(part))(part)
+        # Some count no step of a group without parameters, and a slice has few of them.
+        self._groups_after.update(
+            {index: group for index, group in enumerate(part.param_groups) if group["params"]}
+        )
+        return {p: part.state[one] for p, one in stand_ins.items() if one in part.state}
+
+    def fill(
+        self, params: Sequence[torch.Tensor], make: Callable[[torch.optim.Optimizer], None]
+    ) -> dict[torch.Tensor, State]:
+        """The states that a function makes for some parameters, in a twin that has only these."""
+        part = self._twin({param: param for param in params})
+        make(part)
+        return dict(part.state)
+
+    def _twin(self, stand_ins: Mapping[torch.Tensor, torch.Tensor]) -> torch.optim.Optimizer:
+        """The optimizer with some tensors for its parameters, and no states."""
         optimizer = self._optimizer
-        part = object.__new__(type(optimizer))
+        part: torch.optim.Optimizer = object.__new__(type(optimizer))
         part.__dict__.update(optimizer.__dict__)
         part.__dict__.pop("step", None)  # of the instance: a scheduler's, or ours
         part.param_groups = [
             {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]}
             for group in optimizer.param_groups
         ]
-        given = {stand_ins[param]: dict(state) for param, state in states.items()}
-        part.state = collections.defaultdict(dict, given)
-        self._prepare(part)
-        _own_step(type(optimizer))(part)
-        # Some count no step of a group without parameters, and a slice has few of them.
-        self._groups_after.update(
-            {index: group for index, group in enumerate(part.param_groups) if group["params"]}
-        )
-        return {p: part.state[one] for p, one in stand_ins.items() if one in part.state}
+        part.state = collections.defaultdict(dict)
+        return part
 
     def _prepare(self, part: torch.optim.Optimizer) -> None:
         """A chance to change the twin of the optimizer that takes the step."""

@@ -10,11 +10,11 @@ neither a write nor a read: a step moves what does not fit, once out and once in
 Steps go through the buckets in turn forwards and backwards, so that those that stayed come first:
 they are updated at once, and then all of the window is there to read ahead and to write behind.
 
-This is memory of the device that the step runs on. An accelerator's is what a run is short of, so
-its window is three buckets: one arrives, one is updated, one leaves, and between steps none is
-there. `open.py` puts what --optimizer-state-window asks for into page-locked host memory instead,
-as the first tier: what it holds it keeps, so that again a step moves to the drives and back only
-what does not fit. Copies over the link overlap the update of the bucket before.
+This is memory of the device that the step runs on. An accelerator's is what a run is short of:
+there it is three buckets, of whatever size (one arrives, one is updated, one leaves), and none
+between steps. `open.py` puts what --optimizer-state-window asks for into page-locked host memory
+instead, as the first tier: what it holds it keeps, so that again a step moves to the drives and
+back only what does not fit. Copies over the link overlap the update of the bucket before.
 
 Note [The only copy]
 Unlike an activation, a state that is lost cannot be made again. Memory is let go only once a write
@@ -41,6 +41,7 @@ from megatron.offload.states.exposed import Exposed
 from megatron.offload.states.layout import Layout, Name
 from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
+from megatron.offload.states.sharded import as_part_of, local_of
 from megatron.offload.states.stand_in import is_stand_in, stand_in
 from megatron.offload.states.statistics import StatesMeter
 from megatron.offload.tiers.tier import Tier
@@ -59,7 +60,8 @@ class OptimizerStates:
         tiers: where buckets go; the first that takes one has it. Closed with this.
         device: where states are in memory, for the optimizer's step.
         bucket_bytes: of states that move together.
-        window_bytes: of states that may be in its memory; one bucket always may.
+        window_bytes: of states that may be in its memory; one bucket always may, of an accelerator
+            three.
         moves_param: whether a parameter itself moves with its states, as main weights do.
         updated: told of the parameters of each bucket once they are updated and still in memory.
         step_by: runs the optimizer's step; None: where the parameters are.
@@ -146,7 +148,7 @@ class OptimizerStates:
         """From which one on buckets stay in memory: see Note [The window]. Others come beside."""
         sizes = [self._expected_bytes(one) for one in buckets]
         beside = 1 if self._device.is_host else ON_DEVICE
-        room = self.window_bytes - beside * max(sizes, default=0)
+        room = self._room_bytes - beside * max(sizes, default=0)
         index = len(buckets)
         while index and room >= sizes[index - 1]:
             room -= sizes[index - 1]
@@ -165,7 +167,14 @@ class OptimizerStates:
             ahead.popleft()
 
     def _has_room(self, num_bytes: int) -> bool:
-        return self.memory_bytes + num_bytes <= self.window_bytes
+        return self.memory_bytes + num_bytes <= self._room_bytes
+
+    @property
+    def _room_bytes(self) -> int:
+        """Of the window; on an accelerator the three largest buckets fit, or nothing overlaps."""
+        if self._device.is_host:
+            return self.window_bytes
+        return max(self.window_bytes, ON_DEVICE * max(map(self._expected_bytes, self.buckets)))
 
     def _bring(self, bucket: Bucket) -> None:
         """Has a bucket in memory, where the calling thread's next operations may use it."""
@@ -194,11 +203,7 @@ class OptimizerStates:
 
     def _update(self, bucket: Bucket) -> None:
         """Runs the optimizer's step for the parameters of a bucket that is in memory."""
-        views: dict[Name, torch.Tensor] = {}
-        if bucket.layout is not None:
-            assert bucket.storage is not None
-            views = bucket.layout.views(bucket.storage)
-        self._attach(bucket, views)
+        self._attach(bucket, views := self._views_of(bucket))
         after = self._slice.step(bucket.params, self._states_with(bucket, views))
         self._updated(bucket.params)
         self._take_over(bucket, after, views)
@@ -263,7 +268,7 @@ class OptimizerStates:
 
     def _usual_bytes(self, param: torch.Tensor) -> int:
         """Of states of a parameter: Adam's two, and itself where it moves."""
-        return param.nbytes * (3 if self._moves_param(param) else 2)
+        return local_of(param).nbytes * (3 if self._moves_param(param) else 2)
 
     def _expected_bytes(self, bucket: Bucket) -> int:
         return bucket.num_bytes or sum(map(self._usual_bytes, bucket.params))
@@ -281,10 +286,10 @@ class OptimizerStates:
 
     def _movable(self, param: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
         """What moves of a parameter, by key: itself if it does, what has its shape of its state."""
-        found = {PARAM: param.detach()} if self._moves_param(param) else {}
+        found = {PARAM: local_of(param)} if self._moves_param(param) else {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
-                found[key] = value
+                found[key] = local_of(value)
         return found
 
     def _take_over(
@@ -391,10 +396,13 @@ class OptimizerStates:
             self._exposed.pop()  # and with it the place that the bucket had, if it has another
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self, *, at_once: bool = False) -> Iterator[None]:
         """Around whatever loads states: all are in their places, and what came is taken over.
 
         All of it: what is written through `.data` shows nowhere that it was.
+
+        Args:
+            at_once: what came is taken over at the end of this, though it is within another one.
         """
         self.expose()
         self._num_loading += 1
@@ -402,9 +410,11 @@ class OptimizerStates:
             yield
         finally:
             self._num_loading -= 1
-            if not self._num_loading:
+            if at_once or not self._num_loading:
                 self._conceal(is_loaded=True)
                 self.adopt()
+            if self._num_loading:
+                self.expose()
 
     def adopt(self) -> None:
         """Takes all tensors that are in the optimizer's state now, and puts them on tiers.
@@ -428,6 +438,34 @@ class OptimizerStates:
         bucket.take_back()
         bucket.layout = None
         self._take_over(bucket, states, {})
+        self._keep_to_window(bucket)
+
+    def make_states(self, make: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Makes states before the first step, for whoever loads into them; bucket by bucket.
+
+        Args:
+            make: fills the state of an optimizer that it is given; each time it is one with some
+                of the parameters, those that have no state yet.
+        """
+        self.conceal()
+        self._find_buckets()
+        for bucket in self.buckets:
+            if self._states_of(bucket):
+                continue
+            self._bring(bucket)
+            self._attach(bucket, views := self._views_of(bucket))
+            self._take_over(bucket, self._slice.fill(bucket.params, make), views)
+            self._keep_to_window(bucket)
+
+    def _views_of(self, bucket: Bucket) -> dict[Name, torch.Tensor]:
+        """The tensors of a bucket that is in memory, or has none."""
+        if bucket.layout is None:
+            return {}
+        assert bucket.storage is not None
+        return bucket.layout.views(bucket.storage)
+
+    def _keep_to_window(self, bucket: Bucket) -> None:
+        """Puts a bucket away that has come to memory, unless there is room for it."""
         if bucket.layout is None:
             bucket.forget()
         elif not self._has_room(0):
@@ -440,7 +478,7 @@ class OptimizerStates:
         """A bucket's states, with its tensors where others only stand for them."""
         return {
             param: {
-                key: views[index, key] if is_stand_in(value) else value
+                key: as_part_of(param, views[index, key]) if is_stand_in(value) else value
                 for key, value in self._optimizer.state[param].items()
             }
             for index, param in enumerate(bucket.params)
@@ -477,11 +515,7 @@ class OptimizerStates:
         self.conceal()
         for bucket in self.buckets if restore else ():
             self._bring(bucket)
-            if bucket.layout is None:
-                continue
-            assert bucket.storage is not None
-            views = bucket.layout.views(bucket.storage)
-            self._attach(bucket, views)
+            self._attach(bucket, views := self._views_of(bucket))
             self._optimizer.state.update(self._states_with(bucket, views))
         self.buckets = []
         self._slice.close()

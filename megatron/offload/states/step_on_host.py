@@ -64,6 +64,11 @@ class StepOnHost(OptimizerSlice):
         self._arriving: _Twins | None = None
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of host memory that it has for twins."""
+        return sum(storage.nbytes() for storage in self._memory)
+
     def begin_step(self, slices: Iterable[Sequence[torch.Tensor]]) -> None:
         """Starts to copy the first slice to the host."""
         self._to_come = collections.deque(

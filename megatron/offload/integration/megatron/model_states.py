@@ -33,6 +33,7 @@ from megatron.offload.integration.megatron.state_settings import (
 from megatron.offload.integration.torch.optimizer import OptimizerOffload
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.config import StatesConfig
+from megatron.offload.states.in_files import InFiles
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.states_summary import drive_written_bytes, states_summary
@@ -73,14 +74,25 @@ class ModelStates:
     """Offload of a Megatron optimizer's states, from `offload_model_states` until `close`.
 
     Attributes:
+        enabled: whether states are to move; a rank that trains nothing has none all the same.
         parts: one for each optimizer that has parameters: of experts there is another one.
 
     Args:
+        directories: that states are in, if they are on drives.
         rated_bytes: that each drive is rated to endure; None: not known.
     """
 
-    def __init__(self, parts: Sequence[_Part] = (), rated_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[_Part] = (),
+        *,
+        enabled: bool = False,
+        directories: Sequence[Path] = (),
+        rated_bytes: int | None = None,
+    ) -> None:
+        self.enabled = enabled
         self.parts = list(parts)
+        self._directories = list(directories)
         self._rated_bytes = rated_bytes
 
     @property
@@ -91,7 +103,7 @@ class ModelStates:
     @property
     def statistics(self) -> dict[str, int]:
         """Bytes of all states, those in memory now, and those moved so far; empty with off."""
-        if not self.parts:
+        if not self.enabled:
             return {}
         tiers = [tier.statistics for states in self.states for tier in states.tiers]
         return {
@@ -132,6 +144,22 @@ class ModelStates:
             for states in self.states:
                 stack.enter_context(states.loading())
             yield
+
+    def checkpointing(self) -> AbstractContextManager[object]:
+        """Around a checkpoint's saving and loading: what Megatron gathers is in files.
+
+        Its distributed optimizer makes a copy of all states on the host, in some formats.
+        """
+        return InFiles(self._directories) if self._directories else contextlib.nullcontext()
+
+    def make_states(self, make: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Makes states before the first step, for whoever loads into them; a few at a time.
+
+        Args:
+            make: fills the state of an inner optimizer; each time of one with some parameters only.
+        """
+        for states in self.states:
+            states.make_states(make)
 
     def note_checkpoint(self, path: str | Path) -> None:
         """Says from where to resume should states be lost."""
@@ -176,30 +204,45 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
     Raises:
         ConfigurationError: the optimizer, a setting or the directory cannot work; says why.
     """
-    if not config.enabled or optimizer is None:
+    if not config.enabled:
         return ModelStates()
     check_version()
-    members = getattr(optimizer, "chained_optimizers", [optimizer])
-    members = [one for one in members if not getattr(one, "is_stub_optimizer", False)]
+    members = [one for one in _members(optimizer) if _state_bytes(one)]
     for one in members:
         check_state_settings(one.config)
         check_inner_optimizer(one)
-        if type(one).__name__ not in _PAIRS:
-            raise ConfigurationError(
-                f"the states of {type(one).__name__} cannot be offloaded: which weights it keeps "
-                f"is not known; it works for {', '.join(_PAIRS)}"
-            )
-    sizes = [_state_bytes(one) for one in members]
-    members = [one for one, size in zip(members, sizes, strict=True) if size]
+    whole = sum(map(_state_bytes, members))
     parts: list[_Part] = []
     try:
-        for one, size in zip(members, filter(None, sizes), strict=True):
-            parts.append(_Part(one, _share(config, size, sum(sizes))))
+        for one in members:
+            parts.append(_Part(one, _share(config, _state_bytes(one), whole)))
     except BaseException:
         for part in parts:
             part.close()
         raise
-    return ModelStates(parts, config.drive_endurance_bytes)
+    return ModelStates(
+        parts,
+        enabled=True,
+        directories=config.directories if config.uses_ssd else (),
+        rated_bytes=config.drive_endurance_bytes,
+    )
+
+
+def _members(optimizer: Any) -> list[Any]:
+    """The optimizers that a Megatron optimizer consists of, but those of frozen models.
+
+    Raises:
+        ConfigurationError: which weights it keeps is not known.
+    """
+    kind = type(optimizer).__name__
+    if kind == "ChainedOptimizer":
+        return [one for part in optimizer.chained_optimizers for one in _members(part)]
+    if kind not in _PAIRS:
+        raise ConfigurationError(
+            f"{kind} cannot be combined with state offload: which weights it keeps is not known; "
+            "use the optimizers of get_megatron_optimizer, or --optimizer-state-offload off"
+        )
+    return [] if optimizer.is_stub_optimizer else [optimizer]
 
 
 class _Part:
@@ -208,12 +251,13 @@ class _Part:
     def __init__(self, optimizer: Any, config: StatesConfig) -> None:
         self._optimizer = optimizer
         self._copies = _Copies(optimizer)
-        self._replaced: list[str] = []
+        self._replaced: list[tuple[str, Any]] = []  # with what the object itself had there
         self._offload = OptimizerOffload(
             optimizer.optimizer,
             config,
             moves_param=self._copies.is_main_weight,
             updated=self._copies.copy,
+            prefetches=False,  # `LastBackward` does, and not before the last micro-batch
         )
         assert self._offload.states is not None
         self.states: OptimizerStates = self._offload.states
@@ -223,6 +267,9 @@ class _Part:
             self._wrap(name, self._reading)
         for name in _LOADING:
             self._wrap(name, self.states.loading)
+        make = getattr(optimizer, "init_state_fn", None)
+        if make is not None:
+            self._replace("init_state_fn", functools.partial(self._make_states, make))
         for name in _MOVING:
             if hasattr(optimizer, name):
                 self._replace(name, functools.partial(_refuse_to_move, name))
@@ -230,13 +277,22 @@ class _Part:
     def close(self, *, restore: bool = True) -> None:
         """As `ModelStates.close`."""
         while self._replaced:
-            delattr(self._optimizer, self._replaced.pop())
+            name, own = self._replaced.pop()
+            if own is None:
+                delattr(self._optimizer, name)
+            else:
+                setattr(self._optimizer, name, own)
         self._offload.close(restore=restore)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         self.states.expose()
         yield
+
+    def _make_states(self, make: Callable[..., None], _: Any, settings: Any = None) -> None:
+        """Megatron's function that makes states to load into, for a few parameters at a time."""
+        self.states.make_states(lambda part: make(part, settings))
+        self.states.expose()
 
     def _wrap(self, name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
         """Has one of the optimizer's functions run inside a context."""
@@ -253,8 +309,8 @@ class _Part:
 
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
         # Of this one object. A class attribute stands behind it, which `close` uncovers.
+        self._replaced.append((name, vars(self._optimizer).get(name)))
         setattr(self._optimizer, name, function)
-        self._replaced.append(name)
 
 
 class _Copies:
@@ -293,6 +349,8 @@ class _Copies:
             own = [param for param in params if self._place[id(param)][0] == index]
             setattr(twin, own_name, [own])
             setattr(twin, model_name, [[self._place[id(param)][1] for param in own]])
+        if any(param.device != self._place[id(param)][1].device for param in params):
+            twin._dummy_overflow_buf = None  # its kernel is for one device; copy_ is for any two
         getattr(kind, _COPY)(twin)
 
 

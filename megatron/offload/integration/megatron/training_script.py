@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation offload in an unmodified training script of Megatron-LM: `TrainingScript`.
+"""Offload in an unmodified training script of Megatron-LM: `TrainingScript`.
 
 `megatron/offload/launch.py` connects it, runs the script and closes it. It wraps the few functions
 that every `pretrain_*.py` goes through (`PATCH_POINTS`), calls `check`, `install` and `step` as a
@@ -28,15 +28,22 @@ from megatron.offload.integration.megatron import cpu_runtime, cpu_training_scri
 from megatron.offload.integration.megatron.arguments import (
     add_offload_arguments,
     config_from_args,
+    states_config_from_args,
 )
 from megatron.offload.integration.megatron.connect import MegatronOffload, check, install
 from megatron.offload.integration.megatron.estimate import (
     activation_bytes,
     encoder_decoder_bytes,
 )
+from megatron.offload.integration.megatron.model_states import (
+    ModelStates,
+    check_model_states,
+    offload_model_states,
+)
 from megatron.offload.integration.megatron.patch_point import PatchPoint
 from megatron.offload.planner.online.consensus import raise_first
 from megatron.offload.sizes import format_size
+from megatron.offload.states.config import StatesConfig
 from megatron.offload.stats.memory import PeakMemory
 
 logger = logging.getLogger(__name__)
@@ -85,6 +92,7 @@ class TrainingScript:
     def __init__(self) -> None:
         self._restore: list[Callable[[], None]] = []
         self._offload: MegatronOffload | None = None
+        self._states = ModelStates()
         self._peak: PeakMemory | None = None
         self._device = torch.device("cpu")
         self._peak_bytes = 0
@@ -126,6 +134,7 @@ class TrainingScript:
             self._restore.pop()()
         if self._offload is not None:
             self._offload.close()
+        self._states.close(restore=False)
 
     # -------------------------------------------------------------- what is wrapped
 
@@ -147,7 +156,7 @@ class TrainingScript:
             if cpu_runtime.is_active():
                 cpu_training_script.keep_sent_tensors(result[0])
             if not flags.skip_train:
-                _on_all_ranks(lambda: self._install(request, result[0]))
+                _on_all_ranks(lambda: self._install(request, result[0], result[1]))
             return result
 
         return setup_model_and_optimizer
@@ -191,19 +200,25 @@ class TrainingScript:
 
     # -------------------------------------------------------------- what they do
 
-    def _install(self, request: _Request, model_chunks: Sequence[torch.nn.Module]) -> None:
+    def _install(
+        self, request: _Request, model_chunks: Sequence[torch.nn.Module], optimizer: Any
+    ) -> None:
         self._device = next(model_chunks[0].parameters()).device
         if self._device.type == "cpu":
             # Megatron-LM logs a GPU's memory itself, from counters that we leave alone.
             self._peak = PeakMemory(open_device(self._device))
         if request.config.enabled:
             _check_blocks(model_chunks)
+        self._states = offload_model_states(request.states, optimizer)
+        if request.run_directory is not None:
+            self._states.note_checkpoint(f"the last checkpoint in {request.run_directory}")
         self._offload = install(
             request.config,
             model_chunks,
             reserve_bytes=request.reserve_bytes,
             num_local_ranks=request.num_local_ranks,
             run_directory=request.run_directory,
+            states=self._states,
         )
 
     def _installed(self) -> MegatronOffload:
@@ -227,6 +242,7 @@ class TrainingScript:
     def _largest_metrics(self) -> dict[str, float]:
         """The last step's counters; of each the largest value of all ranks. Called by all ranks."""
         metrics: dict[str, float] = dict(self._installed().statistics)
+        metrics |= {f"state_{name}": count for name, count in self._states.statistics.items()}
         if self._peak is not None:
             metrics["peak_activation_bytes"] = self._peak_bytes
         if not metrics:
@@ -241,6 +257,7 @@ class _Request:
     """What the flags ask for on this rank."""
 
     config: OffloadConfig
+    states: StatesConfig
     settings: Any = None  # Megatron-LM's TransformerConfig
     reserve_bytes: int = 0
     num_local_ranks: int = 1
@@ -278,21 +295,26 @@ def _request(flags: argparse.Namespace) -> _Request:
             "the flags have lost --activation-offload on their way, as with --yaml-cfg, which "
             "replaces all of them; give the model as flags"
         )
-    config = config_from_args(flags)
+    config, states = config_from_args(flags), states_config_from_args(flags)
     # Checkpoints hold the flags, and are to be read where this package is not installed.
     flags.activation_offload_dir = ",".join(map(str, config.directories))
     if config.plan_file is not None:
         flags.activation_offload_plan = str(config.plan_file)
-    if not config.enabled and not config.chunks_loss:
-        return _Request(config)
+    flags.optimizer_state_dir = ",".join(map(str, flags.optimizer_state_dir))
+    if not config.enabled and not config.chunks_loss and not states.enabled:
+        return _Request(config, states)
     for name, (works, reason) in _FLAGS.items():
         if getattr(flags, name, works) != works:
             flag = "--" + name.replace("_", "-")
             raise ConfigurationError(f"{flag} cannot be combined with offload: {reason}; drop it")
-    settings = _MODEL_SETTINGS.find()(flags)
+    check_model_states(states, flags)
     save = getattr(flags, "save", None)
+    request = _Request(config, states, run_directory=Path(save) if save else None)
+    if not config.enabled and not config.chunks_loss:
+        return request
+    settings = _MODEL_SETTINGS.find()(flags)
     reserve_bytes = _reserve_bytes(flags, settings) if config.enabled else 0
-    return _Request(config, settings, reserve_bytes, run_directory=Path(save) if save else None)
+    return dataclasses.replace(request, settings=settings, reserve_bytes=reserve_bytes)
 
 
 def _reserve_bytes(flags: argparse.Namespace, settings: Any) -> int:

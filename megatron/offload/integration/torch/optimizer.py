@@ -23,7 +23,7 @@ from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.loaded import as_loaded
 from megatron.offload.states.open import open_state_tiers
 from megatron.offload.states.optimizer_slice import OptimizerSlice
-from megatron.offload.states.optimizer_states import ON_DEVICE, OptimizerStates, state_bytes
+from megatron.offload.states.optimizer_states import OptimizerStates, state_bytes
 from megatron.offload.states.step_on_host import StepOnHost
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.memory_by_tier import (
@@ -53,6 +53,8 @@ class OptimizerOffload:
         config: with mode `off` nothing is touched.
         moves_param: whether a parameter moves with its states.
         updated: told of each bucket's parameters once they are updated.
+        prefetches: whether reads begin in backward, by its gradients; else somebody calls
+            `states.prefetch`.
     """
 
     def __init__(
@@ -62,11 +64,12 @@ class OptimizerOffload:
         *,
         moves_param: Callable[[torch.Tensor], bool] = lambda param: False,
         updated: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
+        prefetches: bool = True,
     ) -> None:
         self.states: OptimizerStates | None = None
         self._optimizer = optimizer
-        self._config = config
         self._undo: list[Callable[[], None]] = []
+        self._config = config
         self._own_step = optimizer.__dict__.get("step")
         if not config.enabled:
             return
@@ -87,9 +90,8 @@ class OptimizerOffload:
                 tiers,
                 device,
                 bucket_bytes=config.bucket_bytes,
-                window_bytes=(
-                    config.window_bytes if device.is_host else ON_DEVICE * config.bucket_bytes
-                ),
+                # Else the window is a tier: see Note [The window] of the states.
+                window_bytes=config.window_bytes if device.is_host else 0,
                 moves_param=moves_param,
                 updated=updated,
                 step_by=step_by,
@@ -99,6 +101,8 @@ class OptimizerOffload:
                 tier.close()
             raise
         self._hook(optimizer, self.states)
+        if prefetches:
+            self._prefetch_half_way(optimizer, self.states)
 
     def __enter__(self) -> OptimizerOffload:
         return self
@@ -158,7 +162,7 @@ class OptimizerOffload:
         kind = type(optimizer)
 
         def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
-            with states.loading():
+            with states.loading(at_once=True):
                 kind.load_state_dict(self, as_loaded(self, state_dict))
 
         def getstate(self: torch.optim.Optimizer) -> Any:  # of a copy, and of what is pickled
@@ -174,6 +178,8 @@ class OptimizerOffload:
             self._undo.append(functools.partial(delattr, optimizer, name))
         showing = optimizer.register_state_dict_pre_hook(lambda _: states.expose())
         self._undo.append(showing.remove)
+
+    def _prefetch_half_way(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
         last = _half_way(group["params"] for group in optimizer.param_groups)
         if last is not None:
             hook = last.register_post_accumulate_grad_hook(lambda _: states.prefetch())

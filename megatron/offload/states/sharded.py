@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank has of a tensor that others share: `local_of`, and back: `as_part_of`.
+
+States of sharded parameters (FSDP2, tensor parallelism) are DTensors. A rank moves its own part.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; of any other tensor all of it."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.detach()
+
+
+def as_part_of(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` as what `tensor` is: a DTensor with this as the rank's part, or itself."""
+    if not hasattr(tensor, "_local_tensor"):
+        return local
+    whole: torch.Tensor = type(tensor).from_local(  # type: ignore[attr-defined]
+        local,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return whole

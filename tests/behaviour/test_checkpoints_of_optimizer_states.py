@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of states on tiers: the same as without offload, from where the states are."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from megatron.offload.errors import LostStateError, OffloadError
+from megatron.offload.states.bucket import Where
+from megatron.offload.states.optimizer_states import OptimizerStates
+from megatron.offload.tiers.ssd import SsdTier
+from tests.behaviour.test_optimizer_states_stay_bit_identical import OPTIMIZERS, Trained, same
+
+
+@pytest.fixture(params=["ssd", "host"])
+def offload(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    return {"mode": "host"} if request.param == "host" else {"directory": tmp_path}
+
+
+@pytest.fixture
+def on_ssd(tmp_path: Path) -> dict[str, Any]:
+    return {"directory": tmp_path}
+
+
+def _states(trained: Trained) -> OptimizerStates:
+    assert trained.handle is not None and trained.handle.states is not None
+    return trained.handle.states
+
+
+def _saved(state_dict: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return file
+
+
+def test_a_file_is_as_large_and_has_as_many_parts_as_without(offload: dict[str, Any]) -> None:
+    plain, moved = (Trained(OPTIMIZERS["adamw"], **one).train(3) for one in ({}, offload))
+    of_plain, of_moved = (_saved(one.optimizer.state_dict()) for one in (plain, moved))
+    assert of_moved.getbuffer().nbytes == of_plain.getbuffer().nbytes
+    storages = {
+        value.untyped_storage().data_ptr()
+        for state in torch.load(of_moved)["state"].values()
+        for value in state.values()
+    }
+    assert len(storages) == 3 * 14  # each tensor has its own, as without
+
+
+def test_a_run_goes_on_in_the_middle(offload: dict[str, Any], tmp_path: Path) -> None:
+    """From offload to none and back, with the file mapped as it is loaded."""
+    expected = Trained(OPTIMIZERS["adamw"]).train(6)
+    trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+    for index, kind in enumerate(({}, offload, offload, {})):
+        path = tmp_path / f"{index}.pt"
+        torch.save(trained.optimizer.state_dict(), path)
+        resumed = Trained(OPTIMIZERS["adamw"], **kind)
+        resumed.model.load_state_dict(trained.model.state_dict())
+        resumed.optimizer.load_state_dict(torch.load(path, mmap=True))
+        resumed._generator, resumed.losses = trained._generator, trained.losses
+        trained = resumed.train(1)
+    assert same(trained.result, expected.result)
+
+
+def test_loaded_states_are_on_their_tier_before_the_next_step(offload: dict[str, Any]) -> None:
+    states = Trained(OPTIMIZERS["adamw"]).train(1).optimizer.state_dict()
+    fresh = Trained(OPTIMIZERS["adamw"], **offload)
+    fresh.optimizer.load_state_dict(states)
+    _states(fresh).wait_for_writes()
+    assert _states(fresh).memory_bytes <= _states(fresh).window_bytes < _states(fresh).num_bytes
+
+
+def test_loaded_states_get_the_type_of_their_parameters(offload: dict[str, Any]) -> None:
+    source = Trained(OPTIMIZERS["adamw"]).train(1).optimizer.state_dict()
+    for state in source["state"].values():
+        state["exp_avg"] = state["exp_avg"].double()
+    plain, moved = (Trained(OPTIMIZERS["adamw"], **one) for one in ({}, offload))
+    plain.optimizer.load_state_dict(source)
+    moved.optimizer.load_state_dict(source)
+    assert same(moved.optimizer.state_dict(), plain.optimizer.state_dict())
+
+
+def test_what_is_refused_when_loading_changes_nothing(offload: dict[str, Any]) -> None:
+    expected = Trained(OPTIMIZERS["adamw"]).train(4)
+    trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+    broken = trained.optimizer.state_dict()
+    broken["param_groups"] = []
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        trained.optimizer.load_state_dict(broken)
+    assert same(trained.train(2).result, expected.result)
+
+
+@pytest.mark.parametrize("kind", [{}, {"io": "buffered"}, {"mode": "tiered"}], ids=str)
+def test_rounds_of_looking_changing_and_stepping_stay_the_same(
+    kind: dict[str, Any], on_ssd: dict[str, Any]
+) -> None:
+    """Stale pages of a reused place on the drive would show, and changes that do not come there."""
+
+    def change(trained: Trained, seen: list[Any]) -> Callable[[int], None]:
+        def after(step: int) -> None:
+            state_dict = trained.optimizer.state_dict()
+            seen.append(copy.deepcopy(state_dict))
+            for number, state in state_dict["state"].items():
+                if (number + step) % 3 == 0:
+                    state["exp_avg"].mul_(0.5)
+            if step % 2:
+                seen.append(copy.deepcopy(trained.optimizer.state_dict()))
+
+        return after
+
+    expected = Trained(OPTIMIZERS["adamw"])
+    trained = Trained(OPTIMIZERS["adamw"], **on_ssd, **kind)
+    of_expected: list[Any] = []
+    of_trained: list[Any] = []
+    expected.train(8, change(expected, of_expected))
+    trained.train(8, change(trained, of_trained))
+    assert same(of_trained, of_expected)
+    assert same(trained.result, expected.result)
+
+
+def test_an_assigned_state_is_used(offload: dict[str, Any]) -> None:
+    def assign(trained: Trained) -> Trained:
+        for param in trained.model.parameters():
+            trained.optimizer.state[param]["exp_avg"] = torch.full_like(param, 1e-3)
+        return trained
+
+    expected = assign(Trained(OPTIMIZERS["adamw"]).train(2)).train(2)
+    trained = assign(Trained(OPTIMIZERS["adamw"], **offload).train(2)).train(2)
+    assert same(trained.result, expected.result)
+
+
+def test_a_change_of_what_stands_for_a_state_is_an_error(offload: dict[str, Any]) -> None:
+    trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+    trained.optimizer.state[next(trained.model.parameters())]["exp_avg"].zero_()
+    with pytest.raises(OffloadError, match=r"changed while it is on a tier.*state_dict\(\)"):
+        trained.train(1)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickle.dumps, _saved])
+def test_what_stands_for_a_state_is_not_saved(
+    make_copy: Callable[[Any], Any], on_ssd: dict[str, Any]
+) -> None:
+    trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
+    with pytest.raises(OffloadError, match="copied or saved while it is on a tier"):
+        make_copy(dict(trained.optimizer.state))
+
+
+@pytest.mark.parametrize(
+    "make_copy",
+    [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))],
+    ids=["copy", "pickle"],
+)
+def test_a_copy_of_an_optimizer_has_its_states(
+    make_copy: Callable[[Any], Any], offload: dict[str, Any]
+) -> None:
+    expected = Trained(OPTIMIZERS["adamw"]).train(4)
+    trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+    copied = make_copy(trained.optimizer)
+    assert same(copied.state_dict(), trained.optimizer.state_dict())
+    assert same(trained.train(2).result, expected.result)
+    # The copy is an ordinary optimizer.
+    for param in copied.param_groups[0]["params"]:
+        param.grad = torch.zeros_like(param)
+    copied.step()
+
+
+def test_tensors_of_a_state_dict_outlive_the_next_steps(on_ssd: dict[str, Any]) -> None:
+    """What was on the drive stays as it was, though its place would be written again."""
+    trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
+    states = _states(trained)
+    states.wait_for_writes()
+    held, expected = [], []
+    trained.optimizer.state_dict()
+    for bucket in states.buckets:
+        if bucket.where is Where.ON_TIER:
+            for param in bucket.params:
+                held.append(trained.optimizer.state[param]["exp_avg"])
+                expected.append(held[-1].clone())
+    assert held
+    trained.train(3)
+    assert same(held, expected)
+
+
+def test_a_forked_process_sees_states(offload: dict[str, Any]) -> None:
+    """Writers of checkpoints are forked."""
+    trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+    state_dict = trained.optimizer.state_dict()
+    total = sum(float(one["exp_avg"].sum()) for one in state_dict["state"].values())
+    child = os.fork()
+    if not child:
+        seen = sum(float(one["exp_avg"].sum()) for one in state_dict["state"].values())
+        os._exit(0 if seen == total else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_host_tier_is_not_copied_to_forked_processes_after_the_next_step() -> None:
+    trained = Trained(OPTIMIZERS["adamw"], mode="host").train(2)
+    assert _kept_from_forks() > 0
+    before = _kept_from_forks()
+    trained.optimizer.state_dict()
+    assert _kept_from_forks() < before
+    trained.train(1)
+    assert _kept_from_forks() == before
+
+
+def _kept_from_forks() -> int:
+    """Bytes of mappings that a forked process does not get."""
+    total = size = 0
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if line.startswith("Size:"):
+                size = int(line.split()[1])
+            elif line.startswith("VmFlags:") and " dc" in line:
+                total += size
+    return total
+
+
+@pytest.fixture
+def damaged(on_ssd: dict[str, Any]) -> Iterator[Trained]:
+    """After two steps, with a bit of a bucket that is away flipped on the drive."""
+    trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
+    states = _states(trained)
+    states.wait_for_writes()
+    (away, *_) = (one for one in states.buckets if one.where is Where.ON_TIER)
+    (extent,) = away.block.extents
+    fd = os.open(f"/proc/self/fd/{extent.drive.file.fd}", os.O_RDWR)
+    byte = os.pread(fd, 1, extent.offset + 100)[0]
+    os.pwrite(fd, bytes([byte ^ 1]), extent.offset + 100)
+    os.fsync(fd)
+    os.close(fd)
+    yield trained
+    assert trained.handle is not None
+    trained.handle.close(restore=False)
+
+
+def test_a_flipped_bit_does_not_get_into_a_checkpoint(damaged: Trained) -> None:
+    for _ in range(2):  # nor when somebody tries again
+        with pytest.raises(LostStateError, match="checksum mismatch"):
+            damaged.optimizer.state_dict()
+
+
+def test_damage_of_the_page_cache_alone_is_no_loss(
+    on_ssd: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Trained(OPTIMIZERS["adamw"]).train(4)
+    trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
+
+    def refuse(self: SsdTier, block: Any) -> Any:
+        raise OSError("no mapping here")
+
+    monkeypatch.setattr(SsdTier, "view", refuse)
+    plain = Trained(OPTIMIZERS["adamw"]).train(2)
+    assert same(trained.optimizer.state_dict(), plain.optimizer.state_dict())
+    assert same(trained.train(2).result, expected.result)
+
+
+def test_a_place_that_cannot_be_renewed_is_left(
+    on_ssd: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(**offload: Any) -> Any:
+        trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+        for state in trained.optimizer.state_dict()["state"].values():
+            state["exp_avg"].mul_(0.5)
+        return trained.train(2).result
+
+    expected = train()
+
+    def fail(self: SsdTier, block: Any) -> None:
+        raise OSError("the drive failed")
+
+    monkeypatch.setattr(SsdTier, "renew", fail)
+    assert same(train(**on_ssd), expected)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoints_are_the_same(
+    flat: bool, offload: dict[str, Any], tmp_path: Path
+) -> None:
+    """Saved and loaded in place, from one to the other and back."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    expected = Trained(OPTIMIZERS["adamw"]).train(6)
+    trained = Trained(OPTIMIZERS["adamw"]).train(2)
+    for index, kind in enumerate((offload, {})):
+        found = get_optimizer_state_dict(trained.model, trained.optimizer, options=options)
+        dcp.save({"optimizer": found}, checkpoint_id=tmp_path / str(index), no_dist=True)
+        resumed = Trained(OPTIMIZERS["adamw"], **kind)
+        target = get_optimizer_state_dict(resumed.model, resumed.optimizer, options=options)
+        dcp.load({"optimizer": target}, checkpoint_id=tmp_path / str(index), no_dist=True)
+        set_optimizer_state_dict(resumed.model, resumed.optimizer, target, options=options)
+        resumed.model.load_state_dict(trained.model.state_dict())
+        resumed._generator, resumed.losses = trained._generator, trained.losses
+        trained = resumed.train(2)
+    assert same(trained.result, expected.result)
+
+
+def test_states_loaded_in_place_take_no_second_place(on_ssd: dict[str, Any]) -> None:
+    trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
+    states = _states(trained)
+    states.wait_for_writes()
+    (tier,) = states.tiers
+    used, held = tier.used_bytes, trained.optimizer.state_dict()
+    for state in held["state"].values():
+        state["exp_avg"].data.copy_(torch.ones_like(state["exp_avg"]))
+    trained.optimizer.load_state_dict(held)
+    assert tier.used_bytes == used
+    states.prefetch()
+    for state in trained.optimizer.state_dict()["state"].values():
+        assert state["exp_avg"].eq(1).all()
+
+
+_MEMORY = """
+import copy, resource, sys, torch, threading
+from pathlib import Path
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import *
+from megatron.offload import offload_optimizer
+
+MIB = 1 << 20
+folder, way = Path(sys.argv[1]), sys.argv[2]
+
+def anonymous():
+    text = Path("/proc/self/status").read_text()
+    return int(text.split("RssAnon:")[1].split()[0]) << 10
+
+class Peak(threading.Thread):
+    def run(self):
+        while not self.ended.wait(0.001):
+            self.bytes = max(self.bytes, anonymous())
+    def __enter__(self):
+        self.ended, self.before = threading.Event(), anonymous()
+        self.bytes = self.before
+        self.start()
+        return self
+    def __exit__(self, *error):
+        self.bytes = max(self.bytes, anonymous())
+        self.ended.set()
+        self.join()
+
+def make(**kind):
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(26)])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    handle = offload_optimizer(
+        optimizer, folder, window_bytes=16 * MIB, bucket_bytes=8 * MIB, threads=2)
+    return model, optimizer, handle
+
+def step(model, optimizer):
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+model, optimizer, handle = make()
+step(model, optimizer)
+handle.states.wait_for_writes()
+assert handle.states.num_bytes > 200 * MIB
+parts = []
+with Peak() as saving:
+    if way == "torch":
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    else:
+        found = get_optimizer_state_dict(model, optimizer)
+        dcp.save(found, checkpoint_id=folder / "dcp", no_dist=True)
+handle.close(restore=False)
+del optimizer
+model, optimizer, handle = make()
+if way != "torch":
+    step(model, optimizer)  # DCP would do it, with gradients of all
+    handle.states.wait_for_writes()
+with Peak() as loading:
+    if way == "torch":
+        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", mmap=True))
+    else:
+        found = get_optimizer_state_dict(model, optimizer)
+        dcp.load(found, checkpoint_id=folder / "dcp", no_dist=True)
+        set_optimizer_state_dict(model, optimizer, found)
+handle.close(restore=False)
+print(*[(one.bytes - one.before) // MIB for one in (saving, loading)])
+"""
+
+
+@pytest.mark.parametrize("way", ["torch", "dcp"])
+def test_there_is_no_second_copy_in_memory(way: str, tmp_path: Path) -> None:
+    """200 MiB of states, 16 MiB of window: what saving and loading add is about a window."""
+    done = subprocess.run(
+        [sys.executable, "-c", _MEMORY, str(tmp_path), way],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    saving, loading = map(int, done.stdout.split())
+    assert saving < 40 and loading < 60

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of the trainer with its optimizer's states on tiers: those of a run without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.support.launch import Outcome, train
+
+SMALL = "--optimizer-state-window 64KiB --optimizer-state-bucket 16KiB"
+
+
+def _on(directory: Path) -> str:
+    directory.mkdir(exist_ok=True)
+    return f"--optimizer-state-offload ssd --optimizer-state-dir {directory} {SMALL}"
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by name."""
+    reader = dcp.FileSystemReader(checkpoint)
+    found = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def _assert_same(one: Path, other: Path) -> None:
+    tensors, others = tensors_of(one), tensors_of(other)
+    assert tensors.keys() == others.keys() and any("exp_avg_sq" in name for name in tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+def _assert_goes_on(resumed: Outcome, whole: Outcome) -> None:
+    assert resumed.values("step") == [3, 4]
+    for name in ("loss", "grad_norm"):
+        assert resumed.values(name) == whole.values(name)[2:], name
+    assert resumed.model == whole.model
+
+
+DISTRIBUTED = "--use-distributed-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        pytest.param("", 1, id="fp32"),
+        pytest.param("--bf16", 1, id="bf16", marks=pytest.mark.slow),
+        pytest.param(f"{DISTRIBUTED} --bf16", 2, id="distributed-bf16"),
+        pytest.param(DISTRIBUTED, 2, id="distributed", marks=pytest.mark.slow),
+        pytest.param("--tensor-model-parallel-size 2 --bf16", 2, id="tp2", marks=pytest.mark.slow),
+        pytest.param("--pipeline-model-parallel-size 2", 2, id="pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_and_what_comes_after_are_those_of_a_run_without(
+    flags: str, world_size: int, tmp_path: Path
+) -> None:
+    """With offload, without, and each resumed in the middle by the other."""
+    every = f"{flags} --train-iters 4 --save-interval 2"
+    offload = _on(tmp_path / "tier")
+    plain, moved = tmp_path / "plain", tmp_path / "moved"
+    whole = train(every, f"--save {plain}", world_size=world_size)
+    train(every, f"--save {moved}", offload, world_size=world_size)
+    for iteration in ("iter_0000002", "iter_0000004"):
+        _assert_same(plain / iteration, moved / iteration)
+    for directory, added in ((plain, offload), (moved, "")):
+        (directory / "latest_checkpointed_iteration.txt").write_text("2\n")
+        resumed = train(f"{flags} --train-iters 4 --load {directory}", added, world_size=world_size)
+        _assert_goes_on(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(
+            f"{DISTRIBUTED} --bf16", "--tensor-model-parallel-size 2 --bf16 " + DISTRIBUTED
+        ),
+        pytest.param(DISTRIBUTED, "--pipeline-model-parallel-size 2 " + DISTRIBUTED),
+        pytest.param("--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"),
+    ],
+    ids=["dp2-to-tp2", "dp2-to-pp2", "tp2-to-pp2"],
+)
+@pytest.mark.slow
+def test_another_layout_goes_on_as_it_does_without(before: str, after: str, tmp_path: Path) -> None:
+    offload = _on(tmp_path / "tier")
+    train(f"{before} --train-iters 2 --save {tmp_path}", offload, world_size=2)
+    load = f"{after} --train-iters 4 --load {tmp_path}"
+    plain = train(load, world_size=2)
+    moved = train(load, offload, world_size=2)
+    assert moved.values("loss") == plain.values("loss")
+    assert moved.values("grad_norm") == plain.values("grad_norm")
+    assert moved.model == plain.model
