@@ -118,7 +118,9 @@ class StatesConfig(Settings):
         "--device-memory-budget",
         None,
         "with auto: most memory of the device that weights, gradients, states and activations of a "
-        "rank may take together, for example 70GiB.",
+        "rank may take together, for example 70GiB; on a CPU the most that the process may. With "
+        "--activation-offload auto both are decided together. Default: states take what helps, up "
+        "to half of the memory that is free.",
         parse=parse_size,
         metavar="SIZE",
     )

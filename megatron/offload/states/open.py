@@ -33,9 +33,13 @@ def open_state_tiers(
         if config.uses_host:
             budget = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
             tiers.append(HostTier(budget, device=device, flag="--optimizer-state-host-budget"))
-        elif not device.is_host and config.window_bytes:
+        elif not device.is_host and (config.window_bytes or config.mode == "auto"):
             flag = "--optimizer-state-window"
-            tiers.append(HostTier(config.window_bytes, device=device, flag=flag, overflows=True))
+            window_bytes = config.window_bytes
+            if config.mode == "auto":  # it takes nothing from the device
+                budget = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
+                window_bytes = min(budget, num_bytes)
+            tiers.append(HostTier(window_bytes, device=device, flag=flag, overflows=True))
         if config.uses_ssd:
             tiers.append(
                 SsdTier(
