@@ -15,6 +15,7 @@ from megatron.offload.errors import STATES_PREFIX, ConfigurationError
 from megatron.offload.flag import Settings, flag, parse_count, parse_paths
 from megatron.offload.sizes import MIB, parse_budget, parse_rate, parse_size
 
+DEFAULT_WINDOW_BYTES = 256 * MIB
 _ON_SSD, _ON_HOST = ("ssd", "tiered", "auto"), ("host", "tiered")
 
 
@@ -59,7 +60,7 @@ class StatesConfig(Settings):
     )
     window_bytes: int = flag(
         "--optimizer-state-window",
-        256 * MIB,
+        DEFAULT_WINDOW_BYTES,
         "most optimizer states in memory at a time. What fits stays from one step to the next and "
         "is neither written nor read.",
         parse=parse_size,
@@ -118,7 +119,9 @@ class StatesConfig(Settings):
         "--device-memory-budget",
         None,
         "with auto: most memory of the device that weights, gradients, states and activations of a "
-        "rank may take together, for example 70GiB.",
+        "rank may take together, for example 70GiB; on a CPU the most that the process may. With "
+        "--activation-offload auto both are decided together. Default: states take what helps, up "
+        "to half of the memory that is free.",
         parse=parse_size,
         metavar="SIZE",
     )

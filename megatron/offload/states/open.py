@@ -34,9 +34,14 @@ def open_state_tiers(
         if config.uses_host:
             budget = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit(), STATES)
             tiers.append(HostTier(budget, device=device, purpose=STATES))
-        elif not device.is_host and config.window_bytes:
+        elif not device.is_host and (config.window_bytes or config.mode == "auto"):
+            window_bytes = config.window_bytes
+            if config.mode == "auto":  # it takes nothing from the device
+                memory = memory_limit()
+                budget = host_budget_bytes(config.host_budget, num_local_ranks, memory, STATES)
+                window_bytes = min(budget, num_bytes)
             window = HostTier(
-                config.window_bytes, device=device, purpose=STATES, flag="window", overflows=True
+                window_bytes, device=device, purpose=STATES, flag="window", overflows=True
             )
             tiers.append(window)
         if config.uses_ssd:

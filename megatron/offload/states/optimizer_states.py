@@ -312,7 +312,10 @@ class OptimizerStates:
         return local_of(param).nbytes * (3 if self._moves_param(param) else 2)
 
     def _expected_bytes(self, bucket: Bucket) -> int:
-        return bucket.num_bytes or sum(map(self._usual_bytes, bucket.params))
+        usual_bytes = sum(map(self._usual_bytes, bucket.params))
+        if not self.meter.num_steps:  # it may have nothing yet but parameters that move
+            return max(bucket.num_bytes, usual_bytes)
+        return bucket.num_bytes or usual_bytes
 
     def _tell_changed(self) -> None:
         with self._changed:
