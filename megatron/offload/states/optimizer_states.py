@@ -256,9 +256,7 @@ class OptimizerStates:
         """Once, after a step; what failed on a drive, that drive has said already."""
         if self._refused_bytes and not self._has_warned:
             self._has_warned = True
-            warn_of_full_tiers(
-                self._refused_bytes, self.num_bytes, self.window_bytes, self._refusal
-            )
+            warn_of_full_tiers(self._refused_bytes, self.num_bytes, self._room_bytes, self._refusal)
 
     # -- Where states are -------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import torch
 
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.states.config import StatesConfig
+from megatron.offload.states.sharded import local_of
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.probe import measure_bandwidth
 from megatron.offload.tiers.purpose import STATES
@@ -41,7 +42,8 @@ def expected_bytes(
         moves_param: whether a parameter itself moves with its states.
     """
     return [
-        _bytes_of_states(optimizer, group, param) + (param.nbytes if moves_param(param) else 0)
+        _bytes_of_states(optimizer, group, param)
+        + (local_of(param).nbytes if moves_param(param) else 0)
         for group in optimizer.param_groups
         for param in group["params"]
     ]
@@ -50,17 +52,18 @@ def expected_bytes(
 def _bytes_of_states(
     optimizer: torch.optim.Optimizer, group: dict[str, object], param: torch.Tensor
 ) -> int:
+    own = local_of(param)
     if state := optimizer.state.get(param):
         tensors = (one for one in state.values() if isinstance(one, torch.Tensor))
-        return sum(one.nbytes for one in tensors if one.shape == param.shape and one.dim())
+        return sum(local_of(t).nbytes for t in tensors if t.shape == param.shape and t.dim())
     kinds = getattr(optimizer, "name_to_dtype_map", None)
     if kinds:  # Transformer Engine's FusedAdam, whose states have types of their own
         names = ["exp_avg", "exp_avg_sq"]
         names += ["master_param"] if getattr(optimizer, "master_weights", False) else []
-        return sum(param.numel() * kinds[name].itemsize for name in names)
+        return sum(own.numel() * kinds[name].itemsize for name in names)
     if "momentum" in group:
-        return param.nbytes if group["momentum"] else 0
-    return param.nbytes * (3 if group.get("amsgrad") else 2)
+        return own.nbytes if group["momentum"] else 0
+    return own.nbytes * (3 if group.get("amsgrad") else 2)
 
 
 def space_for(sizes: Sequence[int], bucket_bytes: int) -> int:
