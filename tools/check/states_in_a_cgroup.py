@@ -4,9 +4,9 @@
 
     tools/check/states_in_a_cgroup.py --json result.json        # about a minute on 2 cores
 
-The same training four times, each in a process of its own: states in memory and on the SSD, first
-with as much memory as there is, then in a control group whose limit lies half way between what the
-two have taken. It needs root, or a control group in which others may be made.
+The same training three times, each in a process of its own: with states in memory and as much of it
+as there is; in a control group with less, by --less of the states' bytes; and there with states on
+the SSD. It needs root, or a control group in which others may be made.
 
 Exit code: 0 in the group the run with states in memory was killed for memory, the one with states
 on the SSD ended, and all that ended have the same weights, bit for bit; 1 one of these does not
@@ -31,7 +31,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from tabulate import tabulate
 
@@ -43,6 +42,8 @@ from megatron.offload.sizes import MIB, format_size, parse_size
 ROOT = Path(__file__).resolve().parents[2]
 IN_MEMORY, ON_SSD = "memory", "ssd"
 _TIMEOUT_S = 300.0
+# A command, with the file of a group's members before it, that begins in the group.
+_JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
 
 
 class CheckError(Exception):
@@ -177,8 +178,6 @@ class PeakMemory:
 
 def train(args: argparse.Namespace) -> None:
     """Trains in this process and prints its result as JSON."""
-    if args.group is not None:
-        args.group.write_text(str(os.getpid()))
     import torch
 
     from megatron.offload import offload_optimizer
@@ -227,7 +226,8 @@ def run(states: str, limit_bytes: int | None, args: argparse.Namespace) -> Run:
         group = None
         if limit_bytes is not None:
             group = stack.enter_context(memory_group(limit_bytes))
-            command += ["--group", str(group.members)]
+            # Before Python begins: what a process has already, the group does not count.
+            command = [*_JOIN, str(group.members), *command]
         search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         ended = subprocess.run(
             command,
@@ -240,9 +240,8 @@ def run(states: str, limit_bytes: int | None, args: argparse.Namespace) -> Run:
         if group is not None and ended.returncode == -signal.SIGKILL and group.num_killed:
             return Run(states, limit_bytes, killed=True)
     if ended.returncode:
-        raise CheckError(
-            f"states in {states}: exit code {ended.returncode}: {ended.stderr[-2000:]}"
-        )
+        told = f"exit code {ended.returncode}: {ended.stderr[-2000:]}"
+        raise CheckError(f"states in {states}: {told}")
     return Run(states, limit_bytes, killed=False, **json.loads(ended.stdout.splitlines()[-1]))
 
 
@@ -250,10 +249,15 @@ def run(states: str, limit_bytes: int | None, args: argparse.Namespace) -> Run:
 
 
 def all_runs(args: argparse.Namespace) -> list[Run]:
-    """Both without a limit, then both with one half way between what they have taken."""
-    free = [run(states, None, args) for states in (IN_MEMORY, ON_SSD)]
-    limit_bytes = sum(one.peak_bytes for one in free) // 2
-    return free + [run(states, limit_bytes, args) for states in (IN_MEMORY, ON_SSD)]
+    """Without a limit, then both with one that states in memory do not fit."""
+    free = run(IN_MEMORY, None, args)
+    limit_bytes = int(free.peak_bytes - args.less * 8 * num_parameters(args))
+    return [free, *(run(states, limit_bytes, args) for states in (IN_MEMORY, ON_SSD))]
+
+
+def num_parameters(args: argparse.Namespace) -> int:
+    """Of the model that is trained."""
+    return int(args.layers * (args.hidden + 1) * args.hidden)
 
 
 def holds(runs: Sequence[Run]) -> bool:
@@ -281,7 +285,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains four times, prints the table and the verdict; the exit code."""
+    """Trains three times, prints the table and the verdict; the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -290,11 +294,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=24, help="(24)")
     parser.add_argument("--steps", type=int, default=5, help="of each training (5)")
     parser.add_argument("--window", type=_size, default=64 * MIB, help="of states (64MiB)")
+    parser.add_argument(
+        "--less", type=float, default=0.4, help="memory, as a part of the states' bytes (0.4)"
+    )
     parser.add_argument("--dir", type=Path, default=ROOT / "runs" / "offload", help="on the SSD")
-    for name in ("--train", "--states", "--group"):  # of one training, not for people
-        kind: dict[str, Any] = {"type": Path} if name == "--group" else {}
-        kind = {"action": "store_true"} if name == "--train" else kind
-        parser.add_argument(name, help=argparse.SUPPRESS, **kind)
+    # Of one training, not for people.
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--states", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.dir.mkdir(parents=True, exist_ok=True)
     if args.train:
@@ -307,12 +313,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckError, subprocess.TimeoutExpired) as error:
         print(f"states_in_a_cgroup.py: error: {error}", file=sys.stderr)
         return 2
-    num_params = args.layers * (args.hidden + 1) * args.hidden
+    num_params = num_parameters(args)
     verdict = "holds" if holds(runs) else "DOES NOT HOLD"
-    print(
-        f"{num_params / 1e6:.0f} M parameters in fp32, AdamW, window {format_size(args.window)}\n"
-    )
-    print(f"{table(runs)}\n\n{verdict}: with states on the SSD it trains where it was killed")
+    print(f"{num_params / 1e6:.0f} M parameters in fp32, AdamW, window {format_size(args.window)}")
+    print(f"\n{table(runs)}\n\n{verdict}: with states on the SSD it trains where it was killed")
     if args.json is not None:
         values = {
             "date": datetime.date.today().isoformat(),
