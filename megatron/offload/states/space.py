@@ -24,7 +24,7 @@ from megatron.offload.tiers.ssd import threads_of
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE_BYTES = 128 * MIB  # moved for each measurement
+SAMPLE_BYTES = 128 * MIB  # moved for each measurement
 _LEAST_SAMPLE_BYTES = 32 * MIB  # less says nothing, and takes no time either
 _SAMPLE_S = 0.3  # of each measurement, if the drive is slow
 _SLOW_BYTES_PER_S = 0.5e9  # every SATA SSD comes near it
@@ -121,11 +121,11 @@ def measure_drives(
         measure: bytes a second written and read, of a directory; for tests.
     """
     moved_bytes = max(num_bytes - config.window_bytes, 0)
-    sample_bytes = min(_SAMPLE_BYTES, num_bytes // len(config.directories))
+    sample_bytes = min(SAMPLE_BYTES, num_bytes // len(config.directories))
     if not moved_bytes or sample_bytes < _LEAST_SAMPLE_BYTES:
         return
     try:
-        rates = [(measure or _measure)(one, config, sample_bytes) for one in config.directories]
+        rates = [(measure or drive_rates)(one, config, sample_bytes) for one in config.directories]
     except OSError as error:
         logger.info("%sthe drives could not be measured (%s)", STATES.prefix, error)
         return
@@ -149,7 +149,12 @@ def measure_drives(
     )
 
 
-def _measure(directory: Path, config: StatesConfig, sample_bytes: int) -> tuple[float, float]:
+def drive_rates(directory: Path, config: StatesConfig, sample_bytes: int) -> tuple[float, float]:
+    """Bytes a second that a directory's drive writes and reads, from as many threads as states use.
+
+    Raises:
+        OSError: the file system refused to allocate, write or read.
+    """
     file = UnlinkedFile(directory, config.io, STATES)
     try:
         (num_threads,) = threads_of([directory], config.threads)
