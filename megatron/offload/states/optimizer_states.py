@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 
+from megatron.offload.device.allocator import return_freed_memory
 from megatron.offload.device.device import Device
 from megatron.offload.errors import LostStateError
 from megatron.offload.sizes import format_size
@@ -143,8 +144,11 @@ class OptimizerStates:
             while ahead and ahead[0].where is not Where.ON_TIER:
                 ahead.popleft()
             self._is_half_done = True
+            had_none = bucket.where is Where.NOWHERE
             with self.meter.updating():
                 self._update(bucket)
+            if had_none and bucket.where is not Where.NOWHERE and self._device.is_host:
+                return_freed_memory()  # of what the optimizer made: else all of it stays
             self.meter.updated(bucket.num_bytes)
             if index < stays:
                 self._put_away(bucket)
