@@ -51,7 +51,7 @@ class Layout:
         Not from an allocator there, which would keep much of it once it is freed in other threads.
         """
         if device.type == "cpu":
-            memory = mmap.mmap(-1, self.num_bytes)
+            memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device).untyped_storage()
 

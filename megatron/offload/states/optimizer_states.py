@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 
+from megatron.offload.device.allocator import return_freed_memory
 from megatron.offload.device.device import Device
 from megatron.offload.errors import LostStateError
 from megatron.offload.sizes import format_size
@@ -143,8 +144,11 @@ class OptimizerStates:
             while ahead and ahead[0].where is not Where.ON_TIER:
                 ahead.popleft()
             self._is_half_done = True
+            had_none = bucket.where is Where.NOWHERE
             with self.meter.updating():
                 self._update(bucket)
+            if had_none and bucket.where is not Where.NOWHERE and self._device.is_host:
+                return_freed_memory()  # of what the optimizer made: else all of it stays
             self.meter.updated(bucket.num_bytes)
             if index < stays:
                 self._put_away(bucket)
@@ -263,9 +267,7 @@ class OptimizerStates:
         """Once, after a step; what failed on a drive, that drive has said already."""
         if self._refused_bytes and not self._has_warned:
             self._has_warned = True
-            warn_of_full_tiers(
-                self._refused_bytes, self.num_bytes, self.window_bytes, self._refusal
-            )
+            warn_of_full_tiers(self._refused_bytes, self.num_bytes, self._room_bytes, self._refusal)
 
     # -- Where states are -------------------------------------------------------------------------
 
