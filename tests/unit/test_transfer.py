@@ -192,7 +192,7 @@ def test_if_no_thread_can_be_started_waiting_ends_in_an_error(one_thread, monkey
     kill(one_thread._threads[0])
     with pytest.raises(OSError, match="all I/O threads died"):
         waiting.result(timeout=10)
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="all I/O threads died"):
         one_thread.submit_read(lambda: None)
 
 

@@ -6,7 +6,6 @@ A bucket's tensors move as one storage, so that a drive sees few and long reques
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -49,12 +48,11 @@ class Layout:
     def new_storage(self, device: torch.device) -> torch.UntypedStorage:
         """Fresh memory for a bucket, contents undefined; on a CPU it begins at a page.
 
-        There the system has it back when it is freed: torch's allocator may keep what it gave.
+        Not from an allocator there, which would keep much of it once it is freed in other threads.
         """
         if device.type == "cpu":
-            memory = mmap.mmap(-1, self.num_bytes)
-            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-            return storage_at(address, self.num_bytes, memory)
+            memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def views(self, storage: torch.UntypedStorage) -> dict[Name, torch.Tensor]:
