@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -14,7 +15,9 @@ import pytest
 
 from megatron.offload import cli
 from megatron.offload.commands.plan import command
-from megatron.offload.placement.plan import Plan
+from megatron.offload.commands.plan.arguments import add_arguments, request_of
+from megatron.offload.commands.plan.comparison import PlanComparison
+from megatron.offload.placement.plan import Plan, Prediction
 from megatron.offload.placement.plan_file import load_plans
 from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
@@ -25,6 +28,8 @@ from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.planner.simulator.transfers import _TOLERATED_WAIT
 from megatron.offload.planner.solver.baselines import suffix_plan
 from megatron.offload.planner.solver.solve import solve
+from megatron.offload.stats.endurance import YEAR_S
+from megatron.offload.stats.memory_parts import PredictedPeak
 
 MODEL = (
     "plan --hardware h100 --bf16 --num-layers 8 --hidden-size 2048 --num-attention-heads 16 "
@@ -284,3 +289,17 @@ def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["plan", "--profile", "/no/such.json"]) == 2
     expected = "megatron-offload: error: /no/such.json: No such file or directory"
     assert expected in capsys.readouterr().err
+
+
+def test_states_on_drives_wear_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = MODEL.removeprefix("plan ").split()
+    request = request_of(parser.parse_args([*flags, "--optimizer-state-offload", "ssd"]))
+    assert request.states is not None and request.rated_bytes is not None
+    monkeypatch.setattr(PlanComparison, "ssd_written_bytes", 10**9)
+    predicted = Prediction(2.0, 0.0, 0.0, peak_bytes=1, written_bytes=0, read_bytes=0)
+    plan = Plan((), predicted=predicted)
+    found = PlanComparison(request, plan, {"this plan": predicted}, PredictedPeak({}, {}))
+    written = 10**9 + request.states.predicted.moved_bytes
+    assert found.life_years == pytest.approx(request.rated_bytes * 2.0 / written / YEAR_S)

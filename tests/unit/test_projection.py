@@ -28,6 +28,7 @@ from megatron.offload.planner.projection.projection import (
     keep_step_s,
     project,
     saved_bytes,
+    states_of,
 )
 from megatron.offload.planner.simulator.timeline import Timeline
 
@@ -315,3 +316,31 @@ class TestProfiles:
     def test_what_cannot_be_is_said_in_a_sentence(self, wrong: Any, words: str) -> None:
         with pytest.raises(ConfigurationError, match=words):
             wrong()
+
+
+class TestStatesOnDrives:
+    def test_they_leave_device_memory_and_take_their_bytes_a_parameter(self) -> None:
+        kept, away = projection(), projection(more={"states_on": "ssd"})
+        assert kept.state_bytes == kept.parameters * 12
+        assert kept.weights_bytes - away.weights_bytes == pytest.approx(kept.state_bytes)
+        in_fp32 = dataclasses.replace(kept, model=dataclasses.replace(kept.model, dtype="fp32"))
+        assert in_fp32.state_bytes == kept.parameters * 8
+
+    def test_the_optimizer_takes_longer_and_activations_have_the_rest_of_the_drive(self) -> None:
+        kept, away = projection(), projection(more={"states_on": "ssd"})
+        profile, beside = project(kept), project(away)
+        states = states_of(away, profile)
+        assert states is not None
+        moved = away.state_bytes - states.window_bytes
+        assert moved <= states.predicted.moved_bytes <= away.state_bytes
+        assert beside.step_fixed_s > profile.step_fixed_s
+        assert beside.tiers[0].write_bytes_per_s < profile.tiers[0].write_bytes_per_s
+
+    def test_twice_the_tokens_hide_twice_as_much(self) -> None:
+        hides = []
+        for batch in (8, 16):
+            of = projection(parallel=Parallelism(1, batch), more={"states_on": "ssd"})
+            states = states_of(of, project(dataclasses.replace(of, states_on="off")))
+            assert states is not None
+            hides.append(states.tokens_to_hide)
+        assert hides[0] == pytest.approx(hides[1], rel=0.1)

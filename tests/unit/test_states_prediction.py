@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step with states on a tier takes, predicted: against closed forms and against real steps."""
+"""What a step with states on a tier is predicted to take, beside closed forms and real steps."""
 
 from __future__ import annotations
 

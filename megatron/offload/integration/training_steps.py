@@ -24,6 +24,7 @@ from megatron.offload.placement.plan_policy import PlannedPolicy
 from megatron.offload.placement.policy import Placement, Policy
 from megatron.offload.planner.online.consensus import RankConsensus
 from megatron.offload.planner.online.planner import Planner
+from megatron.offload.planner.online.shared_memory import Beside
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.pass_trace import StepTrace
 from megatron.offload.planner.profile.profiler import Profiler
@@ -53,6 +54,7 @@ class TrainingSteps:
         run_directory: with `auto`, what was measured is written there.
         also_written: bytes that others, such as an optimizer's states, have written so far to each
             SSD directory: they wear the drives too.
+        beside: with `auto`, whoever else takes memory that the planner divides.
 
     Raises:
         ConfigurationError: a directory, a budget, the device or the plan's file cannot work.
@@ -70,6 +72,7 @@ class TrainingSteps:
         planned: Callable[[], tuple[RankConsensus, Stage]],
         run_directory: Path | None = None,
         also_written: Callable[[], Mapping[str, int]] = dict,
+        beside: Beside | None = None,
     ) -> None:
         followed = None
         if config.plans and policy is None:
@@ -88,7 +91,13 @@ class TrainingSteps:
         try:
             if followed is not None:
                 self.planner = Planner(
-                    config, self.engine, device, followed, *planned(), directory=run_directory
+                    config,
+                    self.engine,
+                    device,
+                    followed,
+                    *planned(),
+                    directory=run_directory,
+                    beside=beside,
                 )
                 self.profiler = self.planner.meter.profiler
                 if self.engine.memory_report is not None:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.errors import STATES_PREFIX, ConfigurationError
 from megatron.offload.flag import Settings, flag, parse_count, parse_paths
 from megatron.offload.sizes import MIB, parse_budget, parse_rate, parse_size
 
+DEFAULT_WINDOW_BYTES = 256 * MIB
 _ON_SSD, _ON_HOST = ("ssd", "tiered", "auto"), ("host", "tiered")
 
 
@@ -27,6 +28,7 @@ class StatesConfig(Settings):
     """
 
     group: ClassVar[str] = "model states"
+    prefix: ClassVar[str] = STATES_PREFIX
     other_names: ClassVar[Mapping[str, str]] = {"--optimizer-state-dir": "directory"}
 
     mode: str = flag(
@@ -58,7 +60,7 @@ class StatesConfig(Settings):
     )
     window_bytes: int = flag(
         "--optimizer-state-window",
-        256 * MIB,
+        DEFAULT_WINDOW_BYTES,
         "most optimizer states in memory at a time. What fits stays from one step to the next and "
         "is neither written nor read. With an accelerator and ssd it is page-locked host memory; "
         "the device has three buckets during a step.",
@@ -118,7 +120,9 @@ class StatesConfig(Settings):
         "--device-memory-budget",
         None,
         "with auto: most memory of the device that weights, gradients, states and activations of a "
-        "rank may take together, for example 70GiB.",
+        "rank may take together, for example 70GiB; on a CPU the most that the process may. With "
+        "--activation-offload auto both are decided together. Default: states take what helps, up "
+        "to half of the memory that is free.",
         parse=parse_size,
         metavar="SIZE",
     )
@@ -127,17 +131,18 @@ class StatesConfig(Settings):
         self.check_choices()
         if self.uses_ssd and not self.directories:
             raise ConfigurationError(
-                f"--optimizer-state-offload {self.mode} needs a place on an SSD; give it with "
-                "--optimizer-state-dir DIR or --activation-offload-dir DIR"
+                f"{self.prefix}--optimizer-state-offload {self.mode} needs a place on an SSD; give "
+                "it with --optimizer-state-dir DIR or --activation-offload-dir DIR"
             )
         if len(set(self.directories)) < len(self.directories):
             raise ConfigurationError(
-                "--optimizer-state-dir names a directory twice; striping needs directories on "
-                "different drives"
+                f"{self.prefix}--optimizer-state-dir names a directory twice; striping needs "
+                "directories on different drives"
             )
         if self.enabled and self.bucket_bytes < 1:
             raise ConfigurationError(
-                "--optimizer-state-bucket is less than a byte; give a size, for example 32MiB"
+                f"{self.prefix}--optimizer-state-bucket is less than a byte; give a size, for "
+                "example 32MiB"
             )
 
     @property

@@ -31,3 +31,10 @@ def profile_of(
         write_limit_bytes_per_s=write_limit_bytes_per_s,
         prefetch_s=meter.median("prefetch_s"),
     )
+
+
+def window_of(states: OptimizerStates) -> int:
+    """The window as predictions know it: an accelerator's is three buckets and a tier before it."""
+    before = sum(tier.limit_bytes or 0 for tier in states.tiers[:-1])
+    largest = max((one.num_bytes for one in states.buckets), default=0)
+    return max(states.window_bytes, 2 * largest) + before

@@ -90,15 +90,12 @@ class _Run:
         self._profile = profile
         self._window_bytes = window_bytes
         self._buckets = [_Bucket(size) for size in profile.bucket_bytes]
+        self._memory_bytes = 0
         self._writes: collections.deque[_Bucket] = collections.deque()  # one after the other
         self._writes_from_s = 0.0  # the first of them could start then
         self._read_until_s = 0.0  # reads, too, follow each other
         self._now_s = 0.0
         self._goes_up = False
-
-    @property
-    def _memory_bytes(self) -> int:
-        return sum(one.num_bytes for one in self._buckets if one.where is not Where.ON_TIER)
 
     def step(self) -> StatesPrediction:
         """Forward and backward, then the optimizer."""
@@ -167,6 +164,7 @@ class _Run:
         bucket.where = Where.IN_MEMORY
 
     def _begin_read(self, bucket: _Bucket) -> None:
+        self._memory_bytes += bucket.num_bytes
         seconds = bucket.num_bytes / self._profile.read_bytes_per_s
         self._read_until_s = max(self._read_until_s, self._now_s) + seconds
         bucket.where, bucket.ends_s = Where.READING, self._read_until_s
@@ -190,6 +188,7 @@ class _Run:
             self._writes_from_s = self._after(first, self._first_write()[0])
             self._writes.popleft()
             first.where = Where.ON_TIER
+            self._memory_bytes -= first.num_bytes
         self._now_s = then_s
 
 
@@ -199,13 +198,36 @@ def best_window(
     """The smallest window whose step takes at most this part more than that of the largest one.
 
     Args:
+        profile: of the states.
         most_bytes: what states may take; at least two buckets are taken whatever it says.
+        within: of the step's time.
     """
-    total, largest = sum(profile.bucket_bytes), max(profile.bucket_bytes, default=0)
-    most_bytes = max(min(most_bytes, total), min(2 * largest, total))
-    limit_s = predict(profile, most_bytes).step_s * (1 + within)
-    size = min(2 * largest, total)
-    while size < most_bytes and predict(profile, size).step_s > limit_s:
-        size += largest
-    size = min(size, most_bytes)
-    return size, predict(profile, size)
+    sizes = windows(profile, most_bytes)
+    limit_s = predict(profile, sizes[-1]).step_s * (1 + within)
+    low, high = 0, len(sizes) - 1  # a larger window is never slower
+    while low < high:
+        middle = (low + high) // 2
+        if predict(profile, sizes[middle]).step_s <= limit_s:
+            high = middle
+        else:
+            low = middle + 1
+    return sizes[low], predict(profile, sizes[low])
+
+
+def windows(profile: StatesProfile, most_bytes: int) -> list[int]:
+    """Windows to choose among: from two buckets to what is given or all that can be used."""
+    largest = max(profile.bucket_bytes, default=0)
+    useful_bytes = sum(profile.bucket_bytes) + largest  # one comes beside those that stay
+    most_bytes = max(min(most_bytes, useful_bytes), 2 * largest)
+    return [*range(2 * largest, most_bytes, max(largest, 1)), most_bytes]
+
+
+def hiding_factor(profile: StatesProfile, found: StatesPrediction, cost: float = 0.05) -> float:
+    """By how much more tokens a step must have for states to cost no more than this part of it.
+
+    What moving them takes does not depend on tokens, and what layers compute is proportional to
+    them. At most 1: they hide already.
+    """
+    own_s = sum(profile.bucket_bytes) * profile.update_s_per_byte
+    extra_s = found.optimizer_s - own_s
+    return extra_s / (cost * max(profile.between_s + own_s, 1e-9))

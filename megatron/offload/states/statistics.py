@@ -121,10 +121,10 @@ class StatesMeter:
         self._ended_s = None
 
     def settled(self) -> list[StatesStep]:
-        """The steps but the first two, in which states are made and written for the first time."""
+        """The steps but the first, which makes the states, and the second if there are more."""
         self._read_updates()
-        unsettled = max(0, 2 - (self.num_steps - len(self.steps)))
-        return list(self.steps)[unsettled:]
+        unsettled = min(2, self.num_steps - 1) - (self.num_steps - len(self.steps))
+        return list(self.steps)[max(0, unsettled) :]
 
     def median(self, name: str) -> float:
         """Of a field of the settled steps; 0 before there are any."""

@@ -8,6 +8,7 @@ pasted.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,10 @@ from megatron.offload.planner.projection.hardware import (
     names,
 )
 from megatron.offload.planner.projection.model import Parallelism, Transformer
-from megatron.offload.planner.projection.projection import MIB, Projection, project
+from megatron.offload.planner.projection.projection import MIB, Projection, project, states_of
+from megatron.offload.planner.projection.states import ProjectedStates
 from megatron.offload.sizes import parse_size
+from megatron.offload.states.config import DEFAULT_WINDOW_BYTES
 
 DESCRIPTION = """\
 Decides, without running anything, which activations stay in device memory, are recomputed, or go
@@ -59,6 +62,7 @@ class Request:
     Attributes:
         profile: of the stage in question.
         projections: of all stages, where the profile is projected; else empty.
+        states: of the optimizer of the stage in question, where they are projected to be away.
         rated_bytes: that the drives of one GPU may be written in their life; None: not known.
     """
 
@@ -67,6 +71,7 @@ class Request:
     budget_bytes: int | None
     max_slowdown: float | None
     rated_bytes: float | None
+    states: ProjectedStates | None = None
 
     @property
     def projection(self) -> Projection | None:
@@ -214,6 +219,19 @@ def _add_goal(group: Any) -> None:
         metavar="SIZE",
         help="most bytes on their way at a time. Default: 512MiB, or the largest layer",
     )
+    group.add_argument(
+        "--optimizer-state-offload",
+        choices=("off", "host", "ssd"),
+        default="off",
+        help="where optimizer states and main weights are. Default: off, in device memory",
+    )
+    group.add_argument(
+        "--optimizer-state-window",
+        type=_checked(parse_size),
+        default=DEFAULT_WINDOW_BYTES,
+        metavar="SIZE",
+        help="of them, what stays in host memory with ssd. Default: 256MiB",
+    )
 
 
 def request_of(args: argparse.Namespace) -> Request:
@@ -248,8 +266,9 @@ def request_of(args: argparse.Namespace) -> Request:
         )
     hardware = projections[0].hardware
     drives_bytes = hardware.rated_bytes if rated is None else rated * args.ssds
-    profile = project(projections[args.pipeline_stage])
-    return Request(profile, projections, budget, slowdown, drives_bytes)
+    of = projections[args.pipeline_stage]
+    states = states_of(of, project(dataclasses.replace(of, states_on="off")))
+    return Request(project(of), projections, budget, slowdown, drives_bytes, states)
 
 
 def projections_of(args: argparse.Namespace) -> tuple[Projection, ...]:
@@ -274,6 +293,8 @@ def projections_of(args: argparse.Namespace) -> tuple[Projection, ...]:
             distributed_optimizer=args.use_distributed_optimizer,
             min_bytes=args.activation_offload_min_bytes,
             inflight_bytes=args.activation_offload_inflight,
+            states_on=args.optimizer_state_offload,
+            states_window_bytes=args.optimizer_state_window,
         )
         for stage in range(parallel.pipeline)
     )

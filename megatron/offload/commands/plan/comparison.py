@@ -72,9 +72,18 @@ class PlanComparison:
         return self.profile.num_micro_batches * moved.get(Placement.SSD, 0)
 
     @property
+    def states_written_bytes(self) -> int:
+        """Of optimizer states in a step, to drives."""
+        states = self.request.states
+        if states is None or states.tier.name != Placement.SSD.value:
+            return 0
+        return int(states.predicted.moved_bytes)
+
+    @property
     def life_years(self) -> float | None:
         """Until the drives have taken their rated bytes; None: nothing written, or not known."""
-        rated, written = self.request.rated_bytes, self.ssd_written_bytes
+        rated = self.request.rated_bytes
+        written = self.ssd_written_bytes + self.states_written_bytes
         if rated is None or not written:
             return None
         return rated * self.predicted.step_s / written / YEAR_S

@@ -15,6 +15,7 @@ from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.projection.hardware import Hardware
 from megatron.offload.planner.projection.projection import Projection
+from megatron.offload.planner.projection.states import ProjectedStates
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.endurance import format_span
 
@@ -46,11 +47,23 @@ def as_json(comparison: PlanComparison) -> str:
         "peak_parts": dict(comparison.peak.parts),
         "required_write_bytes_per_s": comparison.required_bytes_per_s,
         "plan_life_years": comparison.life_years,
+        "states": _states_as_json(comparison.request.states),
         "rok": [
             {"budget_bytes": budget, **dataclasses.asdict(one)} for budget, one in comparison.curve
         ],
     }
     return json.dumps(values, indent=1) + "\n"
+
+
+def _states_as_json(states: ProjectedStates | None) -> dict[str, float] | None:
+    if states is None:
+        return None
+    return {
+        "bytes": states.num_bytes,
+        **dataclasses.asdict(states.predicted),
+        "tokens": states.tokens,
+        "tokens_to_hide": states.tokens_to_hide,
+    }
 
 
 def _heading(comparison: PlanComparison) -> list[str]:
@@ -63,7 +76,24 @@ def _heading(comparison: PlanComparison) -> list[str]:
         f"{tier.read_bytes_per_s / 1e9:.1f} to read"
         for tier in profile.tiers
     ]
+    if (states := comparison.request.states) is not None:
+        lines.append(_states(states))
     return lines
+
+
+def _states(states: ProjectedStates) -> str:
+    """Where they are, what they cost, and from how many tokens on they hide."""
+    found = states.predicted
+    hides = (
+        "which hides"
+        if states.tokens_to_hide <= states.tokens
+        else f"at most 5 % of it from {states.tokens_to_hide / 1e3:,.0f} k tokens a step on"
+    )
+    return (
+        f"states  {format_size(states.num_bytes)} on {states.tier.name}, of which a step moves "
+        f"{format_size(found.moved_bytes)} out and in: {found.optimizer_s - states.update_s:.3g} s "
+        f"of a step of {states.tokens / 1e3:,.0f} k tokens, {hides}"
+    )
 
 
 def _place(profile: StageProfile) -> str:
@@ -143,7 +173,13 @@ def _drives(comparison: PlanComparison) -> list[str]:
         f"{comparison.required_bytes_per_s / 1e9:.1f} GB/s for each GPU "
         f"(bytes of a step by half its time); the tiers take {rate / 1e9:.1f}"
     ]
-    if comparison.ssd_written_bytes == 0:
+    written_bytes = comparison.ssd_written_bytes + comparison.states_written_bytes
+    if comparison.states_written_bytes and comparison.ssd_written_bytes:
+        lines.append(
+            f"a step writes {format_size(comparison.ssd_written_bytes)} of activations and "
+            f"{format_size(comparison.states_written_bytes)} of optimizer states to drives"
+        )
+    if written_bytes == 0:
         lines.append("this plan writes nothing to drives")
     elif (years := comparison.life_years) is not None:
         lines.append(

@@ -240,6 +240,7 @@ def install(
         planned=planned,
         run_directory=run_directory,
         also_written=(dict) if states is None else (lambda: states.drive_written_bytes),
+        beside=None if states is None else states.auto,
     )
     try:
         calls = MegatronHooks(steps.engine, model_chunks, settings, steps.profiler)

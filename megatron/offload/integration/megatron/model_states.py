@@ -33,6 +33,7 @@ from megatron.offload.integration.megatron.state_settings import (
 )
 from megatron.offload.integration.torch.optimizer import OptimizerOffload
 from megatron.offload.integration.torch.ranks import local_world_size
+from megatron.offload.states.auto_window import AutoWindow, NoWindow
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.in_files import InFiles
 from megatron.offload.states.optimizer_states import OptimizerStates
@@ -82,6 +83,7 @@ class ModelStates:
         directories: that states are in, if they are on drives.
         rated_bytes: that each drive is rated to endure; None: not known.
         undo: called at the end.
+        is_auto: how much of them is in memory is decided in the first steps.
     """
 
     def __init__(
@@ -89,12 +91,14 @@ class ModelStates:
         parts: Sequence[_Part] = (),
         *,
         enabled: bool = False,
+        is_auto: bool = False,
         directories: Sequence[Path] = (),
         rated_bytes: int | None = None,
         undo: Callable[[], None] = lambda: None,
     ) -> None:
         self.enabled = enabled
         self._undo = undo
+        self._is_auto = is_auto
         self.parts = list(parts)
         self._directories = list(directories)
         self._rated_bytes = rated_bytes
@@ -116,6 +120,17 @@ class ModelStates:
             "written_bytes": sum(one.writes.total_bytes for one in tiers),
             "read_bytes": sum(one.reads.total_bytes for one in tiers),
         }
+
+    @property
+    def auto(self) -> AutoWindow | NoWindow | None:
+        """Divides memory with activations; None without mode `auto`.
+
+        It has nothing to divide where a rank has several optimizers: each decides for itself.
+        """
+        if not self._is_auto:
+            return None
+        found = self.parts[0].auto if len(self.parts) == 1 else None
+        return found or NoWindow()
 
     @property
     def drive_written_bytes(self) -> dict[str, int]:
@@ -220,7 +235,8 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
     parts: list[_Part] = []
     try:
         for one in members:
-            parts.append(_Part(one, _share(config, _state_bytes(one), whole)))
+            own = _share(config, _state_bytes(one), whole)
+            parts.append(_Part(one, own, len(members)))
     except BaseException:
         for part in parts:
             part.close()
@@ -228,6 +244,7 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
     return ModelStates(
         parts,
         enabled=True,
+        is_auto=config.mode == "auto",
         directories=config.directories if config.uses_ssd else (),
         rated_bytes=config.drive_endurance_bytes,
         undo=scale_in_place(),
@@ -254,7 +271,7 @@ def _members(optimizer: Any) -> list[Any]:
 class _Part:
     """One Megatron optimizer with one optimizer of torch's kind inside."""
 
-    def __init__(self, optimizer: Any, config: StatesConfig) -> None:
+    def __init__(self, optimizer: Any, config: StatesConfig, num_parts: int) -> None:
         self._optimizer = optimizer
         self._copies = _Copies(optimizer)
         self._replaced: list[tuple[str, Any]] = []  # with what the object itself had there
@@ -264,9 +281,11 @@ class _Part:
             moves_param=self._copies.is_main_weight,
             updated=self._copies.copy,
             prefetches=False,  # `LastBackward` does, and not before the last micro-batch
+            num_parts=num_parts,
         )
         assert self._offload.states is not None
         self.states: OptimizerStates = self._offload.states
+        self.auto = self._offload.auto
         if self._copies.pairs:
             self._replace(_COPY, lambda: None)  # see Note [Main weights go to the model at once]
         for name in _READING:

@@ -19,11 +19,13 @@ from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.ranks import local_world_size
+from megatron.offload.states.auto_window import AutoWindow
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.loaded import as_loaded
 from megatron.offload.states.open import open_state_tiers
 from megatron.offload.states.optimizer_slice import OptimizerSlice
 from megatron.offload.states.optimizer_states import OptimizerStates, state_bytes
+from megatron.offload.states.space import expected_bytes
 from megatron.offload.states.step_on_host import StepOnHost
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.memory_by_tier import (
@@ -47,6 +49,7 @@ class OptimizerOffload:
 
     Attributes:
         states: what moves them.
+        auto: with mode `auto`, decides how much of them is in memory.
 
     Args:
         optimizer: whose states move.
@@ -55,6 +58,7 @@ class OptimizerOffload:
         updated: told of each bucket's parameters once they are updated.
         prefetches: whether reads begin in backward, by its gradients; else somebody calls
             `states.prefetch`.
+        num_parts: optimizers of this process whose states move, and that share its memory.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class OptimizerOffload:
         moves_param: Callable[[torch.Tensor], bool] = lambda param: False,
         updated: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
         prefetches: bool = True,
+        num_parts: int = 1,
     ) -> None:
         self.states: OptimizerStates | None = None
+        self.auto: AutoWindow | None = None
         self._optimizer = optimizer
         self._undo: list[Callable[[], None]] = []
         self._config = config
@@ -75,15 +81,14 @@ class OptimizerOffload:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
         device = open_device(params[0].device)
+        budget_bytes = config.device_memory_budget_bytes
         step_by: OptimizerSlice | None = None
         if config.step_on == "cpu" and not device.is_host:
             _check_has_cpu_step(optimizer)
             step_by = StepOnHost(optimizer, device, moves_param)
-            device = CpuDevice()
-        num_bytes = sum(p.nbytes * (3 if moves_param(p) else 2) for p in params)
-        tiers = open_state_tiers(
-            config, device, num_bytes=num_bytes, num_local_ranks=local_world_size()
-        )
+            device, budget_bytes = CpuDevice(), None  # states take nothing of the device's
+        sizes = expected_bytes(optimizer, moves_param)
+        tiers = open_state_tiers(config, device, sizes=sizes, num_local_ranks=local_world_size())
         try:
             self.states = OptimizerStates(
                 optimizer,
@@ -100,6 +105,14 @@ class OptimizerOffload:
             for tier in tiers:
                 tier.close()
             raise
+        if config.mode == "auto":
+            self.auto = AutoWindow(
+                self.states,
+                device,
+                budget_bytes,
+                write_limit_bytes_per_s=config.write_bytes_per_s,
+                num_sharing=num_parts * (local_world_size() if device.is_host else 1),
+            )
         self._hook(optimizer, self.states)
         if prefetches:
             self._prefetch_half_way(optimizer, self.states)
@@ -144,6 +157,8 @@ class OptimizerOffload:
         return f"{table}\n{summary}" if summary else table
 
     def _hook(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
+        offload = self
+
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss = None
             if closure is not None:
@@ -151,6 +166,8 @@ class OptimizerOffload:
                     loss = closure()
             with torch.no_grad():
                 states.step()
+            if offload.auto is not None:
+                offload.auto.after_step()
             self._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
             return loss
 
@@ -253,10 +270,14 @@ def offload_optimizer(
     for one in type(optimizer).__mro__:
         if one.__name__ in _REFUSED:
             raise ConfigurationError(
-                f"the states of {one.__name__} cannot be offloaded: {_REFUSED[one.__name__]}"
+                f"{StatesConfig.prefix}those of {one.__name__} cannot be offloaded: "
+                f"{_REFUSED[one.__name__]}"
             )
     if "step" in optimizer.__dict__ and hasattr(optimizer.step, "_offloads_states"):
-        raise ConfigurationError("the states of this optimizer are offloaded already")
+        raise ConfigurationError(
+            f"{StatesConfig.prefix}those of this optimizer are offloaded already; call close() of "
+            "the first handle before"
+        )
     directories: tuple[Path, ...] = ()
     if isinstance(directory, str | Path):
         directories = (Path(directory).expanduser(),)

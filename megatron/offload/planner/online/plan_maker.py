@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron.offload.config import OffloadConfig
@@ -73,6 +74,34 @@ class PlanMaker:
             )
             may_exceed = self._config.memory_budget_bytes is None
             return profile, self._solved(solver, profile, may_exceed=may_exceed)
+
+    def seconds(
+        self, profile: StageProfile, whole: WholeSteps, budgets: Sequence[int]
+    ) -> list[float]:
+        """What a step takes with the plan for each budget; infinite: there is none.
+
+        Args:
+            profile: as for `first`.
+            whole: likewise.
+            budgets: for activations.
+
+        Raises:
+            OffloadError: the solver ended.
+        """
+        found = []
+        with self._solver() as solver:
+            simulate = functools.partial(solver.predict, plan=None)
+            profile = calibrated(
+                profile, simulate, step_s=whole.step_s, peak_bytes=whole.peak_bytes
+            )
+            for budget in budgets:
+                try:
+                    plan = solver.solve(profile, budget_bytes=budget, max_slowdown=None)
+                except InfeasibleBudgetError:
+                    found.append(math.inf)
+                else:
+                    found.append(plan.predicted.step_s if plan.predicted else math.inf)
+        return found
 
     def next(
         self, profile: StageProfile, present: Plan, whole: WholeSteps

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import logging
 import statistics
 from collections.abc import Callable, Iterator
@@ -56,6 +57,7 @@ from megatron.offload.planner.online.drift import (
     Reason,
 )
 from megatron.offload.planner.online.plan_maker import PlanMaker, WholeSteps, budget_bytes_of
+from megatron.offload.planner.online.shared_memory import Beside, divided_budget
 from megatron.offload.planner.online.shared_plan_file import SharedPlanFile
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.online.step_meter import StepMeter
@@ -99,6 +101,7 @@ class Planner:
         stage: what is planned for.
         directory: for the profile, the last one made; None: it is written nowhere.
         solver: opened for each plan.
+        beside: takes memory that the budget is divided with; None: nobody does.
 
     Raises:
         ConfigurationError: the plan file is there, but is none or does not fit.
@@ -115,6 +118,7 @@ class Planner:
         *,
         directory: Path | None = None,
         solver: Callable[[], SolverProcess] = SolverProcess,
+        beside: Beside | None = None,
     ) -> None:
         self.phase = Phase.WARMING_UP
         self.plan: Plan | None = None
@@ -129,6 +133,7 @@ class Planner:
         self._stage = stage
         self._directory = directory
         self._maker = PlanMaker(config, solver)
+        self._beside = beside
         self._own_tiers: tuple[TierProfile, ...] = ()  # this rank's, in the present profile
         self._drift = Drift()
         self._reason: Reason | None = None  # for the next plan
@@ -221,13 +226,6 @@ class Planner:
         """Plans, with all ranks of the run: where one finds no plan, none goes on."""
         plan, message = None, None
         speaks_first = self._stage.speaks and self._stage.position.stage == 0
-        self._maker.budget_bytes = budget_bytes_of(
-            self._config,
-            self._device,
-            self._stage,
-            self._consensus,
-            fragmented_bytes=self._engine.statistics.fragmented_bytes,
-        )
         whole = self._whole_steps()
         if speaks_first:
             logger.info(
@@ -235,7 +233,9 @@ class Planner:
                 "installation up to half a minute, as the simulation is compiled"
             )
         try:
-            self.profile, plan = self._maker.first(self._measured_profile(None), whole)
+            profile = self._measured_profile(None)
+            self._set_budget(profile, whole)
+            self.profile, plan = self._maker.first(profile, whole)
         except OffloadError as error:
             message = str(error).removeprefix(PREFIX)
             if self._device.is_host and keeps_freed_memory():
@@ -255,6 +255,28 @@ class Planner:
                 logger.info("activation offload: %s", plan_table(one))
             if self._file is not None:
                 self._file.save(plans)
+
+    def _set_budget(self, profile: StageProfile, whole: WholeSteps) -> None:
+        """What plans keep to; memory is divided with whoever else takes some, if somebody does."""
+        divided_bytes = None
+        if self._beside is not None:
+            divided_bytes = divided_budget(
+                self._beside,
+                self._consensus,
+                functools.partial(self._maker.seconds, profile, whole),
+                activation_bytes=whole.peak_bytes,
+                given_bytes=self._config.memory_budget_bytes,
+            )
+        if divided_bytes is not None:
+            self._maker.budget_bytes = divided_bytes
+            return
+        self._maker.budget_bytes = budget_bytes_of(
+            self._config,
+            self._device,
+            self._stage,
+            self._consensus,
+            fragmented_bytes=self._engine.statistics.fragmented_bytes,
+        )
 
     def _follow(self, plan: Plan) -> None:
         self.plan = plan

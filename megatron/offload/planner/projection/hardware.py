@@ -148,6 +148,21 @@ class Hardware:
             )
         return tuple(tiers)
 
+    def tier(self, name: str) -> TierProfile:
+        """For optimizer states, which may be in host memory where no activations are.
+
+        Raises:
+            ConfigurationError: there are no drives.
+        """
+        if name == "host":
+            return TierProfile("host", self.link_bytes_per_s, self.link_bytes_per_s)
+        for one in self.tiers():
+            if one.name == name:
+                return one
+        raise ConfigurationError(
+            "--optimizer-state-offload ssd needs drives, and --ssds is 0; give a number of drives"
+        )
+
 
 def names(kind: str) -> list[str]:
     """Names of the described hardware; `kind` is `gpus` or `drives`."""

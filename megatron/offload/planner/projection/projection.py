@@ -25,13 +25,15 @@ from megatron.offload.planner.projection.layer import (
     layer_work,
 )
 from megatron.offload.planner.projection.model import Parallelism, Transformer
+from megatron.offload.planner.projection.states import ProjectedStates
+from megatron.offload.states.config import DEFAULT_WINDOW_BYTES
 
 MIB = 1 << 20
 # Adam in mixed precision: gradient, fp32 weights and both moments read, the last three and the
 # bf16 weight written, in bytes a parameter.
 _OPTIMIZER_TRAFFIC_BYTES = 30
-# bf16 weight and gradient in fp32; fp32 weight and both moments.
-_WEIGHT_BYTES, _OPTIMIZER_BYTES = 6, 12
+# Weight and gradient in fp32; both moments, and in mixed precision an fp32 weight.
+_GRADIENT_BYTES, _MOMENT_BYTES, _MAIN_WEIGHT_BYTES = 4, 8, 4
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Projection:
         distributed_optimizer: its states are divided among data-parallel ranks.
         min_bytes: smaller storages stay in device memory.
         inflight_bytes: see `StageProfile`; None: as a run has it that is not told.
+        states_on: `off`, or the tier that optimizer states and main weights are on.
+        states_window_bytes: of them that are in host memory nevertheless, and do not move.
     """
 
     model: Transformer
@@ -52,6 +56,8 @@ class Projection:
     distributed_optimizer: bool = False
     min_bytes: int = MIB
     inflight_bytes: int | None = None
+    states_on: str = "off"
+    states_window_bytes: int = DEFAULT_WINDOW_BYTES
 
     def __post_init__(self) -> None:
         if not 0 <= self.stage < self.parallel.pipeline:
@@ -72,8 +78,20 @@ class Projection:
     @property
     def weights_bytes(self) -> float:
         """Device memory that weights, gradients and the optimizer take."""
+        own = self.parameters * (self.model.element_bytes + _GRADIENT_BYTES)
+        return own + (self.state_bytes if self.states_on == "off" else 0)
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of this rank's optimizer states and main weights, wherever they are."""
+        main = _MAIN_WEIGHT_BYTES if self.model.dtype != "fp32" else 0
         shares = self.parallel.data if self.distributed_optimizer else 1
-        return self.parameters * (_WEIGHT_BYTES + _OPTIMIZER_BYTES / shares)
+        return self.parameters * (_MOMENT_BYTES + main) / shares
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, of all ranks together."""
+        return self.parallel.global_batch_size * self.model.seq_length
 
     @property
     def activation_room_bytes(self) -> int:
@@ -118,7 +136,7 @@ def project(of: Projection) -> StageProfile:
     chunks = range(parallel.virtual)
     first = [of.stage == 0 and chunk == 0 for chunk in chunks]
     last = [of.stage == parallel.pipeline - 1 and chunk == parallel.virtual - 1 for chunk in chunks]
-    return StageProfile(
+    profile = StageProfile(
         position=PipelinePosition(
             parallel.pipeline, of.stage, parallel.virtual, parallel.group_size or parallel.pipeline
         ),
@@ -141,6 +159,27 @@ def project(of: Projection) -> StageProfile:
             "seq_length": model.seq_length,
         },
         source=f"projected for {of.hardware.gpu.title}",
+    )
+    states = states_of(of, profile)
+    return profile if states is None else states.beside(profile)
+
+
+def states_of(of: Projection, profile: StageProfile) -> ProjectedStates | None:
+    """What a step does with the states; None: they stay.
+
+    Args:
+        of: what is projected.
+        profile: its profile without them.
+    """
+    if of.states_on == "off":
+        return None
+    return ProjectedStates(
+        num_bytes=int(of.state_bytes),
+        window_bytes=of.states_window_bytes,
+        tier=of.hardware.tier(of.states_on),
+        update_s=_optimizer_s(of),
+        between_s=keep_step_s(profile) - profile.step_fixed_s,
+        tokens=of.tokens,
     )
 
 

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of where memory is, and the summary of what moving states took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron.offload import offload_optimizer
+from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.sizes import MIB
+from megatron.offload.states.optimizer_states import OptimizerStates
+from megatron.offload.stats.endurance import Endurance
+from megatron.offload.stats.memory_by_tier import (
+    Held,
+    held_by_parameters,
+    held_by_states,
+    memory_table,
+)
+from megatron.offload.stats.states_summary import drive_written_bytes, states_summary
+from megatron.offload.tiers.host import HostTier
+
+
+def parameters(number: int = 8) -> list[torch.nn.Parameter]:
+    """Of half a MiB each: with AdamW states of 1 MiB."""
+    return [torch.nn.Parameter(torch.randn(256, 512)) for _ in range(number)]
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def test_rows_add_up_by_tier() -> None:
+    rows = [Held("weights", 2 * MIB), Held("activations", 0, MIB, 5 * MIB, "predicted")]
+    *_, last = memory_table(rows, heading="memory").splitlines()
+    assert last.split() == ["together", "2", "MiB", "1", "MiB", "5", "MiB"]
+
+
+def test_gradients_count_before_the_first_backward_pass_and_as_they_are_after_it() -> None:
+    params = [*parameters(2), torch.nn.Parameter(torch.zeros(7), requires_grad=False)]
+    assert [one.device_bytes for one in held_by_parameters(params)] == [MIB + 28, MIB]
+    params[0].main_grad = torch.zeros(256, 512, dtype=torch.float64)
+    assert held_by_parameters(params)[1].device_bytes == MIB + MIB // 2
+
+
+def test_states_are_where_they_will_be_before_the_first_step(tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(parameters())
+    with offload_optimizer(optimizer, tmp_path, bucket_bytes=MIB, window_bytes=3 * MIB) as handle:
+        assert handle.states is not None
+        before = held_by_states([handle.states])
+        for _ in range(3):
+            step(optimizer)
+        handle.states.wait_for_writes()
+        assert before == held_by_states([handle.states])
+        assert before == Held("optimizer states", 2 * MIB, 0, 6 * MIB)
+        assert handle.states.memory_bytes == before.device_bytes
+
+
+def test_what_no_tier_has_room_for_stays_on_the_device() -> None:
+    device = CpuDevice()
+    optimizer = torch.optim.AdamW(parameters())
+    states = OptimizerStates(
+        optimizer, [HostTier(4 * MIB)], device, bucket_bytes=MIB, window_bytes=2 * MIB
+    )
+    assert held_by_states([states]) == Held("optimizer states", 4 * MIB, 4 * MIB)
+    states.close()
+
+
+def test_the_summary_says_what_moved_and_how_long_drives_last(tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(parameters())
+    settings = {"bucket_bytes": MIB, "window_bytes": 3 * MIB, "drive_endurance_bytes": "600TB"}
+    with offload_optimizer(optimizer, tmp_path, **settings) as handle:
+        assert handle.states is not None
+        assert states_summary([handle.states]) == ""
+        for _ in range(4):
+            step(optimizer)
+            handle.states.wait_for_writes()
+        assert drive_written_bytes([handle.states]) == {str(tmp_path): 24 * MIB}
+        assert "6 MiB at" in states_summary([handle.states])
+        text = states_summary([handle.states], Endurance(10**15))
+        assert "24 MiB in this run" in text and "lasts" in text
+        assert text.splitlines()[-1] in handle.report() or "lasts" in handle.report()
