@@ -62,7 +62,8 @@ class StatesConfig(Settings):
         "--optimizer-state-window",
         DEFAULT_WINDOW_BYTES,
         "most optimizer states in memory at a time. What fits stays from one step to the next and "
-        "is neither written nor read.",
+        "is neither written nor read. With an accelerator and ssd it is page-locked host memory; "
+        "the device has three buckets during a step.",
         parse=parse_size,
         metavar="SIZE",
     )
