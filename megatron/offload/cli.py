@@ -32,6 +32,7 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.connect import SUPPORTED_VERSIONS
 from megatron.offload.planner.libraries import check_libraries
+from megatron.offload.states.config import StatesConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_script_arguments(doctor)
     OffloadConfig.add_arguments(doctor)
+    StatesConfig.add_arguments(doctor)
     plan = commands.add_parser(
         "plan",
         help="what to keep, recompute and offload, and what a step should take; runs nothing",

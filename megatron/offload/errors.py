@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can go wrong, as types. Raised by every room, caught by integrations and by users.
 
-A message is one sentence: `activation offload: <what happened>; <what was expected>; <what to do>`.
+A message is one sentence: `activation offload: <what happened>; <what was expected>; <what to do>`,
+and begins with `optimizer states:` where it is about these.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 PREFIX = "activation offload: "
+STATES_PREFIX = "optimizer states: "
 
 
 class OffloadError(RuntimeError):
     """Activation offload cannot go on, and going on silently would give wrong results."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message if message.startswith(PREFIX) else PREFIX + message)
+        is_whole = message.startswith((PREFIX, STATES_PREFIX))
+        super().__init__(message if is_whole else PREFIX + message)
 
 
 class ConfigurationError(OffloadError, ValueError):
@@ -44,6 +47,10 @@ class StorageError(OffloadError):
 
 class LostStateError(StorageError):
     """Model states whose only copy was on a tier could not be read back."""
+
+
+class InterruptedStepError(OffloadError):
+    """An optimizer's step ended in its middle, so what it has left is no state to go on from."""
 
 
 class ChangedInPlaceError(OffloadError):

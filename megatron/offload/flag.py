@@ -16,7 +16,7 @@ from dataclasses import Field, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.errors import PREFIX, ConfigurationError
 from megatron.offload.sizes import KIB, format_size
 
 if TYPE_CHECKING:
@@ -79,10 +79,12 @@ class Settings:
 
     Attributes:
         group: the title of its flags in the help.
+        prefix: what its sentences begin with.
         other_names: of flags in sentences for who gave keywords, where it is not the field's.
     """
 
     group: ClassVar[str]
+    prefix: ClassVar[str] = PREFIX
     other_names: ClassVar[Mapping[str, str]] = {}
 
     def check_choices(self) -> None:
@@ -91,7 +93,8 @@ class Settings:
             choices, value = spec.metadata["choices"], getattr(self, spec.name)
             if choices and value is not None and value not in choices:
                 raise ConfigurationError(
-                    f"{spec.metadata['flag']} is {value!r}; choose one of {', '.join(choices)}"
+                    f"{self.prefix}{spec.metadata['flag']} is {value!r}; choose one of "
+                    f"{', '.join(choices)}"
                 )
 
     @classmethod
@@ -114,7 +117,7 @@ class Settings:
             if name not in fields:
                 near = difflib.get_close_matches(name, fields, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(fields)}"
-                raise ConfigurationError(f"there is no setting {name!r}; {hint}")
+                raise ConfigurationError(f"{cls.prefix}there is no setting {name!r}; {hint}")
             if isinstance(value, str):
                 value = fields[name].metadata["parse"](value)
             values[name] = value
@@ -242,8 +245,6 @@ def _argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         try:
             return parse(text)
         except ConfigurationError as error:
-            raise argparse.ArgumentTypeError(
-                str(error).removeprefix("activation offload: ")
-            ) from None
+            raise argparse.ArgumentTypeError(str(error).removeprefix(PREFIX)) from None
 
     return convert

@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adam-groups": lambda params: torch.optim.Adam(
         [{"params": params[:5], "lr": 1e-2}, {"params": params[5:], "weight_decay": 0.1}]
     ),
+    "sgd-without-states": lambda params: torch.optim.SGD(params, lr=0.1),
     "sgd-momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adagrad": lambda params: torch.optim.Adagrad(params),
     "adafactor": lambda params: torch.optim.Adafactor(params),

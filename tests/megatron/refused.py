@@ -172,6 +172,20 @@ OFFLOAD = (
         Row("--activation-chunked-loss auto", sentence, settings=settings)
         for settings, sentence in LOSS_SETTINGS
     ),
+    Row("--optimizer-state-offload ssd", "--optimizer-state-offload ssd needs a place on an SSD"),
+    Row(
+        "--optimizer-state-offload ssd --optimizer-state-dir {tmp},{tmp}",
+        "--optimizer-state-dir names a directory twice",
+    ),
+    Row(
+        "--optimizer-state-offload host --optimizer-state-bucket 0",
+        "--optimizer-state-bucket is less than a byte",
+    ),
+    Row(
+        "--optimizer-state-offload host",
+        "megatron-core 0.99.0 is not supported",
+        patches=OTHER_VERSION,
+    ),
     Row("--activation-offload-layers a", "'a' names no layers"),
     Row("--activation-offload tape", "invalid choice: 'tape'"),
 )

@@ -45,6 +45,7 @@ SEARCHED = {
     "megatron/offload/flag.py": (),
     "megatron/offload/layer_set.py": (),
     "megatron/offload/sizes.py": (),
+    "megatron/offload/states/config.py": (),
     f"{MEGATRON}/connect.py": ("check_wrappers",),  # below: it needs a model
     f"{MEGATRON}/recomputable.py": (),
     f"{MEGATRON}/chunked_loss.py": (),

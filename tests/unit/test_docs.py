@@ -103,6 +103,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/write_flags\.py", "tests/unit/test_docs.py::test_the_flags_page_is_up_to_date"),
     (r"tools/check/prediction\.py", "needs: 15 minutes"),
     (r"tools/check/slow_disk\.py", "needs: 8 minutes"),
+    (r"tools/check/states_in_a_cgroup\.py",
+     "tests/behaviour/test_states_in_a_cgroup.py::test_killed_in_memory_trained_on_the_ssd"),
     (r"tools/bench/planning\.py", "needs: minutes"),
     (r"tools/bench/hooks\.py", "needs: minutes"),
     (r"tools/(bench|plot)/overlap\.py", "tests/lag/test_overlap.py::test_a_small_measurement"),

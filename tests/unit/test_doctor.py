@@ -373,3 +373,52 @@ def test_without_tqdm_a_terminal_gets_a_line(monkeypatch, capsys):
     with directory_part._progress(3, Path("/mnt/ssd")) as advance:
         advance()
     assert capsys.readouterr().err == "measuring /mnt/ssd ...\n"
+
+
+STATES = ("--optimizer-state-offload", "ssd", "--optimizer-state-dir")
+
+
+def test_without_flags_of_model_states_nothing_is_said_of_them(diagnose, tmp_path):
+    _, checks = diagnose("--activation-offload-dir", tmp_path)
+    assert not [name for name in checks if name.startswith("state")]
+
+
+def test_states_are_told_how_many_parameters_have_room(diagnose, tmp_path):
+    code, checks = diagnose(*STATES, tmp_path, "--optimizer-state-ssd-budget", "24MiB")
+    assert code == 0
+    assert checks["checksums"]["status"] == "ok"
+    value = checks["state space"]["value"]
+    assert "24 MiB: 0.00315 G parameters in fp32, 0.0021 G in bf16 with main weights" in value
+
+
+def test_states_go_where_activations_go(diagnose, tmp_path):
+    flags = ("--activation-offload-dir", tmp_path, "--optimizer-state-offload", "ssd")
+    code, checks = diagnose(*flags)
+    assert code == 0 and checks["state space"]["facts"]["free_bytes"] > 0
+
+
+def test_states_without_the_package_for_checksums_are_a_problem(diagnose, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    code, checks = diagnose(*STATES, tmp_path)
+    assert code == 1 and "pip install" in checks["checksums"]["advice"]
+
+
+def test_states_that_cannot_work_are_a_problem_in_their_own_words(diagnose, tmp_path):
+    code, checks = diagnose(*STATES, tmp_path / "missing")
+    assert code == 1
+    assert "--optimizer-state-dir" in checks["state directory"]["advice"]
+    code, checks = diagnose(*STATES, tmp_path, "--optimizer-state-ssd-budget", "1000TiB")
+    assert code == 1 and checks["state space"]["status"] == "problem"
+    code, checks = diagnose("--optimizer-state-offload", "ssd")
+    assert code == 1 and checks["states"]["status"] == "problem"
+
+
+def test_a_steps_time_on_the_drive_is_said(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "megatron.offload.commands.doctor.states.drive_rates", lambda *_: (1e9, 2e9)
+    )
+    monkeypatch.setattr(f"{EXAMINE}._disk_sections", lambda *_: [])
+    cli.main(["doctor", "--json", *STATES, str(tmp_path)])
+    checks = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert "1.00 GB/s written, 2.00 GB/s read" in checks["state rate"]["value"]
+    assert "takes 18 s here" in checks["state rate"]["value"]

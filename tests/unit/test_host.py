@@ -22,6 +22,7 @@ from megatron.offload.device.open import open_device
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers import host
 from megatron.offload.tiers.host import HostTier
+from megatron.offload.tiers.purpose import STATES
 from tests.support.waiting import wait_until
 
 PAGE = mmap.PAGESIZE
@@ -333,10 +334,10 @@ def test_who_looks_at_a_block_keeps_its_memory_when_the_tier_is_closed() -> None
 def test_a_tier_that_others_overflow_from_says_nothing_when_it_is_full(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    quiet = HostTier(PAGE, flag="--optimizer-state-window", overflows=True)
+    quiet = HostTier(PAGE, purpose=STATES, flag="window", overflows=True)
     assert quiet.begin_write(storage_of(2 * PAGE, value=1)) is None
     assert not caplog.records
-    other = HostTier(PAGE, flag="--optimizer-state-host-budget")
+    other = HostTier(PAGE, purpose=STATES)
     assert other.begin_write(storage_of(2 * PAGE, value=1)) is None
     assert "--optimizer-state-host-budget is used up" in caplog.text
     quiet.close()

@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -313,8 +314,8 @@ def test_drives_that_ask_for_different_alignments_both_get_theirs(
     asked = iter([Alignment(1, 1), Alignment(512, 4 * PAGE)])
     opened = UnlinkedFile.__init__
 
-    def aligned(self: UnlinkedFile, directory: Path, io: str) -> None:
-        opened(self, directory, io)
+    def aligned(self: UnlinkedFile, directory: Path, *options: Any) -> None:
+        opened(self, directory, *options)
         self.alignment = next(asked)
 
     monkeypatch.setattr(UnlinkedFile, "__init__", aligned)

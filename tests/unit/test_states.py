@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.mapped import FileRange, map_ranges
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
+from megatron.offload.tiers.transfer import Transfer
 
 PAGE = mmap.PAGESIZE
 
@@ -339,3 +341,62 @@ def test_a_bucket_has_bytes() -> None:
 def test_modes_are_named_where_another_is_asked_for() -> None:
     with pytest.raises(ConfigurationError, match="choose one of off, host, ssd, tiered, auto"):
         StatesConfig(mode="nvme")
+
+
+class _Watched(Transfer):
+    """Runs when it is told to; says when somebody has asked for it."""
+
+    def __init__(self, *pieces: Callable[[], None]) -> None:
+        super().__init__(*pieces)
+        self.is_awaited = threading.Event()
+
+    def done(self) -> bool:
+        self.is_awaited.set()
+        return super().done()
+
+    def wait(self) -> None:
+        self.is_awaited.set()
+        super().wait()
+
+
+def test_a_write_that_ends_while_a_read_is_awaited_makes_room_for_the_next_read(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, optimizer = _states(tier, window=3, number=4)
+    _step(states, optimizer)  # the last two stay
+    states.wait_for_writes()
+    begin_write, begin_read = tier.begin_write, tier.begin_read
+    writes: list[Transfer] = []
+    reads: list[_Watched] = []
+    have_begun = [threading.Event(), threading.Event()]
+
+    def held_write(source: torch.UntypedStorage, after: Any = None) -> Any:
+        block, transfer = begin_write(source, after) or pytest.fail("no room")
+        writes.append(Transfer(transfer.wait))
+        return block, writes[-1]
+
+    def held_read(block: Any, deadline: float = 0.0) -> Any:
+        target, transfer = begin_read(block, deadline)
+        reads.append(_Watched(transfer.wait))
+        have_begun[len(reads) - 1].set()
+        return target, reads[-1]
+
+    monkeypatch.setattr(tier, "begin_write", held_write)
+    monkeypatch.setattr(tier, "begin_read", held_read)
+    begun_meanwhile: list[bool] = []
+
+    def drive() -> None:
+        have_begun[0].wait(5)
+        reads[0].is_awaited.wait(5)
+        writes[0].run()
+        begun_meanwhile.append(have_begun[1].wait(2))
+        reads[0].run()
+        have_begun[1].wait(5)
+        reads[1].run()
+        writes[1].run()
+
+    thread = threading.Thread(target=drive, daemon=True)
+    thread.start()
+    _step(states, optimizer)
+    thread.join(10)
+    assert begun_meanwhile == [True]

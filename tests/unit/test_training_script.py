@@ -7,7 +7,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.offload import ConfigurationError, OffloadConfig
 from megatron.offload.integration.megatron import training_script
 from megatron.offload.integration.megatron.training_script import PATCH_POINTS, TrainingScript
+from megatron.offload.states.config import StatesConfig
 from tests.support.megatron_lm import FakeMegatronLm, Scalars, settings
 from tests.support.processes import finish, start_python
 
@@ -115,6 +116,75 @@ def test_flags_reach_install_and_stay_plain_for_checkpoints(
     assert installed["num_local_ranks"] == 1 and installed["reserve_bytes"] > 0
     plain = (str, int, float, type(None))
     assert all(isinstance(value, plain) for value in vars(megatron_lm.flags).values())
+
+
+class FakeStates:
+    """Stands for `ModelStates`."""
+
+    enabled = True
+    statistics: ClassVar = {"bytes": 1 << 20, "memory_bytes": 5}
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.checkpoint = ""
+
+    def note_checkpoint(self, path: str) -> None:
+        self.checkpoint = path
+
+    def close(self, *, restore: bool = True) -> None:
+        self.events.append(f"states, restored {restore}")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_model_states_move_with_activations_and_without(
+    megatron_lm: FakeMegatronLm,
+    script: TrainingScript,
+    installed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    call: dict[str, Any] = {}
+
+    def offload_model_states(config: StatesConfig, optimizer: Any) -> FakeStates:
+        call.update(config=config, optimizer=optimizer)
+        return FakeStates(megatron_lm.events)
+
+    monkeypatch.setattr(training_script, "offload_model_states", offload_model_states)
+    parse(megatron_lm, "--optimizer-state-offload", "ssd", "--optimizer-state-dir", str(tmp_path))
+    megatron_lm.flags.save = str(tmp_path / "checkpoints")
+    set_up(megatron_lm)
+    assert call["config"].directories == (tmp_path,) and call["optimizer"] == "optimizer"
+    assert not installed["config"].enabled
+    states = installed["states"]
+    assert states.checkpoint == f"the last checkpoint in {tmp_path}/checkpoints"
+    plain = (str, int, float, type(None))
+    assert all(isinstance(value, plain) for value in vars(megatron_lm.flags).values())
+    megatron_lm.tensorboard = Scalars()
+    megatron_lm.train(iteration=2)
+    assert megatron_lm.tensorboard.values["offload/state_bytes"] == (1 << 20, 2)
+    script.close()
+    # They are in the checkpoint, and may be more than memory holds.
+    assert megatron_lm.events[-2:] == ["close", "states, restored False"]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"optimizer_cpu_offload": True}, "drop --optimizer-cpu-offload"),
+        ({"optimizer": "muon"}, "optimizer muon cannot be combined with state offload"),
+        ({"log_params_norm": True}, "drop --log-params-norm"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 cannot be combined"),
+    ],
+)
+def test_optimizers_whose_states_cannot_move_are_refused_before_a_model_is_built(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, flags: dict[str, Any], sentence: str
+) -> None:
+    vars(megatron_lm.flags).update(flags)
+    parse(megatron_lm, "--optimizer-state-offload", "host")
+    with pytest.raises(ConfigurationError, match=sentence):
+        set_up(megatron_lm)
+    assert megatron_lm.events == []
 
 
 @pytest.mark.usefixtures("one_rank")

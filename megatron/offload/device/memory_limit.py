@@ -67,6 +67,11 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     return MemoryLimit(total_bytes, max(available_bytes, 0), source, physical_bytes)
 
 
+def own_memory_groups(root: Path = Path("/")) -> list[tuple[Path, bool]]:
+    """The control groups for memory that this process is in, and whether each is of v2."""
+    return [(group, is_v2) for group, is_v2 in _groups(root) if _inside(root, group).is_dir()]
+
+
 def _groups(root: Path) -> Iterator[tuple[Path, bool]]:
     """This process's group and all above it, of v1 and of v2, as absolute paths."""
     try:

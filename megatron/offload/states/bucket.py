@@ -34,7 +34,7 @@ class Bucket:
 
     Args:
         params: at least one.
-        changed: told, in whatever thread, that memory was let go or a write failed.
+        changed: told, in whatever thread, that a write or a read has ended, well or badly.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], changed: Callable[[], None]) -> None:
@@ -116,11 +116,23 @@ class Bucket:
         assert transfer is not None
         transfer.cancel()
 
+    def read(self) -> Sequence[Any] | None:
+        """Has it in memory; as `end_read`, after `begin_read` if nobody has begun."""
+        if self.where is Where.ON_TIER:
+            self.begin_read()
+        return self.end_read()
+
     def begin_read(self) -> None:
         """Starts to bring it back to memory."""
         assert self.where is Where.ON_TIER, self.where
         self.storage, self._transfer = self.block.tier.begin_read(self.block)
         self.where = Where.READING
+        self._transfer.add_done_callback(lambda _: self._changed())
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether a read of it is under way."""
+        return self._transfer is not None and not self._transfer.done()
 
     def end_read(self) -> Sequence[Any] | None:
         """Waits for the read; events of the device after which the bytes are there.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.errors import STATES_PREFIX, ConfigurationError
 from megatron.offload.flag import Settings, flag, parse_count, parse_paths
 from megatron.offload.sizes import MIB, parse_budget, parse_rate, parse_size
 
@@ -28,6 +28,7 @@ class StatesConfig(Settings):
     """
 
     group: ClassVar[str] = "model states"
+    prefix: ClassVar[str] = STATES_PREFIX
     other_names: ClassVar[Mapping[str, str]] = {"--optimizer-state-dir": "directory"}
 
     mode: str = flag(
@@ -129,17 +130,18 @@ class StatesConfig(Settings):
         self.check_choices()
         if self.uses_ssd and not self.directories:
             raise ConfigurationError(
-                f"--optimizer-state-offload {self.mode} needs a place on an SSD; give it with "
-                "--optimizer-state-dir DIR or --activation-offload-dir DIR"
+                f"{self.prefix}--optimizer-state-offload {self.mode} needs a place on an SSD; give "
+                "it with --optimizer-state-dir DIR or --activation-offload-dir DIR"
             )
         if len(set(self.directories)) < len(self.directories):
             raise ConfigurationError(
-                "--optimizer-state-dir names a directory twice; striping needs directories on "
-                "different drives"
+                f"{self.prefix}--optimizer-state-dir names a directory twice; striping needs "
+                "directories on different drives"
             )
         if self.enabled and self.bucket_bytes < 1:
             raise ConfigurationError(
-                "--optimizer-state-bucket is less than a byte; give a size, for example 32MiB"
+                f"{self.prefix}--optimizer-state-bucket is less than a byte; give a size, for "
+                "example 32MiB"
             )
 
     @property

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.offload.tiers.direct_io import Alignment, aligned_storage
 from megatron.offload.tiers.mapped import storage_at
 
 _ALIGNMENT = 64  # bytes, of each tensor: what torch's own allocator gives
@@ -47,9 +46,13 @@ class Layout:
         self.num_bytes = max(_round_up(end, _PAGE), _PAGE)
 
     def new_storage(self, device: torch.device) -> torch.UntypedStorage:
-        """Fresh memory for a bucket, contents undefined; on a CPU it begins at a page."""
+        """Fresh memory for a bucket, contents undefined; on a CPU it begins at a page.
+
+        Not from an allocator there, which would keep much of it once it is freed in other threads.
+        """
         if device.type == "cpu":
-            return aligned_storage(self.num_bytes, 0, Alignment(_PAGE, _PAGE))
+            memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def views(self, storage: torch.UntypedStorage) -> dict[Name, torch.Tensor]:

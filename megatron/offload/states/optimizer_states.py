@@ -19,7 +19,13 @@ back only what does not fit. Copies over the link overlap the update of the buck
 Note [The only copy]
 Unlike an activation, a state that is lost cannot be made again. Memory is let go only once a write
 has ended well; a bucket that no tier takes stays in memory; the tiers keep checksums; a read that
-fails ends the training with `LostStateError`, and nothing goes on with other numbers.
+fails twice ends the training with `LostStateError`, and nothing goes on with other numbers.
+
+Note [A step that ends in its middle]
+An error or an interrupt between the first bucket's update and the last one's leaves some parameters
+updated and others not. In memory torch goes on with them, and saves them, without a word. Here
+whoever takes the next step, or looks at states, gets `InterruptedStepError` until states are loaded
+again; `close` brings them back as they are.
 """
 
 from __future__ import annotations
@@ -33,11 +39,18 @@ from typing import Any
 
 import torch
 
+from megatron.offload.device.allocator import return_freed_memory
 from megatron.offload.device.device import Device
 from megatron.offload.errors import LostStateError
 from megatron.offload.sizes import format_size
 from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.exposed import Exposed
+from megatron.offload.states.faults import (
+    interrupted_step,
+    lost,
+    warn_of_full_tiers,
+    warn_of_retry,
+)
 from megatron.offload.states.layout import Layout, Name
 from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
@@ -92,8 +105,11 @@ class OptimizerStates:
         self._goes_up = False  # the order of the last step
         self._exposed: list[Exposed] = []
         self._num_loading = 0
+        self._is_half_done = False  # see Note [A step that ends in its middle]
+        self._refused_bytes = 0  # that no tier took in this step
+        self._refusal = ""  # why, if a write failed
         self._has_warned = False
-        # Told by I/O threads: a write has ended. Held for a few instructions.
+        # Told by I/O threads: a write or a read has ended. Held for a few instructions.
         self._changed = threading.Condition()
         self.meter = StatesMeter(device, self.tiers, lambda: self.memory_bytes)
         self._find_buckets()
@@ -105,8 +121,10 @@ class OptimizerStates:
         """Updates all parameters that have a gradient, bucket by bucket.
 
         Raises:
-            LostStateError: states could not be read back. Some parameters are updated, others not.
+            LostStateError: states could not be read back.
+            InterruptedStepError: the step before, or any since the last load, ended in its middle.
         """
+        self._check_whole()
         self.conceal()
         self._find_buckets()
         with self.meter.step():
@@ -118,22 +136,34 @@ class OptimizerStates:
         stays = self._first_to_stay(buckets)
         ahead = collections.deque(buckets)
         self._slice.begin_step([bucket.params for bucket in buckets])
+        self._refused_bytes = 0
         for index, bucket in enumerate(buckets):
             self._read_ahead(ahead)
             with self.meter.waiting():
-                self._bring(bucket)
+                self._bring(bucket, ahead)
             while ahead and ahead[0].where is not Where.ON_TIER:
                 ahead.popleft()
+            self._is_half_done = True
+            had_none = bucket.where is Where.NOWHERE
             with self.meter.updating():
                 self._update(bucket)
+            if had_none and bucket.where is not Where.NOWHERE and self._device.is_host:
+                return_freed_memory()  # of what the optimizer made: else all of it stays
             self.meter.updated(bucket.num_bytes)
             if index < stays:
                 self._put_away(bucket)
         self._slice.end_step()
+        self._is_half_done = False
+        self._warn_of_refusals()
+
+    def _check_whole(self) -> None:
+        """Raises InterruptedStepError after a step that ended in its middle."""
+        if self._is_half_done:
+            raise interrupted_step(self.checkpoint)
 
     def prefetch(self) -> None:
         """The next step is near: begins to read what it needs first, as far as there is room."""
-        if self._exposed:
+        if self._exposed or self._is_half_done:
             return
         self.meter.prefetch()
         self._goes_up = not self._goes_up
@@ -163,7 +193,10 @@ class OptimizerStates:
             if bucket.where is Where.ON_TIER:
                 if not self._has_room(bucket.num_bytes):
                     return
-                bucket.begin_read()
+                try:
+                    bucket.begin_read()
+                except Exception:  # whoever needs it tries again, and says so
+                    return
             ahead.popleft()
 
     def _has_room(self, num_bytes: int) -> bool:
@@ -176,27 +209,34 @@ class OptimizerStates:
             return self.window_bytes
         return max(self.window_bytes, ON_DEVICE * max(map(self._expected_bytes, self.buckets)))
 
-    def _bring(self, bucket: Bucket) -> None:
+    def _bring(self, bucket: Bucket, ahead: collections.deque[Bucket] | None = None) -> None:
         """Has a bucket in memory, where the calling thread's next operations may use it."""
         bucket.take_back()
         if bucket.storage is None:
             self._wait_for_room(self._expected_bytes(bucket))
-        if bucket.where is Where.ON_TIER:
-            bucket.begin_read()
-        if bucket.where is not Where.READING:
+        if bucket.where in (Where.NOWHERE, Where.IN_MEMORY):
             return
         try:
+            if bucket.where is Where.ON_TIER:
+                bucket.begin_read()
+            with self._changed:
+                while bucket.is_coming:
+                    if ahead:
+                        self._read_ahead(ahead)  # writes that have ended have made room
+                    self._changed.wait()
             events = bucket.end_read()
-        except OSError as error:
-            raise LostStateError(
-                f"optimizer states of {len(bucket.params)} parameters "
-                f"({format_size(bucket.num_bytes)}) could not be read back: {error}; their only "
-                "copy is lost and training cannot go on; check the drive, and resume from "
-                f"{self.checkpoint or 'the last checkpoint'}"
-            ) from error
+        except Exception as error:
+            warn_of_retry(error)
+            events = self._read_again(bucket)
         if events is not None:
             assert bucket.storage is not None
             self._device.use_after(bucket.storage, events)
+
+    def _read_again(self, bucket: Bucket) -> Sequence[Any] | None:
+        try:
+            return bucket.read()
+        except Exception as error:
+            raise lost(bucket, self._optimizer, error, self.checkpoint) from error
 
     def _is_writing(self) -> bool:
         return any(one.where is Where.WRITING for one in self.buckets)
@@ -210,21 +250,24 @@ class OptimizerStates:
 
     def _put_away(self, bucket: Bucket) -> None:
         """Writes a bucket to the first tier that takes it; where none does, it stays."""
+        if bucket.where is Where.NOWHERE:
+            return  # the optimizer keeps nothing of these parameters
         event = None if self._device.is_host else self._device.record_event()
         if bucket.write_error is not None:
-            self._warn(f"a write failed ({bucket.write_error})")
-            bucket.write_error = None
-        if not any(bucket.begin_write(tier, event) for tier in self.tiers):
-            self._warn("no tier has room for them")
+            self._refusal, bucket.write_error = str(bucket.write_error), None
+        for tier in self.tiers:
+            try:
+                if bucket.begin_write(tier, event):
+                    return
+            except Exception as error:  # its threads are gone, say
+                self._refusal = str(error)
+        self._refused_bytes += bucket.num_bytes
 
-    def _warn(self, why: str) -> None:
-        if not self._has_warned:
+    def _warn_of_refusals(self) -> None:
+        """Once, after a step; what failed on a drive, that drive has said already."""
+        if self._refused_bytes and not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "optimizer states: %s; nothing is lost, what no tier takes stays in memory; check "
-                "the disk",
-                why,
-            )
+            warn_of_full_tiers(self._refused_bytes, self.num_bytes, self._room_bytes, self._refusal)
 
     # -- Where states are -------------------------------------------------------------------------
 
@@ -353,7 +396,10 @@ class OptimizerStates:
 
         Raises:
             LostStateError: states could not be read, or are not those that were written.
+            InterruptedStepError: the last step ended in its middle.
         """
+        if not self._num_loading:
+            self._check_whole()
         if self._exposed:
             return
         try:
@@ -391,12 +437,24 @@ class OptimizerStates:
         """As `conceal`; after loading all counts as changed, however it was done."""
         while self._exposed:
             one = self._exposed[-1]
+            is_replaced = one.is_replaced(self._optimizer) or self._has_more(one.bucket)
             is_changed = is_loaded or one.is_changed()
-            if one.is_replaced(self._optimizer) or (is_changed and not one.bucket.renew()):
+            if is_replaced or (is_changed and not one.bucket.renew()):
                 self._adopt(one.bucket)
             else:
                 self._leave(one.bucket, self._states_of(one.bucket))
             self._exposed.pop()  # and with it the place that the bucket had, if it has another
+
+    def _has_more(self, bucket: Bucket) -> bool:
+        """Whether states were added to a bucket's: its parameters may have been all of it."""
+        assert bucket.layout is not None
+        for index, param in enumerate(bucket.params):
+            state = self._optimizer.state.get(param, {})
+            loaded = {key for key, value in state.items() if isinstance(value, Loaded)}
+            for key in loaded | self._movable(param, state).keys():
+                if (index, key) not in bucket.layout.slots:
+                    return True
+        return False
 
     @contextlib.contextmanager
     def loading(self, *, at_once: bool = False) -> Iterator[None]:
@@ -407,10 +465,11 @@ class OptimizerStates:
         Args:
             at_once: what came is taken over at the end of this, though it is within another one.
         """
-        self.expose()
         self._num_loading += 1
         try:
+            self.expose()
             yield
+            self._is_half_done = False
         finally:
             self._num_loading -= 1
             if at_once or not self._num_loading:
@@ -513,17 +572,29 @@ class OptimizerStates:
                 which is right where training has ended and all of them would not fit.
 
         Raises:
-            LostStateError: as `step`.
+            LostStateError: states could not be read back; all others are in memory.
         """
-        self.conceal()
-        for bucket in self.buckets if restore else ():
-            self._bring(bucket)
-            self._attach(bucket, views := self._views_of(bucket))
-            self._optimizer.state.update(self._states_with(bucket, views))
-        self.buckets = []
-        self._slice.close()
-        for tier in self.tiers:
-            tier.close()
+        error: LostStateError | None = None
+        try:
+            self.conceal()
+            for bucket in self.buckets if restore else ():
+                try:
+                    self._restore(bucket)
+                except LostStateError as one:
+                    error = error or one
+        finally:
+            self.buckets = []
+            self._slice.close()
+            for tier in self.tiers:
+                tier.close()
+        if error is not None:
+            raise error
+
+    def _restore(self, bucket: Bucket) -> None:
+        """Puts a bucket's tensors in their places, in memory, for good."""
+        self._bring(bucket)
+        self._attach(bucket, views := self._views_of(bucket))
+        self._optimizer.state.update(self._states_with(bucket, views))
 
 
 PARAM = "param"  # the key of a parameter that moves itself

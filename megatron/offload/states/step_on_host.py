@@ -31,6 +31,7 @@ from megatron.offload.states.layout import Layout, Name, dense_stride
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.mapped import storage_at
+from megatron.offload.tiers.purpose import STATES
 
 _GRADIENTS = ("grad", "decoupled_grad")  # attributes of a parameter; the latter is Megatron's
 _VALUE = "value"
@@ -123,8 +124,7 @@ class StepOnHost(OptimizerSlice):
         if self._memory and self._memory[0].nbytes() >= num_bytes:
             return
         self.close()
-        flag = "--optimizer-state-bucket"
-        self._arena = HostArena(_SLICES * num_bytes, self._device, flag)
+        self._arena = HostArena(_SLICES * num_bytes, self._device, STATES, "bucket")
         for _ in range(_SLICES):
             offset = self._arena.allocate(num_bytes)
             if offset is None:  # the system refuses, and has been quoted

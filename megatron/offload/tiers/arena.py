@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory for activations: `HostArena`, one mapping that hands out ranges of exact size.
+"""Host memory for a tier: `HostArena`, one mapping that hands out ranges of exact size.
 
 The host tier, the pool before the drives and the staging buffers each have one. Address space for
 the whole budget is reserved at once, memory is committed as it is touched and stays for reuse until
@@ -19,9 +19,9 @@ import threading
 import weakref
 
 from megatron.offload.device.device import Device
-from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.extents import ExtentAllocator
+from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ class HostArena:
         device: if it pins host memory, the arena is page-locked for it, in steps as it grows.
             None: it is pageable. To page-lock a step takes a tenth of a second, so the next one is
             locked by a thread of its own when less than one is free.
-        flag: that sets its budget, for people.
+        purpose: what it is for, in sentences.
+        flag: that sets its budget, by what its name ends in.
 
     Raises:
         ConfigurationError: no address space of that size.
@@ -47,9 +48,11 @@ class HostArena:
         self,
         budget_bytes: int,
         device: Device | None = None,
-        flag: str = "--activation-offload-host-budget",
+        purpose: Purpose = ACTIVATIONS,
+        flag: str = "host-budget",
     ) -> None:
-        self._flag = flag
+        self._purpose = purpose
+        self._flag = purpose.flag(flag)
         self.budget_bytes = budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._pinned_for = device if device is not None and device.pins_host_memory else None
         self.growth_failed = False  # it stopped growing although budget was left
@@ -65,7 +68,9 @@ class HostArena:
         self._closed = False
         self._pinned_addresses: list[int] = []
         self._forkable = weakref.WeakValueDictionary[int, _Forkable]()  # by offset
-        self._mapping = _reserve(self.budget_bytes, flag) if self.budget_bytes else None
+        self._mapping = (
+            _reserve(self.budget_bytes, purpose, self._flag) if self.budget_bytes else None
+        )
         self._address = 0
         if self._mapping is not None:
             # For a moment only: as long as such a view exists, the mapping cannot be closed.
@@ -109,7 +114,9 @@ class HostArena:
             offset = self._extents.allocate(num_bytes)
             if offset is not None and self._is_short and self._ahead is None:
                 self._ahead = threading.Thread(
-                    target=self._grow_ahead, name="activation-offload pinning", daemon=True
+                    target=self._grow_ahead,
+                    name=f"{self._purpose.thread_name} pinning",
+                    daemon=True,
                 )
                 try:
                     self._ahead.start()
@@ -212,10 +219,10 @@ class HostArena:
             if not is_needed:
                 raise
             logger.warning(
-                "activation offload: %s more of host memory could not be pinned (%s); the %s that "
-                "is pinned is used on, and what does not fit goes elsewhere; raise the limit of "
-                "locked memory (ulimit -l) or of the container's memory (cgroup), or set a smaller "
-                "%s",
+                "%s%s more of host memory could not be pinned (%s); the %s that is pinned is used "
+                "on, and what does not fit goes elsewhere; raise the limit of locked memory "
+                "(ulimit -l) or of the container's memory (cgroup), or set a smaller %s",
+                self._purpose.prefix,
                 format_size(num_bytes),
                 error,
                 format_size(self._extents.size_bytes),
@@ -246,13 +253,13 @@ class _Forkable:
         mapping.madvise(advice, offset, num_bytes)
 
 
-def _reserve(num_bytes: int, flag: str) -> mmap.mmap:
+def _reserve(num_bytes: int, purpose: Purpose, flag: str) -> mmap.mmap:
     """Private memory that is committed page by page, as it is touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
         mapping = mmap.mmap(-1, num_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
-        raise ConfigurationError(
+        raise purpose.refusal(
             f"no address space for {format_size(num_bytes)} of host memory ({error.strerror}); set "
             f"a smaller {flag}, or raise the limit (ulimit -v, "
             "vm.overcommit_memory)"

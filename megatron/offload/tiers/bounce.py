@@ -95,8 +95,8 @@ class BouncingTier(SsdTier):
         try:
             assert self._staging is not None
             self._piece_bytes = self._staging.piece_bytes  # checksums are of pieces
-            self._pool = HostArena(pool_bytes, device, "--activation-offload-pinned")
-            self._copies = ByDevice(device, TierStatistics())  # the tier's own are of its drives
+            self._pool = HostArena(pool_bytes, device, self._purpose, flag="pinned")
+            self._copies = ByDevice(device, TierStatistics(), self._purpose)  # its own: of drives
         except BaseException:
             self.close()
             raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of what is written, for `--activation-offload-verify checksum`.
+"""Checksums of what is written: of activations if asked for, of optimizer states always.
 
 XXH3 (64 bits) from the package `xxhash`: faster than any SSD, and it releases the interpreter
 lock. It finds accidents (a flipped bit, a lost or misplaced write), not attacks.
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 
 Checksum = Callable[[memoryview], int]
 
 
-def load_checksum() -> Checksum:
+def load_checksum(purpose: Purpose = ACTIVATIONS) -> Checksum:
     """Returns the function that computes the 64-bit XXH3 checksum of a memoryview.
 
     Raises:
@@ -23,8 +23,8 @@ def load_checksum() -> Checksum:
     try:
         import xxhash
     except ImportError:
-        raise ConfigurationError(
-            "--activation-offload-verify checksum needs the package xxhash; "
+        raise purpose.refusal(
+            f"{purpose.checksum_flag} needs the package xxhash; "
             "pip install 'megatron-offload[verify]'"
         ) from None
     digest: Checksum = xxhash.xxh3_64_intdigest

@@ -23,6 +23,7 @@ from megatron.offload.device.device import Device
 from megatron.offload.tiers.access import check_size
 from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.io_threads import IoThreads, Piece
+from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 from megatron.offload.tiers.tier import TierStatistics
 from megatron.offload.tiers.transfer import Transfer, ended
 
@@ -56,13 +57,22 @@ class ByThreads:
         device: whose memory is host memory.
         num_threads: copies that run at the same time.
         statistics: count what has moved.
+        purpose: what it is for, in sentences.
     """
 
-    def __init__(self, device: Device, num_threads: int, statistics: TierStatistics) -> None:
+    def __init__(
+        self,
+        device: Device,
+        num_threads: int,
+        statistics: TierStatistics,
+        purpose: Purpose = ACTIVATIONS,
+    ) -> None:
         self._device = device
         self._statistics = statistics
         # They wait for the queue, and copy.
-        self._threads = IoThreads(num_threads, "activation-offload host memory")
+        self._threads = IoThreads(
+            num_threads, f"{purpose.thread_name} host memory", purpose=purpose
+        )
 
     def begin_write(
         self, source: torch.UntypedStorage, address: int, after: Any, owner: object
@@ -107,15 +117,17 @@ class ByDevice:
     Args:
         device: with memory of its own.
         statistics: count what has moved.
+        purpose: what it is for, in sentences.
     """
 
-    def __init__(self, device: Device, statistics: TierStatistics) -> None:
+    def __init__(
+        self, device: Device, statistics: TierStatistics, purpose: Purpose = ACTIVATIONS
+    ) -> None:
         self._device = device
         self._statistics = statistics
-        self._writes = CopyWatcher(device, statistics.writes, "activation-offload to host memory")
+        self._writes = CopyWatcher(device, statistics.writes, "to host memory", purpose)
         try:
-            name = "activation-offload from host memory"
-            self._reads = CopyWatcher(device, statistics.reads, name)
+            self._reads = CopyWatcher(device, statistics.reads, "from host memory", purpose)
         except BaseException:  # the system starts no more threads
             self._writes.close()
             raise
@@ -176,14 +188,23 @@ class CopyWatcher:
     Args:
         device: that makes the copies.
         meter: counts their bytes, and the time from a copy's beginning to its end.
-        name: of the thread.
+        direction: of the copies, for the name of the thread.
+        purpose: what they are for, in sentences.
     """
 
-    def __init__(self, device: Device, meter: BandwidthMeter, name: str) -> None:
+    def __init__(
+        self,
+        device: Device,
+        meter: BandwidthMeter,
+        direction: str,
+        purpose: Purpose = ACTIVATIONS,
+    ) -> None:
+        self._prefix = purpose.prefix
         self._device = device
         self._meter = meter
         self._queue: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
         self._is_closed = False
+        name = f"{purpose.thread_name} {direction}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -245,7 +266,7 @@ class CopyWatcher:
             except BaseException as error:  # also from outside: nobody could take this one's place
                 # Not the error itself: who keeps log records would keep its traceback too.
                 reason = repr(error)
-                logger.warning("activation offload: a copy's end was not noticed: %s", reason)
+                logger.warning("%sa copy's end was not noticed: %s", self._prefix, reason)
                 if watched is not None:
                     watched.transfer.fail("the thread that watches copies was interrupted")
                     with contextlib.suppress(Exception):  # of the device: then nothing runs there

@@ -27,6 +27,7 @@ from megatron.offload.tiers.direct_io import Alignment
 from megatron.offload.tiers.extents import ExtentAllocator
 from megatron.offload.tiers.file import no_space
 from megatron.offload.tiers.io_threads import IoThreads, Piece
+from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 from megatron.offload.tiers.tier import TierStatistics
 from megatron.offload.tiers.transfer import Transfer
 
@@ -114,6 +115,7 @@ class Drive:
         num_threads: I/O threads, the queue depth that the drive sees.
         write_limit: bounds the write bandwidth of all drives together; None: no bound.
         checksum: computed when writing and compared when reading; None: neither.
+        purpose: what it is for, in sentences.
     """
 
     def __init__(
@@ -124,8 +126,10 @@ class Drive:
         num_threads: int,
         write_limit: RateLimit | None = None,
         checksum: Checksum | None = None,
+        purpose: Purpose = ACTIVATIONS,
     ) -> None:
         self.file = file
+        self._purpose = purpose
         self.directory = file.directory
         self.health = Health.GOOD
         self.statistics = TierStatistics()
@@ -141,8 +145,8 @@ class Drive:
         # when the file grows); the space budget's lock is taken under it, no other.
         self._lock = threading.Lock()
         try:
-            name = f"activation-offload {file.directory}"
-            self._threads = IoThreads(num_threads, name, write_limit)
+            name = f"{purpose.thread_name} {file.directory}"
+            self._threads = IoThreads(num_threads, name, write_limit, purpose)
         except BaseException:  # the system starts no more threads
             file.close()
             raise
@@ -179,7 +183,7 @@ class Drive:
         try:
             self._grow(granted)
         except OSError as error:
-            raise no_space(self.directory, wanted, error) from None
+            raise no_space(self.directory, wanted, error, self._purpose) from None
 
     def allocate(self, num_bytes: int) -> Extent | None:
         """A free extent, growing the file where there is none; None: the drive takes no more."""
@@ -322,8 +326,9 @@ class Drive:
             return False
         self.health = Health.FULL
         logger.warning(
-            "activation offload: %s is full (%s); its file holds %s, and what does not fit goes to "
-            "another tier or stays in device memory; nothing is lost",
+            "%s%s is full (%s); its file holds %s, and what does not fit goes to another tier or "
+            "stays in device memory; nothing is lost",
+            self._purpose.prefix,
             self.directory,
             reason,
             format_size(self.file.size_bytes),
@@ -338,9 +343,11 @@ class Drive:
         if not self._space_is_used_up:
             self._space_is_used_up = True
             logger.warning(
-                "activation offload: %s: --activation-offload-ssd-budget is used up; the file "
-                "holds %s, and what does not fit goes to another tier or stays in device memory",
+                "%s%s: %s is used up; the file holds %s, and what does not fit goes to another "
+                "tier or stays in device memory",
+                self._purpose.prefix,
                 self.directory,
+                self._purpose.flag("ssd-budget"),
                 format_size(self.file.size_bytes),
             )
 
@@ -354,8 +361,9 @@ class Drive:
         """Called under the lock."""
         self.health = Health.FAILED
         logger.warning(
-            "activation offload: %s: %s (%s); what was to go there is still in memory and nothing "
-            "is lost; from now on nothing is written there; check the disk",
+            "%s%s: %s (%s); what was to go there is still in memory and nothing is lost; from now "
+            "on nothing is written there; check the disk",
+            self._purpose.prefix,
             self.directory,
             what,
             reason,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that activations live in: `UnlinkedFile`.
+"""The file that a tier keeps its bytes in: `UnlinkedFile`.
 
 The SSD tier owns one. The file is never reachable by name (O_TMPFILE, or unlinked at once) and has
 mode 0600: the kernel gives its space back however the process ends, and nobody else can open it.
@@ -21,6 +21,7 @@ from pathlib import Path
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.direct_io import BUFFERED, direct_alignment
+from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +36,15 @@ class UnlinkedFile:
     Args:
         directory: must exist and be writable.
         io: `direct` (O_DIRECT or an error), `buffered`, `auto` (direct where it works).
+        purpose: what it is for, in sentences.
 
     Raises:
         ConfigurationError: the directory or the I/O mode cannot work; the message says why.
     """
 
-    def __init__(self, directory: Path, io: str = "auto") -> None:
+    def __init__(self, directory: Path, io: str = "auto", purpose: Purpose = ACTIVATIONS) -> None:
         self.directory = directory
+        self._purpose = purpose
         self.fd = -1
         self._cached_fd = -1  # the same file without direct I/O, for who asks for it
         self.size_bytes = 0
@@ -51,7 +54,7 @@ class UnlinkedFile:
         # Held while the disk works on what was written, which needs no thread of ours.
         self._sync_lock = threading.Lock()
         self._write_error: OSError | None = None  # of any buffered write so far
-        _check_directory(directory)
+        _check_directory(directory, purpose)
         try:
             self._open(directory, io)
         except BaseException:
@@ -59,7 +62,9 @@ class UnlinkedFile:
             raise
 
     def _open(self, directory: Path, io: str) -> None:
-        direct_fd = None if io == "buffered" else _open_unnamed(directory, os.O_DIRECT)
+        direct_fd = (
+            None if io == "buffered" else _open_unnamed(directory, os.O_DIRECT, self._purpose)
+        )
         if direct_fd is not None:
             self.fd = direct_fd
             alignment = direct_alignment(direct_fd)
@@ -68,17 +73,18 @@ class UnlinkedFile:
                 return
             self.close()
         if io == "direct":
-            raise ConfigurationError(
+            raise self._purpose.refusal(
                 f"the file system of {directory} has no direct I/O (O_DIRECT); choose a directory "
-                "on a local SSD or --activation-offload-io buffered"
+                f"on a local SSD or {self._purpose.flag('io')} buffered"
             )
         if io == "auto":
             logger.warning(
-                "activation offload: %s has no direct I/O; using buffered I/O instead, which "
-                "copies every byte through the page cache",
+                "%s%s has no direct I/O; using buffered I/O instead, which copies every byte "
+                "through the page cache",
+                self._purpose.prefix,
                 directory,
             )
-        buffered_fd = _open_unnamed(directory, 0)
+        buffered_fd = _open_unnamed(directory, 0, self._purpose)
         assert buffered_fd is not None  # only O_DIRECT may be refused
         self.fd, self.alignment, self.kind = buffered_fd, BUFFERED, "buffered I/O"
         # Whole ranges are asked for: what the kernel reads ahead of them nobody wants.
@@ -190,44 +196,44 @@ def check_room(directory: Path, io: str, num_bytes: int) -> None:
         raise no_space(directory, num_bytes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
-def _check_directory(directory: Path) -> None:
-    advice = "give an existing, writable one on an SSD (--activation-offload-dir)"
+def _check_directory(directory: Path, purpose: Purpose) -> None:
+    advice = f"give an existing, writable one on an SSD ({purpose.flag('dir')})"
     if not directory.exists():
-        raise ConfigurationError(f"directory {directory} does not exist; {advice}")
+        raise purpose.refusal(f"directory {directory} does not exist; {advice}")
     if not directory.is_dir():
-        raise ConfigurationError(f"{directory} is not a directory; {advice}")
+        raise purpose.refusal(f"{directory} is not a directory; {advice}")
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"directory {directory} is not writable; {advice}")
+        raise purpose.refusal(f"directory {directory} is not writable; {advice}")
 
 
-def _open_unnamed(directory: Path, extra_flags: int) -> int | None:
+def _open_unnamed(directory: Path, extra_flags: int, purpose: Purpose) -> int | None:
     """A descriptor of a new nameless file; None where O_DIRECT is refused."""
     flags = os.O_RDWR | os.O_CLOEXEC | extra_flags
     try:
         return os.open(directory, flags | os.O_TMPFILE, 0o600)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
-            raise _cannot_create(directory, error) from None
+            raise _cannot_create(directory, error, purpose) from None
     # No O_TMPFILE here (NFS, overlay): a named file, unlinked at once. EINVAL: no O_DIRECT.
     try:
-        named_fd, name = tempfile.mkstemp(prefix=".activation-offload-", dir=directory)
+        named_fd, name = tempfile.mkstemp(prefix=f".{purpose.thread_name}-", dir=directory)
     except OSError as error:
-        raise _cannot_create(directory, error) from None
+        raise _cannot_create(directory, error, purpose) from None
     try:
         return os.open(name, flags)
     except OSError as error:
         if extra_flags and error.errno == errno.EINVAL:
             return None
-        raise _cannot_create(directory, error) from None
+        raise _cannot_create(directory, error, purpose) from None
     finally:
         os.unlink(name)
         os.close(named_fd)
 
 
-def _cannot_create(directory: Path, error: OSError) -> ConfigurationError:
-    return ConfigurationError(
+def _cannot_create(directory: Path, error: OSError, purpose: Purpose) -> ConfigurationError:
+    return purpose.refusal(
         f"no file can be created in {directory} ({error.strerror}); "
-        "give a writable directory on an SSD with --activation-offload-dir"
+        f"give a writable directory on an SSD with {purpose.flag('dir')}"
     )
 
 
@@ -282,13 +288,15 @@ def _sync_file_range(fd: int, offset: int, num_bytes: int, flags: int) -> int:
     return ctypes.get_errno() if failed else 0
 
 
-def no_space(directory: Path, wanted_bytes: int, error: OSError) -> ConfigurationError:
+def no_space(
+    directory: Path, wanted_bytes: int, error: OSError, purpose: Purpose = ACTIVATIONS
+) -> ConfigurationError:
     """The sentence for a disk that is too small, found before training."""
     disk = os.statvfs(directory)
     free_bytes = disk.f_bavail * disk.f_frsize
-    return ConfigurationError(
-        f"{directory} cannot hold the activations ({error.strerror}); needed "
+    return purpose.refusal(
+        f"{directory} cannot hold {purpose.bytes_name} ({error.strerror}); needed "
         f"{format_size(wanted_bytes)}, free {format_size(free_bytes)}; "
-        "free some space, choose another disk with --activation-offload-dir, or set a smaller "
-        "--activation-offload-ssd-budget"
+        f"free some space, choose another disk with {purpose.flag('dir')}, or set a smaller "
+        f"{purpose.flag('ssd-budget')}"
     )

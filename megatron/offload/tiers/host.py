@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations in host memory: `HostTier`. The engine opens one for the modes `host` and `tiered`.
+"""Bytes in host memory: `HostTier`, opened for the modes `host` and `tiered`.
 
 It has storages copied to an arena that reuses freed ranges, and back; `copies.py` says by whom. On
 a CPU that is one part of host memory and another, which frees none: for trying things out.
@@ -18,6 +18,7 @@ from megatron.offload.sizes import format_size
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.copies import ByDevice, ByThreads, HostCopies
 from megatron.offload.tiers.mapped import storage_at
+from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 from megatron.offload.tiers.tier import Block, TierStatistics
 from megatron.offload.tiers.transfer import Transfer
 
@@ -42,7 +43,8 @@ class HostTier:
         budget_bytes: most bytes that it may ever hold; 0: it takes nothing.
         num_threads: copies that run at the same time on a CPU; a device has a queue of its own.
         device: where the storages are; None: in host memory.
-        flag: that sets the budget, for people.
+        purpose: whose bytes it holds, in sentences.
+        flag: that sets the budget, by what its name ends in.
         overflows: nobody is surprised that it is full: another tier takes what does not fit.
 
     Raises:
@@ -55,19 +57,21 @@ class HostTier:
         *,
         num_threads: int = 2,
         device: Device | None = None,
-        flag: str = "--activation-offload-host-budget",
+        purpose: Purpose = ACTIVATIONS,
+        flag: str = "host-budget",
         overflows: bool = False,
     ) -> None:
-        self._flag = flag
+        self._purpose = purpose
+        self._flag = purpose.flag(flag)
         self.statistics = TierStatistics()
         self.limit_bytes: int | None = budget_bytes
         device = device or CpuDevice()
-        self._arena = HostArena(budget_bytes, device, flag)
+        self._arena = HostArena(budget_bytes, device, purpose, flag)
         self._is_used_up = overflows
         self._copies: HostCopies = (
-            ByThreads(device, num_threads, self.statistics)
+            ByThreads(device, num_threads, self.statistics, purpose)
             if device.is_host
-            else ByDevice(device, self.statistics)
+            else ByDevice(device, self.statistics, purpose)
         )
 
     def __str__(self) -> str:
@@ -142,8 +146,9 @@ class HostTier:
             return
         self._is_used_up = True
         logger.warning(
-            "activation offload: %s is used up; host memory holds "
-            "%s, and what does not fit goes to another tier or stays in device memory",
+            "%s%s is used up; host memory holds %s, and what does not fit goes to another tier or "
+            "stays in device memory",
+            self._purpose.prefix,
             self._flag,
             format_size(self._arena.size_bytes),
         )

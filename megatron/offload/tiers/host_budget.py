@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much host memory a rank may take for activations: `host_budget_bytes`, `pinned_pool_bytes`.
+"""How much host memory a rank may take for tiers: `host_budget_bytes`, `pinned_pool_bytes`.
 
 Called when the tiers are opened, and before training to find a budget that the machine cannot
 hold. Ranks of one machine share its memory; they never talk about it, each takes an equal part.
@@ -10,13 +10,19 @@ from __future__ import annotations
 from megatron.offload.device.memory_limit import MemoryLimit
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import GIB, format_size
+from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 
 _DEFAULT_POOL_BYTES = 2 * GIB  # the activations of a layer or two
 _POOL_PART = 16  # of the memory, at most, for the pools of all ranks
 _DEFAULT_FRACTION = 0.5  # of what is available: the trainer, its data and other ranks grow too
 
 
-def host_budget_bytes(asked: int | float | None, num_local_ranks: int, limit: MemoryLimit) -> int:
+def host_budget_bytes(
+    asked: int | float | None,
+    num_local_ranks: int,
+    limit: MemoryLimit,
+    purpose: Purpose = ACTIVATIONS,
+) -> int:
     """Bytes of host memory for one rank.
 
     Args:
@@ -24,6 +30,7 @@ def host_budget_bytes(asked: int | float | None, num_local_ranks: int, limit: Me
             machine together; None: half of what is available now, for all ranks together.
         num_local_ranks: processes that share the memory, at least 1.
         limit: of the machine or of the container.
+        purpose: what it is for, in sentences.
 
     Raises:
         ConfigurationError: the ranks together would take more than the limit; or `asked` is
@@ -32,16 +39,16 @@ def host_budget_bytes(asked: int | float | None, num_local_ranks: int, limit: Me
     if asked is None:
         return int(limit.available_bytes * _DEFAULT_FRACTION) // num_local_ranks
     if asked < 0 or (isinstance(asked, float) and asked > 1):
-        raise ConfigurationError(
-            "--activation-offload-host-budget is neither a size nor a fraction; expected bytes or "
+        raise purpose.refusal(
+            f"{purpose.flag('host-budget')} is neither a size nor a fraction; expected bytes or "
             f"a number from 0.0 to 1.0, got {asked}; write for example 16GiB or 0.4"
         )
     if isinstance(asked, float):
         return int(limit.total_bytes * asked) // num_local_ranks
     together = asked * num_local_ranks
     if together > limit.total_bytes:
-        raise ConfigurationError(
-            f"--activation-offload-host-budget asks for more host memory than there is; expected "
+        raise purpose.refusal(
+            f"{purpose.flag('host-budget')} asks for more host memory than there is; expected "
             f"at most {format_size(limit.total_bytes)} ({limit.source}) for all ranks of this "
             f"machine, got {num_local_ranks} x {format_size(asked)} = {format_size(together)}; "
             "give a smaller size, or a fraction of the memory, for example 0.4"

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.offload.tiers.budget import RateLimit
+from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 from megatron.offload.tiers.transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -67,10 +68,18 @@ class IoThreads:
         num_threads: the queue depth that the drive sees.
         name: of the threads.
         write_limit: pieces of writes start no faster than this; reads are not held up by it.
+        purpose: what they work for, in sentences.
     """
 
-    def __init__(self, num_threads: int, name: str, write_limit: RateLimit | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        name: str,
+        write_limit: RateLimit | None = None,
+        purpose: Purpose = ACTIVATIONS,
+    ) -> None:
         self._name = name
+        self._prefix = purpose.prefix
         self._write_limit = write_limit
         self._arrivals = itertools.count()
         self._reads: list[_Job] = []  # a heap
@@ -124,6 +133,8 @@ class IoThreads:
             job.transfer.give_up()
 
     def _check_open(self) -> None:
+        if self.have_died:
+            raise RuntimeError("all I/O threads died and none can be started")
         if self._closing:
             raise RuntimeError("the tier is closed")
 
@@ -141,7 +152,7 @@ class IoThreads:
         except BaseException as error:  # only from outside: `run` lets none of its own through
             # Not the error itself: who keeps log records would keep its traceback, and the buffer.
             reason = repr(error)
-            logger.warning("activation offload: an I/O thread died (%s); starting another", reason)
+            logger.warning("%san I/O thread died (%s); starting another", self._prefix, reason)
         finally:
             self._thread_ended(job)
 

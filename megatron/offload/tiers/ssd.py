@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations on SSDs: `SsdTier`, one drive per mount point and large storages striped over them.
+"""Bytes on SSDs: `SsdTier`, one drive per mount point and large storages striped over them.
 
 How a drive gets at a storage's bytes is `access.py`'s part, the I/O itself the drives'.
 """
@@ -27,6 +27,7 @@ from megatron.offload.tiers.drive import Drive, DriveFile, Extent, Health
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.io_threads import usual_num_threads
 from megatron.offload.tiers.mapped import FileRange, map_ranges
+from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 from megatron.offload.tiers.staging import StagingPool
 from megatron.offload.tiers.striping import Lane, stripe
 from megatron.offload.tiers.tier import Block, TierStatistics
@@ -66,6 +67,7 @@ class SsdTier:
         write_bytes_per_s: bounds the write bandwidth of all drives together; None: no bound.
         verify: compare a checksum of what is read with that of what was written.
         device: where the storages are; None: in host memory.
+        purpose: whose bytes it holds, in sentences.
 
     Raises:
         ConfigurationError: a directory cannot hold its file; the message says why.
@@ -82,23 +84,26 @@ class SsdTier:
         write_bytes_per_s: float | None = None,
         verify: bool = False,
         device: Device | None = None,
+        purpose: Purpose = ACTIVATIONS,
     ) -> None:
         self.limit_bytes = budget_bytes
+        self._purpose = purpose
         self._device = device or CpuDevice()
         self._staging: StagingPool | None = None  # for a device with memory of its own
         space = SpaceBudget(budget_bytes)
         self.write_limit = RateLimit(write_bytes_per_s) if write_bytes_per_s else None
-        checksum = load_checksum() if verify else None
+        checksum = load_checksum(purpose) if verify else None
         self.drives: list[Drive] = []
         each_num_threads = threads_of(directories, num_threads)
         try:
             for directory, threads_here in zip(directories, each_num_threads, strict=True):
                 if num_threads is None and threads_here > usual_num_threads(1):
                     logger.info(
-                        "activation offload: %s is on several disks and gets %d I/O threads "
-                        "(--activation-offload-threads)",
+                        "%s%s is on several disks and gets %d I/O threads (%s)",
+                        purpose.prefix,
                         directory,
                         threads_here,
+                        purpose.flag("threads"),
                     )
                 drive = Drive(
                     self._open_file(directory, io),
@@ -106,6 +111,7 @@ class SsdTier:
                     num_threads=threads_here,
                     write_limit=self.write_limit,
                     checksum=checksum,
+                    purpose=purpose,
                 )
                 self.drives.append(drive)
                 if reserve_bytes:
@@ -241,14 +247,14 @@ class SsdTier:
         return None
 
     def _open_file(self, directory: Path, io: str) -> DriveFile:
-        return UnlinkedFile(directory, io)
+        return UnlinkedFile(directory, io, self._purpose)
 
     def _open_access(self, alignment: Alignment, num_threads: int) -> Access:
         device = self._device
         if device.is_host:
             return InPlace(alignment)
         more = min(num_threads, _COPIED_FROM * len(self.drives))
-        self._staging = StagingPool(num_threads + more, device)
+        self._staging = StagingPool(num_threads + more, device, purpose=self._purpose)
         return Staged(alignment, device, self._staging)
 
 

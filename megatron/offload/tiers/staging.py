@@ -32,6 +32,7 @@ from typing import Any
 from megatron.offload.device.device import Device
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.arena import HostArena
+from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 
 logger = logging.getLogger(__name__)
 
@@ -60,22 +61,31 @@ class StagingPool:
         device: that copies from and to them. If it pins host memory, they are page-locked for it;
             pageable, with a line in the log, where the system refuses that.
         piece_bytes: what a buffer holds, a multiple of whatever files ask for.
+        purpose: what it is for, in sentences.
     """
 
-    def __init__(self, num_buffers: int, device: Device, *, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self,
+        num_buffers: int,
+        device: Device,
+        *,
+        piece_bytes: int = PIECE_BYTES,
+        purpose: Purpose = ACTIVATIONS,
+    ) -> None:
         self._device = device
         self.piece_bytes = piece_bytes
         self.size_bytes = num_buffers * piece_bytes
-        self._arena = HostArena(self.size_bytes, device)
+        self._arena = HostArena(self.size_bytes, device, purpose)
         start = self._arena.allocate(self.size_bytes)
         if start is None:
             self._arena.close()
             logger.warning(
-                "activation offload: the %s of staging buffers are pageable memory, so copies "
-                "between device and SSD are slower; raise the limit of locked memory (ulimit -l)",
+                "%sthe %s of staging buffers are pageable memory, so copies between device and SSD "
+                "are slower; raise the limit of locked memory (ulimit -l)",
+                purpose.prefix,
                 format_size(self.size_bytes),
             )
-            self._arena = HostArena(self.size_bytes)
+            self._arena = HostArena(self.size_bytes, purpose=purpose)
             start = self._arena.allocate(self.size_bytes)
         assert start is not None
         # Of a kind that a finalizer may put something into, whatever it interrupts.

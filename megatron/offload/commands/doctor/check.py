@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.offload.errors import PREFIX, ConfigurationError
+from megatron.offload.errors import PREFIX, STATES_PREFIX, ConfigurationError
 
 _RESET = "\033[0m"
 _MARGIN = 13  # before the values, besides the names: two spaces, status, two, name, two
@@ -146,7 +146,8 @@ class Diagnosis:
 
 def in_words(error: ConfigurationError) -> tuple[str, str]:
     """Splits one of this package's messages into what happened and what to do."""
-    value, mark, advice = str(error).removeprefix(PREFIX).rpartition("; ")
+    sentence = str(error).removeprefix(PREFIX).removeprefix(STATES_PREFIX)
+    value, mark, advice = sentence.rpartition("; ")
     return (value, advice) if mark else (advice, "see megatron-offload doctor --help")
 
 

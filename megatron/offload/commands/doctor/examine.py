@@ -24,6 +24,7 @@ from megatron.offload.commands.doctor.machine import (
     memory_checks,
     version_checks,
 )
+from megatron.offload.commands.doctor.states import states_sections
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.memory_limit import MemoryLimit, memory_limit
 from megatron.offload.device.mounts import Mount, block_devices, mount_of, read_mountinfo
@@ -81,7 +82,7 @@ def examine(
     """Checks the machine, and measures each directory's bandwidth for a few seconds.
 
     Args:
-        args: parsed flags of `OffloadConfig.add_arguments`.
+        args: parsed flags of `OffloadConfig.add_arguments` and of `StatesConfig.add_arguments`.
         supported_megatron: versions of megatron-core that the hooks fit.
         needs_megatron: whether it matters that none of them is installed.
     """
@@ -91,6 +92,8 @@ def examine(
     sections = [Section("Flags", [_flags_check(args, flags)])]
     if flags.uses_disk:
         sections += _disk_sections(flags, cuda, measures_bandwidth)
+    states = states_sections(args, limit, measures_bandwidth=measures_bandwidth)
+    sections += states
     memory = [*memory_checks(limit, has_gpu), *_host_budget_checks(flags, limit)]
     gpu = [*cuda_checks(cuda), direct_storage_check(gds_status(has_gpu), flags.io == "gds")]
     sections += [
@@ -101,7 +104,7 @@ def examine(
             version_checks(installed, supported_megatron, needs_megatron=needs_megatron),
         ),
     ]
-    if flags.mode == "off":
+    if flags.mode == "off" and not states:
         step = "begin with --activation-offload ssd --activation-offload-dir DIR"
         return Diagnosis(sections, "activation offload", step)
     return Diagnosis(sections)

@@ -26,6 +26,7 @@ import torch
 from megatron.offload.device.memory_limit import memory_limit
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.connect import check_version
+from megatron.offload.integration.megatron.scaling import scale_in_place
 from megatron.offload.integration.megatron.state_settings import (
     check_inner_optimizer,
     check_state_settings,
@@ -81,6 +82,7 @@ class ModelStates:
     Args:
         directories: that states are in, if they are on drives.
         rated_bytes: that each drive is rated to endure; None: not known.
+        undo: called at the end.
         is_auto: how much of them is in memory is decided in the first steps.
     """
 
@@ -92,8 +94,10 @@ class ModelStates:
         is_auto: bool = False,
         directories: Sequence[Path] = (),
         rated_bytes: int | None = None,
+        undo: Callable[[], None] = lambda: None,
     ) -> None:
         self.enabled = enabled
+        self._undo = undo
         self._is_auto = is_auto
         self.parts = list(parts)
         self._directories = list(directories)
@@ -190,6 +194,7 @@ class ModelStates:
         Raises:
             LostStateError: states could not be read back.
         """
+        self._undo()
         while self.parts:
             self.parts.pop().close(restore=restore)
 
@@ -242,6 +247,7 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
         is_auto=config.mode == "auto",
         directories=config.directories if config.uses_ssd else (),
         rated_bytes=config.drive_endurance_bytes,
+        undo=scale_in_place(),
     )
 
 

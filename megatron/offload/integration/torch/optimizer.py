@@ -25,6 +25,7 @@ from megatron.offload.states.loaded import as_loaded
 from megatron.offload.states.open import open_state_tiers
 from megatron.offload.states.optimizer_slice import OptimizerSlice
 from megatron.offload.states.optimizer_states import OptimizerStates, state_bytes
+from megatron.offload.states.space import expected_bytes
 from megatron.offload.states.step_on_host import StepOnHost
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.memory_by_tier import (
@@ -86,10 +87,8 @@ class OptimizerOffload:
             _check_has_cpu_step(optimizer)
             step_by = StepOnHost(optimizer, device, moves_param)
             device, budget_bytes = CpuDevice(), None  # states take nothing of the device's
-        num_bytes = sum(p.nbytes * (3 if moves_param(p) else 2) for p in params)
-        tiers = open_state_tiers(
-            config, device, num_bytes=num_bytes, num_local_ranks=local_world_size()
-        )
+        sizes = expected_bytes(optimizer, moves_param)
+        tiers = open_state_tiers(config, device, sizes=sizes, num_local_ranks=local_world_size())
         try:
             self.states = OptimizerStates(
                 optimizer,
@@ -271,10 +270,14 @@ def offload_optimizer(
     for one in type(optimizer).__mro__:
         if one.__name__ in _REFUSED:
             raise ConfigurationError(
-                f"the states of {one.__name__} cannot be offloaded: {_REFUSED[one.__name__]}"
+                f"{StatesConfig.prefix}those of {one.__name__} cannot be offloaded: "
+                f"{_REFUSED[one.__name__]}"
             )
     if "step" in optimizer.__dict__ and hasattr(optimizer.step, "_offloads_states"):
-        raise ConfigurationError("the states of this optimizer are offloaded already")
+        raise ConfigurationError(
+            f"{StatesConfig.prefix}those of this optimizer are offloaded already; call close() of "
+            "the first handle before"
+        )
     directories: tuple[Path, ...] = ()
     if isinstance(directory, str | Path):
         directories = (Path(directory).expanduser(),)

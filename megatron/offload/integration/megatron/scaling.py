@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that are clipped in place: `scale_in_place`, where Megatron has no kernel for it.
+
+The norm, the check for inf and nan and the unscaling make no copies of gradients, whoever does
+them; `docs/states.md` has what was measured. Only what Megatron falls back to without Transformer
+Engine and Apex does: it clips through a copy of each gradient, an embedding's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def scale_in_place() -> Callable[[], None]:
+    """Megatron clips gradients in place from now on, with the same bits; what undoes that."""
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_scale
+
+    if clip_grads.multi_tensor_scale_impl is not local_multi_tensor_scale:
+        return lambda: None
+    clip_grads.multi_tensor_scale_impl = _scale
+
+    def undo() -> None:
+        clip_grads.multi_tensor_scale_impl = local_multi_tensor_scale
+
+    return undo
+
+
+def _scale(_: int, __: Any, tensors: Sequence[Sequence[torch.Tensor]], scale: Any) -> None:
+    """Takes the arguments of `amp_C.multi_tensor_scale`: sources and targets, of equal types."""
+    for source, target in zip(tensors[0], tensors[1], strict=True):
+        torch.mul(source, scale, out=target)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier is opened for, as its sentences say it: `Purpose`.
+
+Activations and optimizer states go to tiers of the same kinds, each with flags of their own. Who
+reads a warning has to know which of the two it is about, and which flag helps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.offload.errors import PREFIX, STATES_PREFIX, ConfigurationError
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """Whose bytes a tier holds.
+
+    Attributes:
+        prefix: what every sentence begins with.
+        bytes_name: what it holds, for people.
+        flags: what the names of its flags begin with.
+        checksum_flag: the setting that asks for checksums.
+    """
+
+    prefix: str
+    bytes_name: str
+    flags: str
+    checksum_flag: str
+
+    def flag(self, name: str) -> str:
+        """One of its flags: `dir`, `io`, `threads`, `ssd-budget` or `host-budget`."""
+        return self.flags + name
+
+    @property
+    def thread_name(self) -> str:
+        """What the names of its threads begin with."""
+        return self.prefix.removesuffix(": ").replace(" ", "-")
+
+    def refusal(self, sentence: str) -> ConfigurationError:
+        """The error for settings that cannot work."""
+        return ConfigurationError(self.prefix + sentence)
+
+
+ACTIVATIONS = Purpose(
+    PREFIX, "the activations", "--activation-offload-", "--activation-offload-verify checksum"
+)
+STATES = Purpose(
+    STATES_PREFIX, "the optimizer states", "--optimizer-state-", "--optimizer-state-offload"
+)

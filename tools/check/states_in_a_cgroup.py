@@ -1,0 +1,341 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a run that is killed because its optimizer states are in memory trains with them on SSD.
+
+    tools/check/states_in_a_cgroup.py --json result.json        # about a minute on 2 cores
+
+The same training three times, each in a process of its own: with states in memory and as much of it
+as there is; in a control group with less, by --less of the states' bytes; and there with states on
+the SSD. It needs root, or a control group in which others may be made.
+
+Exit code: 0 in the group the run with states in memory was killed for memory, the one with states
+on the SSD ended, and all that ended have the same weights, bit for bit; 1 one of these does not
+hold; 2 no such group can be made, or a training failed otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from tabulate import tabulate
+
+from megatron.offload.commands.training_runs.machine import machine_facts
+from megatron.offload.device.memory_limit import own_memory_groups
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.sizes import MIB, format_size, parse_size
+
+ROOT = Path(__file__).resolve().parents[2]
+IN_MEMORY, ON_SSD = "memory", "ssd"
+_TIMEOUT_S = 300.0
+# A command, with the file of a group's members before it, that begins in the group.
+_JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
+
+
+class CheckError(Exception):
+    """The check could not be made; the message says why."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        states: where they were.
+        limit_bytes: of its control group; None: none.
+        killed: it was, because the group's memory was used up.
+        peak_bytes: most memory that was its own at a time; 0: it was killed.
+        step_s: the median of its steps; 0: it was killed.
+        weights: a digest of their bits at the end; empty: it was killed.
+    """
+
+    states: str
+    limit_bytes: int | None
+    killed: bool
+    peak_bytes: int = 0
+    step_s: float = 0.0
+    weights: str = ""
+
+
+# -- The control group ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A control group with a limit. Whose process id is written to `members` is in it."""
+
+    path: Path
+    is_v2: bool
+
+    @property
+    def members(self) -> Path:
+        """Process ids, one a line."""
+        return self.path / "cgroup.procs"
+
+    @property
+    def num_killed(self) -> int:
+        """How many of its processes the system has ended because the memory was used up."""
+        name = "memory.events" if self.is_v2 else "memory.oom_control"
+        rows = (line.split() for line in (self.path / name).read_text().splitlines())
+        return int(next((row[1] for row in rows if row[0] == "oom_kill"), "0"))
+
+
+@contextlib.contextmanager
+def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
+    """A new control group, made where this process may without changing any that is there.
+
+    Raises:
+        CheckError: none can be made here; says why.
+    """
+    above, is_v2 = _parent_group()
+    group = MemoryGroup(above / f"optimizer-states-{os.getpid()}-{time.monotonic_ns()}", is_v2)
+    try:
+        group.path.mkdir()
+    except OSError as error:
+        raise CheckError(f"no control group can be made: {error}") from None
+    try:
+        _limit(group, limit_bytes)
+        yield group
+    finally:
+        _remove(group.path)
+
+
+def _parent_group() -> tuple[Path, bool]:
+    """This process's group, whose limits then hold as well; of v2 one that passes limits on."""
+    groups = own_memory_groups()
+    of_v1 = [group for group, is_v2 in groups if not is_v2]
+    if of_v1:
+        return of_v1[0], False
+    for group, _ in groups[:2]:  # its own may not have groups and processes both
+        with contextlib.suppress(OSError):
+            if "memory" in (group / "cgroup.subtree_control").read_text().split():
+                return group, True
+    raise CheckError("no control group can be made: none here passes limits of memory on")
+
+
+def _limit(group: MemoryGroup, limit_bytes: int) -> None:
+    memory = "memory.max" if group.is_v2 else "memory.limit_in_bytes"
+    with_swap = "memory.swap.max" if group.is_v2 else "memory.memsw.limit_in_bytes"
+    try:
+        (group.path / memory).write_text(str(limit_bytes))
+        with contextlib.suppress(OSError):  # a kernel that does not count swap
+            (group.path / with_swap).write_text("0" if group.is_v2 else str(limit_bytes))
+    except OSError as error:
+        raise CheckError(f"the control group {group.path} takes no limit: {error}") from None
+
+
+def _remove(group: Path) -> None:
+    """Processes that have ended leave a group a moment later."""
+    for _ in range(200):
+        try:
+            group.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.05)
+
+
+# -- The training ---------------------------------------------------------------------------------
+
+
+class PeakMemory:
+    """Samples, from a thread of its own, how much memory is the process's own (RssAnon)."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._ends.wait(0.002):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            own = next(line for line in lines if line.startswith("RssAnon:"))
+            self.peak_bytes = max(self.peak_bytes, int(own.split()[1]) * 1024)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Trains in this process and prints its result as JSON."""
+    import torch
+
+    from megatron.offload import offload_optimizer
+
+    torch.manual_seed(1)
+    linear = [torch.nn.Linear(args.hidden, args.hidden) for _ in range(args.layers)]
+    model = torch.nn.Sequential(*linear)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    offload_optimizer(
+        optimizer,
+        args.dir,
+        mode=ON_SSD if args.states == ON_SSD else "off",
+        window_bytes=args.window,
+        bucket_bytes=args.window // 4,
+    )
+    steps_s = []
+    with PeakMemory() as memory:
+        for _ in range(args.steps):
+            began = time.perf_counter()
+            model(torch.randn(8, args.hidden)).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps_s.append(time.perf_counter() - began)
+    digest = hashlib.sha256()
+    for param in model.parameters():
+        digest.update(param.detach().numpy().tobytes())
+    result = {
+        "peak_bytes": memory.peak_bytes,
+        "step_s": median(steps_s),
+        "weights": digest.hexdigest()[:16],
+    }
+    print(json.dumps(result))
+
+
+def run(states: str, limit_bytes: int | None, args: argparse.Namespace) -> Run:
+    """Trains in a process of its own.
+
+    Raises:
+        CheckError: it failed otherwise than for memory.
+    """
+    command = [sys.executable, str(Path(__file__).resolve()), "--train", "--states", states]
+    for name in ("hidden", "layers", "steps", "window", "dir"):
+        command += [f"--{name}", str(getattr(args, name))]
+    with contextlib.ExitStack() as stack:
+        group = None
+        if limit_bytes is not None:
+            group = stack.enter_context(memory_group(limit_bytes))
+            # Before Python begins: what a process has already, the group does not count.
+            command = [*_JOIN, str(group.members), *command]
+        search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        ended = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": search},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+        if group is not None and ended.returncode == -signal.SIGKILL and group.num_killed:
+            return Run(states, limit_bytes, killed=True)
+    if ended.returncode:
+        told = f"exit code {ended.returncode}: {ended.stderr[-2000:]}"
+        raise CheckError(f"states in {states}: {told}")
+    return Run(states, limit_bytes, killed=False, **json.loads(ended.stdout.splitlines()[-1]))
+
+
+# -- The verdict ----------------------------------------------------------------------------------
+
+
+def all_runs(args: argparse.Namespace) -> list[Run]:
+    """Without a limit, then both with one that states in memory do not fit."""
+    free = run(IN_MEMORY, None, args)
+    limit_bytes = int(free.peak_bytes - args.less * 8 * num_parameters(args))
+    return [free, *(run(states, limit_bytes, args) for states in (IN_MEMORY, ON_SSD))]
+
+
+def num_parameters(args: argparse.Namespace) -> int:
+    """Of the model that is trained."""
+    return int(args.layers * (args.hidden + 1) * args.hidden)
+
+
+def holds(runs: Sequence[Run]) -> bool:
+    """Whether the limit ends the run with states in memory and no other, and no bit differs."""
+    killed = [(one.states, one.limit_bytes is not None) for one in runs if one.killed]
+    weights = {one.weights for one in runs if not one.killed}
+    return killed == [(IN_MEMORY, True)] and len(weights) == 1
+
+
+def table(runs: Sequence[Run]) -> str:
+    """A row for each run."""
+    rows = [
+        [
+            one.states,
+            "none" if one.limit_bytes is None else format_size(one.limit_bytes),
+            "killed for memory" if one.killed else "trained",
+            "" if one.killed else format_size(one.peak_bytes),
+            "" if one.killed else f"{one.step_s:.2f}",
+            one.weights,
+        ]
+        for one in runs
+    ]
+    heads = ["states in", "limit", "end", "peak memory", "step (s)", "weights"]
+    return tabulate(rows, heads, tablefmt="github", disable_numparse=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains three times, prints the table and the verdict; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--hidden", type=int, default=2048, help="width of the layers (2048)")
+    parser.add_argument("--layers", type=int, default=24, help="(24)")
+    parser.add_argument("--steps", type=int, default=5, help="of each training (5)")
+    parser.add_argument("--window", type=_size, default=64 * MIB, help="of states (64MiB)")
+    parser.add_argument(
+        "--less", type=float, default=0.4, help="memory, as a part of the states' bytes (0.4)"
+    )
+    parser.add_argument("--dir", type=Path, default=ROOT / "runs" / "offload", help="on the SSD")
+    # Of one training, not for people.
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--states", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.dir.mkdir(parents=True, exist_ok=True)
+    if args.train:
+        train(args)
+        return 0
+    try:
+        with memory_group(1 << 40):  # whether one can be made, before minutes are spent
+            pass
+        runs = all_runs(args)
+    except (CheckError, subprocess.TimeoutExpired) as error:
+        print(f"states_in_a_cgroup.py: error: {error}", file=sys.stderr)
+        return 2
+    num_params = num_parameters(args)
+    verdict = "holds" if holds(runs) else "DOES NOT HOLD"
+    print(f"{num_params / 1e6:.0f} M parameters in fp32, AdamW, window {format_size(args.window)}")
+    print(f"\n{table(runs)}\n\n{verdict}: with states on the SSD it trains where it was killed")
+    if args.json is not None:
+        values = {
+            "date": datetime.date.today().isoformat(),
+            "command": shlex.join(["tools/check/states_in_a_cgroup.py", *(argv or sys.argv[1:])]),
+            "machine": machine_facts(args.dir),
+            "holds": holds(runs),
+            "parameters": num_params,
+            "runs": [asdict(one) for one in runs],
+        }
+        args.json.write_text(json.dumps(values, indent=1).replace(f"{ROOT}/", "") + "\n")
+    return 0 if holds(runs) else 1
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
