@@ -78,6 +78,8 @@ def test_the_best_window_is_the_smallest_that_hides_as_much():
     size, found = best_window(profile(), 2 * GB)
     assert found.step_s <= predict(profile(), 2 * GB).step_s * 1.01
     assert predict(profile(), size - 100_000_000).step_s > found.step_s
+    hidden, _ = best_window(profile(update_s_per_byte=5e-9), 2 * GB)
+    assert hidden <= 400_000_000  # reads and writes hide behind updates
     tight, _ = best_window(profile(), 0)
     assert tight == 200_000_000  # two buckets at least
 
