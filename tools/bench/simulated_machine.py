@@ -145,7 +145,7 @@ def simulated_drives(machine: Machine, spans: list[DriveSpan]) -> Iterator[None]
     """
     rate = machine.drive_bytes_per_s / machine.rate_scale
 
-    def open_drive(directory: Path, io: str) -> SimulatedDrive:
+    def open_drive(directory: Path, *_: object) -> SimulatedDrive:
         return SimulatedDrive(directory, rate, spans)
 
     with contextlib.ExitStack() as replaced:

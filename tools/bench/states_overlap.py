@@ -109,7 +109,7 @@ class Bench:
         self.lag.set_bandwidth(_LINK * rate, _LINK * rate)
         self.lag.set_poison(False)
 
-        def open_drive(directory: Path, io: str) -> SimulatedDrive:
+        def open_drive(directory: Path, *_: object) -> SimulatedDrive:
             return SimulatedDrive(directory, rate, self.spans)
 
         try:
