@@ -160,6 +160,15 @@ class ChainedOptimizer:
 class DistributedOptimizer(FP32Optimizer):
     """With main weights inside of its inner optimizer, which reads decoupled gradients."""
 
+    def _copy_main_params_to_model_params(self) -> None:
+        for own, model in (
+            ("shard_fp32_from_float16_groups", "model_float16_groups"),
+            ("shard_fp32_groups", "model_fp32_groups"),
+        ):
+            for main, of_model in zip(getattr(self, own), getattr(self, model), strict=True):
+                for one, other in zip(main, of_model, strict=True):
+                    other.data.copy_(one)
+
 
 class FusedAdam(torch.optim.Optimizer):
     """As Transformer Engine's, for bf16: main weights are states, and groups count steps.
@@ -224,6 +233,30 @@ def test_main_weights_inside_of_the_inner_optimizer_move_with_its_states() -> No
     assert [key for key, _ in off[1]] == [key for key, _ in on[1]]
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(off[1], on[1], strict=True))
     assert on[2] > 0
+
+
+def test_main_weights_go_to_the_model_at_once_and_the_models_own_stay() -> None:
+    model = [one.to(torch.bfloat16) for one in weights()[:2]]
+    main, own = [one.float() for one in model], weights()[2]
+    expected = [one.clone() for one in (*main, own)]
+    plain = torch.optim.Adam(expected)
+    optimizer = DistributedOptimizer(torch.optim.Adam([own, *main]))
+    optimizer.model_float16_groups = [model]  # type: ignore[attr-defined]
+    optimizer.shard_fp32_from_float16_groups = [main]  # type: ignore[attr-defined]
+    optimizer.model_fp32_groups = optimizer.shard_fp32_groups = [[own]]  # type: ignore[attr-defined]
+    states = offload_model_states(HOST, optimizer)
+    for _ in range(2):
+        for one, other in zip((*main, own), expected, strict=True):
+            one.grad, other.grad = torch.ones_like(one), torch.ones_like(other)
+        plain.step()
+        optimizer.optimizer.step()
+        assert all(torch.isnan(one).all() for one in main)
+        optimizer._copy_main_params_to_model_params()  # as Megatron does after each step
+        assert torch.equal(own, expected[2])
+        for one, other in zip(model, expected[:2], strict=True):
+            assert torch.equal(one, other.to(torch.bfloat16))
+    states.close()
+    assert all(map(torch.equal, main, expected))
 
 
 def test_optimizers_of_a_chain_share_the_window(tmp_path: Path) -> None:
