@@ -44,13 +44,12 @@ from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.open import open_tiers
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
+from megatron.offload.transfer.batch import Batch
 from megatron.offload.transfer.dispatcher import Dispatcher
 from megatron.offload.transfer.reader import Reader
 from megatron.offload.transfer.writer import Writer
 
 logger = logging.getLogger(__name__)
-
-_HANDED_OVER = 8  # storages of the least size that a context hands over together
 
 
 class OffloadEngine:
@@ -229,6 +228,7 @@ class OffloadEngine:
         *,
         captured: Iterable[Any] = (),
         recomputes: bool = False,
+        batch: Batch | None = None,
     ) -> None:
         """Takes over what a layer saved. Call at the end of its forward pass, and within it too.
 
@@ -240,8 +240,16 @@ class OffloadEngine:
                 tensors: whoever held those would keep what has been written in memory.
             recomputes: it runs again in backward: only inputs that want a gradient can move, not
                 masks and tables that other layers share, nor what ran after it.
+            batch: collects what calls within the layer capture; the caller submits it when the
+                layer ends. None: it is submitted now.
         """
-        self._layers.capture(scope, outputs, inputs, captured=captured, recomputes=recomputes)
+        self._layers.capture(
+            scope, outputs, inputs, captured=captured, recomputes=recomputes, batch=batch
+        )
+
+    def new_batch(self) -> Batch:
+        """For the calls of `capture` within one layer."""
+        return Batch(self.writer)
 
     @property
     def copying_nodes(self) -> set[type]:
@@ -250,7 +258,7 @@ class OffloadEngine:
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """The hooks as a context, for models without layers that can be captured one by one."""
-        return SavingContext(self.hooks, self.writer, _HANDED_OVER * self.config.min_bytes)
+        return SavingContext(self.hooks, self.new_batch())
 
     def prefetch(self, save_order: SaveOrder, *, opens_at_once: bool = False) -> None:
         """The next backward pass is that of `save_order`: brings back what it needs first.

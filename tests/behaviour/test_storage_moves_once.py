@@ -88,9 +88,9 @@ def test_the_memory_is_really_given_up(engine):
 def pack_whole(engine, tensor):
     """As the end of a layer does where several parts of a storage are needed together."""
     move = engine.hooks.find_move(tensor, tensor.untyped_storage(), whole=True)
-    outgoing = []
-    view = engine.hooks.take(tensor, move, outgoing)
-    engine.writer.submit(outgoing)
+    batch = engine.new_batch()
+    view = engine.hooks.take(tensor, move, batch)
+    batch.submit()
     return view
 
 

@@ -76,10 +76,60 @@ def test_what_a_layer_saved_before_an_error_is_written(engine, monkeypatch, reco
         assert states(engine, records) == [ON_TIER]
 
 
+def exp_twice(engine, batch):
+    """A layer of two operations, captured one after the other; what there was to see in between."""
+    x = leaf()
+    middle = x.exp()
+    engine.capture(Scope(), [middle], [x], batch=batch)
+    yield middle
+    result = middle.exp()
+    engine.capture(Scope(), [result], [x], captured=[middle.grad_fn], batch=batch)
+    yield result
+
+
+def test_operations_of_a_layer_that_saved_little_are_handed_over_together(engine, records):
+    with engine.step():
+        batch, kept = engine.new_batch(), []
+        for number, result in enumerate(exp_twice(engine, batch), start=1):
+            kept.append(result)
+            assert states(engine, records) == [QUEUED] * number
+        batch.submit()
+        assert states(engine, records) == [ON_TIER] * 2
+        kept.clear()
+
+
+def test_within_a_layer_enough_is_handed_over_before_its_end(engine, records, monkeypatch):
+    monkeypatch.setattr("megatron.offload.transfer.batch._ENOUGH_BYTES", 8000)
+    with engine.step():
+        kept = []
+        for expected, result in zip(
+            ([QUEUED], [ON_TIER] * 2), exp_twice(engine, engine.new_batch()), strict=True
+        ):
+            kept.append(result)
+            assert states(engine, records) == expected
+        kept.clear()
+
+
+def test_a_part_waits_no_longer_than_all_that_it_is_part_of_would(engine, records, monkeypatch):
+    monkeypatch.setattr("megatron.offload.transfer.batch._ENOUGH_BYTES", 8000)
+    x = leaf()
+    with engine.step():
+        with engine.saved_tensors_hooks():
+            part = (torch.randn(4096, requires_grad=True) * 1)[:500]
+            product = part * part
+            assert states(engine, records) == [QUEUED]
+            result = x.exp()
+            assert states(engine, records) == [ON_TIER, QUEUED]
+        del part, product, result
+
+
 # -- Operations ---------------------------------------------------------------------------------
 
 
-def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(engine, records):
+def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(
+    engine, records, monkeypatch
+):
+    monkeypatch.setattr("megatron.offload.transfer.batch._ENOUGH_BYTES", 1)
     x, y = leaf(), leaf()
     with engine.step():
         with engine.saved_tensors_hooks():
@@ -95,7 +145,7 @@ def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(engine
 def test_in_a_context_operations_that_save_little_are_handed_over_together(
     engine, records, monkeypatch
 ):
-    monkeypatch.setattr("megatron.offload.engine._HANDED_OVER", 8000 // engine.config.min_bytes)
+    monkeypatch.setattr("megatron.offload.transfer.batch._ENOUGH_BYTES", 8000)
     x = leaf()
     with engine.step():
         with engine.saved_tensors_hooks():
@@ -108,7 +158,7 @@ def test_in_a_context_operations_that_save_little_are_handed_over_together(
 
 
 def test_in_a_context_what_is_saved_again_does_not_count_again(engine, records, monkeypatch):
-    monkeypatch.setattr("megatron.offload.engine._HANDED_OVER", 8000 // engine.config.min_bytes)
+    monkeypatch.setattr("megatron.offload.transfer.batch._ENOUGH_BYTES", 8000)
     x = leaf()
     with engine.step():
         with engine.saved_tensors_hooks():

@@ -17,6 +17,7 @@ from megatron.offload import OffloadConfig, OffloadEngine, Placement, Scope
 from megatron.offload.integration.megatron import layer_hooks as layer_module
 from megatron.offload.integration.megatron.layer_hooks import LayerHooks, _PiecewiseCapture
 from megatron.offload.integration.megatron.layer_split import LayerDivision
+from megatron.offload.transfer.writer import Outgoing
 
 HIDDEN = 32
 
@@ -169,6 +170,29 @@ def test_what_an_operation_saved_leaves_when_the_next_one_begins(block: Layer) -
     engine.close()
 
 
+def test_what_operations_of_a_layer_saved_is_handed_over_at_its_end(
+    block: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = OffloadConfig(mode="host", min_bytes=1, host_budget=1 << 24)
+    engine = OffloadEngine(config)
+    engine.exclude(block.parameters())
+    submit, submitted = engine.writer.submit, []
+
+    def noted(outgoing: list[Outgoing]) -> None:
+        submitted.append(len(outgoing))
+        submit(outgoing)
+
+    monkeypatch.setattr(engine.writer, "submit", noted)
+    calls = LayerHooks(engine, [block])
+    x = torch.randn(8, HIDDEN, requires_grad=True)
+    with engine.step(), engine.forward(Scope()):
+        result = calls.layer(Layer.forward, block, (x * 1,), {})
+        assert submitted == [engine.statistics.offloaded_storages] == [10]
+        del result
+    calls.close()
+    engine.close()
+
+
 class Discarding(Layer):
     """Frees its norm's result before its end, as Megatron's selective recomputation does."""
 
@@ -236,8 +260,11 @@ class Captures:
     parts: list[str] = dataclasses.field(default_factory=list)
     recomputed: dict[str, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
 
+    def new_batch(self) -> Any:
+        return SimpleNamespace(submit=lambda: None)
+
     def capture(
-        self, scope: Scope, outputs: Any, inputs: Any, captured: Any, recomputes: bool
+        self, scope: Scope, outputs: Any, inputs: Any, captured: Any, recomputes: bool, batch: Any
     ) -> None:
         self.parts.append(scope.part)
         if recomputes:

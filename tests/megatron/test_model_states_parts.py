@@ -103,7 +103,7 @@ def test_reads_begin_just_before_the_last_backward_pass_of_each_step(
 def test_evaluation_and_a_step_that_was_cut_short_begin_nothing() -> None:
     schedule = Schedule()
     with torch.no_grad():
-        assert schedule.run("FFF", 3) == ["forward "] * 3
+        assert schedule.run("F", 1) == ["forward "]
     assert "begins" not in schedule.run("FBF", 3)
     schedule.hooks.clear()
     assert schedule.run("FFBB", 2)[-2:] == ["begins", "backward "]

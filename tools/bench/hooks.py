@@ -139,12 +139,12 @@ def pack_unpack_us(args: argparse.Namespace, *, in_context: bool) -> list[float]
     engine = OffloadEngine(config, args.device)
     hooks, costs = engine.hooks, []
 
-    outgoing: list[Any] = []
+    batch = engine.new_batch()
 
     def pack(tensor: torch.Tensor) -> Any:  # as at the end of a layer
         move = hooks.find_move(tensor, tensor.untyped_storage())
         assert move is not None
-        return hooks.take(tensor, move, outgoing)
+        return hooks.take(tensor, move, batch)
 
     def seconds(function: Callable[[Any], Any], argument: Any) -> tuple[float, Any]:
         began = time.perf_counter()
@@ -163,8 +163,7 @@ def pack_unpack_us(args: argparse.Namespace, *, in_context: bool) -> list[float]
 
     def pack_together(tensors: list[torch.Tensor]) -> tuple[list[tuple[float, Any]], float]:
         packed = [seconds(pack, tensor) for tensor in tensors]
-        share, _ = seconds(engine.writer.submit, outgoing.copy())
-        outgoing.clear()
+        share, _ = seconds(lambda _: batch.submit(), None)
         return packed, share
 
     for step in range(args.loops + 1):

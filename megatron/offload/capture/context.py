@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from megatron.offload.capture.hooks import Packed, SavedTensorHooks
-from megatron.offload.transfer.writer import Outgoing, Writer
+from megatron.offload.transfer.batch import Batch
 
 
 class SavingContext(torch.autograd.graph.saved_tensors_hooks):
@@ -21,35 +21,22 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         hooks: take a tensor and bring it back.
-        writer: gets what an operation saved.
-        enough_bytes: to be handed over, which takes the time of several saves.
+        batch: gets what operations save.
     """
 
-    def __init__(self, hooks: SavedTensorHooks, writer: Writer, enough_bytes: int) -> None:
+    def __init__(self, hooks: SavedTensorHooks, batch: Batch) -> None:
         super().__init__(self._pack, hooks.unpack)
         self._hooks = hooks
-        self._writer = writer
-        self._enough_bytes = enough_bytes
-        self._saved: list[Outgoing] = []
-        self._num_bytes = 0  # of these
+        self._batch = batch
         self._node_number = -1  # of the operation that saved last
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._submit()
+        self._batch.submit()
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
         node_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if node_number != self._node_number:
-            if self._num_bytes >= self._enough_bytes:
-                self._submit()
+            self._batch.submit_if_enough()
             self._node_number = node_number
-        before = len(self._saved)
-        packed = self._hooks.pack(tensor, self._saved)
-        if len(self._saved) > before:  # by one: a tensor has one storage
-            self._num_bytes += self._saved[-1].num_bytes
-        return packed
-
-    def _submit(self) -> None:
-        saved, self._saved, self._num_bytes = self._saved, [], 0
-        self._writer.submit(saved)
+        return self._hooks.pack(tensor, self._batch)

@@ -21,8 +21,9 @@ from megatron.offload.saved.tensor_kind import kind_of
 from megatron.offload.saved.view import SavedView
 from megatron.offload.stats.step_context import StepContext
 from megatron.offload.tiers.tier import Tier
+from megatron.offload.transfer.batch import Batch
 from megatron.offload.transfer.reader import Reader
-from megatron.offload.transfer.writer import Outgoing, Writer
+from megatron.offload.transfer.writer import Writer
 
 # A context in which no mode and no subclass intercepts torch's functions: ours are none of their
 # business, and they would see some thirty calls for each saved tensor.
@@ -78,26 +79,27 @@ class SavedTensorHooks:
 
     # -- Out --------------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor, outgoing: list[Outgoing] | None = None) -> Packed:
+    def pack(self, tensor: torch.Tensor, batch: Batch | None = None) -> Packed:
         """What autograd keeps instead of `tensor`: a view of a record, or it as it is.
 
         Args:
             tensor: that is saved.
-            outgoing: gets what is to be written, for `Writer.submit`; None: this submits it.
+            batch: gets what is to be written; None: it is submitted now.
         """
         with PLAIN_TORCH():
             storage = self._cache.movable(tensor)
             move = None if storage is None else self.find_move(tensor, storage)
             if move is not None:
-                if outgoing is not None:
-                    return self.take(tensor, move, outgoing)
-                outgoing = []
-                view = self.take(tensor, move, outgoing)
-                self._writer.submit(outgoing)
+                if batch is not None:
+                    return self.take(tensor, move, batch)
+                batch = Batch(self._writer)
+                view = self.take(tensor, move, batch)
+                batch.submit()
                 return view
             if storage is not None and self._step.observer is not None:
                 self._step.observer.stayed(self._step.scope, storage)
-            is_inference = kind_of(tensor).is_inference
+            # What can move is none.
+            is_inference = storage is None and kind_of(tensor).is_inference
             return tensor if is_inference else ResidentTensor(tensor, self._step.scope)
 
     def find_move(
@@ -124,13 +126,13 @@ class SavedTensorHooks:
         tier = self._tiers.get(self._policy.place(self._step.scope, num_bytes))
         return None if tier is None else (storage, span, None, tier)
 
-    def take(self, tensor: torch.Tensor, move: Move, outgoing: list[Outgoing]) -> SavedView:
+    def take(self, tensor: torch.Tensor, move: Move, batch: Batch) -> SavedView:
         """Carries out a move, and gives what autograd keeps instead of the tensor.
 
         Args:
             tensor: that is saved.
             move: from `find_move`, just now.
-            outgoing: gets what is to be written, for `Writer.submit`.
+            batch: gets what is to be written.
         """
         step = self._step
         storage, span, record, tier = move
@@ -144,7 +146,7 @@ class SavedTensorHooks:
             return view
         if step.observer is not None:
             step.observer.moves(step.scope, record.saved_bytes)
-        outgoing.append(self._writer.write(record, tier))
+        batch.append(self._writer.write(record, tier), storage.nbytes())
         return view
 
     # -- Back -------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from megatron.offload.saved.autograd_graph import (
 from megatron.offload.saved.cache import TensorCache
 from megatron.offload.saved.scope import Scope
 from megatron.offload.stats.step_context import StepContext
-from megatron.offload.transfer.writer import Outgoing, Writer
+from megatron.offload.transfer.batch import Batch
+from megatron.offload.transfer.writer import Writer
 
 _HAS_HOOKS = "hooks have already been set"  # autograd's words: somebody else has taken this tensor
 
@@ -60,6 +61,7 @@ class LayerCapture:
         *,
         captured: Iterable[Any] = (),
         recomputes: bool = False,
+        batch: Batch | None = None,
     ) -> None:
         """Takes over what a layer saved, at the end of its forward pass.
 
@@ -73,7 +75,7 @@ class LayerCapture:
             if recomputes:
                 starts = {t.untyped_storage()._cdata for t in inputs if _wants_gradient(t)}
             needed_whole = needed_together([(tensor, storage) for _, tensor, storage in found])
-            outgoing: list[Outgoing] = []
+            to_write = Batch(self._writer) if batch is None else batch
             outer, self._step.scope = self._step.scope, scope
             try:
                 for saved, tensor, storage in found:
@@ -82,12 +84,15 @@ class LayerCapture:
                         whole = storage._cdata in needed_whole
                         move = self._hooks.find_move(tensor, storage, whole=whole)
                     if move is not None:
-                        self._register(saved, tensor, move, outgoing)
+                        self._register(saved, tensor, move, to_write)
                     elif self._step.observer is not None:
                         self._step.observer.stayed(scope, storage)
             finally:
                 self._step.scope = outer
-                self._writer.submit(outgoing)
+                if batch is None:
+                    to_write.submit()
+                else:
+                    batch.submit_if_enough()
         if self._step.tracer is not None:
             self._step.tracer.sample_memory()
         if (sampler := self._step.sampler) is not None:
@@ -119,16 +124,14 @@ class LayerCapture:
                 self._step.observer.stayed(scope, storage)
         return found
 
-    def _register(
-        self, saved: Any, tensor: torch.Tensor, move: Move, outgoing: list[Outgoing]
-    ) -> None:
+    def _register(self, saved: Any, tensor: torch.Tensor, move: Move, batch: Batch) -> None:
         """Hooks one saved tensor: autograd calls `pack` at once, and `unpack` in backward."""
         # Autograd keeps `pack` as long as the node, which the tensor keeps alive in turn.
-        for_once = [(tensor, move, outgoing)]
+        for_once = [(tensor, move, batch)]
 
         def pack(same: torch.Tensor) -> Packed:
-            tensor, move, outgoing = for_once.pop()
-            view = self._hooks.take(same, move, outgoing)
+            tensor, move, batch = for_once.pop()
+            view = self._hooks.take(same, move, batch)
             if is_kept_by_accumulator(tensor):  # of a copying node: nobody else refers to the leaf
                 tensor.data = tensor.new_empty(()).expand(tensor.shape)
             return view

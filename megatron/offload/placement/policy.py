@@ -94,11 +94,11 @@ class FixedPolicy:
 
     def place(self, scope: Scope, num_bytes: int) -> Placement:
         """The placement of its layer for storages of at least `min_bytes`, else `KEEP`."""
-        placement = self.place_layer(scope)
-        if num_bytes < self._min_bytes or placement is Placement.KEEP:
+        if num_bytes < self._min_bytes:
             return Placement.KEEP
+        placement = self.place_layer(scope)
         if placement is Placement.RECOMPUTE:
             return self._recompute_input or Placement.KEEP
-        if scope.part == INPUT:
+        if scope.part == INPUT and placement is not Placement.KEEP:
             return self._recompute_input or placement
         return placement

@@ -28,13 +28,14 @@ class TensorKind(NamedTuple):
 _BY_KEYS = (torch.Tensor, torch.nn.Parameter)  # a subclass may say anything of itself
 
 _kinds: dict[int, TensorKind] = {}  # by keys
+_dispatch_keys = torch._C._dispatch_keys
 
 
 def kind_of(tensor: torch.Tensor) -> TensorKind:
     """The kind of a tensor."""
     if type(tensor) not in _BY_KEYS:
         return _look_at(tensor)
-    keys: int = torch._C._dispatch_keys(tensor).raw_repr()
+    keys: int = _dispatch_keys(tensor).raw_repr()
     kind = _kinds.get(keys)
     if kind is None:
         kind = _kinds[keys] = _look_at(tensor)

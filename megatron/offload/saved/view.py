@@ -39,15 +39,13 @@ class SavedView:
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset()
         self._version = tensor._version
-        # Shares the tensor's version counter and none of its memory: `detach` keeps the counter,
-        # assigning `data` keeps it too but swaps the storage.
-        self._witness = without_graph(tensor)
-        self._witness.data = _nothing_like(tensor.dtype, tensor.device)
+        witness = saved.witness  # shares the version counter of all views, says the cache
+        if witness is None or witness.dtype is not tensor.dtype:
+            witness = saved.witness = _witness_of(tensor)
+        self._witness = witness
         with saved._lock:
             saved.num_unused_views += 1
         saved._views.append(weakref.ref(self))
-        if saved.witness is None:
-            saved.witness = self._witness
 
     def take_built(self) -> torch.Tensor | None:
         """The tensor, if it is built and was not modified; nobody else gets the same one."""
@@ -82,6 +80,16 @@ class SavedView:
         tensor = self._witness.detach()
         tensor.data = content
         return tensor
+
+
+def _witness_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Shares the tensor's version counter and none of its memory.
+
+    `detach` keeps the counter, assigning `data` keeps it too but swaps the storage.
+    """
+    witness = without_graph(tensor)
+    witness.data = _nothing_like(tensor.dtype, tensor.device)
+    return witness
 
 
 def _nothing_like(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -39,7 +39,7 @@ from megatron.offload.sizes import format_size
 
 PROFILE_NAME = "activation-profile-stage0.json"
 _MORE_STEPS = 30  # than are wanted: `auto` may plan several times before it settles
-_MORE_TURNS = 10  # if it plans again in them
+_MORE_TURNS = 30  # if it plans again in them
 _BEFORE_TURNS = 3  # settled steps of each training: its peak is known then
 _BEFORE_TURNS_OF_AUTO = 10  # it looks at so many before it plans again
 
@@ -194,9 +194,11 @@ class CurveRunner:
         """To its end; or, where trainings take turns, until it has settled."""
         args = self._args
         folder = self._folder(strategy, round_)
-        enough = args.steps
+        enough, in_turns = args.steps, 0
         if args.turns:
             enough = _BEFORE_TURNS_OF_AUTO if strategy.placement == "auto" else _BEFORE_TURNS
+            in_turns = args.steps + _MORE_TURNS
+        most_alone = args.skip_steps + enough + _MORE_STEPS
         self._check_room()
         with self._noting_failure(strategy), contextlib.ExitStack() as ends:
             training = ends.enter_context(
@@ -204,7 +206,7 @@ class CurveRunner:
                     _title(strategy, round_),
                     [
                         *strategy.flags(self._plan_file(strategy)),
-                        *("--train-iters", str(args.skip_steps + args.steps + 2 * _MORE_STEPS)),
+                        *("--train-iters", str(most_alone + in_turns)),
                     ],
                     strategy.allocator,
                     folder,
@@ -214,8 +216,7 @@ class CurveRunner:
             training.run(
                 on_steps=lambda number: self._watch(strategy, round_, number),
                 enough=lambda steps: (
-                    len(settled_steps(steps, args.skip_steps)) >= enough
-                    or len(steps) >= args.skip_steps + enough + _MORE_STEPS
+                    len(settled_steps(steps, args.skip_steps)) >= enough or len(steps) >= most_alone
                 ),
             )
             self._note(Run(strategy, round_, training.steps))

@@ -247,6 +247,7 @@ class _PiecewiseCapture:
         self._scopes: dict[str, Scope] = {}  # by part
         # Nodes, not tensors: what has left for a tier is to leave memory.
         self._captured: list[Any] = []
+        self._batch = engine.new_batch()
         self._middles: list[torch.Tensor] = []  # of an MLP that runs again: it starts from there
 
     def reach(self, tensors: list[torch.Tensor], is_middle: bool) -> None:
@@ -264,6 +265,7 @@ class _PiecewiseCapture:
     def end(self, outputs: list[torch.Tensor]) -> None:
         """The layer has run: captures the rest."""
         self._capture(MLP if self._part == MLP else "", outputs)
+        self._batch.submit()
 
     def _capture(self, part: str, tensors: list[torch.Tensor]) -> None:
         scope = self._scopes.get(part)
@@ -275,6 +277,7 @@ class _PiecewiseCapture:
             inputs=[*self._inputs, *self._middles],
             captured=self._captured,
             recomputes=part in self._again,
+            batch=self._batch,
         )
         with PLAIN_TORCH():
             self._captured.extend([node_of(tensor) for tensor in tensors])
