@@ -116,7 +116,7 @@ class _Run:
             moved_bytes += bucket.num_bytes * is_away
             self._read_ahead(ahead)
             waited_s -= self._now_s
-            self._bring(bucket)
+            self._bring(bucket, ahead)
             waited_s += self._now_s
             while ahead and ahead[0].where is not Where.ON_TIER:
                 ahead.popleft()
@@ -145,13 +145,16 @@ class _Run:
                 self._begin_read(ahead[0])
             ahead.popleft()
 
-    def _bring(self, bucket: _Bucket) -> None:
+    def _bring(self, bucket: _Bucket, ahead: collections.deque[_Bucket]) -> None:
         self._take_back(bucket)
         if bucket.where is Where.ON_TIER:
             while self._memory_bytes + bucket.num_bytes > self._window_bytes and self._writes:
                 self._go_on_until(max(self._now_s, self._first_write()[1]))
             self._begin_read(bucket)
         if bucket.where is Where.READING:
+            while self._writes and self._first_write()[1] < bucket.ends_s:
+                self._go_on_until(max(self._now_s, self._first_write()[1]))
+                self._read_ahead(ahead)  # the write has made room
             self._go_on_until(max(self._now_s, bucket.ends_s))
             bucket.where = Where.IN_MEMORY
 
