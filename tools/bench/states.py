@@ -22,11 +22,12 @@ What does not run on this machine is listed with its error. DeepSpeed needs liba
 library; CFLAGS and LDFLAGS say where they are. Other kernels, other bits: the last two are not
 compared.
 
-Resident bytes per parameter: what weights, gradients and states keep in memory over the step.
-The base is the resident set before the model was made; activations are the growth of `memory`'s
-in forward and backward over what it was before. Of a step's two parts, forward and backward (less
-activations) and the optimizer's, the larger peak counts, less the base. What the allocator keeps
-for reuse is given back before each part. `peak` is that of whole steps over the base, all of it.
+Resident bytes per parameter: what weights, gradients and states keep in memory over a step. Of
+`memory` it is known: 16. Whatever else its resident set holds (activations that are not away yet,
+the allocator's, the interpreter's) the other ways hold too, so theirs is 16 less what their peak is
+below that of `memory`: of forward and backward or of the optimizer's part, whichever is less below.
+What the allocator keeps for reuse is given back before each part, as far as it does that. `peak` is
+that of whole steps over the resident set before the model was made, all of it.
 Times are compared within a turn, with `memory`'s at the same step; medians.
 `identical`: losses, gradient norms and weights of all steps, and the optimizer's state_dict after
 the second one, have the same bits as those of `memory`.
@@ -71,6 +72,7 @@ PEERS = ("deepspeed", "torchao")
 TOKENS = 2048  # of a micro-batch
 FIRST = (1, 1, 1)  # micro-batches of the steps before the first turn
 SCHEDULE = (1, 1, 1, 8)  # of the steps of a turn; the first one is for memory
+IN_MEMORY = 16  # bytes of each parameter: weight, gradient, two states, fp32
 MOST_BYTES, MOST_TIME_RATIO = 8.5, 1.05
 _FIELDS = ("loss", "grad_norm", "weights", "states")
 
@@ -95,12 +97,14 @@ class Comparison:
 
     def resident_bytes(self, run: Run) -> float:
         """Of weights, gradients and states, over a step; for each parameter."""
-        of_base = _for_memory(self._base(run))
-        activations = max(step["layers_bytes"] - step["before_bytes"] for step in of_base)
-        return max(
-            (max(s["layers_bytes"] - activations, s["optimizer_bytes"]) - s["base_bytes"])
-            / s["num_params"]
-            for s in _for_memory(run)
+        pairs = list(zip(_for_memory(run), _for_memory(self._base(run)), strict=True))
+        return IN_MEMORY + max(
+            median(
+                (one[part] - one["base_bytes"] - of_base[part] + of_base["base_bytes"])
+                / one["num_params"]
+                for one, of_base in pairs
+            )
+            for part in ("layers_bytes", "optimizer_bytes")
         )
 
     def peak_bytes(self, run: Run) -> int:

@@ -174,7 +174,7 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
             "offload_optimizer": {
                 "device": "nvme",
                 "nvme_path": str(args.metrics_file.parent),
-                "buffer_count": 5,
+                "buffer_count": args.buffers,
                 "pipeline_read": True,
                 "pipeline_write": True,
             },
@@ -192,9 +192,10 @@ class Torchao(Plain):
     """
 
     def __init__(self, model: Any, args: argparse.Namespace) -> None:
-        super().__init__(model, args)
         kind = importlib.import_module("torchao.optim").CPUOffloadOptimizer
-        self.optimizer = kind(model.parameters(), torch.optim.AdamW, **ADAM)
+        optimizer = kind(model.parameters(), torch.optim.AdamW, **ADAM)  # or says why it cannot
+        super().__init__(model, args)
+        self.optimizer = optimizer
 
     def digest_of_states(self) -> str:
         """It has another layout."""
@@ -291,6 +292,7 @@ def main() -> None:
     parser.add_argument("--bucket", type=int)
     parser.add_argument("--window", type=int)
     parser.add_argument("--sub-group", type=int, default=4 << 20, help="parameters; DeepSpeed's")
+    parser.add_argument("--buffers", type=int, default=12, help="each of a sub-group; DeepSpeed's")
     parser.add_argument("--activation-offload-dir", type=Path, required=True)
     parser.add_argument("--metrics-file", type=Path, required=True)
     parser.add_argument("--wait-for-input", action="store_true")
