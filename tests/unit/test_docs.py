@@ -88,6 +88,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"megatron-offload rok --script",
      "tests/integrations/test_script_commands.py::test_rok_measures_it"),
     (r"tools/bench/models\.py", "needs: 30 minutes"),
+    (r"tools/bench/state_windows\.py", "needs: minutes"),
     (r"megatron-offload doctor", "tests/unit/test_doctor.py::test_a_directory_is_taken_for_ssd"),
     (r"megatron-offload plan",
      "tests/unit/test_plan_command.py::test_a_plan_stands_beside_what_else_could_be_done"),
