@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.offload.states.layout import Layout
+from megatron.offload.states.layout import Layout, Name
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.transfer import Transfer
 
@@ -59,6 +59,14 @@ class Bucket:
     def memory_bytes(self) -> int:
         """Bytes of memory that it takes now."""
         return 0 if self.storage is None else self.num_bytes
+
+    @property
+    def views(self) -> dict[Name, torch.Tensor]:
+        """Its tensors, by name; it is in memory, or has none."""
+        if self.layout is None:
+            return {}
+        assert self.storage is not None
+        return self.layout.views(self.storage)
 
     def fill(self, layout: Layout, storage: torch.UntypedStorage) -> None:
         """It has these bytes from now on, whatever it had before."""

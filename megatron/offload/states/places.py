@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an optimizer keeps its tensors, and what stands there while they are away: `Places`.
+
+A bucket's tensors have their places in the optimizer's `state`, and parameters that move with them
+are places themselves. What is away is a meta tensor there (`stand_in.py`), and a parameter that is
+away is full of NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron.offload.states.bucket import Bucket
+from megatron.offload.states.layout import Layout, Name
+from megatron.offload.states.loaded import Loaded
+from megatron.offload.states.optimizer_slice import State
+from megatron.offload.states.sharded import as_part_of, local_of
+from megatron.offload.states.stand_in import is_stand_in, stand_in
+
+PARAM = "param"  # the key of a parameter that moves itself
+
+
+class Places:
+    """The places of an optimizer's tensors.
+
+    Args:
+        optimizer: whose.
+        device: in whose memory buckets are.
+        moves_param: whether a parameter itself moves with its states.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        moves_param: Callable[[torch.Tensor], bool],
+    ) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._moves_param = moves_param
+
+    def usual_bytes(self, param: torch.Tensor) -> int:
+        """Of states of a parameter: Adam's two, and itself where it moves."""
+        return local_of(param).nbytes * (3 if self._moves_param(param) else 2)
+
+    def attach(self, bucket: Bucket, views: dict[Name, torch.Tensor]) -> None:
+        """Parameters of a bucket that move are its memory from now on."""
+        for index, param in enumerate(bucket.params):
+            view = views.get((index, PARAM))
+            if view is not None:
+                param.data = view
+
+    def states_of(self, bucket: Bucket) -> dict[torch.Tensor, State]:
+        """What is in the places of a bucket's states."""
+        state = self._optimizer.state
+        return {param: state[param] for param in bucket.params if state.get(param)}
+
+    def states_with(
+        self, bucket: Bucket, views: dict[Name, torch.Tensor]
+    ) -> dict[torch.Tensor, State]:
+        """A bucket's states, with its tensors where others only stand for them."""
+        return {
+            param: {
+                key: as_part_of(param, views[index, key]) if is_stand_in(value) else value
+                for key, value in self._optimizer.state[param].items()
+            }
+            for index, param in enumerate(bucket.params)
+            if self._optimizer.state.get(param)
+        }
+
+    def take_over(
+        self,
+        bucket: Bucket,
+        states: dict[torch.Tensor, State],
+        views: dict[Name, torch.Tensor],
+    ) -> None:
+        """Takes a bucket's states into its own memory, and leaves what stands for them.
+
+        Args:
+            bucket: in memory, or nowhere yet.
+            states: of its parameters, by the optimizer's keys.
+            views: the tensors of them that are in its memory already.
+        """
+        tensors: dict[Name, torch.Tensor] = {}
+        for index, param in enumerate(bucket.params):
+            for key, value in self._movable(param, states.get(param, {})).items():
+                tensors[index, key] = value
+        if bucket.layout is None or not bucket.layout.fits(tensors):
+            if tensors:
+                layout = Layout(tensors)
+                storage = layout.new_storage(self._device)
+                layout.store(tensors.items(), storage)
+                bucket.fill(layout, storage)
+        else:
+            assert bucket.storage is not None
+            moved = [
+                (name, one)
+                for name, one in tensors.items()
+                if name not in views or one.data_ptr() != views[name].data_ptr()
+            ]
+            bucket.layout.store(moved, bucket.storage)
+        self.leave(bucket, states)
+
+    def leave(self, bucket: Bucket, states: dict[torch.Tensor, State]) -> None:
+        """Puts what stands for a bucket's tensors in their places."""
+        slots = {} if bucket.layout is None else bucket.layout.slots
+        for index, param in enumerate(bucket.params):
+            if param in states:
+                self._optimizer.state[param] = {
+                    key: stand_in(slots[index, key]) if (index, key) in slots else value
+                    for key, value in states[param].items()
+                }
+            if (index, PARAM) in slots:
+                at = bucket.devices[index]
+                param.data = torch.full((), float("nan"), dtype=param.dtype, device=at)
+                param.data = param.data.expand(slots[index, PARAM].shape)
+
+    def have_more(self, bucket: Bucket) -> bool:
+        """Whether states were added to a bucket's: its parameters may have been all of it."""
+        assert bucket.layout is not None
+        for index, param in enumerate(bucket.params):
+            state = self._optimizer.state.get(param, {})
+            loaded = {key for key, value in state.items() if isinstance(value, Loaded)}
+            for key in loaded | self._movable(param, state).keys():
+                if (index, key) not in bucket.layout.slots:
+                    return True
+        return False
+
+    def _movable(self, param: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
+        """What moves of a parameter, by key: itself if it does, what has its shape of its state."""
+        found = {PARAM: local_of(param)} if self._moves_param(param) else {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
+                found[key] = local_of(value)
+        return found
