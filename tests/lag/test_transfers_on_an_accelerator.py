@@ -59,8 +59,8 @@ def make_engine(
         return engines[-1]
 
     class SmallPool(StagingPool):
-        def __init__(self, num_buffers: int, device: AcceleratorDevice) -> None:
-            super().__init__(num_buffers, device, piece_bytes=4096)
+        def __init__(self, num_buffers: int, device: AcceleratorDevice, **told: Any) -> None:
+            super().__init__(num_buffers, device, piece_bytes=4096, **told)
 
     monkeypatch.setattr(ssd_module, "StagingPool", SmallPool)
     yield build

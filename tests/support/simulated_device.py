@@ -332,8 +332,8 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 class PoisoningPool(StagingPool):
     """Small host buffers that turn to poison as soon as somebody takes them, and at the end."""
 
-    def __init__(self, num_buffers: int, device: Device) -> None:
-        super().__init__(num_buffers, device, piece_bytes=8192)
+    def __init__(self, num_buffers: int, device: Device, **told: Any) -> None:
+        super().__init__(num_buffers, device, piece_bytes=8192, **told)
 
     @contextlib.contextmanager
     def buffer(self) -> Iterator[StagingBuffer]:
