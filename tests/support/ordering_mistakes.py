@@ -92,7 +92,7 @@ def _method(source: str, owner: type, name: str, names: dict[str, Any]) -> Any:
 
 _ACCELERATOR, _ACCESS = "device/accelerator.py", "tiers/access.py"
 _READER, _WRITER, _BOUNCE = "transfer/reader.py", "transfer/writer.py", "tiers/bounce.py"
-_OPTIMIZER_STATES = "states/optimizer_states.py"
+_WINDOW = "states/window.py"
 _STEP_ON_HOST = "states/step_on_host.py"
 _COPY_TO_HOST = (
     "_bytes_at(address, content.nbytes).copy_(content, non_blocking=True)\n"
@@ -474,8 +474,8 @@ MISTAKES: tuple[Mistake, ...] = (
         _STATES,
         (
             (
-                _OPTIMIZER_STATES,
-                "OptimizerStates._bring",
+                _WINDOW,
+                "Window.bring",
                 "self._device.use_after(bucket.storage, events)",
                 "pass",
             ),
@@ -486,8 +486,8 @@ MISTAKES: tuple[Mistake, ...] = (
         _STATES,
         (
             (
-                _OPTIMIZER_STATES,
-                "OptimizerStates._put_away",
+                _WINDOW,
+                "Window.put_away",
                 "None if self._device.is_host else self._device.record_event()",
                 "None",
             ),
@@ -498,8 +498,8 @@ MISTAKES: tuple[Mistake, ...] = (
         _STATES,
         (
             (
-                _OPTIMIZER_STATES,
-                "OptimizerStates._put_away",
+                _WINDOW,
+                "Window.put_away",
                 "self._device.record_event()",
                 "self._device.record_event(self._device._load)",
             ),

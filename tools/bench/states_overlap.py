@@ -48,7 +48,7 @@ from megatron.offload.commands.training_runs.machine import machine_facts  # noq
 from megatron.offload.device.platform import register_platform  # noqa: E402
 from megatron.offload.integration.torch.optimizer import OptimizerOffload  # noqa: E402
 from megatron.offload.states.config import StatesConfig  # noqa: E402
-from megatron.offload.states.optimizer_states import OptimizerStates  # noqa: E402
+from megatron.offload.states.window import Window  # noqa: E402
 from megatron.offload.tiers import ssd as ssd_tier  # noqa: E402
 from tests.support.lag import load  # noqa: E402
 from tests.support.lag.build import why_not  # noqa: E402
@@ -171,15 +171,15 @@ class Bench:
 @contextlib.contextmanager
 def serial() -> Iterator[None]:
     """Nothing is read ahead, and a write is waited for."""
-    put_away = OptimizerStates._put_away
+    put_away = Window.put_away
 
-    def put_away_now(self: OptimizerStates, bucket: Any) -> None:
+    def put_away_now(self: Window, bucket: Any) -> None:
         put_away(self, bucket)
         self.wait_for_writes()
 
     with (
-        mock.patch.object(OptimizerStates, "_read_ahead", lambda self, ahead: None),
-        mock.patch.object(OptimizerStates, "_put_away", put_away_now),
+        mock.patch.object(Window, "read_ahead", lambda self, ahead: None),
+        mock.patch.object(Window, "put_away", put_away_now),
     ):
         yield
 
