@@ -8,11 +8,13 @@ order is shown; a time is compared with another one of the same run, and never w
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -288,6 +290,8 @@ def test_memory_is_counted_as_cuda_counts_it(lag: LagModule) -> None:
 
 
 def test_memory_ends_where_a_test_says(lag: LagModule) -> None:
+    gc.collect()  # what other tests have left would make room later
+    lag.synchronize()
     lag.empty_cache()
     lag.limit_memory(lag.memory_reserved() + (8 << 20))
     cached = torch.empty(6 << 20, dtype=torch.uint8, device="lag")
@@ -415,14 +419,11 @@ def test_copies_of_one_direction_share_its_bandwidth(lag: LagModule) -> None:
 
 def test_launches_cost_the_host_what_a_test_says(lag: LagModule) -> None:
     x = torch.zeros(4, device="lag")
-    begin, end = (torch.Event("lag", enable_timing=True) for _ in range(2))
     lag.set_launch_cost(2000)
-    begin.record()
+    begin_s = time.perf_counter()
     for _ in range(5):
         x.add_(1)
-    end.record()
-    end.synchronize()
-    assert begin.elapsed_time(end) >= 10
+    assert time.perf_counter() - begin_s >= 0.01
 
 
 # -- Devices, errors, ends ------------------------------------------------------------------------
