@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.offload.tiers.mapped import storage_at
+from megatron.offload.tiers.mapped import own_pages, storage_at
 
 _ALIGNMENT = 64  # bytes, of each tensor: what torch's own allocator gives
 # A storage that begins and ends at a page goes to a drive as a whole and can be mapped.
@@ -46,13 +46,9 @@ class Layout:
         self.num_bytes = max(_round_up(end, _PAGE), _PAGE)
 
     def new_storage(self, device: torch.device) -> torch.UntypedStorage:
-        """Fresh memory for a bucket, contents undefined; on a CPU it begins at a page.
-
-        Not from an allocator there, which would keep much of it once it is freed in other threads.
-        """
+        """Fresh memory for a bucket, contents undefined; on a CPU it begins at a page."""
         if device.type == "cpu":
-            memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+            return own_pages(self.num_bytes)
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def views(self, storage: torch.UntypedStorage) -> dict[Name, torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 
 from megatron.offload.device.device import Device, memory_at
 from megatron.offload.tiers.direct_io import Alignment, Cut, aligned_storage, cut
+from megatron.offload.tiers.mapped import own_pages
 from megatron.offload.tiers.restored_memory import RestoredMemory
 from megatron.offload.tiers.staging import PIECE_BYTES, StagingPool
 
@@ -75,15 +76,18 @@ class InPlace:
 
     Args:
         alignment: what the files ask for.
+        in_pages: what is read back is large and stays, as optimizer states do: each storage has
+            pages of its own. Else what comes and goes within a step reuses a region.
     """
 
-    def __init__(self, alignment: Alignment) -> None:
+    def __init__(self, alignment: Alignment, *, in_pages: bool = False) -> None:
         self._alignment = alignment
-        self._restored = RestoredMemory()
+        self._restored = None if in_pages else RestoredMemory()
 
     def for_writing(self, source: torch.UntypedStorage, after: None) -> View:
         """Makes a view of the tensor's own memory; the edges beside the body are copied now."""
-        self._restored.trim()  # forward has no use for the memory of the last backward pass
+        if self._restored is not None:
+            self._restored.trim()  # forward has no use for the memory of the last backward pass
         return _InPlaceView(source, cut(source.data_ptr(), source.nbytes(), self._alignment))
 
     def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
@@ -97,9 +101,12 @@ class InPlace:
         return target, _InPlaceView(target, cut)
 
     def _new_storage(self, cut: Cut) -> torch.UntypedStorage:
-        """Like `aligned_storage`, in a region of its own as long as that has room."""
+        """Like `aligned_storage`, in a region of its own as long as that has room, or in pages."""
         head_bytes, alignment = len(cut.head), self._alignment
-        found = self._restored.new_storage(cut.num_bytes, head_bytes, alignment.memory)
+        if self._restored is not None:
+            found = self._restored.new_storage(cut.num_bytes, head_bytes, alignment.memory)
+        else:
+            found = None if head_bytes else own_pages(cut.num_bytes)
         return aligned_storage(cut.num_bytes, head_bytes, alignment) if found is None else found
 
 

@@ -21,6 +21,7 @@ import weakref
 from megatron.offload.device.device import Device
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.extents import ExtentAllocator
+from megatron.offload.tiers.mapped import prefer_huge_pages
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 
 logger = logging.getLogger(__name__)
@@ -266,6 +267,5 @@ def _reserve(num_bytes: int, purpose: Purpose, flag: str) -> mmap.mmap:
         ) from None
     # A data loader's forked worker would keep a copy of every page that is written after the fork.
     mapping.madvise(mmap.MADV_DONTFORK)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+    prefer_huge_pages(mapping)
     return mapping

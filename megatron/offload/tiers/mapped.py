@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that is somewhere already, as a storage: `storage_at`, and `map_ranges` of files.
+"""Storages over memory of no allocator: `storage_at`, `own_pages`, and `map_ranges` of files.
 
-Tiers show blocks with it (`Tier.view`): whoever looks at more than fits into memory reads pages as
-they are touched, and the system takes their memory back when it wants to.
+Tiers show blocks with `map_ranges` (`Tier.view`): whoever looks at more than fits into memory reads
+pages as they are touched, and the system takes their memory back when it wants to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -34,6 +35,22 @@ def storage_at(address: int, num_bytes: int, owner: object) -> torch.UntypedStor
     window = (ctypes.c_char * num_bytes).from_address(address)
     window.owner = owner  # type: ignore[attr-defined]  # lives as long as the storage
     return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
+
+
+def own_pages(num_bytes: int) -> torch.UntypedStorage:
+    """A storage of fresh pages, contents undefined, that go back to the system when it is freed.
+
+    For what is large and stays: an allocator would keep much of it, whoever frees it.
+    """
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    prefer_huge_pages(pages)
+    return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+
+
+def prefer_huge_pages(pages: mmap.mmap) -> None:
+    """Asks for huge pages, where the system has them: fewer page faults, and faster I/O."""
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
 
 
 def map_ranges(ranges: Sequence[FileRange], owner: object) -> torch.UntypedStorage:

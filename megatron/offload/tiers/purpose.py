@@ -21,12 +21,14 @@ class Purpose:
         bytes_name: what it holds, for people.
         flags: what the names of its flags begin with.
         checksum_flag: the setting that asks for checksums.
+        in_pages: it holds whole pages, few and large, that stay in memory for long once read.
     """
 
     prefix: str
     bytes_name: str
     flags: str
     checksum_flag: str
+    in_pages: bool = False
 
     def flag(self, name: str) -> str:
         """One of its flags: `dir`, `io`, `threads`, `ssd-budget` or `host-budget`."""
@@ -46,5 +48,9 @@ ACTIVATIONS = Purpose(
     PREFIX, "the activations", "--activation-offload-", "--activation-offload-verify checksum"
 )
 STATES = Purpose(
-    STATES_PREFIX, "the optimizer states", "--optimizer-state-", "--optimizer-state-offload"
+    STATES_PREFIX,
+    "the optimizer states",
+    "--optimizer-state-",
+    "--optimizer-state-offload",
+    in_pages=True,
 )

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from megatron.offload.tiers.extents import ExtentAllocator
+from megatron.offload.tiers.mapped import prefer_huge_pages
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class RestoredMemory:
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
                 self._region = mmap.mmap(-1, self._most_bytes, flags=flags)
                 self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
+                prefer_huge_pages(self._region)
             except OSError as error:
                 why_not = error.strerror or str(error)
         if why_not:

@@ -252,7 +252,7 @@ class SsdTier:
     def _open_access(self, alignment: Alignment, num_threads: int) -> Access:
         device = self._device
         if device.is_host:
-            return InPlace(alignment)
+            return InPlace(alignment, in_pages=self._purpose.in_pages)
         more = min(num_threads, _COPIED_FROM * len(self.drives))
         self._staging = StagingPool(num_threads + more, device, purpose=self._purpose)
         return Staged(alignment, device, self._staging)
