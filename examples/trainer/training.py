@@ -33,6 +33,7 @@ from megatron.offload.integration.megatron import (
 )
 from megatron.offload.integration.megatron.estimate import stage_of
 from megatron.offload.integration.megatron.where_memory_is import where_memory_is
+from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.stats.memory import PeakMemory
 
@@ -62,6 +63,7 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
         )
         offload_config = offload_arguments.config_from_args(args)
         states_config = offload_arguments.states_config_from_args(args)
+        layer_major = offload_arguments.layer_major_config_from_args(args)
         check_model_states(states_config, args)
         task.check_arguments(args)
         settings = task.transformer_config(args)
@@ -72,6 +74,7 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
             # They share the disks: what one of them takes on average.
             reserve_bytes=sum(reserves) // len(reserves),
             num_local_ranks=args.local_world_size,
+            layer_major=layer_major,
         )
         check_corpus(args, task)
         checkpointing.check_load(args)
@@ -91,7 +94,7 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
             fail(message)
     run = _Run(args, task, tokenizer, device)
     try:
-        run.start(settings, offload_config, states_config, reserves[args.local_rank])
+        run.start(settings, offload_config, states_config, layer_major, reserves[args.local_rank])
     except (UserError, OffloadError, ValueError) as error:
         fail(str(error))
     try:
@@ -139,6 +142,7 @@ class _Run:
         settings: TransformerConfig,
         offload_config: OffloadConfig,
         states_config: StatesConfig,
+        layer_major: LayerMajorConfig,
         reserve_bytes: int,
     ) -> None:
         """Builds everything, reads the checkpoint and installs offload.
@@ -161,6 +165,7 @@ class _Run:
             offload_config,
             self.chunks,
             states=self.states,
+            layer_major=layer_major,
             reserve_bytes=reserve_bytes,
             num_local_ranks=args.local_world_size,
             run_directory=args.metrics_file.parent if args.metrics_file is not None else None,

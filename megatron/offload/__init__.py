@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from megatron.offload.integration.huggingface.callback import OffloadCallback
     from megatron.offload.integration.torch.door import offload_activations
+    from megatron.offload.integration.torch.layer_major import LayerMajor
     from megatron.offload.integration.torch.optimizer import offload_optimizer
     from megatron.offload.placement.policy import Placement, Policy
     from megatron.offload.saved.scope import Scope
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ChangedInPlaceError",
     "ConfigurationError",
+    "LayerMajor",
     "OffloadCallback",
     "OffloadConfig",
     "OffloadEngine",
@@ -46,6 +48,7 @@ __all__ = [
 _FILES = {
     "ChangedInPlaceError": "errors",
     "ConfigurationError": "errors",
+    "LayerMajor": "integration.torch.layer_major",
     "OffloadCallback": "integration.huggingface.callback",
     "OffloadConfig": "config",
     "OffloadEngine": "engine",

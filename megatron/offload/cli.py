@@ -30,7 +30,7 @@ from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.script import add_script_arguments, flags_of_script
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.megatron.connect import SUPPORTED_VERSIONS
+from megatron.offload.integration.megatron.versions import SUPPORTED_VERSIONS
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.states.config import StatesConfig
 

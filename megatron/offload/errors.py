@@ -2,7 +2,7 @@
 """What can go wrong, as types. Raised by every room, caught by integrations and by users.
 
 A message is one sentence: `activation offload: <what happened>; <what was expected>; <what to do>`,
-and begins with `optimizer states:` where it is about these.
+and begins with `optimizer states:` or `layer-major steps:` where it is about these.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any
 
 PREFIX = "activation offload: "
 STATES_PREFIX = "optimizer states: "
+STEPS_PREFIX = "layer-major steps: "
 
 
 class OffloadError(RuntimeError):
     """Activation offload cannot go on, and going on silently would give wrong results."""
 
     def __init__(self, message: str) -> None:
-        is_whole = message.startswith((PREFIX, STATES_PREFIX))
+        is_whole = message.startswith((PREFIX, STATES_PREFIX, STEPS_PREFIX))
         super().__init__(message if is_whole else PREFIX + message)
 
 

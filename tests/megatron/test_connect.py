@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.offload import ConfigurationError, OffloadConfig
 from megatron.offload.integration.megatron import install
-from megatron.offload.integration.megatron.connect import check_version
 from megatron.offload.integration.megatron.estimate import (
     MARGIN,
     activation_bytes,
@@ -23,6 +22,7 @@ from megatron.offload.integration.megatron.estimate import (
     passes_in_flight,
     stage_of,
 )
+from megatron.offload.integration.megatron.versions import check_version
 
 
 def hooked() -> tuple[Any, ...]:

@@ -20,16 +20,13 @@ import enum
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload.saved.bits import bits_bytes, fetch_largest, pack_bits, unpack_bits
 from megatron.offload.saved.scope import Scope
-
-if TYPE_CHECKING:
-    from megatron.offload.saved.view import SavedView
 
 
 class Span(NamedTuple):
@@ -60,6 +57,24 @@ class Pending(Protocol):
 
     def wait_until_done(self) -> None:
         """Blocks until the end; raises nothing."""
+        ...
+
+
+class View(Protocol):
+    """A view of a record's bytes, as the record needs it (`view.SavedView` is one).
+
+    Attributes:
+        is_used: backward has asked for it, and not for the record's bytes again since.
+        built: its tensor, if it is there before backward asks.
+        ready: events of that tensor.
+    """
+
+    is_used: bool
+    built: list[torch.Tensor]
+    ready: Sequence[Any] | None
+
+    def rebuild(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        """Its tensor, of memory that holds the record's bytes."""
         ...
 
 
@@ -115,7 +130,7 @@ class SavedStorage:
         self.state = State.IN_MEMORY
         self.block: Any = None  # where the bytes are on a tier; the tier alone looks into it
         self.num_unused_views = 0
-        self._views: list[weakref.ref[SavedView]] = []
+        self._views: list[weakref.ref[View]] = []
         self.witness: torch.Tensor | None = None  # of the first view, see `SavedView`
         self._memory: torch.UntypedStorage | None = storage
         self._lock = threading.Lock()
@@ -363,7 +378,7 @@ class SavedStorage:
                         view.ready = ready
                         view.built.append(tensor)
 
-    def view_used(self, view: SavedView) -> None:
+    def view_used(self, view: View) -> None:
         """A view was handed to backward. After the last one the restored memory is let go.
 
         The node that runs now holds the memory itself. A view that is asked for again

@@ -7,22 +7,29 @@ import argparse
 import copy
 
 from megatron.offload.config import OffloadConfig
+from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.states.config import StatesConfig
 
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the flags of activations and of model states; returns the parser, as Megatron's own do.
 
-    They are `--activation-offload*` and `--optimizer-state-*`, and a few more of each.
+    They are `--activation-offload*`, `--optimizer-state-*` and `--layer-major-*`, and a few more.
     """
     OffloadConfig.add_arguments(parser)
     StatesConfig.add_arguments(parser)
+    LayerMajorConfig.add_arguments(parser)
     return parser
 
 
 def config_from_args(args: argparse.Namespace) -> OffloadConfig:
     """The config that the parsed flags ask for. Raises ConfigurationError (a ValueError)."""
     return OffloadConfig.from_args(args)
+
+
+def layer_major_config_from_args(args: argparse.Namespace) -> LayerMajorConfig:
+    """The order of a step that the parsed flags ask for. Raises ConfigurationError."""
+    return LayerMajorConfig.from_args(args)
 
 
 def states_config_from_args(args: argparse.Namespace) -> StatesConfig:

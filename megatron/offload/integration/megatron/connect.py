@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,21 +22,23 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.chunked_loss import ChunkedLoss, check_chunked_loss
 from megatron.offload.integration.megatron.decorators import connect
 from megatron.offload.integration.megatron.last_backward import LastBackward
+from megatron.offload.integration.megatron.layer_major import (
+    LayerMajorHooks,
+    check_layer_major,
+    only_chunk,
+)
+from megatron.offload.integration.megatron.model_states import ModelStates
 from megatron.offload.integration.megatron.patch_points import decorate
 from megatron.offload.integration.megatron.recomputable import check_recomputation
+from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.training_steps import TrainingSteps
+from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.placement.policy import Policy
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.planner.online.consensus import RankConsensus
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.tiers.open import check_tiers
-
-if TYPE_CHECKING:
-    from megatron.offload.integration.megatron.model_states import ModelStates
-
-# The last one is what `pip install megatron-offload[megatron]` brings.
-SUPPORTED_VERSIONS = ("0.19.1", "0.16.1")
 
 # Settings of TransformerConfig that place activations themselves or run layers past our hooks.
 _REFUSED_SETTINGS = {
@@ -98,16 +100,17 @@ class MegatronOffload:
         calls: MegatronHooks | None = None,
         loss: ChunkedLoss | None = None,
         states: ModelStates | None = None,
+        layer_major: LayerMajorHooks | None = None,
     ) -> None:
         self._steps = steps
         self._calls = calls
         self._loss = loss
         self._states = states
         self._model_chunks = list(model_chunks)
-        self._last_backward: LastBackward | None = None
-        if states is not None and states.parts:
-            self._last_backward = LastBackward(states.prefetch, len(self._model_chunks), calls)
-        first = self._last_backward or calls
+        self._schedule: LayerMajorHooks | LastBackward | None = layer_major
+        if layer_major is None and states is not None and states.parts:
+            self._schedule = LastBackward(states.prefetch, len(self._model_chunks), calls)
+        first = self._schedule or calls
         self._patches = decorate() if first is not None else []
         if first is not None:
             connect(first)
@@ -129,7 +132,7 @@ class MegatronOffload:
                 with self._steps.step(_stationary_tensors(self._model_chunks)):
                     yield
         finally:
-            for hooks in (self._last_backward, self._calls):
+            for hooks in (self._schedule, self._calls):
                 if hooks is not None:
                     hooks.clear()
         if self._steps is not None:
@@ -163,7 +166,7 @@ class MegatronOffload:
         if self._loss is not None:
             self._loss.close()
             self._loss = None
-        if self._last_backward is not None or self._calls is not None:
+        if self._schedule is not None or self._calls is not None:
             connect(None)
         if self._calls is not None:
             self._calls.close()
@@ -187,6 +190,7 @@ def install(
     policy: Policy | None = None,
     run_directory: Path | None = None,
     states: ModelStates | None = None,
+    layer_major: LayerMajorConfig | None = None,
 ) -> MegatronOffload:
     """Makes the model's activations go where `config` says.
 
@@ -200,21 +204,33 @@ def install(
         run_directory: with `auto`, what was measured is written there.
         states: of `offload_model_states`; they hear of each step's last backward pass. Closed by
             whoever made them.
+        layer_major: runs steps unit by unit, with offload or without.
 
     Raises:
         ConfigurationError: the version, a setting, the plan's file or the directory cannot work.
     """
-    if not config.enabled and not config.chunks_loss:
+    layer_major = layer_major or LayerMajorConfig()
+    if not config.enabled and not config.chunks_loss and not layer_major.enabled:
         return MegatronOffload(None, model_chunks, states=states)
     check_version()
     check_wrappers(model_chunks)
     settings = _transformer_config(model_chunks)
+    check_layer_major(layer_major, settings, plans=config.plans)
+
+    def units(engine: OffloadEngine | None, run_layer: Any) -> LayerMajorHooks | None:
+        if not layer_major.enabled:
+            return None
+        near = (lambda: None) if states is None else states.prefetch
+        model = only_chunk(model_chunks)
+        return LayerMajorHooks(layer_major, model, settings, engine, run_layer, near)
+
     loss = None
     if config.chunks_loss:
         check_chunked_loss(settings)
         loss = ChunkedLoss(model_chunks, config.chunk_tokens)
     if not config.enabled:
-        return MegatronOffload(None, model_chunks, loss=loss, states=states)
+        schedule = units(None, None)
+        return MegatronOffload(None, model_chunks, None, loss, states, schedule)
     check_settings(settings)
     check_layers(config, settings)
     check_recomputation(config, settings)
@@ -244,14 +260,20 @@ def install(
     )
     try:
         calls = MegatronHooks(steps.engine, model_chunks, settings, steps.profiler)
+        schedule = units(steps.engine, calls.layer)
     except BaseException:
         steps.close()
         raise
-    return MegatronOffload(steps, model_chunks, calls, loss, states)
+    return MegatronOffload(steps, model_chunks, calls, loss, states, schedule)
 
 
 def check(
-    config: OffloadConfig, settings: Any, *, reserve_bytes: int = 0, num_local_ranks: int = 1
+    config: OffloadConfig,
+    settings: Any,
+    *,
+    reserve_bytes: int = 0,
+    num_local_ranks: int = 1,
+    layer_major: LayerMajorConfig | None = None,
 ) -> None:
     """Checks everything that can be found wrong before a model is built.
 
@@ -260,10 +282,14 @@ def check(
         settings: the model's `TransformerConfig`.
         reserve_bytes: SSD space that each rank will allocate.
         num_local_ranks: ranks on this machine, which share the directories and the memory.
+        layer_major: in which order the flags ask for steps to run.
 
     Raises:
         ConfigurationError: the version, a setting or the directory cannot work.
     """
+    if layer_major is not None and layer_major.enabled:
+        check_version()
+        check_layer_major(layer_major, settings, plans=config.plans)
     if config.chunks_loss:
         check_version()
         check_chunked_loss(settings)
@@ -275,20 +301,6 @@ def check(
         if config.plans:
             check_libraries("--activation-offload auto")
         check_tiers(config, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
-
-
-def check_version() -> None:
-    """Raises ConfigurationError if the hooks are not known to fit the imported megatron-core."""
-    import megatron.core
-
-    # Not the installed wheel's metadata: a checkout on PYTHONPATH wins over the wheel. Its version
-    # may name its commit as well: 0.19.1+5be9626709.
-    version = megatron.core.__version__
-    if version.partition("+")[0] not in SUPPORTED_VERSIONS:
-        raise ConfigurationError(
-            f"megatron-core {version} is not supported, only {', '.join(SUPPORTED_VERSIONS)}; "
-            f"pip install megatron-core=={SUPPORTED_VERSIONS[-1]}, or use such a checkout"
-        )
 
 
 def check_settings(settings: Any) -> None:

@@ -24,13 +24,12 @@ from typing import Any
 import torch
 
 from megatron.offload.device.memory_limit import memory_limit
-from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.megatron.connect import check_version
 from megatron.offload.integration.megatron.scaling import scale_in_place
 from megatron.offload.integration.megatron.state_settings import (
     check_inner_optimizer,
     check_state_settings,
 )
+from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.torch.optimizer import OptimizerOffload
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.auto_window import AutoWindow, NoWindow
@@ -40,6 +39,7 @@ from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.states_summary import drive_written_bytes, states_summary
 from megatron.offload.tiers.host_budget import host_budget_bytes
+from megatron.offload.tiers.purpose import STATES
 
 # Attributes of a Megatron optimizer: lists of groups of the model's parameters, and of what the
 # inner optimizer updates in their place. The first pair that it has is its main weights.
@@ -261,7 +261,7 @@ def _members(optimizer: Any) -> list[Any]:
     if kind == "ChainedOptimizer":
         return [one for part in optimizer.chained_optimizers for one in _members(part)]
     if kind not in _PAIRS:
-        raise ConfigurationError(
+        raise STATES.refusal(
             f"{kind} cannot be combined with state offload: which weights it keeps is not known; "
             "use the optimizers of get_megatron_optimizer, or --optimizer-state-offload off"
         )
@@ -380,7 +380,7 @@ class _Copies:
 
 
 def _refuse_to_move(name: str) -> None:
-    raise ConfigurationError(
+    raise STATES.refusal(
         f"{name} of Megatron's optimizer cannot move states that are offloaded; "
         "use --optimizer-state-offload off"
     )
@@ -403,7 +403,7 @@ def _share(config: StatesConfig, part: int, whole: int) -> StatesConfig:
         return config
     changes: dict[str, Any] = {"window_bytes": config.window_bytes * part // whole}
     if config.uses_host:
-        asked = host_budget_bytes(config.host_budget, local_world_size(), memory_limit())
+        asked = host_budget_bytes(config.host_budget, local_world_size(), memory_limit(), STATES)
         changes["host_budget"] = asked * part // whole
     if config.ssd_budget_bytes is not None:
         changes["ssd_budget_bytes"] = config.ssd_budget_bytes * part // whole

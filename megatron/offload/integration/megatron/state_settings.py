@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.tiers.purpose import STATES
 
 _FLOATS = ("float32", "bfloat16")
 
@@ -44,10 +44,10 @@ def check_state_settings(settings: Any) -> None:
     """
     for name, advice in REFUSED_SETTINGS.items():
         if getattr(settings, name, False):
-            raise ConfigurationError(f"{name} cannot be combined with state offload: {advice}")
+            raise STATES.refusal(f"{name} cannot be combined with state offload: {advice}")
     kind = getattr(settings, "optimizer", "adam")
     if kind not in _KNOWN_NAMES:
-        raise ConfigurationError(
+        raise STATES.refusal(
             f"optimizer {kind} cannot be combined with state offload: it is not known to update "
             "each parameter by its gradient and state alone; use --optimizer adam or sgd, or "
             "--optimizer-state-offload off"
@@ -58,12 +58,12 @@ def check_state_settings(settings: Any) -> None:
         dtype = str(getattr(settings, name, "float32")).removeprefix("torch.")
         dtype = {"fp32": "float32", "bf16": "bfloat16"}.get(dtype, dtype)
         if dtype not in _FLOATS:
-            raise ConfigurationError(
+            raise STATES.refusal(
                 f"{name} {dtype} cannot be combined with state offload: such states have scales "
                 f"beside them; use fp32 or bf16 for --{name.replace('_', '-')}"
             )
     if getattr(settings, "store_param_remainders", False):
-        raise ConfigurationError(
+        raise STATES.refusal(
             "store_param_remainders cannot be combined with state offload: main weights are made "
             "of two halves, of which one moves; drop --use-precision-aware-optimizer or switch "
             "store_param_remainders off"
@@ -79,24 +79,24 @@ def check_inner_optimizer(optimizer: Any) -> None:
     inner = optimizer.optimizer
     kind = type(inner).__name__
     if kind not in _KNOWN_KINDS:
-        raise ConfigurationError(
+        raise STATES.refusal(
             f"{kind} cannot be combined with state offload: it is not known to update each "
             "parameter by its gradient and state alone; use --optimizer adam or sgd, or "
             "--optimizer-state-offload off"
         )
     if kind.startswith("Fused") and getattr(inner, "capturable", False):
-        raise ConfigurationError(
+        raise STATES.refusal(
             f"{kind} with capturable cannot be combined with state offload: all buckets would "
             "count the same step; build it without capturable"
         )
     ddp_config = getattr(optimizer, "ddp_config", None)
     if getattr(ddp_config, "use_megatron_fsdp", False):
-        raise ConfigurationError(
+        raise STATES.refusal(
             "use_megatron_fsdp cannot be combined with state offload: "
             + REFUSED_SETTINGS["use_megatron_fsdp"]
         )
     if getattr(ddp_config, "fp8_param_gather", False):
-        raise ConfigurationError(
+        raise STATES.refusal(
             "fp8_param_gather cannot be combined with state offload: "
             + REFUSED_SETTINGS["fp8_param_gather"]
         )

@@ -28,6 +28,7 @@ from megatron.offload.integration.megatron import cpu_runtime, cpu_training_scri
 from megatron.offload.integration.megatron.arguments import (
     add_offload_arguments,
     config_from_args,
+    layer_major_config_from_args,
     states_config_from_args,
 )
 from megatron.offload.integration.megatron.connect import MegatronOffload, check, install
@@ -41,6 +42,7 @@ from megatron.offload.integration.megatron.model_states import (
     offload_model_states,
 )
 from megatron.offload.integration.megatron.patch_point import PatchPoint
+from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.planner.online.consensus import raise_first
 from megatron.offload.sizes import format_size
 from megatron.offload.states.config import StatesConfig
@@ -219,6 +221,7 @@ class TrainingScript:
             num_local_ranks=request.num_local_ranks,
             run_directory=request.run_directory,
             states=self._states,
+            layer_major=request.layer_major,
         )
 
     def _installed(self) -> MegatronOffload:
@@ -258,6 +261,7 @@ class _Request:
 
     config: OffloadConfig
     states: StatesConfig
+    layer_major: LayerMajorConfig
     settings: Any = None  # Megatron-LM's TransformerConfig
     reserve_bytes: int = 0
     num_local_ranks: int = 1
@@ -284,6 +288,7 @@ def _checked_request(flags: argparse.Namespace) -> _Request:
             request.settings,
             reserve_bytes=-(-sum(reserves) // len(reserves)),
             num_local_ranks=request.num_local_ranks,
+            layer_major=request.layer_major,
         )
     )
     return request
@@ -296,21 +301,23 @@ def _request(flags: argparse.Namespace) -> _Request:
             "replaces all of them; give the model as flags"
         )
     config, states = config_from_args(flags), states_config_from_args(flags)
+    layer_major = layer_major_config_from_args(flags)
+    moves = config.enabled or config.chunks_loss or layer_major.enabled
     # Checkpoints hold the flags, and are to be read where this package is not installed.
     flags.activation_offload_dir = ",".join(map(str, config.directories))
     if config.plan_file is not None:
         flags.activation_offload_plan = str(config.plan_file)
     flags.optimizer_state_dir = ",".join(map(str, flags.optimizer_state_dir))
-    if not config.enabled and not config.chunks_loss and not states.enabled:
-        return _Request(config, states)
+    if not moves and not states.enabled:
+        return _Request(config, states, layer_major)
     for name, (works, reason) in _FLAGS.items():
         if getattr(flags, name, works) != works:
             flag = "--" + name.replace("_", "-")
             raise ConfigurationError(f"{flag} cannot be combined with offload: {reason}; drop it")
     check_model_states(states, flags)
     save = getattr(flags, "save", None)
-    request = _Request(config, states, run_directory=Path(save) if save else None)
-    if not config.enabled and not config.chunks_loss:
+    request = _Request(config, states, layer_major, run_directory=Path(save) if save else None)
+    if not moves:
         return request
     settings = _MODEL_SETTINGS.find()(flags)
     reserve_bytes = _reserve_bytes(flags, settings) if config.enabled else 0

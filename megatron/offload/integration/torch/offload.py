@@ -21,6 +21,7 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.output_head import OutputHead
 from megatron.offload.integration.torch.layer_calls import LayerCalls
 from megatron.offload.integration.torch.module_hooks import ModuleHooks
@@ -130,6 +131,20 @@ class ActivationOffload:
     def summary(self) -> str:
         """A few lines for people: what a step moved. Empty if there was no step."""
         return self._steps.summary() if self._steps is not None else self._summary
+
+    @contextlib.contextmanager
+    def layer_major_step(self) -> Iterator[EnginePasses]:
+        """A step whose passes the caller runs, unit by unit: what it is to tell of them."""
+        if self._is_closed:
+            yield EnginePasses(None, hooks_tensors=True)
+            return
+        with self._passes.whole_step() as steps:
+            yield EnginePasses(steps.engine, hooks_tensors=True, around_forward=self._calls.forward)
+
+    @property
+    def plans(self) -> bool:
+        """Whether placements are `auto`'s."""
+        return self._config.plans and not self._is_closed
 
     def report(self) -> str:
         """What was found in the model, where its activations go, `auto`'s plan and the summary.

@@ -29,6 +29,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron.offload.integration.training_steps import TrainingSteps
+from megatron.offload.layer_major.pausable_call import running_call
 from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.saved.scope import Scope
 
@@ -103,6 +104,7 @@ class Passes:
         self._backward: list[tuple[_ForwardPass, contextlib.ExitStack]] = []  # under way
         self._graph_task = -1  # autograd's number of that backward
         self._has_warned = False  # of a transform
+        self._stands_aside = False  # somebody else runs the passes of the step
 
     # -- Forward --------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class Passes:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """A hooked module is called."""
-        if self._is_within(module):
+        if self._stands_aside or self._is_within(module):
             return
         if not torch.is_grad_enabled():
             self._pause()
@@ -165,13 +167,13 @@ class Passes:
     @property
     def is_in_forward(self) -> bool:
         """Whether this thread is in a forward pass, and not in what a backward pass runs again."""
-        forward = self._forward
-        return (
-            forward is not None
-            and forward.thread == threading.get_ident()
-            and torch.is_grad_enabled()
-            and not _in_backward()
-        )
+        if self._stands_aside:
+            is_inside = running_call() is not None
+        else:
+            is_inside = self._forward is not None and (
+                self._forward.thread == threading.get_ident()
+            )
+        return is_inside and torch.is_grad_enabled() and not _in_backward()
 
     def _is_within(self, module: torch.nn.Module) -> bool:
         """Whether this is a call within the forward pass under way, or beside it."""
@@ -229,6 +231,21 @@ class Passes:
 
     # -- Steps ----------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def whole_step(self) -> Iterator[TrainingSteps]:
+        """A step whose passes somebody else tells the engine of, in threads of their own."""
+        steps = self._steps = self._steps or self._open_steps()
+        self._close_backward()
+        self._end_step()
+        self._decide(steps)
+        self._stands_aside = True
+        try:
+            with self._around_step(steps):
+                yield steps
+        finally:
+            self._stands_aside = False
+            self._is_undecided = True
+
     def _go_on(self, steps: TrainingSteps) -> None:
         """Before a forward pass: within the step under way, or a new one."""
         if self._is_over:
@@ -236,12 +253,15 @@ class Passes:
             self._end_step()
         if self._step is not None:
             return
-        if self._is_undecided:
-            self._is_undecided = False
-            steps.decide()
+        self._decide(steps)
         step = contextlib.ExitStack()
         step.enter_context(self._around_step(steps))
         self._step = step
+
+    def _decide(self, steps: TrainingSteps) -> None:
+        if self._is_undecided:
+            self._is_undecided = False
+            steps.decide()
 
     @property
     def _is_over(self) -> bool:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine hears of a layer-major step: `EnginePasses`.
+
+Each unit counts as a model chunk, as with virtual pipelining: a micro-batch in it has a forward and
+a backward pass of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.offload.engine import OffloadEngine
+from megatron.offload.saved.save_order import SaveOrder
+from megatron.offload.saved.scope import Scope
+
+
+class EnginePasses:
+    """Tells an engine of passes: a `layer_major.schedule.Passes`.
+
+    Args:
+        engine: None: nothing is offloaded.
+        hooks_tensors: each forward pass runs in the engine's context for saved tensors; else layers
+            are captured one by one.
+        around_forward: gives a context around each forward pass; None: there is nobody to tell.
+        unsynchronized: gives a context around backward passes after which gradients are not
+            complete; None: there is nobody to tell.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadEngine | None,
+        *,
+        hooks_tensors: bool,
+        around_forward: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+        unsynchronized: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._hooks_tensors = hooks_tensors
+        self._around_forward = around_forward or contextlib.nullcontext
+        self._unsynchronized = unsynchronized
+        self._save_orders: dict[tuple[int, int], SaveOrder] = {}
+
+    @contextlib.contextmanager
+    def forward(self, unit: int, micro_batch: int) -> Iterator[None]:
+        """Around a forward pass."""
+        if self._engine is None:
+            yield
+            return
+        with self._engine.forward(Scope(unit, micro_batch)) as save_order:
+            self._save_orders[unit, micro_batch] = save_order
+            with self._around_forward():
+                yield
+
+    @contextlib.contextmanager
+    def within_forward(self) -> Iterator[None]:
+        """The same, in the thread in which it runs."""
+        if self._engine is None or not self._hooks_tensors:
+            yield
+            return
+        with self._engine.saved_tensors_hooks():
+            yield
+
+    @contextlib.contextmanager
+    def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:
+        """Around a backward pass."""
+        with contextlib.ExitStack() as contexts:
+            if self._unsynchronized is not None and not is_last:
+                contexts.enter_context(self._unsynchronized())
+            if self._engine is not None:
+                save_order = self._save_orders.pop((unit, micro_batch), None) or SaveOrder()
+                contexts.enter_context(self._engine.backward(save_order))
+            yield
+
+    def prepare_backward(self, unit: int, micro_batch: int) -> None:
+        """Reads ahead for the next backward pass, which goes straight to the unit's layers."""
+        save_order = self._save_orders.get((unit, micro_batch))
+        if self._engine is not None and save_order is not None:
+            self._engine.prefetch(save_order, opens_at_once=True)
+
+    def clear(self) -> None:
+        """Forgets passes that did not come to their end."""
+        self._save_orders.clear()

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer-major steps of a Megatron model without pipeline parallelism: `LayerMajorHooks`.
+
+Megatron's loop over micro-batches stays as it is: `forward_backward_no_pipelining` calls
+`forward_step` and `backward_step` for one after the other. Here the forward steps of all but the
+last one are only noted; that of the last one runs all passes of the step, unit by unit, and
+backward steps have nothing left to do. So what comes before and after the loop (the scaling of the
+loss, the reduction of gradients, the number of tokens) is Megatron's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron.offload.engine import OffloadEngine
+from megatron.offload.integration.engine_passes import EnginePasses
+from megatron.offload.integration.megatron.decorators import Function
+from megatron.offload.layer_major.config import LayerMajorConfig, refusal
+from megatron.offload.layer_major.random_numbers import TorchGenerators
+from megatron.offload.layer_major.schedule import LayerMajorSchedule
+from megatron.offload.layer_major.units import units_of
+
+_MEGATRON = "megatron::"  # before the names of Megatron's generators, among torch's
+_CURRENT = "_current_state_name"  # of Megatron's tracker: the generator that runs now
+_REFUSED_SETTINGS = {
+    "fp8": "what it measures of the weights belongs to one pass of the whole model",
+    "fp4": "what it measures of the weights belongs to one pass of the whole model",
+    "overlap_moe_expert_parallel_comm": "its schedule runs two micro-batches at a time",
+    "hybrid_context_parallel": "its schedule gives micro-batches to ranks on its own",
+}
+
+
+class LayerMajorHooks:
+    """Runs the passes of a step unit by unit: a `decorators.TrainingHooks`.
+
+    Args:
+        config: how layers are divided.
+        model: the only model chunk.
+        settings: its `TransformerConfig`.
+        engine: of the activations; None: they stay in memory.
+        run_layer: captures what layers save; None: they run as they are.
+        last_unit: told that backward of the first layers' unit is next: the optimizer's step is
+            near.
+    """
+
+    def __init__(
+        self,
+        config: LayerMajorConfig,
+        model: torch.nn.Module,
+        settings: Any,
+        engine: OffloadEngine | None,
+        run_layer: Callable[..., Any] | None,
+        last_unit: Callable[[], None],
+    ) -> None:
+        # Here, because it imports megatron-core, which not everybody who imports us has.
+        from megatron.offload.integration.megatron.layer_hooks import layer_names
+
+        self._settings = settings
+        self._model = model
+        self._run_layer = run_layer
+        self._device = next(model.parameters()).device
+        units = units_of(list(layer_names([model])), config.num_units)
+        self._schedule = LayerMajorSchedule(
+            units, self._device, _Generators(self._device), alternates=config.alternates
+        )
+        self._passes = _Passes(engine, settings, last_unit)
+        self._signature: inspect.Signature | None = None  # of Megatron's forward step
+        # Of the step under way: forward steps, each with the list that it adds what it reports to.
+        self._noted: list[tuple[Callable[[], Any], list[Any]]] = []
+
+    def layer(self, forward: Function, layer: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs a layer's forward, when the turn of its unit has come."""
+        args, kwargs = self._schedule.enter_layer(layer, (args, kwargs))
+        if self._run_layer is None:
+            return forward(layer, *args, **kwargs)
+        return self._run_layer(forward, layer, args, kwargs)
+
+    def forward_step(self, step: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Notes the forward step of a micro-batch, or runs all of them."""
+        if not torch.is_grad_enabled():
+            return step(*args, **kwargs)
+        self._signature = self._signature or inspect.signature(step)
+        named = self._signature.bind(*args, **kwargs)
+        reports = named.arguments["forward_data_store"]
+        own = named.arguments["forward_data_store"] = []
+        run = functools.partial(step, *named.args, **named.kwargs)
+        self._noted.append((run, own))
+        none = torch.zeros([], dtype=torch.int, device=self._device)
+        if len(self._noted) < named.arguments["num_microbatches"]:
+            return none, none  # no loss, and no tokens yet
+        noted, self._noted = self._noted, []
+        with _without_timers(self._settings):
+            results = self._schedule.run([run for run, _ in noted], self._backward, self._passes)
+        for _, own in noted:
+            reports.extend(own)
+        return none, sum((tokens for _, tokens in results), none)
+
+    def backward_step(self, step: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """It has run with the last forward step, or will."""
+        return None
+
+    def clear(self) -> None:
+        """Forgets a step that did not come to its end."""
+        self._noted = []
+        self._passes.clear()
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+
+    def _backward(self, result: Any) -> None:
+        """Megatron's own backward step, of what its forward step gave."""
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.core.utils import get_model_type
+
+        step = getattr(schedules.backward_step, "__wrapped__", schedules.backward_step)
+        step(None, result[0], None, get_model_type(self._model), self._settings)
+
+
+class _Passes(EnginePasses):
+    """Also says when the optimizer's step is near."""
+
+    def __init__(
+        self, engine: OffloadEngine | None, settings: Any, last_unit: Callable[[], None]
+    ) -> None:
+        def unsynchronized() -> Any:  # asked for each time: trainers set it late
+            context = getattr(settings, "no_sync_func", None) or contextlib.nullcontext
+            return context()
+
+        super().__init__(engine, hooks_tensors=False, unsynchronized=unsynchronized)
+        self._last_unit = last_unit
+        self._is_last_unit = False
+
+    def prepare_backward(self, unit: int, micro_batch: int) -> None:
+        """See `Passes`."""
+        if unit == 0 and not self._is_last_unit:
+            self._last_unit()
+        self._is_last_unit = unit == 0
+        super().prepare_backward(unit, micro_batch)
+
+
+class _Generators(TorchGenerators):
+    """Torch's generators, and those that Megatron keeps beside them for tensor parallelism.
+
+    With sequence parallelism all layers run within one of these: which one it is belongs to the
+    state as well.
+    """
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """See `Generators`.
+
+        Raises:
+            ConfigurationError: Megatron keeps generators whose states cannot be put aside.
+        """
+        states, tracker = super().states(), _tracker()
+        for name, state in tracker.get_states().items():
+            if not isinstance(state, torch.Tensor):
+                raise refusal(
+                    "random number generators for CUDA graphs (--te-rng-tracker) cannot take turns "
+                    "among micro-batches; drop --te-rng-tracker"
+                )
+            states[_MEGATRON + name] = state
+        current = getattr(tracker, _CURRENT, "")
+        states[_CURRENT] = torch.tensor(list(current.encode()), dtype=torch.uint8)
+        return states
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """See `Generators`."""
+        super().set_states(states)
+        tracker = _tracker()
+        tracker.set_states(
+            {
+                name.removeprefix(_MEGATRON): state
+                for name, state in states.items()
+                if name.startswith(_MEGATRON)
+            }
+        )
+        if hasattr(tracker, _CURRENT):
+            setattr(tracker, _CURRENT, bytes(states[_CURRENT].tolist()).decode())
+
+
+def _tracker() -> Any:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker()
+
+
+def check_layer_major(config: LayerMajorConfig, settings: Any, *, plans: bool) -> None:
+    """Raises ConfigurationError for what cannot run layer-major steps.
+
+    Args:
+        config: what the flags ask for.
+        settings: the model's `TransformerConfig`.
+        plans: whether placements are `auto`'s.
+    """
+    if not config.enabled:
+        return
+    if plans:
+        raise refusal(
+            "--layer-major-units cannot be combined with --activation-offload auto, which plans "
+            "steps that run one micro-batch after the other; use ssd, host or tiered"
+        )
+    if settings.pipeline_model_parallel_size > 1:
+        raise refusal(
+            "--layer-major-units needs a model on one pipeline stage: with "
+            "--pipeline-model-parallel-size above 1 stages already take turns by micro-batch; drop "
+            "one of them"
+        )
+    for name, reason in _REFUSED_SETTINGS.items():
+        if getattr(settings, name, None):
+            raise refusal(f"--layer-major-units cannot be combined with {name}: {reason}")
+    if getattr(settings, "recompute_granularity", None) == "full":
+        raise refusal(
+            "--layer-major-units cannot be combined with --recompute-granularity full, whose "
+            "checkpoints hide the layers; use --activation-recompute-layers"
+        )
+    graphs = getattr(settings, "cuda_graph_impl", None) or "none"
+    if graphs != "none" or getattr(settings, "enable_cuda_graph", False):
+        raise refusal(
+            "--layer-major-units cannot be combined with CUDA graphs, which fix the order of layers"
+        )
+
+
+@contextlib.contextmanager
+def _without_timers(settings: Any) -> Iterator[None]:
+    """Megatron's timers of passes count one at a time, and here several have begun."""
+    timers, settings.timers = settings.timers, None
+    try:
+        yield
+    finally:
+        settings.timers = timers
+
+
+def only_chunk(model_chunks: Sequence[torch.nn.Module]) -> torch.nn.Module:
+    """The model of a rank without virtual pipelining.
+
+    Raises:
+        ConfigurationError: there are several chunks.
+    """
+    if len(model_chunks) != 1:
+        raise refusal("--layer-major-units needs a model in one chunk")
+    return model_chunks[0]

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer-major steps of any PyTorch model: `LayerMajor`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from megatron.offload.integration.engine_passes import EnginePasses
+from megatron.offload.integration.torch.layers import find_layers
+from megatron.offload.integration.torch.offload import ActivationOffload
+from megatron.offload.integration.torch.passes import tensors_in
+from megatron.offload.layer_major.config import refusal
+from megatron.offload.layer_major.random_numbers import TorchGenerators
+from megatron.offload.layer_major.schedule import LayerMajorSchedule
+from megatron.offload.layer_major.units import units_of
+
+B = TypeVar("B")
+
+# Wrappers that count the passes of a whole model.
+_REFUSED_WRAPPERS = {
+    "DistributedDataParallel": "FSDP2 (fully_shard)",
+    "FullyShardedDataParallel": "FSDP2 (fully_shard)",
+    "DeepSpeedEngine": "a plain model",
+}
+
+
+class LayerMajor:
+    """Runs the micro-batches of a step unit by unit, a unit being some consecutive layers.
+
+        layer_major = LayerMajor(model, units=4)
+        losses = layer_major.step(micro_batches, lambda batch: model(**batch).loss / len(...))
+        optimizer.step()
+
+    in place of a loop over micro-batches with `loss.backward()` in each. Parameters that come in
+    for a unit then do so once for all micro-batches. Gradients have the same bits but for what
+    Note [The same sums] in `layer_major/schedule.py` lists; random numbers are the same.
+
+    Args:
+        model: whose layers `offload_activations` would find.
+        units: of layers; None: each layer is one.
+        layers: see `offload_activations`.
+        offload: of the model's activations, which then go on their way in these steps as well.
+        alternates: every second unit takes the micro-batches in descending order: what one has
+            just made is used next, and gradients are added in that order.
+
+    Raises:
+        ConfigurationError: this model cannot be run so; says why.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        units: int | None = None,
+        *,
+        layers: Iterable[str | type[torch.nn.Module]] | None = None,
+        offload: ActivationOffload | None = None,
+        alternates: bool = False,
+    ) -> None:
+        found = find_layers((model,), layers)
+        _check(model, found, offload)
+        self.units = units_of(list(found), units)
+        self._offload = offload
+        first = next(model.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+        self._schedule = LayerMajorSchedule(
+            self.units, device, TorchGenerators(device), alternates=alternates
+        )
+        # First of all hooks: others (FSDP's, ours) run when the layer's turn has come.
+        self._hooks = [
+            layer.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            for layer in self.units
+        ]
+
+    def step(
+        self, micro_batches: Iterable[B], loss_of: Callable[[B], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Adds the gradients of all micro-batches to the parameters'; the losses, detached.
+
+        Args:
+            micro_batches: of the step, at least one.
+            loss_of: calls the model with one of them; its result is what backward begins with, so
+                divide it by their number for the mean. Runs in threads, one at a time.
+
+        Raises:
+            ConfigurationError: the model does not run its layers in one order.
+        """
+        batches = list(micro_batches)
+        if not batches:
+            raise refusal("a step without micro-batches has nothing to run")
+
+        def forward_of(batch: B) -> Callable[[], torch.Tensor]:
+            return lambda: loss_of(batch)
+
+        with contextlib.ExitStack() as contexts:
+            if self._offload is None:
+                passes = EnginePasses(None, hooks_tensors=True)
+            else:
+                passes = contexts.enter_context(self._offload.layer_major_step())
+                if self._offload.engine is not None:
+                    self._offload.engine.exclude(tensors_in(batches))
+            forwards = [forward_of(one) for one in batches]
+            losses = self._schedule.run(forwards, torch.Tensor.backward, passes)
+        return [one.detach() for one in losses]
+
+    def close(self) -> None:
+        """Takes the hooks off the layers."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _enter(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._schedule.enter_layer(layer, (args, kwargs))
+
+
+def _check(
+    model: torch.nn.Module,
+    layers: dict[torch.nn.Module, str],
+    offload: ActivationOffload | None,
+) -> None:
+    if len(layers) < 2:
+        raise refusal(
+            "a layer-major step needs a model with layers that repeat; name them with layers="
+        )
+    for module in model.modules():
+        instead = _REFUSED_WRAPPERS.get(type(module).__name__)
+        if instead is not None:
+            raise refusal(
+                f"{type(module).__name__} cannot run layer-major steps: it expects one backward "
+                f"pass for each forward pass of the whole model; use {instead}"
+            )
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise refusal(
+                "a compiled module cannot pause between its layers; compile what is inside of the "
+                "layers, or nothing"
+            )
+    if offload is not None and offload.plans:
+        raise refusal(
+            "mode='auto' plans steps that run one micro-batch after the other; give a layer-major "
+            "step a fixed mode: ssd, host or tiered"
+        )

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a step is divided into units: `LayerMajorConfig`. Its flags are made of its fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.offload.errors import STEPS_PREFIX, ConfigurationError
+from megatron.offload.flag import Settings, flag, parse_count
+
+
+def _parse_units(text: str | int) -> str | int:
+    if text in ("off", "auto"):
+        return text
+    try:
+        return parse_count(text)
+    except ConfigurationError:
+        raise ConfigurationError(f"{text!r} is neither off, auto nor a number of units") from None
+
+
+@dataclass(frozen=True)
+class LayerMajorConfig(Settings):
+    """In which order a step runs layers and micro-batches."""
+
+    group: ClassVar[str] = "layer-major steps"
+    prefix: ClassVar[str] = STEPS_PREFIX
+
+    units: str | int = flag(
+        "--layer-major-units",
+        "off",
+        "divide the layers into so many units, and run each unit for all micro-batches of a step "
+        "before the next. What comes in for a unit (its parameters, where they are offloaded or "
+        "sharded) then comes once a step and not once a micro-batch. auto: each layer is a unit. "
+        "Needs one pipeline stage. Results are bit-identical but for parameters that several units "
+        "share, whose gradients are added in another order.",
+        parse=_parse_units,
+        metavar="{off,auto,N}",
+    )
+    order: str = flag(
+        "--layer-major-order",
+        "ascending",
+        "of the micro-batches. ascending: the same in every unit, so that gradients are the same "
+        "sums. alternating: every second unit takes them in reverse and begins with what the unit "
+        "before has just made; sums are added in that order.",
+        choices=("ascending", "alternating"),
+    )
+
+    def __post_init__(self) -> None:
+        self.check_choices()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether steps are layer-major."""
+        return self.units != "off"
+
+    @property
+    def num_units(self) -> int | None:
+        """Units that were asked for; None: as many as there are layers."""
+        return self.units if isinstance(self.units, int) else None
+
+    @property
+    def alternates(self) -> bool:
+        """Whether every second unit takes the micro-batches in reverse."""
+        return self.order == "alternating"
+
+
+def refusal(sentence: str) -> ConfigurationError:
+    """The error for what cannot work in such a step."""
+    return ConfigurationError(STEPS_PREFIX + sentence)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Autograd's graph of a forward pass, cut where a unit ends: `GraphCuts`.
+
+Note [Cutting the graph]
+Backward is to run unit by unit, so the graph of a unit must end where the unit begins. A tensor
+that a layer takes from an earlier unit comes to it through an `_Entry`: the same bytes, but the
+graph behind them is not reached. Its gradient arrives there and waits in a `Crossing`. When all
+later units have had their backward passes, the gradient goes on from where the tensor was made.
+What is kept of that tensor is its place in the graph, never its bytes.
+
+Each layer that takes the tensor has an entry of its own, so that gradients add up in the order in
+which they come, as autograd's own do: with one layer in each later unit that takes it once, or with
+one consumer in all as of hidden states, they are the same bits.
+
+What a layer does not take as an argument (a sum of all layers' outputs, say) is not cut. Backward
+would run on into an earlier unit, with a part of its gradient: that is found before, and an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_map_only
+
+from megatron.offload.layer_major.config import refusal
+
+
+@dataclass
+class Crossing:
+    """A tensor that a unit has made and layers of later ones take.
+
+    Attributes:
+        edge: where it is made.
+        gradient: the sum of those that have come back so far.
+    """
+
+    edge: GradientEdge
+    gradient: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Another consumer's gradient has come."""
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+
+class GraphCuts:
+    """The parts of one forward pass's graph, a part for each unit.
+
+    Only nodes that the thread of the forward pass makes count: autograd numbers them by thread.
+    """
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []  # autograd's number of the first node of each part
+        self._crossings: list[dict[Any, Crossing]] = []  # of tensors made in each, by their edges
+
+    def begin(self) -> None:
+        """The next unit begins."""
+        autograd: Any = torch._C._autograd
+        self._begins.append(autograd._get_sequence_nr())
+        self._crossings.append({})
+
+    def enter(self, values: Any) -> Any:
+        """A layer's arguments, with entries in place of what earlier units have made."""
+        return tree_map_only(torch.Tensor, self._entered, values)
+
+    def _entered(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.grad_fn is None or tensor.grad_fn._sequence_nr() >= self._begins[-1]:
+            return tensor
+        edge = get_gradient_edge(tensor)
+        number = edge.node._sequence_nr()
+        part = max(i for i, begins in enumerate(self._begins) if begins <= number or not i)
+        key = (edge.node, edge.output_nr)
+        crossing = self._crossings[part].setdefault(key, Crossing(edge))
+        marker = torch.empty(0, requires_grad=True)
+        entered: torch.Tensor = _Entry.apply(marker, tensor.detach(), crossing)
+        return entered
+
+    def roots(self, unit: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Where the backward pass of a unit begins, and with which gradients. Asked once.
+
+        Raises:
+            ConfigurationError: see `check`.
+        """
+        edges, gradients = [], []
+        for one in self._crossings[unit].values():
+            if one.gradient is not None:
+                edges.append(one.edge)
+                gradients.append(one.gradient)
+        self._crossings[unit] = {}
+        self.check(unit, [edge.node for edge in edges])
+        return edges, gradients
+
+    def check(self, unit: int, nodes: Sequence[Node]) -> None:
+        """Raises ConfigurationError if the graph of a unit reaches into an earlier one."""
+        begins = self._begins[unit] if unit else 0
+        for node in _reached(nodes):
+            if node._sequence_nr() < begins:
+                raise refusal(
+                    f"a tensor that an earlier unit has made ({node.name()}) is used after the "
+                    "layers' own inputs, which a layer-major step cannot follow; run this model "
+                    "micro-batch by micro-batch"
+                )
+
+
+def _reached(nodes: Sequence[Node]) -> Iterator[Node]:
+    """All nodes of a graph that backward would run."""
+    seen: set[Node] = set()
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        left += [next_node for next_node, _ in node.next_functions if next_node is not None]
+
+
+class _Entry(torch.autograd.Function):
+    """The identity, at which backward ends: gradients go to a crossing."""
+
+    @staticmethod
+    def forward(ctx: Any, marker: torch.Tensor, tensor: torch.Tensor, crossing: Crossing) -> Any:
+        ctx.crossing = crossing
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.crossing.add(gradient)
+        return None, None, None

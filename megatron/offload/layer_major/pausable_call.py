@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call that pauses in its middle, while others like it run: `PausableCall`.
+
+Note [A forward pass that pauses]
+A model's forward pass is somebody else's function, and it is to stop between two layers, let that
+of another micro-batch run up to there, and go on. So each runs in a thread of its own, of which
+never more than one runs: who says `go_on` waits until the call pauses or ends. Whatever a pass has
+entered (autocast, hooks of saved tensors, a profiler's range) is the thread's and stays as it was.
+What the thread that made the call has entered holds in it too, as far as torch shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_of_thread = threading.local()  # `.call`: that runs in it
+
+
+class _Abandoned(BaseException):
+    """Ends a call that nobody wants any more. No `Exception`: models may catch those."""
+
+
+class PausableCall(Generic[T]):
+    """A function that runs up to its next pause each time it is told to go on.
+
+    Args:
+        function: runs in a thread of its own.
+        name: of the thread.
+        device: whose current stream, of the thread that makes this, is current in it.
+    """
+
+    def __init__(self, function: Callable[[], T], name: str, device: torch.device) -> None:
+        self._function = function
+        self._enter_caller = _state_of_thread(device)
+        self._goes_on = threading.Semaphore(0)
+        self._has_stopped = threading.Semaphore(0)
+        self._is_abandoned = False
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), name=name, daemon=True
+        )
+
+    def go_on(self) -> bool:
+        """Runs it up to its next pause, or to its end; whether it has ended.
+
+        Raises: as the function.
+        """
+        if self._thread.ident is None:
+            self._thread.start()
+        self._goes_on.release()
+        self._has_stopped.acquire()
+        if self._error is not None:
+            raise self._error
+        return bool(self._result)
+
+    def pause(self) -> None:
+        """Called in it: waits until it is told to go on."""
+        self._has_stopped.release()
+        self._goes_on.acquire()
+        if self._is_abandoned:
+            raise _Abandoned
+
+    def take_result(self) -> T:
+        """What the function gave, once it has ended; forgotten here from now on."""
+        return self._result.pop()
+
+    def abandon(self) -> None:
+        """Ends it where it pauses next, unless it has ended. Waits for that."""
+        if self._thread.ident is not None:
+            self._is_abandoned = True
+            self._goes_on.release()
+            self._thread.join()
+
+    def _run(self) -> None:
+        _of_thread.call = self
+        self._goes_on.acquire()
+        try:
+            if not self._is_abandoned:
+                with self._enter_caller():
+                    self._result.append(self._function())
+        except BaseException as error:
+            if not self._is_abandoned:
+                self._error = error
+        finally:
+            del self._function  # and what it refers to
+            self._has_stopped.release()
+
+
+def running_call() -> PausableCall[Any] | None:
+    """The call that runs in this thread, if there is one."""
+    return getattr(_of_thread, "call", None)
+
+
+def _state_of_thread(
+    device: torch.device,
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What torch keeps for each thread, of this one; the result enters it in another thread."""
+    grad = torch.is_grad_enabled()
+    kinds = dict.fromkeys(("cpu", device.type))
+    autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
+    caches = torch.is_autocast_cache_enabled()
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    stream = None if module is None else module.current_stream(device)
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with contextlib.ExitStack() as contexts:
+            if module is not None:
+                contexts.enter_context(module.device(device))
+                contexts.enter_context(module.stream(stream))
+            contexts.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in autocast:
+                contexts.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))
+            yield
+
+    return entered

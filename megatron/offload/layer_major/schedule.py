@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which a layer-major step runs units and micro-batches: `LayerMajorSchedule`.
+
+Read `run` top to bottom. U units, M micro-batches:
+
+    forward   unit 0    micro-batches 0 ... M-1     and so on, up to unit U-2
+    both      unit U-1  micro-batches 0 ... M-1     each forward, loss and backward at once
+    backward  unit U-2  micro-batches 0 ... M-1     and so on, down to unit 0
+
+Note [The same sums]
+Every parameter's gradient is the sum of those of all micro-batches, added one after the other in
+the order of their numbers, as in a step that runs one micro-batch after the other: the same bits.
+Two cases differ, in the order of additions alone. A parameter that several units use (an output
+layer tied to the embedding) gets what the last unit has for all micro-batches before what the first
+one has. A tensor that layers of several units take (an encoder's output) may collect its gradient
+in another grouping, see Note [Cutting the graph]. With `alternates` every second unit goes through
+the micro-batches backwards, so that what a unit has just handed over is used next, and sums are
+added in that order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from megatron.offload.errors import STEPS_PREFIX
+from megatron.offload.layer_major.config import refusal
+from megatron.offload.layer_major.graph_cuts import GraphCuts
+from megatron.offload.layer_major.pausable_call import PausableCall, running_call
+from megatron.offload.layer_major.random_numbers import Generators, RandomNumbers
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_Context = contextlib.AbstractContextManager[Any]
+
+
+class Passes(Protocol):
+    """What is around the passes of a micro-batch through a unit; entered by who runs the step."""
+
+    def forward(self, unit: int, micro_batch: int) -> _Context:
+        """Around a forward pass, however often it is entered for one unit."""
+        ...
+
+    def within_forward(self) -> _Context:
+        """The same, entered in the thread in which the forward pass runs."""
+        ...
+
+    def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> _Context:
+        """Around a backward pass; the last one of its unit completes the unit's gradients."""
+        ...
+
+    def prepare_backward(self, unit: int, micro_batch: int) -> None:
+        """The next backward pass is this one."""
+        ...
+
+
+class LayerMajorSchedule:
+    """Runs steps of a model unit by unit.
+
+    Args:
+        units: of the layers, counted from 0 in the order in which they run.
+        device: of the model.
+        generators: that the model draws random numbers from.
+        alternates: every second unit takes the micro-batches backwards; other sums, see the Note.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[Any, int],
+        device: torch.device,
+        generators: Generators,
+        *,
+        alternates: bool = False,
+    ) -> None:
+        self.num_units = max(units.values()) + 1
+        self._units = units
+        self._device = device
+        self._random = RandomNumbers(generators)
+        self._alternates = alternates
+        self._has_warned = False
+        self._under_way: dict[int, _MicroBatch[Any]] = {}  # by the address of their calls
+
+    def run(
+        self,
+        forwards: Sequence[Callable[[], T]],
+        backward: Callable[[T], None],
+        passes: Passes,
+    ) -> list[T]:
+        """Runs all passes of a step; what the forward passes gave.
+
+        Args:
+            forwards: of each micro-batch: runs the model and gives a result with its loss.
+            backward: of such a result, as if it were the only micro-batch. What it reaches of the
+                graph is the last unit.
+            passes: what is around each pass.
+
+        Raises:
+            ConfigurationError: the model does not run its layers in units.
+        """
+        starts = self._random.starts() if self._random.knows(len(forwards)) else None
+        batches = [_MicroBatch(n, f, passes, self._device) for n, f in enumerate(forwards)]
+        try:
+            results = self._run_forwards(batches, starts, backward)
+            for stage, unit in enumerate(reversed(range(self.num_units - 1)), self.num_units):
+                self._run_backwards([batches[n] for n in self._order(stage, len(batches))], unit)
+        finally:
+            for one in batches:
+                one.call.abandon()
+            self._under_way.clear()
+        return results
+
+    def enter_layer(self, layer: Hashable, arguments: T) -> T:
+        """Call before a layer runs: waits for its unit's turn; the arguments that it runs with.
+
+        Args:
+            layer: whose forward is about to run.
+            arguments: of it, whatever holds tensors.
+        """
+        unit, call = self._units.get(layer), running_call()
+        batch = self._under_way.get(id(call))
+        if unit is None or batch is None or not torch.is_grad_enabled():
+            return arguments
+        if unit != batch.unit:
+            batch.pause_before(unit)
+        entered: T = batch.cuts.enter(arguments) if unit else arguments
+        return entered
+
+    # -- Forward --------------------------------------------------------------------------------
+
+    def _run_forwards(
+        self,
+        batches: list[_MicroBatch[T]],
+        starts: Sequence[dict[str, torch.Tensor]] | None,
+        backward: Callable[[T], None],
+    ) -> list[T]:
+        """All forward passes, and backward of the last unit."""
+        last = self.num_units - 1
+        results: dict[int, T] = {}
+
+        def run_last(batch: _MicroBatch[T], *, is_last: bool) -> None:
+            self._forward(batch, last)
+            result = results[batch.number] = batch.call.take_result()
+            batch.cuts.check(last, _nodes_of(result))
+            with batch.passes.backward(last, batch.number, is_last=is_last):
+                backward(result)
+
+        if starts is None:  # see Note [Random numbers as before]
+            begins = []
+            for batch in batches:
+                batch.random = self._random.generators.states()
+                begins.append(batch.random)
+                for unit in range(last):
+                    self._forward(batch, unit)
+                run_last(batch, is_last=batch is batches[-1])
+            self._random.count(begins, [one.random for one in batches])
+        else:
+            for batch, start in zip(batches, starts, strict=True):
+                batch.random = start
+            for unit in range(last):
+                for number in self._order(unit, len(batches)):
+                    self._forward(batches[number], unit)
+            order = self._order(last, len(batches))
+            for number in order:
+                run_last(batches[number], is_last=number == order[-1])
+            self._check_random(batches, starts)
+        self._random.generators.set_states(batches[-1].random)
+        return [results[one.number] for one in batches]
+
+    def _forward(self, batch: _MicroBatch[Any], unit: int) -> None:
+        """Runs a micro-batch through a unit."""
+        generators = self._random.generators
+        with batch.passes.forward(unit, batch.number):
+            generators.set_states(batch.random)
+            self._under_way[id(batch.call)] = batch
+            has_ended = batch.call.go_on()
+            batch.random = generators.states()
+        if has_ended != (unit == self.num_units - 1):
+            raise refusal(
+                f"the forward pass of micro-batch {batch.number} ended in unit {batch.unit + 1} of "
+                f"{self.num_units}: a layer-major step needs models that run all their layers"
+            )
+
+    def _check_random(
+        self, batches: Sequence[_MicroBatch[Any]], starts: Sequence[dict[str, torch.Tensor]]
+    ) -> None:
+        """Whether each micro-batch has begun where the one before has ended."""
+        for before, start in zip(batches, starts[1:], strict=False):
+            if any(not torch.equal(before.random[name], one) for name, one in start.items()):
+                self._random.forget()
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "%sthe micro-batches of a step have drawn more or fewer random numbers "
+                        "than in the step before; where dropout is used, it is another one than "
+                        "without --layer-major-units in this step",
+                        STEPS_PREFIX,
+                    )
+                return
+
+    # -- Backward -------------------------------------------------------------------------------
+
+    def _run_backwards(self, batches: Sequence[_MicroBatch[Any]], unit: int) -> None:
+        """Backward of a unit that is not the last one, for all micro-batches."""
+        for batch in batches:
+            batch.passes.prepare_backward(unit, batch.number)
+            roots, gradients = batch.cuts.roots(unit)
+            if not roots:
+                continue
+            is_last = batch is batches[-1]
+            with batch.passes.backward(unit, batch.number, is_last=is_last):
+                torch.autograd.backward(roots, gradients)
+
+    def _order(self, stage: int, num_micro_batches: int) -> Sequence[int]:
+        """The order of micro-batches in a stage of the step, of which each runs one unit."""
+        order = range(num_micro_batches)
+        return order[::-1] if self._alternates and stage % 2 else order
+
+
+class _MicroBatch(Generic[T]):
+    """A micro-batch on its way through the units."""
+
+    def __init__(
+        self, number: int, forward: Callable[[], T], passes: Passes, device: torch.device
+    ) -> None:
+        self.number = number
+        self.unit = 0
+        self.cuts = GraphCuts()
+        self.random: dict[str, torch.Tensor] = {}  # states of the generators where it stands
+        self._forward = forward
+        self.passes = passes
+        self._within = contextlib.ExitStack()  # around its forward pass in the unit, in its thread
+        self.call: PausableCall[T] = PausableCall(self._run, f"micro-batch {number}", device)
+
+    def _run(self) -> T:
+        with self._within:
+            self._begin()
+            return self._forward()
+
+    def _begin(self) -> None:
+        self._within.enter_context(self.passes.within_forward())
+        self.cuts.begin()
+
+    def pause_before(self, unit: int) -> None:
+        """A layer of another unit comes next: waits for its turn."""
+        if unit != self.unit + 1:
+            raise refusal(
+                f"a layer of unit {unit + 1} was called in unit {self.unit + 1}; a layer-major "
+                "step needs models that run their layers in one order, each once"
+            )
+        self._within.close()
+        self.call.pause()
+        self.unit = unit
+        self._begin()
+
+
+def _nodes_of(result: Any) -> list[Any]:
+    """Where the graph of what a forward pass gave begins."""
+    tensors: Iterable[Any] = tree_leaves(result)
+    return [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer-major steps of Megatron's models: the bits of one micro-batch after the other.
+
+With dropout. What has a tied embedding adds gradients in another order: near, and no more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import Outcome, assert_same_bits, train
+from tests.support.offload_flags import ssd
+
+STEPS = 4
+UNITS = "--layer-major-units 2"
+UNTIED = "--untie-embeddings-and-output-weights"
+MOE = "--num-experts 4 --disable-bias-linear"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce"
+LAYOUTS = {
+    "fp32": (1, UNTIED),
+    "bf16": (1, f"{UNTIED} --bf16"),
+    "selective": (1, f"{UNTIED} --recompute-granularity selective --recompute-modules core_attn"),
+    "recomputed": (1, f"{UNTIED} --activation-recompute-layers 2-3"),
+    "MoE": (1, f"{UNTIED} {MOE}"),
+    "TP2+SP": (2, f"{UNTIED} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "DP2 distributed": (2, f"{UNTIED} {SHARDED} --bf16 --overlap-param-gather"),
+    "EP2": (2, f"{UNTIED} {MOE} --expert-model-parallel-size 2"),
+}
+# The rest is left out unless --slow is given.
+FAST = {"fp32", "MoE", "TP2+SP", "DP2 distributed"}
+
+
+@pytest.mark.parametrize("moves", [True, False], ids=["ssd", "in memory"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in LAYOUTS],
+)
+def test_layer_major_steps_change_no_bit(layout: str, moves: bool, tmp_path: Path) -> None:
+    world_size, flags = LAYOUTS[layout]
+    if not moves and "--activation-recompute-layers" in flags:
+        pytest.skip("activations that are recomputed belong to offload")
+    where = ssd(tmp_path) if moves or "--activation-recompute-layers" in flags else ""
+    flags += f" --train-iters {STEPS}"
+    one_by_one = train(flags, where, world_size=world_size)
+    in_units = train(flags, where, UNITS, world_size=world_size)
+    assert_same_bits(in_units, one_by_one, STEPS)
+    assert bool(in_units.metrics[-1]["offload"]) is moves
+
+
+def near(one: Outcome, other: Outcome) -> None:
+    """As near as additions in another order leave them, over a few steps."""
+    for name in ("loss", "grad_norm"):
+        assert one.values(name) == pytest.approx(other.values(name), rel=1e-4)
+    assert one.values("loss")[0] == other.values("loss")[0]
+
+
+def test_a_tied_embedding_adds_in_another_order(tmp_path: Path) -> None:
+    flags = f"--train-iters {STEPS} {ssd(tmp_path)}"
+    near(train(flags, UNITS), train(flags))
+
+
+def test_alternating_units_add_in_another_order(tmp_path: Path) -> None:
+    flags = f"--train-iters {STEPS} {UNTIED} {ssd(tmp_path)}"
+    in_units = train(flags, "--layer-major-units auto --layer-major-order alternating")
+    near(in_units, train(flags))
+
+
+@pytest.mark.parametrize("model", ["bert", "t5"])
+def test_bert_and_t5(model: str, tiny: dict[str, str], tmp_path: Path) -> None:
+    flags = f"--train-iters 2 {ssd(tmp_path)}"
+    one_by_one = train(flags, tiny=tiny[model], model=model)
+    near(train(flags, UNITS, tiny=tiny[model], model=model), one_by_one)
+
+
+def test_evaluation_and_resume(tmp_path: Path) -> None:
+    """Trained in units, evaluated, saved and gone on from; and the other way round."""
+    flags = f"{UNTIED} {ssd(tmp_path)} --eval-interval 2 --eval-iters 2 --train-iters 4"
+    whole = train(flags)
+    for first, then in ((UNITS, ""), ("", UNITS)):
+        folder = tmp_path / (first and "units")
+        train(flags, first, f"--save {folder} --exit-interval 2")
+        rest = train(flags, then, f"--load {folder}")
+        assert rest.model == whole.model
+        assert rest.values("loss") == whole.values("loss")[2:]
+
+
+def test_states_move_beside(tmp_path: Path) -> None:
+    flags = f"{UNTIED} --train-iters {STEPS} {ssd(tmp_path)}"
+    states = "--optimizer-state-offload ssd --optimizer-state-window 64KiB"
+    in_units = train(flags, states, UNITS)
+    assert_same_bits(in_units, train(flags), STEPS)
+    assert in_units.metrics[-1]["states"]["read_bytes"] > 0

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a layer-major step: units, calls that pause, counted random numbers."""
+
+from __future__ import annotations
+
+import contextvars
+import struct
+import threading
+
+import pytest
+import torch
+
+from megatron.offload import ConfigurationError
+from megatron.offload.layer_major.config import LayerMajorConfig
+from megatron.offload.layer_major.pausable_call import PausableCall, running_call
+from megatron.offload.layer_major.random_numbers import advanced, num_drawn
+from megatron.offload.layer_major.units import units_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("num_units", [1, 2, 3, 5, 7])
+def test_units_are_consecutive_and_about_equal(num_units: int) -> None:
+    units = list(units_of("abcdefg", num_units).values())
+    assert units == sorted(units) and set(units) == set(range(num_units))
+    sizes = [units.count(unit) for unit in set(units)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_without_a_number_each_layer_is_a_unit() -> None:
+    assert units_of("abc", None) == {"a": 0, "b": 1, "c": 2}
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "some"])
+def test_units_that_are_no_number_are_refused(value: str) -> None:
+    with pytest.raises(ConfigurationError):
+        LayerMajorConfig.from_settings({"units": value})
+
+
+def test_a_call_runs_up_to_its_pauses() -> None:
+    seen: list[str] = []
+
+    def function() -> int:
+        seen.append("begins")
+        call = running_call()
+        assert call is not None
+        call.pause()
+        seen.append("goes on")
+        return 7
+
+    call = PausableCall(function, "call", CPU)
+    assert not call.go_on() and seen == ["begins"] and running_call() is None
+    assert call.go_on() and seen == ["begins", "goes on"]
+    assert call.take_result() == 7
+
+
+def test_a_call_raises_where_it_is_told_to_go_on() -> None:
+    def function() -> None:
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        PausableCall(function, "call", CPU).go_on()
+
+
+@pytest.mark.parametrize("num_rounds", [0, 1, 2])
+def test_an_abandoned_call_ends_where_it_pauses(num_rounds: int) -> None:
+    ended = threading.Event()
+
+    def function() -> None:
+        call = running_call()
+        assert call is not None
+        try:
+            for _ in range(3):
+                call.pause()
+        finally:
+            ended.set()
+
+    call = PausableCall(function, "abandoned", CPU)
+    for _ in range(num_rounds):
+        call.go_on()
+    call.abandon()
+    call.abandon()
+    assert ended.is_set() is (num_rounds > 0)
+    assert not [one for one in threading.enumerate() if one.name == "abandoned"]
+
+
+def test_what_holds_in_the_caller_s_thread_holds_in_the_call() -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable")
+    variable.set(3)
+
+    def function() -> tuple[bool, torch.dtype, int]:
+        is_on = torch.is_autocast_enabled("cpu")
+        return is_on, torch.get_autocast_dtype("cpu"), variable.get()
+
+    with torch.autocast("cpu", torch.float16):
+        call = PausableCall(function, "call", CPU)
+    call.go_on()
+    assert call.take_result() == (True, torch.float16, 3)
+
+
+@pytest.mark.parametrize("before", [0, 5, 623, 624])
+@pytest.mark.parametrize("number", [0, 1, 7, 623, 624, 625, 5000])
+def test_random_numbers_of_a_cpu_are_counted(before: int, number: int) -> None:
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(before):
+        torch.empty(1, dtype=torch.int32).random_(generator=generator)
+    begin = generator.get_state()
+    torch.empty(number, dtype=torch.int32).random_(generator=generator)
+    end = generator.get_state()
+    assert num_drawn(begin, end) == number
+    assert torch.equal(advanced(begin, number), end)
+
+
+def test_numbers_of_all_kinds_of_operations_are_counted() -> None:
+    generator = torch.Generator().manual_seed(11)
+    begin = generator.get_state()
+    torch.empty(33).uniform_(generator=generator)
+    torch.empty(100).bernoulli_(0.1, generator=generator)
+    torch.randint(9, (3, 3), generator=generator)
+    end = generator.get_state()
+    found = num_drawn(begin, end)
+    assert found is not None and torch.equal(advanced(begin, found), end)
+
+
+def test_another_seed_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.offload.layer_major.random_numbers._MOST_BLOCKS", 3)
+    begin = torch.Generator().manual_seed(1).get_state()
+    assert num_drawn(begin, torch.Generator().manual_seed(2).get_state()) is None
+
+
+def test_offsets_of_a_counter_are_counted() -> None:
+    def state(seed: int, offset: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(struct.pack("=QQ", seed, offset)), dtype=torch.uint8)
+
+    assert num_drawn(state(3, 8), state(3, 20)) == 12
+    assert torch.equal(advanced(state(3, 8), 12), state(3, 20))
+    assert num_drawn(state(3, 8), state(4, 20)) is None
