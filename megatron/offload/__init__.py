@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron.offload.integration.torch.door import offload_activations
     from megatron.offload.integration.torch.layer_major import LayerMajor
     from megatron.offload.integration.torch.optimizer import offload_optimizer
+    from megatron.offload.integration.torch.parameter_offload import offload_parameters
     from megatron.offload.placement.policy import Placement, Policy
     from megatron.offload.saved.scope import Scope
 
@@ -43,6 +44,7 @@ __all__ = [
     "StorageError",
     "offload_activations",
     "offload_optimizer",
+    "offload_parameters",
 ]
 
 _FILES = {
@@ -59,6 +61,7 @@ _FILES = {
     "StorageError": "errors",
     "offload_activations": "integration.torch.door",
     "offload_optimizer": "integration.torch.optimizer",
+    "offload_parameters": "integration.torch.parameter_offload",
 }
 
 

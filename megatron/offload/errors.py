@@ -2,7 +2,7 @@
 """What can go wrong, as types. Raised by every room, caught by integrations and by users.
 
 A message is one sentence: `activation offload: <what happened>; <what was expected>; <what to do>`,
-and begins with `optimizer states:` or `layer-major steps:` where it is about these.
+and begins with `optimizer states:`, `parameters:` or `layer-major steps:` where it is about these.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Any
 PREFIX = "activation offload: "
 STATES_PREFIX = "optimizer states: "
 STEPS_PREFIX = "layer-major steps: "
+PARAMETERS_PREFIX = "parameters: "
+_PREFIXES = (PREFIX, STATES_PREFIX, STEPS_PREFIX, PARAMETERS_PREFIX)
 
 
 class OffloadError(RuntimeError):
     """Activation offload cannot go on, and going on silently would give wrong results."""
 
     def __init__(self, message: str) -> None:
-        is_whole = message.startswith((PREFIX, STATES_PREFIX, STEPS_PREFIX))
+        is_whole = message.startswith(_PREFIXES)
         super().__init__(message if is_whole else PREFIX + message)
 
 
@@ -47,7 +49,7 @@ class StorageError(OffloadError):
 
 
 class LostStateError(StorageError):
-    """Model states whose only copy was on a tier could not be read back."""
+    """Model states or parameters whose only copy was on a tier could not be read back."""
 
 
 class InterruptedStepError(OffloadError):

@@ -42,6 +42,9 @@ from megatron.offload.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
 
+_Context = contextlib.AbstractContextManager[None]
+_nothing = contextlib.nullcontext
+
 
 class OptimizerStates:
     """Keeps an optimizer's states on tiers, and runs its steps.
@@ -58,6 +61,7 @@ class OptimizerStates:
             three.
         moves_param: whether a parameter itself moves with its states, as main weights do.
         updated: told of the parameters of each bucket once they are updated and still in memory.
+        changing: gives a context around the update of a bucket's parameters, `updated` included.
         step_by: runs the optimizer's step; None: where the parameters are.
     """
 
@@ -71,6 +75,7 @@ class OptimizerStates:
         window_bytes: int,
         moves_param: Callable[[torch.Tensor], bool] = lambda param: False,
         updated: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
+        changing: Callable[[Sequence[torch.Tensor]], _Context] = lambda params: _nothing(),
         step_by: OptimizerSlice | None = None,
     ) -> None:
         self.checkpoint = ""  # to resume from should states be lost; empty: not known
@@ -79,6 +84,7 @@ class OptimizerStates:
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._updated = updated
+        self._changing = changing
         self._places = Places(optimizer, device.device, moves_param)
         self._window = Window(tiers, device, window_bytes, self._expected_bytes, self._lost)
         self._exposed: list[Exposed] = []
@@ -131,8 +137,9 @@ class OptimizerStates:
     def _update(self, bucket: Bucket) -> None:
         """Runs the optimizer's step for the parameters of a bucket that is in memory."""
         self._places.attach(bucket, views := bucket.views)
-        after = self._slice.step(bucket.params, self._places.states_with(bucket, views))
-        self._updated(bucket.params)
+        with self._changing(bucket.params):
+            after = self._slice.step(bucket.params, self._places.states_with(bucket, views))
+            self._updated(bucket.params)
         self._places.take_over(bucket, after, views)
 
     def _check_whole(self) -> None:

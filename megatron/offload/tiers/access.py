@@ -66,8 +66,15 @@ class Access(Protocol):
         """Makes a view of a storage whose producer the device has passed after an event."""
         ...
 
-    def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
-        """Makes a fresh storage and the view that fills it; `cut` is that of the written view."""
+    def for_reading(
+        self, cut: Cut, into: torch.UntypedStorage | None = None
+    ) -> tuple[torch.UntypedStorage, View]:
+        """Makes a fresh storage and the view that fills it; `cut` is that of the written view.
+
+        Args:
+            cut: of the written view.
+            into: the storage to fill in place of a fresh one; in host memory alone.
+        """
         ...
 
 
@@ -90,9 +97,11 @@ class InPlace:
             self._restored.trim()  # forward has no use for the memory of the last backward pass
         return _InPlaceView(source, cut(source.data_ptr(), source.nbytes(), self._alignment))
 
-    def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
+    def for_reading(
+        self, cut: Cut, into: torch.UntypedStorage | None = None
+    ) -> tuple[torch.UntypedStorage, View]:
         """Makes a storage aligned as its source was, so that the same cut fits it, and its view."""
-        target = self._new_storage(cut)
+        target = self._new_storage(cut) if into is None else into
         address = target.data_ptr()
         if cut.head:
             ctypes.memmove(address, cut.head, len(cut.head))
@@ -160,8 +169,11 @@ class Staged:
         cut = Cut(source.nbytes(), b"", body_bytes, b"")
         return _StagedView(source, cut, self._device, self._pool, after)
 
-    def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
+    def for_reading(
+        self, cut: Cut, into: torch.UntypedStorage | None = None
+    ) -> tuple[torch.UntypedStorage, View]:
         """Makes a storage on the device, and the view that fills it through host buffers."""
+        assert into is None, "a storage on a device would have to wait for who used it before"
         target = self._device.new_restored(cut.num_bytes)
         return target, _StagedView(target, cut, self._device, self._pool)
 

@@ -128,15 +128,15 @@ class BouncingTier(SsdTier):
         return block, copy
 
     def begin_read(
-        self, block: Block, deadline: float = 0.0
+        self, block: Block, deadline: float = 0.0, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, Transfer]:
         """Starts to read a block, from the pool where it is still there."""
         if not isinstance(block, BouncingBlock):
-            return super().begin_read(block, deadline)
+            return super().begin_read(block, deadline, into)
         in_pool, write = block.in_pool, block.write
         if in_pool is None:
             assert block.on_drives is not None, "the block was freed"
-            return super().begin_read(block.on_drives, deadline)
+            return super().begin_read(block.on_drives, deadline, into)
         if write is not None:
             write.abandon()
             write.cancel()

@@ -40,9 +40,17 @@ class HostCopies(Protocol):
         ...
 
     def begin_read(
-        self, address: int, num_bytes: int, deadline: float, owner: object
+        self,
+        address: int,
+        num_bytes: int,
+        deadline: float,
+        owner: object,
+        into: torch.UntypedStorage | None = None,
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """Starts to copy host memory into a fresh storage; the smallest deadline goes first."""
+        """Starts to copy host memory into a fresh storage, or into one that is there.
+
+        The smallest deadline goes first.
+        """
         ...
 
     def close(self) -> None:
@@ -92,10 +100,15 @@ class ByThreads:
         return self._threads.submit_write([Piece(num_bytes, work)])
 
     def begin_read(
-        self, address: int, num_bytes: int, deadline: float, owner: object
+        self,
+        address: int,
+        num_bytes: int,
+        deadline: float,
+        owner: object,
+        into: torch.UntypedStorage | None = None,
     ) -> tuple[torch.UntypedStorage, Transfer]:
         """See `HostCopies`."""
-        target = self._device.new_restored(num_bytes)
+        target = self._device.new_restored(num_bytes) if into is None else into
 
         def work(_: object = owner) -> None:
             with self._statistics.reads.moving(num_bytes):
@@ -149,9 +162,15 @@ class ByDevice:
         return transfer
 
     def begin_read(
-        self, address: int, num_bytes: int, deadline: float, owner: object
+        self,
+        address: int,
+        num_bytes: int,
+        deadline: float,
+        owner: object,
+        into: torch.UntypedStorage | None = None,
     ) -> tuple[torch.UntypedStorage, Transfer]:
         """See `HostCopies`."""
+        assert into is None, "a storage on a device would have to wait for who used it before"
         self._reads.check_open()
         target = self._device.new_restored(num_bytes)
         copied = self._device.copy_from_host(address, target)

@@ -182,7 +182,10 @@ class _FromDevice:
     def for_writing(self, source: torch.UntypedStorage, after: Any) -> View:
         return _DeviceView(source, self._device, after)
 
-    def for_reading(self, cut: Cut) -> tuple[torch.UntypedStorage, View]:
+    def for_reading(
+        self, cut: Cut, into: torch.UntypedStorage | None = None
+    ) -> tuple[torch.UntypedStorage, View]:
+        assert into is None, "a storage on a device would have to wait for who used it before"
         target = self._device.new_restored(cut.num_bytes)
         return target, _DeviceView(target, self._device, self._device.restored_is_free())
 

@@ -108,12 +108,12 @@ class HostTier:
         return block, self._copies.begin_write(source, address, after, block)
 
     def begin_read(
-        self, block: HostBlock, deadline: float = 0.0
+        self, block: HostBlock, deadline: float = 0.0, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """Starts to copy a block into a fresh storage on the device."""
+        """Starts to copy a block into a fresh storage on the device, or into one that is there."""
         assert block.offset is not None, "the block was freed"
         address = self._arena.address(block.offset)
-        return self._copies.begin_read(address, block.num_bytes, deadline, block)
+        return self._copies.begin_read(address, block.num_bytes, deadline, block, into)
 
     def view(self, block: HostBlock) -> torch.UntypedStorage:
         """A block's range of the arena, which forked processes have a copy of meanwhile."""

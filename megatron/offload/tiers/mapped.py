@@ -47,6 +47,23 @@ def own_pages(num_bytes: int) -> torch.UntypedStorage:
     return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
 
 
+class Pages:
+    """Addresses for good, and memory behind them that comes and goes.
+
+    Attributes:
+        storage: over them, on the CPU. After `release` it reads as zeros.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        prefer_huge_pages(self._mapping)
+        self.storage = torch.frombuffer(self._mapping, dtype=torch.uint8).untyped_storage()
+
+    def release(self) -> None:
+        """Gives the memory back to the system; what is written to it next takes new memory."""
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
 def prefer_huge_pages(pages: mmap.mmap) -> None:
     """Asks for huge pages, where the system has them: fewer page faults, and faster I/O."""
     with contextlib.suppress(OSError):

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.offload.errors import PREFIX, STATES_PREFIX, ConfigurationError
+from megatron.offload.errors import (
+    PARAMETERS_PREFIX,
+    PREFIX,
+    STATES_PREFIX,
+    ConfigurationError,
+)
 
 
 @dataclass(frozen=True)
@@ -52,5 +57,12 @@ STATES = Purpose(
     "the optimizer states",
     "--optimizer-state-",
     "--optimizer-state-offload",
+    in_pages=True,
+)
+PARAMETERS = Purpose(
+    PARAMETERS_PREFIX,
+    "the parameters",
+    "--parameter-offload-",
+    "--parameter-offload",
     in_pages=True,
 )

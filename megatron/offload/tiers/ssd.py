@@ -169,10 +169,10 @@ class SsdTier:
         return when_all([e.drive.begin_write(view, start, e, block) for start, e in _places(block)])
 
     def begin_read(
-        self, block: Any, deadline: float = 0.0
+        self, block: Any, deadline: float = 0.0, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """Starts to read a block into a fresh storage; the smallest deadline goes first."""
-        target, view = self._access.for_reading(block.cut)
+        """Starts to read a block into a fresh storage, or into one that is there."""
+        target, view = self._access.for_reading(block.cut, into)
         transfer = when_all(
             [e.drive.begin_read(view, start, e, block, deadline) for start, e in _places(block)]
         )

@@ -80,9 +80,9 @@ class Tier(Protocol):
         ...
 
     def begin_read(
-        self, block: Any, deadline: float = 0.0
+        self, block: Any, deadline: float = 0.0, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """Starts to read a block into a fresh storage.
+        """Starts to read a block into a fresh storage, or into one that is there.
 
         Its bytes are there when the transfer is done, on the device after the transfer's events.
 
@@ -90,6 +90,7 @@ class Tier(Protocol):
             block: from this tier's `begin_write`, whose transfer has ended well.
             deadline: of several queued reads the one with the smallest goes first; any scale that
                 all callers share.
+            into: of a device in host memory; of the block's size and aligned as what was written.
         """
         ...
 

@@ -86,10 +86,10 @@ class TieredTier:
         return None
 
     def begin_read(
-        self, block: Block, deadline: float = 0.0
+        self, block: Block, deadline: float = 0.0, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """Starts to read a block into a fresh storage, from the tier that it was written to."""
-        return block.tier.begin_read(block, deadline)
+        """Starts to read a block from the tier that it was written to."""
+        return block.tier.begin_read(block, deadline, into)
 
     def view(self, block: Block) -> torch.UntypedStorage:
         """The bytes of a block, in the tier that it was written to."""

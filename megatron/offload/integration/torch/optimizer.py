@@ -18,6 +18,7 @@ import torch
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.torch.parameter_offload import changing
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.auto_window import AutoWindow
 from megatron.offload.states.config import StatesConfig
@@ -99,6 +100,7 @@ class OptimizerOffload:
                 window_bytes=config.window_bytes if device.is_host else 0,
                 moves_param=moves_param,
                 updated=updated,
+                changing=changing,
                 step_by=step_by,
             )
         except BaseException:

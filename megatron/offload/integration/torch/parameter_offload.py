@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of a model's layers on SSDs or in host memory: `offload_parameters`.
+
+Hooks of layers say which unit computes, in forward and in backward; `parameters/window.py` has it
+in memory then. An optimizer whose states are offloaded as well (`offload_optimizer`) updates
+parameters unit by unit; any other has all of them in memory during its step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.integration.torch.layers import find_layers
+from megatron.offload.integration.torch.passes import computed_in
+from megatron.offload.integration.torch.ranks import local_world_size
+from megatron.offload.layer_major.units import units_of
+from megatron.offload.parameters.config import ParametersConfig
+from megatron.offload.parameters.open import open_parameter_tiers
+from megatron.offload.parameters.window import ParameterWindow
+from megatron.offload.sizes import format_size
+
+_windows: weakref.WeakSet[ParameterWindow] = weakref.WeakSet()
+
+
+class ParameterOffload:
+    """The parameters of a model's layers, which wait on a tier. Made by `offload_parameters`.
+
+    Args:
+        layers: of the model, with their units, counted from 0 in the order in which they run.
+        config: with mode `off` nothing is touched.
+
+    Raises:
+        ConfigurationError: a parameter cannot move, or the tiers cannot be opened.
+    """
+
+    def __init__(self, layers: Mapping[torch.nn.Module, int], config: ParametersConfig) -> None:
+        self.window: ParameterWindow | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._step: contextlib.ExitStack | None = None  # around a step of another optimizer
+        if not config.enabled:
+            return
+        units = _params_of(layers)
+        sizes = [sum(param.nbytes for param in params) for params in units]
+        tiers = open_parameter_tiers(
+            config, _with_pages(sizes), max(sizes) + _SLACK, local_world_size()
+        )
+        self.window = window = ParameterWindow(tiers, config.live_units)
+        _windows.add(window)
+        try:
+            for number, params in enumerate(units):
+                window.add(f"unit {number + 1} of {len(units)}", params)
+        except BaseException:
+            window.close()
+            raise
+        for layer, number in layers.items():
+            self._hook(layer, number)
+        before = register_optimizer_step_pre_hook(self._before_step)
+        after = register_optimizer_step_post_hook(self._after_step)
+        self._undo += [before.remove, after.remove]
+
+    def __enter__(self) -> ParameterOffload:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def statistics(self) -> dict[str, int | float]:
+        """What moved since the beginning, in bytes, and what compute has waited for, in seconds."""
+        if self.window is None:
+            return {}
+        every = [tier.statistics for tier in self.window.tiers]
+        return {
+            "parameter_bytes": self.window.num_bytes,
+            "memory_bytes": self.window.memory_bytes,
+            "peak_bytes": self.window.peak_bytes,
+            "read_bytes": sum(one.reads.total_bytes for one in every),
+            "written_bytes": sum(one.writes.total_bytes for one in every),
+            "stall_s": self.window.stall_s,
+        }
+
+    def report(self) -> str:
+        """A line for people."""
+        if self.window is None:
+            return "parameters are in memory"
+        found = self.statistics
+        return (
+            f"parameters: {format_size(int(found['parameter_bytes']))} of layers on "
+            f"{', '.join(map(str, self.window.tiers))}, at most "
+            f"{format_size(int(found['peak_bytes']))} of them in memory; read "
+            f"{format_size(int(found['read_bytes']))}, written "
+            f"{format_size(int(found['written_bytes']))}, waited {found['stall_s']:.3f} s"
+        )
+
+    def expose(self) -> None:
+        """Shows all parameters in their places until the next forward pass or step.
+
+        Whoever looks at a parameter that is away finds NaN otherwise. `state_dict()` and
+        `load_state_dict()` of the model, and of its parts, do it by themselves.
+        """
+        if self.window is not None:
+            self.window.expose()
+
+    def close(self) -> None:
+        """Brings all parameters back to memory and leaves the model as it was.
+
+        Raises:
+            LostStateError: some could not be read back.
+        """
+        while self._undo:
+            self._undo.pop()()
+        window, self.window = self.window, None
+        if window is not None:
+            _windows.discard(window)
+            window.close()
+
+    # -- Hooks ----------------------------------------------------------------------------------
+
+    def _hook(self, layer: torch.nn.Module, number: int) -> None:
+        window = self.window
+        assert window is not None
+
+        def before_forward(*_: Any) -> None:
+            in_backward = torch._C._current_graph_task_id() != -1  # it is recomputed
+            window.use(number, -1 if in_backward else 1)
+
+        def before_backward(_: torch.Tensor) -> None:
+            window.use(number, -1)
+
+        def after_forward(_: torch.nn.Module, __: Any, result: Any) -> None:
+            if torch.is_grad_enabled():
+                for one in computed_in(result):
+                    one.register_hook(before_backward)
+
+        def before_state_dict(*_: Any) -> None:
+            window.expose()
+
+        hooks = [
+            layer.register_forward_pre_hook(before_forward),
+            layer.register_forward_hook(after_forward),
+        ]
+        for module in layer.modules():
+            hooks.append(module.register_state_dict_pre_hook(before_state_dict))
+            hooks.append(module.register_load_state_dict_pre_hook(before_state_dict))
+        self._undo += [hook.remove for hook in hooks]
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """All parameters of an optimizer that does not step by units are to be there."""
+        window = self.window
+        if window is None or hasattr(optimizer.step, "_offloads_states"):
+            return
+        params = [p for group in optimizer.param_groups for p in group["params"] if window.has(p)]
+        if params:
+            self._step = contextlib.ExitStack()
+            self._step.enter_context(window.changing(params))
+
+    def _after_step(self, *_: Any) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
+
+@contextlib.contextmanager
+def changing(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Around an update of parameters: those that are offloaded are in memory, and count as changed.
+
+    For whoever updates parameters and is no `torch.optim.Optimizer`.
+    """
+    with contextlib.ExitStack() as contexts:
+        for window in _windows:
+            own = [param for param in params if window.has(param)]
+            if own:
+                contexts.enter_context(window.changing(own))
+        yield
+
+
+def offload_parameters(
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+    *,
+    units: int | None = None,
+    layers: Iterable[str | type[torch.nn.Module]] | None = None,
+    mode: str | None = None,
+    **settings: Any,
+) -> ParameterOffload:
+    """Keeps the parameters of a model's layers on SSDs or in host memory while others compute.
+
+        offload_parameters(model, "/mnt/nvme0")
+
+    Those of a unit of layers come in before it computes, in forward and in backward, and leave
+    after it. With `LayerMajor` that is once a step in each direction and not once a micro-batch.
+    Losses, gradients and weights stay the same, bit for bit.
+
+    Args:
+        model: on the CPU, not sharded.
+        directory: an existing directory on an SSD, or several on different SSDs.
+        units: of consecutive layers; None: each layer is one.
+        layers: see `offload_activations`.
+        mode: `ssd`, `host` or `tiered`. Default: `ssd` with a directory, `host` without one. `off`
+            does nothing.
+        settings: any other field of `ParametersConfig` by its name: `live_units=3`.
+
+    Returns:
+        A handle with `statistics`, `report()`, `expose()` and `close()`, also a context manager.
+
+    Raises:
+        ConfigurationError: the directory, a setting or the model cannot work; says why.
+    """
+    directories: tuple[Path, ...] = ()
+    if isinstance(directory, str | os.PathLike):
+        directories = (Path(directory).expanduser(),)
+    elif directory is not None:
+        directories = tuple(Path(one).expanduser() for one in directory)
+    if mode is None:
+        mode = "ssd" if directories else "host"
+    try:
+        config = ParametersConfig.from_settings(
+            {"mode": mode, "directories": directories, **settings}
+        )
+        return ParameterOffload(units_of(list(find_layers((model,), layers)), units), config)
+    except ConfigurationError as error:
+        raise ConfigurationError(ParametersConfig.in_settings(str(error))) from None
+
+
+_SLACK = 1 << 20  # bytes of a unit beyond its parameters: they are aligned, in whole pages
+
+
+def _with_pages(sizes: Sequence[int]) -> int:
+    return sum(sizes) + _SLACK * len(sizes)
+
+
+def _params_of(layers: Mapping[torch.nn.Module, int]) -> list[list[torch.nn.Parameter]]:
+    """The parameters of each unit.
+
+    Raises:
+        ConfigurationError: one of them cannot move.
+    """
+    units: list[dict[int, torch.nn.Parameter]] = [{} for _ in range(max(layers.values()) + 1)]
+    owner: dict[int, int] = {}
+    for layer, number in layers.items():
+        for name, param in layer.named_parameters():
+            if owner.setdefault(id(param), number) != number:
+                raise _refusal(f"{name} belongs to layers of two units; give fewer units")
+            if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:
+                raise _refusal(f"{name} is a {type(param).__name__}; sharded models keep their own")
+            if param.device.type != "cpu":
+                raise _refusal(
+                    f"{name} is on {param.device}; so far parameters move where layers compute on "
+                    "the CPU; use FSDP2 with an offload policy on accelerators"
+                )
+            if not param.is_floating_point():
+                raise _refusal(f"{name} has type {param.dtype}, which has no NaN")
+            units[number][id(param)] = param
+    found = [list(params.values()) for params in units]
+    if not all(found):
+        raise _refusal("a unit has no parameters; give fewer units")
+    return found
+
+
+def _refusal(sentence: str) -> ConfigurationError:
+    return ConfigurationError(PARAMETERS_PREFIX + sentence)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting of where parameters wait: `ParametersConfig`. Its flags are made of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.flag import Settings, flag, parse_count, parse_paths
+from megatron.offload.sizes import parse_budget, parse_rate, parse_size
+
+
+@dataclass(frozen=True)
+class ParametersConfig(Settings):
+    """Where the parameters of layers are while other layers compute. Sizes in bytes.
+
+    Raises:
+        ConfigurationError: the values contradict each other (checked on construction).
+    """
+
+    group: ClassVar[str] = "parameters"
+    prefix: ClassVar[str] = PARAMETERS_PREFIX
+    other_names: ClassVar[Mapping[str, str]] = {"--parameter-offload-dir": "directory"}
+
+    mode: str = flag(
+        "--parameter-offload",
+        "off",
+        "off: parameters stay in memory. ssd: those of layers are on --parameter-offload-dir, and "
+        "come in before their unit of layers runs. host: the same, in host memory. tiered: in both "
+        "side by side. What is outside of layers (embeddings, the output layer) stays in memory. "
+        "Results are bit-identical.",
+        choices=("off", "host", "ssd", "tiered"),
+    )
+    directories: tuple[Path, ...] = flag(
+        "--parameter-offload-dir",
+        (),
+        "directory on the SSD for parameters, or several on different SSDs.",
+        parse=parse_paths,
+        metavar="DIR[,DIR...]",
+    )
+    live_units: int = flag(
+        "--parameter-offload-live-units",
+        2,
+        "units of layers whose parameters are in memory at a time, at least 2: one computes while "
+        "the next one is read.",
+        parse=parse_count,
+        metavar="N",
+    )
+    host_budget: int | float | None = flag(
+        "--parameter-offload-host-budget",
+        None,
+        "host memory for the parameters of each rank, as a size; or a fraction of the machine's "
+        "memory for all its ranks together. Default: half of what is available.",
+        parse=parse_budget,
+        metavar="SIZE",
+    )
+    ssd_budget_bytes: int | None = flag(
+        "--parameter-offload-ssd-budget",
+        None,
+        "most SSD space for the parameters of each rank. Default: as much as they need.",
+        parse=parse_size,
+        metavar="SIZE",
+    )
+    threads: int | None = flag(
+        "--parameter-offload-threads",
+        None,
+        "I/O threads of each rank and directory. Default: what suits the disks.",
+        parse=parse_count,
+        metavar="N",
+    )
+    io: str = flag(
+        "--parameter-offload-io",
+        "auto",
+        "as --activation-offload-io, without gds.",
+        choices=("auto", "direct", "buffered"),
+    )
+    write_bytes_per_s: float | None = flag(
+        "--parameter-offload-write-limit",
+        None,
+        "most bytes a second that parameters write to the SSDs, for example 500MB/s.",
+        parse=parse_rate,
+        metavar="RATE",
+    )
+
+    def __post_init__(self) -> None:
+        self.check_choices()
+        if self.uses_ssd and not self.directories:
+            raise ConfigurationError(
+                f"{self.prefix}--parameter-offload {self.mode} needs a directory on an SSD; give "
+                "--parameter-offload-dir"
+            )
+        if self.live_units < 2:
+            raise ConfigurationError(
+                f"{self.prefix}--parameter-offload-live-units {self.live_units} leaves no room to "
+                "read ahead; give at least 2"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether parameters move."""
+        return self.mode != "off"
+
+    @property
+    def uses_ssd(self) -> bool:
+        """Whether some of them are on SSDs."""
+        return self.mode in ("ssd", "tiered")
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether some of them are in host memory."""
+        return self.mode in ("host", "tiered")

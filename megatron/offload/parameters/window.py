@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which units have their parameters in memory: `ParameterWindow`.
+
+Note [Live units]
+A unit's parameters are in memory from the moment that it is used until the window is needed for
+others. Compute goes through the units in one direction for a while: up in forward, down in backward
+and back again. So when a unit is used, the next ones in that direction begin to be read, as many
+as may live beside it, and all others leave. Parameters change in the optimizer's step alone: at any
+other time to leave costs nothing, their bytes are on the tier already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from megatron.offload.errors import PARAMETERS_PREFIX, LostStateError
+from megatron.offload.parameters.unit import ParameterUnit, Where
+from megatron.offload.sizes import format_size
+from megatron.offload.tiers.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+
+class ParameterWindow:
+    """Brings units of parameters to memory and puts them away.
+
+    Args:
+        tiers: where they go; the first that takes one has it. Closed with this.
+        live_units: units in memory at a time.
+
+    Attributes:
+        units: in the order in which layers run.
+        stall_s: seconds that compute has waited for parameters.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], live_units: int) -> None:
+        self.tiers = list(tiers)
+        self.units: list[ParameterUnit] = []
+        self.stall_s = 0.0
+        self.peak_bytes = 0  # of parameters in memory
+        self._live_units = live_units
+        self._used = 0  # the unit that was used last
+        self._numbers: dict[int, int] = {}  # of units, by the identity of their parameters
+        self._direction = 1
+        self._shown: dict[int, list[tuple[int, int]]] = {}  # versions of what is shown, by unit
+        self._has_warned = False
+
+    def add(self, name: str, params: Sequence[torch.nn.Parameter]) -> None:
+        """Another unit, after those that are there; its parameters leave."""
+        number = len(self.units)
+        unit = ParameterUnit(name, params)
+        self.units.append(unit)
+        self._numbers |= {id(param): number for param in params}
+        self._put_away(unit)
+        unit_before = self.units[number - 1] if number else None
+        if unit_before is not None and unit_before.where is Where.WRITING:
+            unit_before.wait_for_write()  # one at a time is in memory twice
+
+    # -- While layers compute -------------------------------------------------------------------
+
+    def use(self, number: int, direction: int) -> None:
+        """Has a unit in memory; reads ahead.
+
+        Args:
+            number: of the unit.
+            direction: 1: the next ones come after it, -1: before it.
+
+        Raises:
+            LostStateError: its parameters could not be read back.
+        """
+        unit = self.units[number]
+        here = (number, direction) == (self._used, self._direction)
+        if here and unit.where is Where.IN_MEMORY and not self._shown:
+            return
+        self.conceal()
+        ahead = range(number, number + direction * self._live_units, direction)
+        wanted = [n for n in ahead if 0 <= n < len(self.units)]
+        for other, one in enumerate(self.units):
+            if other not in wanted:
+                self._put_away(one)
+        # What still has to be written is in memory until then: of that no more than one unit.
+        for one in [one for one in self.units if one.where is Where.WRITING][:-1]:
+            one.wait_for_write()
+        self._used, self._direction = number, direction
+        self._bring(unit)
+        for other in wanted[1:]:
+            with contextlib.suppress(Exception):  # whoever needs it tries again, and says so
+                self.units[other].take_back()
+                self.units[other].begin_read()
+        self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
+
+    def _bring(self, unit: ParameterUnit) -> None:
+        began_s = time.perf_counter()
+        try:
+            unit.bring()
+        except Exception as error:
+            logger.warning("%sa read failed (%s); trying once more", PARAMETERS_PREFIX, error)
+            try:
+                unit.bring()
+            except Exception as again:
+                raise LostStateError(
+                    f"{PARAMETERS_PREFIX}those of {unit.name} ({format_size(unit.num_bytes)}; "
+                    f"{unit.block}) could not be read back: {again}; there is no other copy, so "
+                    "training stops; check the disk and resume from the last checkpoint"
+                ) from again
+        self.stall_s += time.perf_counter() - began_s
+
+    def _put_away(self, unit: ParameterUnit) -> None:
+        if not unit.put_away(self.tiers) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%sno tier takes those of %s (%s); they stay in memory and nothing is lost, but "
+                "more memory is needed; make room, and resume from a checkpoint if memory runs "
+                "short",
+                PARAMETERS_PREFIX,
+                unit.name,
+                format_size(unit.num_bytes),
+            )
+
+    # -- While the optimizer steps --------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def changing(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Around the update of some parameters: they are in memory, and have other bytes after it.
+
+        Those that are no unit's are left alone.
+        """
+        numbers = sorted({n for p in params if (n := self._numbers.get(id(p))) is not None})
+        if len(numbers) <= self._live_units:
+            for number in numbers:
+                self.use(number, -1 if number < self._used else 1)
+        self.conceal()
+        for number in numbers:
+            self._bring(self.units[number])
+        try:
+            yield
+        finally:
+            for number in numbers:
+                self.units[number].note_change()
+
+    def has(self, param: torch.Tensor) -> bool:
+        """Whether a parameter belongs to a unit."""
+        return id(param) in self._numbers
+
+    # -- Between steps --------------------------------------------------------------------------
+
+    def expose(self) -> None:
+        """Puts all parameters in their places until the next use: for checkpoints.
+
+        What is on a drive is mapped there, compared with its checksums before; changing it in place
+        changes it for good.
+
+        Raises:
+            LostStateError: parameters could not be read.
+        """
+        for number, unit in enumerate(self.units):
+            if number in self._shown:
+                continue
+            try:
+                unit.show()
+            except OSError:
+                self._bring(unit)
+            self._shown[number] = unit.versions()
+
+    def conceal(self) -> None:
+        """Ends `expose`; what was changed or replaced meanwhile is taken over."""
+        shown, self._shown = self._shown, {}
+        for number, versions in shown.items():
+            unit = self.units[number]
+            if unit.versions() == versions:
+                unit.hide()
+                continue
+            unit.adopt()
+            self._put_away(unit)
+            unit.wait_for_write()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of these parameters that are in memory now."""
+        return sum(unit.memory_bytes for unit in self.units)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all these parameters."""
+        return sum(unit.num_bytes for unit in self.units)
+
+    def close(self) -> None:
+        """Brings all parameters back to memory of their own, and ends the tiers.
+
+        Raises:
+            LostStateError: some could not be read back; all others are in memory.
+        """
+        error: LostStateError | None = None
+        self.conceal()
+        for unit in self.units:
+            try:
+                self._bring(unit)
+                unit.give_back()
+            except LostStateError as one:
+                error = error or one
+        for tier in self.tiers:
+            tier.close()
+        self.units, self._numbers = [], {}
+        if error is not None:
+            raise error
