@@ -34,13 +34,14 @@ class StepRecord:
     learning_rate: float
     offload: dict[str, Any] = field(default_factory=dict)  # of rank 0
     states: dict[str, int] = field(default_factory=dict)  # of rank 0, since training began
+    parameters: dict[str, int | float] = field(default_factory=dict)  # the same
     losses: dict[str, float] = field(default_factory=dict)  # the loss's parts, where it has some
     model: str | None = None  # digest of all weights; in the last step of a run only
 
     def to_json(self) -> str:
         """One line; floats keep every bit."""
         values = asdict(self)
-        for name in ("losses", "states"):
+        for name in ("losses", "states", "parameters"):
             if not values[name]:
                 del values[name]
         if self.model is None:
@@ -173,7 +174,7 @@ class Reporter:
     @staticmethod
     def _scalars(record: StepRecord) -> dict[str, float]:
         values = asdict(record)
-        groups = {name: values.pop(name) for name in ("offload", "losses", "states")}
+        groups = {name: values.pop(name) for name in ("offload", "losses", "states", "parameters")}
         del values["step"], values["model"]
         return values | {
             f"{group}/{name}": value for group in groups for name, value in groups[group].items()

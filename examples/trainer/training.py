@@ -26,14 +26,17 @@ from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.integration.megatron import arguments as offload_arguments
 from megatron.offload.integration.megatron import (
     check,
+    check_model_parameters,
     check_model_states,
     cpu_runtime,
     install,
+    offload_model_parameters,
     offload_model_states,
 )
 from megatron.offload.integration.megatron.estimate import stage_of
 from megatron.offload.integration.megatron.where_memory_is import where_memory_is
 from megatron.offload.layer_major.config import LayerMajorConfig
+from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.stats.memory import PeakMemory
 
@@ -64,6 +67,8 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
         offload_config = offload_arguments.config_from_args(args)
         states_config = offload_arguments.states_config_from_args(args)
         layer_major = offload_arguments.layer_major_config_from_args(args)
+        parameters_config = offload_arguments.parameters_config_from_args(args)
+        check_model_parameters(parameters_config, args)
         check_model_states(states_config, args)
         task.check_arguments(args)
         settings = task.transformer_config(args)
@@ -94,7 +99,14 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
             fail(message)
     run = _Run(args, task, tokenizer, device)
     try:
-        run.start(settings, offload_config, states_config, layer_major, reserves[args.local_rank])
+        run.start(
+            settings,
+            offload_config,
+            states_config,
+            layer_major,
+            parameters_config,
+            reserves[args.local_rank],
+        )
     except (UserError, OffloadError, ValueError) as error:
         fail(str(error))
     try:
@@ -143,6 +155,7 @@ class _Run:
         offload_config: OffloadConfig,
         states_config: StatesConfig,
         layer_major: LayerMajorConfig,
+        parameters_config: ParametersConfig,
         reserve_bytes: int,
     ) -> None:
         """Builds everything, reads the checkpoint and installs offload.
@@ -161,6 +174,13 @@ class _Run:
         self.states = offload_model_states(states_config, self.optimizer)
         if args.load is not None:
             self.progress = checkpointing.load_checkpoint(args.load, self._state())
+        self.parameters = offload_model_parameters(
+            parameters_config,
+            self.chunks,
+            self.optimizer,
+            layer_major=layer_major,
+            updates_by_units=states_config.enabled,
+        )
         self.offload = install(
             offload_config,
             self.chunks,
@@ -236,6 +256,7 @@ class _Run:
             done = step == args.train_iters or step % (args.exit_interval or step + 1) == 0
             if done:
                 self._synchronize_parameters()
+                self.parameters.expose()
                 record.model = model.weights_digest(self.chunks)
             if reporter is not None:
                 reporter.report_step(record)
@@ -248,11 +269,12 @@ class _Run:
                 saved_at = step
         if args.save is not None and saved_at != progress.iteration:
             self._save()
-        offload_summary = self.offload.summary()
+        summaries = (self.offload.summary(), self.parameters.summary())
         self.offload.close()
+        self.parameters.close(restore=False)  # the same
         self.states.close(restore=False)  # they are in the checkpoint, if they are to be kept
         if reporter is not None:
-            reporter.close(offload_summary)
+            reporter.close("\n".join(filter(None, summaries)))
 
     def _step(self, streams: Any) -> StepRecord:
         """One step: forward and backward of all micro-batches, optimizer, schedule."""
@@ -285,6 +307,7 @@ class _Run:
             learning_rate=learning_rate,
             offload=dict(self.offload.statistics),
             states=self.states.statistics,
+            parameters=self.parameters.statistics,
         )
 
     def _forward_backward(self, streams: Any, forward_only: bool) -> torch.Tensor | None:

@@ -3,10 +3,14 @@
 """Whether a run that is killed because its optimizer states are in memory trains with them on SSD.
 
     tools/check/states_in_a_cgroup.py --json result.json        # about a minute on 2 cores
+    tools/check/states_in_a_cgroup.py --parameters --layers 130 --steps 2       # about 5 minutes
 
 The same training three times, each in a process of its own: with states in memory and as much of it
 as there is; in a control group with less, by --less of the states' bytes; and there with states on
 the SSD. It needs root, or a control group in which others may be made.
+
+With --parameters those are on the SSD too, steps are layer-major with four micro-batches, and the
+group has a third of what weights, gradients and states take. Gradients stay in memory: a quarter.
 
 Exit code: 0 in the group the run with states in memory was killed for memory, the one with states
 on the SSD ended, and all that ended have the same weights, bit for bit; 1 one of these does not
@@ -41,7 +45,8 @@ from megatron.offload.sizes import MIB, format_size, parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_MEMORY, ON_SSD = "memory", "ssd"
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 600.0
+_MICRO_BATCHES = 4
 # A command, with the file of a group's members before it, that begins in the group.
 _JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
 
@@ -180,11 +185,14 @@ def train(args: argparse.Namespace) -> None:
     """Trains in this process and prints its result as JSON."""
     import torch
 
-    from megatron.offload import offload_optimizer
+    from megatron.offload import LayerMajor, offload_optimizer, offload_parameters
 
     torch.manual_seed(1)
     linear = [torch.nn.Linear(args.hidden, args.hidden) for _ in range(args.layers)]
     model = torch.nn.Sequential(*linear)
+    moves = "off" if args.states != ON_SSD or not args.parameters else ON_SSD
+    offload_parameters(model, args.dir, mode=moves, layers=[torch.nn.Linear])
+    layer_major = LayerMajor(model, layers=[torch.nn.Linear]) if args.parameters else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     offload_optimizer(
         optimizer,
@@ -197,14 +205,18 @@ def train(args: argparse.Namespace) -> None:
     with PeakMemory() as memory:
         for _ in range(args.steps):
             began = time.perf_counter()
-            model(torch.randn(8, args.hidden)).square().mean().backward()
+            inputs = torch.randn(_MICRO_BATCHES, 8, args.hidden)
+            if layer_major is not None:
+                layer_major.step(inputs.unbind(), lambda one: model(one).square().mean())
+            else:
+                model(inputs[0]).square().mean().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             steps_s.append(time.perf_counter() - began)
     digest = hashlib.sha256()
-    for param in model.parameters():
-        digest.update(param.detach().numpy().tobytes())
+    for weight in model.state_dict().values():
+        digest.update(weight.numpy().data)
     result = {
         "peak_bytes": memory.peak_bytes,
         "step_s": median(steps_s),
@@ -222,6 +234,7 @@ def run(states: str, limit_bytes: int | None, args: argparse.Namespace) -> Run:
     command = [sys.executable, str(Path(__file__).resolve()), "--train", "--states", states]
     for name in ("hidden", "layers", "steps", "window", "dir"):
         command += [f"--{name}", str(getattr(args, name))]
+    command += ["--parameters"] if args.parameters else []
     with contextlib.ExitStack() as stack:
         group = None
         if limit_bytes is not None:
@@ -252,6 +265,8 @@ def all_runs(args: argparse.Namespace) -> list[Run]:
     """Without a limit, then both with one that states in memory do not fit."""
     free = run(IN_MEMORY, None, args)
     limit_bytes = int(free.peak_bytes - args.less * 8 * num_parameters(args))
+    if args.parameters:
+        limit_bytes = 16 * num_parameters(args) // 3
     return [free, *(run(states, limit_bytes, args) for states in (IN_MEMORY, ON_SSD))]
 
 
@@ -297,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--less", type=float, default=0.4, help="memory, as a part of the states' bytes (0.4)"
     )
+    parser.add_argument("--parameters", action="store_true", help="these are on the SSD as well")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs" / "offload", help="on the SSD")
     # Of one training, not for people.
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)

@@ -80,9 +80,11 @@ class ParameterWindow:
         self.conceal()
         ahead = range(number, number + direction * self._live_units, direction)
         wanted = [n for n in ahead if 0 <= n < len(self.units)]
-        for other, one in enumerate(self.units):
-            if other not in wanted:
-                self._put_away(one)
+        # Where a direction ends, room is left: what is nearest stays, for the way back.
+        others = [n for n in range(len(self.units)) if n not in wanted and self._is_here(n)]
+        others.sort(key=lambda n: abs(n - number))
+        for other in others[self._live_units - len(wanted) :]:
+            self._put_away(self.units[other])
         # What still has to be written is in memory until then: of that no more than one unit.
         for one in [one for one in self.units if one.where is Where.WRITING][:-1]:
             one.wait_for_write()
@@ -109,6 +111,9 @@ class ParameterWindow:
                     "training stops; check the disk and resume from the last checkpoint"
                 ) from again
         self.stall_s += time.perf_counter() - began_s
+
+    def _is_here(self, number: int) -> bool:
+        return self.units[number].where in (Where.IN_MEMORY, Where.READING)
 
     def _put_away(self, unit: ParameterUnit) -> None:
         if not unit.put_away(self.tiers) and not self._has_warned:
@@ -189,15 +194,18 @@ class ParameterWindow:
         """Bytes of all these parameters."""
         return sum(unit.num_bytes for unit in self.units)
 
-    def close(self) -> None:
-        """Brings all parameters back to memory of their own, and ends the tiers.
+    def close(self, *, restore: bool = True) -> None:
+        """Ends the tiers.
+
+        Args:
+            restore: brings all parameters back to memory of their own before.
 
         Raises:
             LostStateError: some could not be read back; all others are in memory.
         """
         error: LostStateError | None = None
         self.conceal()
-        for unit in self.units:
+        for unit in self.units if restore else ():
             try:
                 self._bring(unit)
                 unit.give_back()

@@ -18,18 +18,33 @@ if TYPE_CHECKING:
         check_model_states,
         offload_model_states,
     )
+    from megatron.offload.integration.megatron.parameters import (
+        ModelParameters,
+        check_model_parameters,
+        offload_model_parameters,
+    )
 
 __all__ = [
     "MegatronOffload",
+    "ModelParameters",
     "ModelStates",
     "arguments",
     "check",
+    "check_model_parameters",
     "check_model_states",
     "cpu_runtime",
     "install",
+    "offload_model_parameters",
     "offload_model_states",
 ]
-_OF_STATES = ("ModelStates", "check_model_states", "offload_model_states")
+_FILES = {
+    "ModelParameters": "parameters",
+    "ModelStates": "model_states",
+    "check_model_parameters": "parameters",
+    "check_model_states": "model_states",
+    "offload_model_parameters": "parameters",
+    "offload_model_states": "model_states",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -37,7 +52,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("arguments", "cpu_runtime"):
         return importlib.import_module(f"{__name__}.{name}")
-    module = "model_states" if name in _OF_STATES else "connect"
+    module = _FILES.get(name, "connect")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 

@@ -8,17 +8,20 @@ import copy
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.layer_major.config import LayerMajorConfig
+from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.states.config import StatesConfig
 
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the flags of activations and of model states; returns the parser, as Megatron's own do.
 
-    They are `--activation-offload*`, `--optimizer-state-*` and `--layer-major-*`, and a few more.
+    They are `--activation-offload*`, `--optimizer-state-*` and `--layer-major-*`,
+    `--parameter-offload*`, and a few more.
     """
     OffloadConfig.add_arguments(parser)
     StatesConfig.add_arguments(parser)
     LayerMajorConfig.add_arguments(parser)
+    ParametersConfig.add_arguments(parser)
     return parser
 
 
@@ -30,6 +33,21 @@ def config_from_args(args: argparse.Namespace) -> OffloadConfig:
 def layer_major_config_from_args(args: argparse.Namespace) -> LayerMajorConfig:
     """The order of a step that the parsed flags ask for. Raises ConfigurationError."""
     return LayerMajorConfig.from_args(args)
+
+
+def parameters_config_from_args(args: argparse.Namespace) -> ParametersConfig:
+    """Where parameters wait; in the directories of activations if nothing else is said.
+
+    Raises:
+        ConfigurationError: the flags contradict each other.
+    """
+    args = copy.copy(args)
+    args.parameter_offload_dir = (
+        getattr(args, "parameter_offload_dir", None)
+        or getattr(args, "activation_offload_dir", None)
+        or ()
+    )
+    return ParametersConfig.from_args(args)
 
 
 def states_config_from_args(args: argparse.Namespace) -> StatesConfig:

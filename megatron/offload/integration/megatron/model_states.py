@@ -31,6 +31,7 @@ from megatron.offload.integration.megatron.state_settings import (
 )
 from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.torch.optimizer import OptimizerOffload
+from megatron.offload.integration.torch.parameter_offload import changing
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.auto_window import AutoWindow, NoWindow
 from megatron.offload.states.config import StatesConfig
@@ -376,7 +377,9 @@ class _Copies:
             setattr(twin, model_name, [[self._place[id(param)][1] for param in own]])
         if any(param.device != self._place[id(param)][1].device for param in params):
             twin._dummy_overflow_buf = None  # its kernel is for one device; copy_ is for any two
-        getattr(kind, _COPY)(twin)
+        # Those of the model may be on a tier of their own.
+        with changing([self._place[id(param)][1] for param in params]):
+            getattr(kind, _COPY)(twin)
 
 
 def _refuse_to_move(name: str) -> None:

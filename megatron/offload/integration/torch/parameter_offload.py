@@ -113,8 +113,12 @@ class ParameterOffload:
         if self.window is not None:
             self.window.expose()
 
-    def close(self) -> None:
-        """Brings all parameters back to memory and leaves the model as it was.
+    def close(self, *, restore: bool = True) -> None:
+        """Leaves the model as it was.
+
+        Args:
+            restore: brings all parameters back to memory before; without, those that are away stay
+                NaN for good.
 
         Raises:
             LostStateError: some could not be read back.
@@ -124,7 +128,7 @@ class ParameterOffload:
         window, self.window = self.window, None
         if window is not None:
             _windows.discard(window)
-            window.close()
+            window.close(restore=restore)
 
     # -- Hooks ----------------------------------------------------------------------------------
 

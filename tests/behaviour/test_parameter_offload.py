@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of layers that wait on a tier: the same bits, read twice a step, and never zeros."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import (
+    ConfigurationError,
+    LayerMajor,
+    offload_activations,
+    offload_optimizer,
+    offload_parameters,
+)
+from megatron.offload.errors import LostStateError
+from megatron.offload.integration.torch.parameter_offload import ParameterOffload
+from megatron.offload.parameters.unit import ParameterUnit, Where
+from tests.behaviour.test_layer_major_steps import (
+    LAYERS,
+    MICRO_BATCHES,
+    Language,
+    Outcome,
+    micro_batches,
+    one_by_one,
+)
+
+MAKE_OPTIMIZER = torch.optim.AdamW
+
+
+class Trained:
+    """A model after some steps, and what was read of its parameters in the last one.
+
+    Args:
+        directory: for whatever moves.
+        offloaded: parameters, states or activations, or several of them.
+        in_units: of a layer-major step; None: one micro-batch after the other.
+        settings: of the parameters.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        *offloaded: str,
+        in_units: int | None = None,
+        steps: int = 3,
+        **settings: Any,
+    ) -> None:
+        model = self.model = Language()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        torch.manual_seed(7)
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.passes_read_bytes = 0
+        with contextlib.ExitStack() as handles:
+            activations, self.parameters = None, None
+            if "activations" in offloaded:
+                activations = offload_activations(model, directory, min_bytes=1)
+                handles.enter_context(activations)
+            if "parameters" in offloaded:
+                self.parameters = offload_parameters(model, directory, **settings)
+                handles.enter_context(self.parameters)
+            if "states" in offloaded:
+                sizes = {"bucket_bytes": 1 << 16, "window_bytes": 1 << 17}
+                handles.enter_context(offload_optimizer(optimizer, directory, **sizes))
+            step = one_by_one(model)
+            if in_units is not None:
+                layer_major = LayerMajor(model, in_units, offload=activations)
+                step = lambda batches: layer_major.step(batches, model)  # noqa: E731
+            for number in range(steps):
+                optimizer.zero_grad()
+                before = self._read_bytes
+                self.losses += [float(loss) for loss in step(micro_batches(number))]
+                self.passes_read_bytes = self._read_bytes - before
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                self.norms.append(float(norm))
+                optimizer.step()
+            self.counted = self.parameters.statistics if self.parameters is not None else {}
+            self.shown = {k: v.clone() for k, v in model.state_dict().items()}
+        self.weights = {k: v.clone() for k, v in model.state_dict().items()}
+
+    @property
+    def _read_bytes(self) -> int:
+        return int(self.parameters.statistics["read_bytes"]) if self.parameters is not None else 0
+
+    def assert_is(self, other: Trained) -> None:
+        assert (self.losses, self.norms) == (other.losses, other.norms)
+        for name, weight in other.weights.items():
+            assert torch.equal(self.weights[name], weight), name
+            assert torch.equal(self.shown[name], weight), name
+
+
+@pytest.fixture(scope="module")
+def in_memory() -> Trained:
+    return Trained(None)
+
+
+@pytest.mark.parametrize("units", [None, 3], ids=["one by one", "layer-major"])
+@pytest.mark.parametrize(
+    ("offloaded", "settings"),
+    [
+        ("parameters", {"units": 3}),
+        ("parameters", {"mode": "host"}),
+        ("parameters", {"live_units": 4, "io": "buffered"}),
+        ("parameters states activations", {}),
+    ],
+)
+def test_all_bits_are_the_same(
+    offloaded: str, settings: dict[str, Any], units: int | None, in_memory: Trained, tmp_path: Path
+) -> None:
+    trained = Trained(tmp_path, *offloaded.split(), in_units=units, **settings)
+    trained.assert_is(in_memory)
+    assert trained.counted["read_bytes"] > 0
+
+
+def test_parameters_come_in_twice_a_step_or_twice_a_micro_batch(tmp_path: Path) -> None:
+    """But for the units with which a direction ends: they are there when the next one begins."""
+    together = Trained(tmp_path, "parameters", in_units=LAYERS)
+    alone = Trained(tmp_path, "parameters")
+    each = together.counted["parameter_bytes"] / LAYERS
+    once = 2 * (LAYERS - 2) * each  # with two of them in memory where a direction ends
+    # Some of those that forward needs may still be there from the optimizer's step.
+    assert once / 2 <= together.passes_read_bytes <= once
+    assert MICRO_BATCHES * once - once / 2 <= alone.passes_read_bytes <= MICRO_BATCHES * once
+
+
+def test_no_more_units_are_in_memory_than_may_live(tmp_path: Path) -> None:
+    """With states that move too, the optimizer's step needs no more; one may still be written."""
+    trained = Trained(tmp_path, "parameters", "states", in_units=LAYERS)
+    each = trained.counted["parameter_bytes"] / LAYERS
+    assert 2 * each <= trained.counted["peak_bytes"] <= 3 * each
+
+
+@pytest.fixture
+def offloaded(tmp_path: Path) -> tuple[Language, ParameterOffload]:
+    model = Language().eval()
+    return model, offload_parameters(model, tmp_path)
+
+
+def units_of(handle: ParameterOffload) -> list[ParameterUnit]:
+    assert handle.window is not None
+    return handle.window.units
+
+
+def away(handle: ParameterOffload) -> ParameterUnit:
+    for unit in units_of(handle):
+        unit.wait_for_write()
+    return next(one for one in reversed(units_of(handle)) if one.where is Where.AWAY)
+
+
+def test_what_is_away_reads_as_nan(offloaded: tuple[Language, ParameterOffload]) -> None:
+    _, handle = offloaded
+    assert all(param.isnan().all() for param in away(handle).params)
+    handle.expose()
+    assert not any(param.isnan().any() for param in away(handle).params)
+    handle.close()
+
+
+def test_a_state_dict_has_them_and_takes_them(tmp_path: Path) -> None:
+    expected, model = Language(), Language()
+    with torch.no_grad():
+        for param in expected.parameters():
+            param.add_(1)
+    with offload_parameters(model, tmp_path):
+        model.load_state_dict(expected.state_dict())
+        with torch.no_grad():
+            loss = model.eval()(micro_batches(0)[0])
+            assert torch.equal(loss, expected.eval()(micro_batches(0)[0]))
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight, expected.state_dict()[name])
+        layer = model.layers[2].state_dict()
+        assert torch.equal(layer["up.weight"], expected.layers[2].up.weight)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, expected.state_dict()[name])
+
+
+def test_after_closing_the_model_is_as_it_was(tmp_path: Path) -> None:
+    model, expected = Language(), Language()
+    handle = offload_parameters(model, tmp_path)
+    handle.close()
+    handle.close()
+    for layer in model.layers:
+        assert not layer._forward_pre_hooks and not layer._forward_hooks
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other) and one.is_contiguous()
+
+
+def test_a_model_that_somebody_copies_is_whole(
+    offloaded: tuple[Language, ParameterOffload],
+) -> None:
+    model, handle = offloaded
+    handle.expose()
+    twin = copy.deepcopy(dict(model.named_parameters()))
+    handle.close()
+    for name, param in model.named_parameters():
+        assert torch.equal(twin[name], param)
+
+
+def test_a_flipped_bit_ends_the_training(
+    offloaded: tuple[Language, ParameterOffload], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, handle = offloaded
+    unit = away(handle)
+    (extent,) = unit.block.extents
+    file = os.open(f"/proc/self/fd/{extent.drive.file.fd}", os.O_WRONLY)  # buffered
+    os.pwrite(file, b"\xff" * 64, extent.offset)
+    os.fsync(file)
+    os.close(file)
+    sentence = r"^parameters: those of unit \d of 6 .* checksum mismatch.* no other copy"
+    with caplog.at_level(logging.WARNING), pytest.raises(LostStateError, match=sentence):
+        model(micro_batches(0)[0])
+    assert "trying once more" in caplog.text
+    with pytest.raises(LostStateError):
+        handle.close()
+
+
+def test_what_no_tier_takes_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Language()
+    handle = offload_parameters(model, tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = copy.deepcopy(Language())
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1)
+    assert handle.window is not None
+    monkeypatch.setattr(handle.window.tiers[0], "begin_write", lambda *_: None)
+    with caplog.at_level(logging.WARNING):
+        for step in range(2):
+            for one, steps in ((model, optimizer), (expected, reference)):
+                torch.manual_seed(step)
+                one(micro_batches(step)[0]).backward()
+                steps.step()
+                steps.zero_grad()
+    assert caplog.text.count("parameters: no tier takes those of") == 1
+    handle.close()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "sentence"),
+    [
+        (
+            Language,
+            {"mode": "ssd"},
+            "parameters: mode ssd needs a directory on an SSD; give directory",
+        ),
+        (Language, {"mode": "host", "live_units": 1}, "live_units 1 leaves no room to read ahead"),
+        (Language, {"mode": "host", "units": 9}, "the model has 6 layers"),
+        (Language, {"mode": "tape"}, "mode is 'tape'"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    make: Callable[[], torch.nn.Module], settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        offload_parameters(make(), **settings)
+
+
+def test_shared_parameters_are_refused(tmp_path: Path) -> None:
+    model = Language()
+    model.layers[4].up.weight = model.layers[1].up.weight
+    with pytest.raises(ConfigurationError, match="belongs to layers of two units"):
+        offload_parameters(model, tmp_path)
+
+
+def test_outcomes_of_the_other_file_agree(tmp_path: Path) -> None:
+    """The same training as there: what differs is where parameters are."""
+    model = Language()
+    expected = Outcome(other := copy.deepcopy(model), one_by_one(other))
+    with offload_parameters(model, tmp_path) as handle:
+        found = Outcome(model, one_by_one(model))
+        handle.expose()
+        found.assert_is(expected)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of Megatron's layers that wait on a tier change no bit, in checkpoints neither."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import assert_same_bits, run_trainer, train
+from tests.support.offload_flags import ssd
+
+STEPS = 4
+UNTIED = "--untie-embeddings-and-output-weights"
+STATES = "--optimizer-state-offload ssd --optimizer-state-bucket 32KiB --optimizer-state-window 0B"
+UNITS = f"{UNTIED} --layer-major-units 2"
+LAYOUTS = {
+    "fp32": (1, ""),
+    "fp32, states": (1, STATES),
+    "bf16, states, layer-major": (1, f"--bf16 {STATES} {UNITS}"),
+    "bf16": (1, "--bf16"),
+    "TP2, layer-major": (2, f"--tensor-model-parallel-size 2 --sequence-parallel {UNITS}"),
+    "PP2xVPP2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "DP2, states": (2, STATES),
+}
+# The rest is left out unless --slow is given.
+FAST = {"fp32", "bf16, states, layer-major", "TP2, layer-major"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in LAYOUTS],
+)
+def test_parameters_that_move_change_no_bit(layout: str, tmp_path: Path) -> None:
+    world_size, flags = LAYOUTS[layout]
+    flags += f" --train-iters {STEPS} {ssd(tmp_path)}"
+    expected = train(flags, world_size=world_size)
+    found = train(flags, "--parameter-offload ssd", world_size=world_size)
+    assert_same_bits(found, expected, STEPS)
+    counted = found.metrics[-1]["parameters"]
+    assert counted["read_bytes"] > counted["parameter_bytes"] > counted["memory_bytes"]
+
+
+@pytest.mark.parametrize("mode", ["ssd", "host"])
+def test_checkpoints_have_them(mode: str, tmp_path: Path) -> None:
+    """Evaluated and saved with parameters away, gone on from without, and the other way round."""
+    flags = f"{ssd(tmp_path)} --eval-interval 2 --eval-iters 1 --train-iters 4"
+    moved = f"--parameter-offload {mode}"
+    whole = train(flags)
+    for first, then in ((moved, ""), ("", moved)):
+        folder = tmp_path / (first and "moved")
+        train(flags, first, f"--save {folder} --exit-interval 2")
+        rest = train(flags, then, f"--load {folder}")
+        assert rest.model == whole.model
+        assert rest.values("loss") == whole.values("loss")[2:]
+
+
+def test_the_distributed_optimizer_is_refused(tmp_path: Path) -> None:
+    flags = f"{ssd(tmp_path)} --parameter-offload ssd --use-distributed-optimizer"
+    outcome = run_trainer(flags + " --mock-data --validate-only")
+    assert outcome.exit_codes == [2]
+    assert "parameters: --use-distributed-optimizer cannot be combined" in outcome.errors
