@@ -38,7 +38,7 @@ def test_parameters_that_move_change_no_bit(layout: str, tmp_path: Path) -> None
     found = train(flags, "--parameter-offload ssd", world_size=world_size)
     assert_same_bits(found, expected, STEPS)
     counted = found.metrics[-1]["parameters"]
-    assert counted["read_bytes"] > counted["parameter_bytes"] > counted["memory_bytes"]
+    assert counted["read_bytes"] > counted["parameter_bytes"] > 0
 
 
 @pytest.mark.parametrize("mode", ["ssd", "host"])
