@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/flags.md, the page of all offload flags, from `OffloadConfig` and `StatesConfig`.
+"""Writes docs/flags.md, the page of all offload flags, from the classes that have them.
 
-    tools/write_flags.py    # after a change in megatron/offload/config.py or states/config.py
+    tools/write_flags.py    # after a change in a config.py of megatron/offload
 
 `tests/unit/test_docs.py` fails where the page differs from the fields.
 """
@@ -17,14 +17,17 @@ from typing import Any
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.flag import Settings
+from megatron.offload.layer_major.config import LayerMajorConfig
+from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.states.config import StatesConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 _HEAD = """\
 # Flags
 
-Generated from the fields of `OffloadConfig` in `megatron/offload/config.py` and of `StatesConfig`
-in `megatron/offload/states/config.py`; do not edit. After a change there:
+Generated from the fields of `OffloadConfig` in `megatron/offload/config.py`, and of the classes in
+`states/config.py`, `parameters/config.py` and `layer_major/config.py` there; do not edit. After a
+change:
 
 ```bash
 .venv/bin/python tools/write_flags.py
@@ -44,12 +47,18 @@ _TABLE = """
 | flag | default | meaning |
 |---|---|---|
 """
+_SETTINGS: dict[str, type[Settings]] = {
+    "Activations": OffloadConfig,
+    "Model states": StatesConfig,
+    "Parameters": ParametersConfig,
+    "Layer-major steps": LayerMajorConfig,
+}
 _DEFAULT = re.compile(r"\s*Default: (.+?)\.(?=\s|$)")
 
 
 def flags_page() -> str:
     """The text of docs/flags.md."""
-    return _HEAD + _table("Activations", OffloadConfig) + _table("Model states", StatesConfig)
+    return _HEAD + "".join(_table(title, settings) for title, settings in _SETTINGS.items())
 
 
 def _table(title: str, settings: type[Settings]) -> str:

@@ -32,6 +32,7 @@ from write_flags import flags_page
 
 from megatron.offload import cli
 from megatron.offload.config import OffloadConfig
+from megatron.offload.integration.megatron.arguments import add_offload_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -89,6 +90,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
      "tests/integrations/test_script_commands.py::test_rok_measures_it"),
     (r"tools/bench/models\.py", "needs: 30 minutes"),
     (r"tools/bench/state_windows\.py", "needs: minutes"),
+    (r"tools/bench/states\.py", "needs: 50 minutes"),
+    (r"tools/bench/layer_major\.py", "needs: 10 minutes"),
     (r"megatron-offload doctor", "tests/unit/test_doctor.py::test_a_directory_is_taken_for_ssd"),
     (r"megatron-offload plan",
      "tests/unit/test_plan_command.py::test_a_plan_stands_beside_what_else_could_be_done"),
@@ -303,7 +306,7 @@ def _program_of(words: Sequence[str]) -> Callable[[], object] | None:
     if re.search(r"examples/pretrain_\w+\.sh$", program):
         if "--help" in rest:
             return None
-        adders = (OffloadConfig.add_arguments, add_expert_arguments)
+        adders = (add_offload_arguments, add_expert_arguments)
         return functools.partial(parse_arguments, "", rest, adders)
     return None
 
