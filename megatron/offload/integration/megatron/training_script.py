@@ -29,6 +29,7 @@ from megatron.offload.integration.megatron.arguments import (
     add_offload_arguments,
     config_from_args,
     layer_major_config_from_args,
+    parameters_config_from_args,
     states_config_from_args,
 )
 from megatron.offload.integration.megatron.connect import MegatronOffload, check, install
@@ -41,8 +42,14 @@ from megatron.offload.integration.megatron.model_states import (
     check_model_states,
     offload_model_states,
 )
+from megatron.offload.integration.megatron.parameters import (
+    ModelParameters,
+    check_model_parameters,
+    offload_model_parameters,
+)
 from megatron.offload.integration.megatron.patch_point import PatchPoint
 from megatron.offload.layer_major.config import LayerMajorConfig
+from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.planner.online.consensus import raise_first
 from megatron.offload.sizes import format_size
 from megatron.offload.states.config import StatesConfig
@@ -95,6 +102,7 @@ class TrainingScript:
         self._restore: list[Callable[[], None]] = []
         self._offload: MegatronOffload | None = None
         self._states = ModelStates()
+        self._parameters = ModelParameters()
         self._peak: PeakMemory | None = None
         self._device = torch.device("cpu")
         self._peak_bytes = 0
@@ -137,6 +145,7 @@ class TrainingScript:
         if self._offload is not None:
             self._offload.close()
         self._states.close(restore=False)
+        self._parameters.close(restore=False)
 
     # -------------------------------------------------------------- what is wrapped
 
@@ -212,6 +221,13 @@ class TrainingScript:
         if request.config.enabled:
             _check_blocks(model_chunks)
         self._states = offload_model_states(request.states, optimizer)
+        self._parameters = offload_model_parameters(
+            request.parameters,
+            model_chunks,
+            optimizer,
+            layer_major=request.layer_major,
+            updates_by_units=request.states.enabled,
+        )
         if request.run_directory is not None:
             self._states.note_checkpoint(f"the last checkpoint in {request.run_directory}")
         self._offload = install(
@@ -262,6 +278,7 @@ class _Request:
     config: OffloadConfig
     states: StatesConfig
     layer_major: LayerMajorConfig
+    parameters: ParametersConfig
     settings: Any = None  # Megatron-LM's TransformerConfig
     reserve_bytes: int = 0
     num_local_ranks: int = 1
@@ -302,21 +319,25 @@ def _request(flags: argparse.Namespace) -> _Request:
         )
     config, states = config_from_args(flags), states_config_from_args(flags)
     layer_major = layer_major_config_from_args(flags)
+    parameters = parameters_config_from_args(flags)
     moves = config.enabled or config.chunks_loss or layer_major.enabled
     # Checkpoints hold the flags, and are to be read where this package is not installed.
     flags.activation_offload_dir = ",".join(map(str, config.directories))
     if config.plan_file is not None:
         flags.activation_offload_plan = str(config.plan_file)
     flags.optimizer_state_dir = ",".join(map(str, flags.optimizer_state_dir))
-    if not moves and not states.enabled:
-        return _Request(config, states, layer_major)
+    flags.parameter_offload_dir = ",".join(map(str, flags.parameter_offload_dir))
+    if not moves and not states.enabled and not parameters.enabled:
+        return _Request(config, states, layer_major, parameters)
     for name, (works, reason) in _FLAGS.items():
         if getattr(flags, name, works) != works:
             flag = "--" + name.replace("_", "-")
             raise ConfigurationError(f"{flag} cannot be combined with offload: {reason}; drop it")
     check_model_states(states, flags)
+    check_model_parameters(parameters, flags)
     save = getattr(flags, "save", None)
-    request = _Request(config, states, layer_major, run_directory=Path(save) if save else None)
+    run_directory = Path(save) if save else None
+    request = _Request(config, states, layer_major, parameters, run_directory=run_directory)
     if not moves:
         return request
     settings = _MODEL_SETTINGS.find()(flags)
