@@ -21,6 +21,7 @@ from megatron.offload import (
     offload_optimizer,
     offload_parameters,
 )
+from megatron.offload.device.open import open_device
 from megatron.offload.errors import LostStateError
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.parameters.unit import ParameterUnit, Where
@@ -162,6 +163,33 @@ def test_what_is_away_reads_as_nan(offloaded: tuple[Language, ParameterOffload])
     handle.expose()
     assert not any(param.isnan().any() for param in away(handle).params)
     handle.close()
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+def test_the_next_unit_is_read_ahead(
+    direction: int, offloaded: tuple[Language, ParameterOffload]
+) -> None:
+    _, handle = offloaded
+    away(handle)
+    assert handle.window is not None
+    handle.window.use(3, direction)
+    there = [n for n, unit in enumerate(units_of(handle)) if unit.where is not Where.AWAY]
+    assert there == sorted([3, 3 + direction])
+    handle.close()
+
+
+def test_memory_is_let_go(tmp_path: Path) -> None:
+    """What is away takes none: not before it was read once, either."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1 << 10, 1 << 10) for _ in range(6)))
+    device = open_device(torch.device("cpu"))
+    with offload_parameters(model, tmp_path, layers=[torch.nn.Linear]) as handle:
+        for unit in units_of(handle):
+            unit.wait_for_write()
+        away_bytes = device.allocated_bytes()
+        for unit in units_of(handle):
+            unit.bring()
+        size = sum(unit.num_bytes for unit in units_of(handle))
+        assert device.allocated_bytes() - away_bytes > 0.9 * size
 
 
 def test_a_state_dict_has_them_and_takes_them(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class CountingTier:
         self.used_bytes += num_bytes
         return Block(self, num_bytes), when_all([])
 
-    def begin_read(self, block, deadline=0.0):
+    def begin_read(self, block, deadline=0.0, into=None):
         return torch.UntypedStorage(block.num_bytes), when_all([])
 
     def free(self, block):
