@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer-major steps of models that FSDP2 has sharded; test_sharded_layer_major.py starts it.
+
+Prints, for each setting: whether every bit is that of a loop over micro-batches that reduces
+gradients in the last one, and how often each module was gathered and reduced in the last step.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from megatron.offload import LayerMajor, offload_activations
+from tests.behaviour.test_layer_major_steps import (
+    LAYERS,
+    VOCABULARY,
+    Checkpointed,
+    Language,
+)
+from tests.support.ranks import init_process_group
+from tests.support.same_training import digest, gradients_of
+
+MICRO_BATCHES, STEPS, UNITS = 4, 3, 3
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+Step = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+MakeStep = Callable[[Any], Step]
+PASSES: dict[str, collections.Counter[str]] = {}
+
+
+def fsdp(model: Any, *, alone: tuple[Any, ...] = (), **settings: Any) -> None:
+    """Shards each layer, what is to be sharded alone, and the rest."""
+    settings.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))
+    for layer in model.layers:
+        fully_shard(layer, **settings)
+    for one in alone:
+        fully_shard(one, **settings)
+    fully_shard(model, **settings)
+
+
+def fsdp_alone(model: Any) -> None:
+    fsdp(model, alone=(model.embedding, model.output))
+
+
+def fsdp_together(model: Any) -> None:
+    fsdp(model, alone=([model.embedding, model.output],))
+
+
+def fsdp_pairs(model: Any) -> None:
+    """Layers of one unit, and layers of several, wrapped as one."""
+    layers = model.layers
+    for group in ([layers[0], layers[1]], [layers[2], model.embedding], [layers[3], layers[4]]):
+        fully_shard(group)
+    fully_shard(model)
+
+
+def fsdp_layers_only(model: Any) -> None:
+    for layer in model.layers:
+        fully_shard(layer)
+
+
+def hybrid(model: Any) -> None:
+    ranks = dist.get_world_size()
+    fsdp(model, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copy", "shard")))
+
+
+def with_settings(**settings: Any) -> Callable[[Any], None]:
+    return lambda model: fsdp(model, **settings)
+
+
+def one_by_one(model: Any) -> Step:
+    def step(batches: list[torch.Tensor]) -> list[torch.Tensor]:
+        losses = []
+        for batch in batches:
+            for module in model.modules():
+                if hasattr(module, "set_requires_gradient_sync"):
+                    module.set_requires_gradient_sync(batch is batches[-1], recurse=False)
+            loss = model(batch)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    return step
+
+
+def unit_by_unit(model: Any, **settings: Any) -> Step:
+    layer_major = LayerMajor(model, UNITS, **settings)
+    return lambda batches: layer_major.step(batches, model)
+
+
+def micro_batches(step: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    return [torch.randint(VOCABULARY, (2, 16), generator=draw) for _ in range(MICRO_BATCHES)]
+
+
+def train(model: Any, step: Step) -> dict[str, Any]:
+    """Digests of losses, gradients and weights of a few steps; what happened in the last."""
+    torch.manual_seed(7 + dist.get_rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: dict[str, Any] = {"losses": [], "gradients": []}
+    for number in range(STEPS):
+        for counter in PASSES.values():
+            counter.clear()
+        found["losses"].append([digest(loss) for loss in step(micro_batches(number))])
+        found["gradients"].append(gradients_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    found["weights"] = {name: digest(one) for name, one in model.named_parameters()}
+    found["random"] = digest(torch.get_rng_state())
+    found["passes"] = {kind: dict(counter) for kind, counter in PASSES.items()}
+    return found
+
+
+def new(wrap: Callable[[Any], None], kind: Callable[[], Any] = Language) -> Any:
+    model = kind()
+    wrap(model)
+    return model
+
+
+def settings_of(model: Any) -> list[Any]:
+    """What a user may have set, of all modules."""
+    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    return [
+        (g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward, g.post_forward_mesh_info)
+        for state in states
+        for g in state._fsdp_param_groups
+    ] + [state._state_ctx.is_last_backward for state in states]
+
+
+def compared(
+    wrap: Callable[[Any], None],
+    kind: Callable[[], Any] = Language,
+    *,
+    folder: Path | None = None,
+    wraps_first: bool = True,
+    **settings: Any,
+) -> dict[str, Any]:
+    """A training in the usual order, and the same in units."""
+    usual = new(wrap, kind)
+    expected = train(usual, one_by_one(usual))
+    for module in usual.modules():
+        if hasattr(module, "set_requires_gradient_sync"):
+            module.set_requires_gradient_sync(True)
+    model = kind()
+    if wraps_first:
+        wrap(model)
+    with contextlib.ExitStack() as contexts:
+        if folder is not None:
+            folder.mkdir(parents=True)
+            offload = offload_activations(model, folder, min_bytes=1, **settings)
+            contexts.enter_context(offload)
+            step = unit_by_unit(model, offload=offload)
+        else:
+            step = unit_by_unit(model)
+        if not wraps_first:
+            wrap(model)
+        after = train(model, step)
+        moved = offload.statistics["offloaded_bytes"] if folder is not None else 0
+    ours, usuals = after.pop("passes"), expected.pop("passes")
+    differing = {
+        name
+        for mine, theirs in zip(after["gradients"], expected["gradients"], strict=True)
+        for name in theirs
+        if mine.get(name) != theirs[name]
+    }
+    return {
+        "same": {what: after[what] == expected[what] for what in expected},
+        "settings": settings_of(model) == settings_of(usual),
+        "differing": sorted(differing),
+        "gathered": [ours["gathered"], usuals["gathered"]],
+        "reduced": [ours["reduced"], usuals["reduced"]],
+        "moved": moved,
+    }
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[None]:
+    """Counts all-gathers and reduce-scatters by the first parameter that is in them."""
+
+    def counted(name: str, kind: str) -> None:
+        function = getattr(_fsdp_param_group, name)
+        counter = PASSES[kind] = collections.Counter()
+
+        def call(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            counter[parameters[0]._param_fqn] += 1
+            return function(parameters, *args, **kwargs)
+
+        setattr(_fsdp_param_group, name, call)
+
+    counted("foreach_all_gather", "gathered")
+    counted("foreach_reduce", "reduced")
+    yield
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "layers and root": {"wrap": fsdp},
+    "offload": {"wrap": fsdp, "mode": "ssd"},
+    "recomputed": {"wrap": fsdp, "mode": "ssd", "recompute_layers": "2-4"},
+    "checkpointed": {"wrap": fsdp, "kind": Checkpointed},
+    "bf16": {"wrap": with_settings(mp_policy=BF16)},
+    "not resharded": {"wrap": with_settings(reshard_after_forward=False)},
+    "parameters on the host": {
+        "wrap": with_settings(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    },
+    "embedding and output alone": {"wrap": fsdp_alone},
+    "embedding and output together": {"wrap": fsdp_together},
+    "layers together": {"wrap": fsdp_pairs},
+    "layers only": {"wrap": fsdp_layers_only},
+    "sharded after LayerMajor": {"wrap": fsdp, "wraps_first": False},
+    "tied": {"wrap": fsdp, "kind": lambda: Language(tied=True)},
+    "tied, together": {"wrap": fsdp_together, "kind": lambda: Language(tied=True)},
+    "hybrid": {"wrap": hybrid},
+    "resharded to fewer": {"wrap": with_settings(reshard_after_forward=2)},
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    init_process_group()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    with counting():
+        for name in names:
+            setting = dict(SETTINGS[name])
+            if "mode" in setting:
+                setting["folder"] = folder / str(dist.get_rank()) / name
+            own = compared(**setting)
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, own)
+            found[name] = every
+    dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
