@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from megatron.offload import LayerMajor, offload_activations
+from megatron.offload import ConfigurationError, LayerMajor, offload_activations
 from tests.behaviour.test_layer_major_steps import (
-    LAYERS,
     VOCABULARY,
     Checkpointed,
     Language,
@@ -167,16 +166,11 @@ def compared(
         after = train(model, step)
         moved = offload.statistics["offloaded_bytes"] if folder is not None else 0
     ours, usuals = after.pop("passes"), expected.pop("passes")
-    differing = {
-        name
-        for mine, theirs in zip(after["gradients"], expected["gradients"], strict=True)
-        for name in theirs
-        if mine.get(name) != theirs[name]
-    }
+    first, usual_first = after["gradients"][0], expected["gradients"][0]
     return {
-        "same": {what: after[what] == expected[what] for what in expected},
+        "same": [what for what in expected if after[what] == expected[what]],
         "settings": settings_of(model) == settings_of(usual),
-        "differing": sorted(differing),
+        "differing": [name for name in usual_first if first.get(name) != usual_first[name]],
         "gathered": [ours["gathered"], usuals["gathered"]],
         "reduced": [ours["reduced"], usuals["reduced"]],
         "moved": moved,
@@ -202,6 +196,109 @@ def counting() -> Iterator[None]:
     yield
 
 
+def frozen() -> Any:
+    """Nothing in the first unit has a gradient: no backward pass of it runs."""
+    model = Language()
+    for module in (model.embedding, model.layers[0], model.layers[1]):
+        module.requires_grad_(False)
+    return model
+
+
+def gradients_of_step(model: Any, step: Step, number: int) -> Any:
+    """Digests of one step's gradients, whatever was before."""
+    model.zero_grad()
+    torch.manual_seed(100 * dist.get_rank() + number)
+    step(micro_batches(number))
+    return gradients_of(model)
+
+
+def other_random_numbers() -> list[Any]:
+    """One rank draws more than in the step before: the next step counts, on all ranks."""
+    usual, model = new(fsdp), new(fsdp)
+    usual_step, step = one_by_one(usual), unit_by_unit(model)
+    found = []
+    for number in range(4):
+        if number == 1 and dist.get_rank() == 1:
+            for one in (usual, model):
+                one.layers[1].register_forward_hook(lambda *_: (torch.rand(3), None)[1])
+        expected = gradients_of_step(usual, usual_step, number)
+        PASSES["gathered"].clear()
+        is_same = gradients_of_step(model, step, number) == expected
+        found.append([is_same, PASSES["gathered"]["layers.0.norm.weight"]])
+    return found
+
+
+def after_errors() -> list[bool]:
+    """Steps that follow ones that failed: in a forward pass, and in a backward pass."""
+    usual, model = new(fsdp), new(fsdp)
+    usual_step, step = one_by_one(usual), unit_by_unit(model)
+    found, calls = [], 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ZeroDivisionError
+
+    for number, where in enumerate((0, 3, 5)):
+        for register in ("register_forward_pre_hook", "register_full_backward_pre_hook"):
+            calls = 0
+            hook = getattr(model.layers[where], register)(fail)
+            with contextlib.suppress(ZeroDivisionError):
+                gradients_of_step(model, step, 10)
+            hook.remove()
+            expected = gradients_of_step(usual, usual_step, number)
+            found += [calls == 3, gradients_of_step(model, step, number) == expected]
+    return found
+
+
+def accumulating() -> list[Any]:
+    """Two steps, of which the user has the first reduce nothing."""
+    usual, model = new(fsdp), new(fsdp)
+    batches = micro_batches(0) + micro_batches(1)
+    torch.manual_seed(dist.get_rank())
+    one_by_one(usual)(batches)
+    torch.manual_seed(dist.get_rank())
+    step = unit_by_unit(model)
+    PASSES["reduced"].clear()
+    model.set_requires_gradient_sync(False)
+    step(batches[:MICRO_BATCHES])
+    is_reduced = bool(PASSES["reduced"] or gradients_of(model))
+    model.set_requires_gradient_sync(True)
+    step(batches[MICRO_BATCHES:])
+    return [is_reduced, gradients_of(model) == gradients_of(usual), max(PASSES["reduced"].values())]
+
+
+def root_around() -> str:
+    """The model that LayerMajor gets is a part of what FSDP has sharded as one."""
+
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Language()
+            self.scale = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.inner(tokens) * self.scale.sum()
+
+    model = Outer()
+    for layer in model.inner.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model(micro_batches(0)[0]).backward()
+    try:
+        LayerMajor(model.inner).step(micro_batches(0), model)
+    except ConfigurationError as error:
+        return str(error)
+    return "no error"
+
+
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    "other random numbers": other_random_numbers,
+    "after errors": after_errors,
+    "accumulating": accumulating,
+    "root around": root_around,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "layers and root": {"wrap": fsdp},
     "offload": {"wrap": fsdp, "mode": "ssd"},
@@ -217,6 +314,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "layers together": {"wrap": fsdp_pairs},
     "layers only": {"wrap": fsdp_layers_only},
     "sharded after LayerMajor": {"wrap": fsdp, "wraps_first": False},
+    "frozen": {"wrap": fsdp, "kind": frozen},
     "tied": {"wrap": fsdp, "kind": lambda: Language(tied=True)},
     "tied, together": {"wrap": fsdp_together, "kind": lambda: Language(tied=True)},
     "hybrid": {"wrap": hybrid},
@@ -230,10 +328,13 @@ def main(folder: Path, names: list[str]) -> None:
     found: dict[str, Any] = {}
     with counting():
         for name in names:
-            setting = dict(SETTINGS[name])
-            if "mode" in setting:
-                setting["folder"] = folder / str(dist.get_rank()) / name
-            own = compared(**setting)
+            if name in SCENARIOS:
+                own = SCENARIOS[name]()
+            else:
+                setting = dict(SETTINGS[name])
+                if "mode" in setting:
+                    setting["folder"] = folder / str(dist.get_rank()) / name
+                own = compared(**setting)
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, own)
             found[name] = every
