@@ -20,6 +20,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from megatron.offload import ConfigurationError, LayerMajor, offload_activations
 from tests.behaviour.test_layer_major_steps import (
@@ -35,6 +40,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 Step = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 MakeStep = Callable[[Any], Step]
 PASSES: dict[str, collections.Counter[str]] = {}
+ON_REDUCTION: list[Callable[[], None]] = []
 
 
 def fsdp(model: Any, *, alone: tuple[Any, ...] = (), **settings: Any) -> None:
@@ -73,6 +79,24 @@ def hybrid(model: Any) -> None:
     fsdp(model, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copy", "shard")))
 
 
+def two_dimensional(model: Any) -> None:
+    """Tensor parallelism within layers, FSDP across."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tp"))
+    for layer in model.layers:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(layer, mesh["tp"], plan)
+    fsdp(model, mesh=mesh["data"])
+
+
+def prefetching(model: Any) -> None:
+    """What is gathered ahead is the user's choice: two layers in each direction."""
+    fsdp(model)
+    layers = list(model.layers)
+    for index, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 3])
+        layer.set_modules_to_backward_prefetch(layers[max(index - 2, 0) : index][::-1])
+
+
 def with_settings(**settings: Any) -> Callable[[Any], None]:
     return lambda model: fsdp(model, **settings)
 
@@ -107,6 +131,8 @@ def train(model: Any, step: Step) -> dict[str, Any]:
     torch.manual_seed(7 + dist.get_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: dict[str, Any] = {"losses": [], "gradients": []}
+    unreduced: list[int] = []
+    ON_REDUCTION[:] = [lambda: unreduced.append(unreduced_bytes(model))]
     for number in range(STEPS):
         for counter in PASSES.values():
             counter.clear()
@@ -117,6 +143,7 @@ def train(model: Any, step: Step) -> dict[str, Any]:
     found["weights"] = {name: digest(one) for name, one in model.named_parameters()}
     found["random"] = digest(torch.get_rng_state())
     found["passes"] = {kind: dict(counter) for kind, counter in PASSES.items()}
+    found["passes"]["unreduced"] = max(unreduced)
     return found
 
 
@@ -126,14 +153,33 @@ def new(wrap: Callable[[Any], None], kind: Callable[[], Any] = Language) -> Any:
     return model
 
 
+def states_of(model: Any) -> list[Any]:
+    return [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+
+
 def settings_of(model: Any) -> list[Any]:
     """What a user may have set, of all modules."""
-    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
     return [
         (g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward, g.post_forward_mesh_info)
-        for state in states
+        for state in states_of(model)
         for g in state._fsdp_param_groups
-    ] + [state._state_ctx.is_last_backward for state in states]
+    ] + [state._state_ctx.is_last_backward for state in states_of(model)]
+
+
+def unreduced_bytes(model: Any) -> int:
+    """What gradients take that wait, whole, for their reduction."""
+    total = 0
+    for parameter in {
+        one
+        for state in states_of(model)
+        for group in state._fsdp_param_groups
+        for one in group.fsdp_params
+    }:
+        gradients = [parameter.unsharded_accumulated_grad]
+        if hasattr(parameter, "_unsharded_param"):
+            gradients.append(parameter._unsharded_param.grad)
+        total += sum(one.nbytes for one in gradients if one is not None)
+    return total
 
 
 def compared(
@@ -173,6 +219,7 @@ def compared(
         "differing": [name for name in usual_first if first.get(name) != usual_first[name]],
         "gathered": [ours["gathered"], usuals["gathered"]],
         "reduced": [ours["reduced"], usuals["reduced"]],
+        "unreduced": [ours["unreduced"], usuals["unreduced"]],
         "moved": moved,
     }
 
@@ -187,6 +234,9 @@ def counting() -> Iterator[None]:
 
         def call(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             counter[parameters[0]._param_fqn] += 1
+            if kind == "reduced":
+                for listener in ON_REDUCTION:
+                    listener()
             return function(parameters, *args, **kwargs)
 
         setattr(_fsdp_param_group, name, call)
@@ -240,15 +290,15 @@ def after_errors() -> list[bool]:
         if calls == 3:
             raise ZeroDivisionError
 
-    for number, where in enumerate((0, 3, 5)):
-        for register in ("register_forward_pre_hook", "register_full_backward_pre_hook"):
-            calls = 0
-            hook = getattr(model.layers[where], register)(fail)
-            with contextlib.suppress(ZeroDivisionError):
-                gradients_of_step(model, step, 10)
-            hook.remove()
-            expected = gradients_of_step(usual, usual_step, number)
-            found += [calls == 3, gradients_of_step(model, step, number) == expected]
+    places = ((0, "forward_pre"), (3, "full_backward_pre"), (5, "full_backward_pre"))
+    for number, (where, when) in enumerate(places):
+        calls = 0
+        hook = getattr(model.layers[where], f"register_{when}_hook")(fail)
+        with contextlib.suppress(ZeroDivisionError):
+            gradients_of_step(model, step, 10)
+        hook.remove()
+        expected = gradients_of_step(usual, usual_step, number)
+        found += [calls == 3, gradients_of_step(model, step, number) == expected]
     return found
 
 
@@ -317,7 +367,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "frozen": {"wrap": fsdp, "kind": frozen},
     "tied": {"wrap": fsdp, "kind": lambda: Language(tied=True)},
     "tied, together": {"wrap": fsdp_together, "kind": lambda: Language(tied=True)},
+    "prefetching": {"wrap": prefetching},
     "hybrid": {"wrap": hybrid},
+    "two-dimensional": {"wrap": two_dimensional},
     "resharded to fewer": {"wrap": with_settings(reshard_after_forward=2)},
 }
 
