@@ -74,14 +74,9 @@ def test_parameters_are_gathered_and_gradients_reduced_once(
 def test_the_last_unit_is_gathered_once_for_both_passes(found: dict[str, Any]) -> None:
     """Three units of two layers. What the root has itself stays for the whole step."""
     ours, usual = found["layers and root"][0]["gathered"]
-    assert ours == {
-        "embedding.weight": 1,
-        **dict.fromkeys(LAYERS, 2),
-        **dict.fromkeys(LAYERS[4:], 1),
-    }
+    once, twice = ["embedding.weight", *LAYERS[4:]], LAYERS[:4]
+    assert ours == {**dict.fromkeys(once, 1), **dict.fromkeys(twice, 2)}
     assert usual == {"embedding.weight": MICRO_BATCHES, **dict.fromkeys(LAYERS, 2 * MICRO_BATCHES)}
-    kept, usual = found["not resharded"][0]["gathered"]
-    assert set(kept.values()) == {1} and set(usual.values()) == {MICRO_BATCHES}
 
 
 def test_only_one_unit_and_the_root_have_gradients_that_wait(found: dict[str, Any]) -> None:
@@ -129,3 +124,6 @@ def test_more_ways_to_shard(num_ranks: int, settings: list[str], tmp_path: Path)
     for setting in settings:
         assert_same(found[setting])
         assert_gathered_once_a_pass(found[setting])
+    for one in found.get("embedding and output alone", ()):
+        reductions = list(one["reduced"][0])  # in the order of the first
+        assert (reductions[0], reductions[-1]) == ("output.weight", "embedding.weight")

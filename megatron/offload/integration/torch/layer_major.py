@@ -39,11 +39,13 @@ class LayerMajor:
         optimizer.step()
 
     in place of a loop over micro-batches with `loss.backward()` in each. Parameters that come in
-    for a unit then do so once for all micro-batches. Gradients have the same bits but for what
-    Note [The same sums] in `layer_major/schedule.py` lists; random numbers are the same.
+    for a unit then do so once for all micro-batches: what FSDP2 (`fully_shard`) has sharded is
+    gathered once for forward and once for backward of a step, and its gradients are reduced once.
+    Gradients have the same bits but for what Note [The same sums] in `layer_major/schedule.py`
+    lists; random numbers are the same.
 
     Args:
-        model: whose layers `offload_activations` would find.
+        model: whose layers `offload_activations` would find; with FSDP2 its root, or around it.
         units: of layers; None: each layer is one.
         layers: see `offload_activations`.
         offload: of the model's activations, which then go on their way in these steps as well.
@@ -84,7 +86,8 @@ class LayerMajor:
                 divide it by their number for the mean. Runs in threads, one at a time.
 
         Raises:
-            ConfigurationError: the model does not run its layers in one order.
+            ConfigurationError: the model does not run its layers in one order, or is a part of what
+                FSDP2 has sharded.
         """
         batches = list(micro_batches)
         if not batches:
@@ -112,7 +115,7 @@ class LayerMajor:
         return [one.detach() for one in losses]
 
     def close(self) -> None:
-        """Takes the hooks off the layers."""
+        """Takes the hooks off the layers; the next step would put them back."""
         while self._hooks:
             self._hooks.pop().remove()
 
