@@ -365,7 +365,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "layers only": {"wrap": fsdp_layers_only},
     "sharded after LayerMajor": {"wrap": fsdp, "wraps_first": False},
     "frozen": {"wrap": fsdp, "kind": frozen},
-    "tied": {"wrap": fsdp, "kind": lambda: Language(tied=True)},
     "tied, together": {"wrap": fsdp_together, "kind": lambda: Language(tied=True)},
     "prefetching": {"wrap": prefetching},
     "hybrid": {"wrap": hybrid},

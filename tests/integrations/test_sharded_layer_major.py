@@ -15,8 +15,8 @@ from tests.support.ranks import run_ranks
 
 SCRIPT = Path(__file__).parent / "sharded_layer_major.py"
 MICRO_BATCHES = 4
-SETTINGS = ["layers and root", "offload", "bf16", "embedding and output together"]
-TIED = ["tied"]
+SETTINGS = ["layers and root", "offload", "bf16"]
+TIED = ["tied, together"]
 SCENARIOS = ["other random numbers", "after errors", "accumulating", "root around"]
 MORE = [
     "recomputed",
@@ -24,6 +24,7 @@ MORE = [
     "not resharded",
     "parameters on the host",
     "embedding and output alone",
+    "embedding and output together",
     "layers together",
     "layers only",
     "sharded after LayerMajor",
