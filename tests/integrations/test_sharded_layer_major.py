@@ -128,3 +128,4 @@ def test_more_ways_to_shard(num_ranks: int, settings: list[str], tmp_path: Path)
     for one in found.get("embedding and output alone", ()):
         reductions = list(one["reduced"][0])  # in the order of the first
         assert (reductions[0], reductions[-1]) == ("output.weight", "embedding.weight")
+        assert one["gathered"][0]["output.weight"] == 1

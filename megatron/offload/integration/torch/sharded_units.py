@@ -105,12 +105,17 @@ class ShardedUnits:
             place.resume()
         self._unit = unit
         keeps = not is_last or unit == self._last_unit
+        orders = [root._comm_ctx.post_forward_order for root in self._roots]
+        lengths = [len(order) for order in orders]
         try:
             with contextlib.ExitStack() as contexts:
                 contexts.enter_context(self._passes.forward(unit, micro_batch, is_last=is_last))
                 for one in (*self._of_unit[unit], *self._others) if keeps else ():
                     one.stay_after_forward(contexts)
                 yield
+            if unit == self._last_unit and not is_last:
+                for order, length in zip(orders, lengths, strict=True):
+                    _forget(order, length)
         finally:
             self._unit = None
             self._paused[micro_batch] = _Place(self._roots, [one.state for one in self._others])
@@ -259,6 +264,16 @@ def _sharded_modules(
                 one.is_in_layers = False
                 one.is_around_layers |= name in around
     return list(found.values())
+
+
+def _forget(order: list[Any], length: int) -> None:
+    """Takes back what FSDP has noted of a forward pass to gather ahead in backward by.
+
+    Within a unit there is nothing to gather, and its last backward pass alone leads to another one.
+    """
+    for group in order[length:]:
+        group._post_forward_indices.pop()
+    del order[length:]
 
 
 def _outermost_states(module: torch.nn.Module) -> Iterator[Any]:
