@@ -100,7 +100,7 @@ class LayerMajor:
         self._consensus = sharded.consensus()
         if self._schedule is None:
             self._schedule = self._open(sharded.device)
-        self._hook()
+            self._hook()
         with contextlib.ExitStack() as contexts:
             passes: Passes
             if self._offload is None:
@@ -115,7 +115,7 @@ class LayerMajor:
         return [one.detach() for one in losses]
 
     def close(self) -> None:
-        """Takes the hooks off the layers; the next step would put them back."""
+        """Takes the hooks off the layers."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -140,11 +140,10 @@ class LayerMajor:
         return bool(consensus.largest([holds])[0]) if consensus is not None else holds
 
     def _hook(self) -> None:
-        """Before each step, to be the first of all hooks, also of those that came meanwhile.
+        """At the first step, to be the first of all hooks, also where FSDP came after us.
 
         Others (FSDP's, ours) run when the layer's turn has come.
         """
-        self.close()
         self._hooks = [
             layer.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
             for layer in self.units

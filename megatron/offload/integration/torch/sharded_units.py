@@ -6,7 +6,8 @@ FSDP gathers a module's parameters before its forward and before its backward an
 each, and reduces its gradients behind backward. It has settings for all three, made for whoever
 accumulates gradients; here they change from pass to pass. Behind all passes of a unit but the last
 one nothing is freed and nothing is reduced; behind the last one, what the user has set happens. In
-the last unit backward follows forward at once, so between the two nothing is freed either.
+the last unit backward follows forward at once, so between the two nothing is freed either, and
+nothing is gathered ahead before its last pass.
 
 FSDP's callback at the end of a backward pass frees and reduces what is left in the whole model. Of
 units whose turn it is not that would be too early: the settings of those are off. Parameters that
