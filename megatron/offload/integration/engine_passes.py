@@ -43,7 +43,7 @@ class EnginePasses:
         self._save_orders: dict[tuple[int, int], SaveOrder] = {}
 
     @contextlib.contextmanager
-    def forward(self, unit: int, micro_batch: int) -> Iterator[None]:
+    def forward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:
         """Around a forward pass."""
         if self._engine is None:
             yield

@@ -43,8 +43,8 @@ _Context = contextlib.AbstractContextManager[Any]
 class Passes(Protocol):
     """What is around the passes of a micro-batch through a unit; entered by who runs the step."""
 
-    def forward(self, unit: int, micro_batch: int) -> _Context:
-        """Around a forward pass, however often it is entered for one unit."""
+    def forward(self, unit: int, micro_batch: int, *, is_last: bool) -> _Context:
+        """Around a forward pass; after the last one another unit comes next."""
         ...
 
     def within_forward(self) -> _Context:
@@ -68,6 +68,8 @@ class LayerMajorSchedule:
         device: of the model.
         generators: that the model draws random numbers from.
         alternates: every second unit takes the micro-batches backwards; other sums, see the Note.
+        on_any_rank: whether something is so on one of the ranks that must run passes in the same
+            order, because they meet in collectives within them.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class LayerMajorSchedule:
         generators: Generators,
         *,
         alternates: bool = False,
+        on_any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         self.num_units = max(units.values()) + 1
         self._units = units
         self._device = device
         self._random = RandomNumbers(generators)
         self._alternates = alternates
+        self._on_any_rank = on_any_rank
         self._has_warned = False
         self._under_way: dict[int, _MicroBatch[Any]] = {}  # by the address of their calls
 
@@ -103,7 +107,8 @@ class LayerMajorSchedule:
         Raises:
             ConfigurationError: the model does not run its layers in units.
         """
-        starts = self._random.starts() if self._random.knows(len(forwards)) else None
+        counts = self._on_any_rank(not self._random.knows(len(forwards)))
+        starts = None if counts else self._random.starts()
         batches = [_MicroBatch(n, f, passes, self._device) for n, f in enumerate(forwards)]
         try:
             results = self._run_forwards(batches, starts, backward)
@@ -144,7 +149,7 @@ class LayerMajorSchedule:
         results: dict[int, T] = {}
 
         def run_last(batch: _MicroBatch[T], *, is_last: bool) -> None:
-            self._forward(batch, last)
+            self._forward(batch, last, is_last=is_last)
             result = results[batch.number] = batch.call.take_result()
             batch.cuts.check(last, _nodes_of(result))
             with batch.passes.backward(last, batch.number, is_last=is_last):
@@ -156,15 +161,16 @@ class LayerMajorSchedule:
                 batch.random = self._random.generators.states()
                 begins.append(batch.random)
                 for unit in range(last):
-                    self._forward(batch, unit)
+                    self._forward(batch, unit, is_last=True)
                 run_last(batch, is_last=batch is batches[-1])
             self._random.count(begins, [one.random for one in batches])
         else:
             for batch, start in zip(batches, starts, strict=True):
                 batch.random = start
             for unit in range(last):
-                for number in self._order(unit, len(batches)):
-                    self._forward(batches[number], unit)
+                order = self._order(unit, len(batches))
+                for number in order:
+                    self._forward(batches[number], unit, is_last=number == order[-1])
             order = self._order(last, len(batches))
             for number in order:
                 run_last(batches[number], is_last=number == order[-1])
@@ -172,10 +178,10 @@ class LayerMajorSchedule:
         self._random.generators.set_states(batches[-1].random)
         return [results[one.number] for one in batches]
 
-    def _forward(self, batch: _MicroBatch[Any], unit: int) -> None:
+    def _forward(self, batch: _MicroBatch[Any], unit: int, *, is_last: bool) -> None:
         """Runs a micro-batch through a unit."""
         generators = self._random.generators
-        with batch.passes.forward(unit, batch.number):
+        with batch.passes.forward(unit, batch.number, is_last=is_last):
             generators.set_states(batch.random)
             self._under_way[id(batch.call)] = batch
             has_ended = batch.call.go_on()

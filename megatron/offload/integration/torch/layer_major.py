@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from megatron.offload.integration.engine_passes import EnginePasses
+from megatron.offload.integration.process_groups import ProcessGroupConsensus
 from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.passes import tensors_in
+from megatron.offload.integration.torch.sharded_units import ShardedUnits
 from megatron.offload.layer_major.config import refusal
 from megatron.offload.layer_major.random_numbers import TorchGenerators
-from megatron.offload.layer_major.schedule import LayerMajorSchedule
+from megatron.offload.layer_major.schedule import LayerMajorSchedule, Passes
 from megatron.offload.layer_major.units import units_of
 
 B = TypeVar("B")
@@ -36,11 +39,13 @@ class LayerMajor:
         optimizer.step()
 
     in place of a loop over micro-batches with `loss.backward()` in each. Parameters that come in
-    for a unit then do so once for all micro-batches. Gradients have the same bits but for what
-    Note [The same sums] in `layer_major/schedule.py` lists; random numbers are the same.
+    for a unit then do so once for all micro-batches: what FSDP2 (`fully_shard`) has sharded is
+    gathered once for forward and once for backward of a step, and its gradients are reduced once.
+    Gradients have the same bits but for what Note [The same sums] in `layer_major/schedule.py`
+    lists; random numbers are the same.
 
     Args:
-        model: whose layers `offload_activations` would find.
+        model: whose layers `offload_activations` would find; with FSDP2 its root, or around it.
         units: of layers; None: each layer is one.
         layers: see `offload_activations`.
         offload: of the model's activations, which then go on their way in these steps as well.
@@ -63,17 +68,12 @@ class LayerMajor:
         found = find_layers((model,), layers)
         _check(model, found, offload)
         self.units = units_of(list(found), units)
+        self._model = model
         self._offload = offload
-        first = next(model.parameters(), None)
-        device = torch.device("cpu") if first is None else first.device
-        self._schedule = LayerMajorSchedule(
-            self.units, device, TorchGenerators(device), alternates=alternates
-        )
-        # First of all hooks: others (FSDP's, ours) run when the layer's turn has come.
-        self._hooks = [
-            layer.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-            for layer in self.units
-        ]
+        self._alternates = alternates
+        self._schedule: LayerMajorSchedule | None = None  # opened by the first step
+        self._consensus: ProcessGroupConsensus | None = None
+        self._hooks: list[RemovableHandle] = []
 
     def step(
         self, micro_batches: Iterable[B], loss_of: Callable[[B], torch.Tensor]
@@ -86,7 +86,8 @@ class LayerMajor:
                 divide it by their number for the mean. Runs in threads, one at a time.
 
         Raises:
-            ConfigurationError: the model does not run its layers in one order.
+            ConfigurationError: the model does not run its layers in one order, or is a part of what
+                FSDP2 has sharded.
         """
         batches = list(micro_batches)
         if not batches:
@@ -95,13 +96,20 @@ class LayerMajor:
         def forward_of(batch: B) -> Callable[[], torch.Tensor]:
             return lambda: loss_of(batch)
 
+        sharded = ShardedUnits(self._model, self.units)
+        self._consensus = sharded.consensus()
+        if self._schedule is None:
+            self._schedule = self._open(sharded.device)
+            self._hook()
         with contextlib.ExitStack() as contexts:
+            passes: Passes
             if self._offload is None:
                 passes = EnginePasses(None, hooks_tensors=True)
             else:
                 passes = contexts.enter_context(self._offload.layer_major_step())
                 if self._offload.engine is not None:
                     self._offload.engine.exclude(tensors_in(batches))
+            passes = contexts.enter_context(sharded.step(passes))
             forwards = [forward_of(one) for one in batches]
             losses = self._schedule.run(forwards, torch.Tensor.backward, passes)
         return [one.detach() for one in losses]
@@ -111,7 +119,38 @@ class LayerMajor:
         while self._hooks:
             self._hooks.pop().remove()
 
+    def _open(self, device: torch.device | None) -> LayerMajorSchedule:
+        """The schedule, once it is certain where the model trains: FSDP's device, or the model's.
+
+        Parameters that FSDP keeps on the host are elsewhere than what is computed with them.
+        """
+        if device is None:
+            first = next(self._model.parameters(), None)
+            device = torch.device("cpu") if first is None else first.device
+        return LayerMajorSchedule(
+            self.units,
+            device,
+            TorchGenerators(device),
+            alternates=self._alternates,
+            on_any_rank=self._on_any_rank,
+        )
+
+    def _on_any_rank(self, holds: bool) -> bool:
+        consensus = self._consensus
+        return bool(consensus.largest([holds])[0]) if consensus is not None else holds
+
+    def _hook(self) -> None:
+        """At the first step, to be the first of all hooks, also where FSDP came after us.
+
+        Others (FSDP's, ours) run when the layer's turn has come.
+        """
+        self._hooks = [
+            layer.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            for layer in self.units
+        ]
+
     def _enter(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        assert self._schedule is not None
         return self._schedule.enter_layer(layer, (args, kwargs))
 
 

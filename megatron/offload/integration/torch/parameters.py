@@ -37,19 +37,30 @@ def is_sharded(module: torch.nn.Module) -> bool:
     return hasattr(type(module), "_get_fsdp_state") or hasattr(type(module), "summon_full_params")
 
 
+def fsdp2_state(module: torch.nn.Module) -> Any:
+    """What FSDP2 keeps of a module that `fully_shard` was called with; None: it was not."""
+    any_module: Any = module
+    has_state = hasattr(type(module), "_get_fsdp_state")
+    return any_module._get_fsdp_state() if has_state else None
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers together, of what `fsdp2_state` gave."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.9 and older have one group
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)
+
+
 def unsharded_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The tensors that FSDP gathers a module's parameters into, as far as there are any yet.
 
     Args:
         module: see `is_sharded`.
     """
-    any_module: Any = module
-    if hasattr(type(module), "_get_fsdp_state"):  # FSDP2
-        state = any_module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch 2.9 and older have one group
-            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-        for parameter in (one for group in groups for one in group.fsdp_params):
+    state = fsdp2_state(module)
+    if state is not None:
+        for parameter in (one for group in parameter_groups(state) for one in group.fsdp_params):
             yield from parameter.all_gather_outputs
             if hasattr(parameter, "_unsharded_param"):
                 yield _local(parameter._unsharded_param)
