@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step takes, as a function of its setting, from short runs: `StepModel`.
+
+Note [Terms]
+b is the micro-batch size, m the number of micro-batches, u that of units. Both orders of a step
+have coefficients of their own: layer-major, a micro-batch pauses where a unit ends, and what comes
+in for a layer comes once a step, so neither its seconds nor its bytes are the other order's.
+
+Seconds, in either order: `1` is the optimizer's step and what else is done once a step, layer-major
+also what comes in for units. `m` is what each micro-batch takes however small it is: launches, and
+parameters that come in for it. `m*b` is its operations and the transfers that they cannot hide,
+both in proportion to its samples. Layer-major `m*u` are the pauses.
+
+Device memory, one micro-batch after the other: `1` is weights, gradients, optimizer states; `b` is
+what a micro-batch has at the fullest moment: what it keeps, what is on its way to a tier, what an
+operation works in. m is no term: a micro-batch's activations are gone before the next begins.
+
+Device memory, layer-major: `1` and `b` as above. `1/u` is what is in memory of the parameters of
+one unit while it runs, where they come and go. `b*(m-1)` is what the other micro-batches keep
+between two units wherever their activations are: hidden states and their gradients. And
+`b*(m-1)*away`, where `away` is the share of layers before the last unit, is what they keep of those
+layers: without offload everything, with it what is too small to move.
+
+On the tiers, for each micro-batch `1` (what does not depend on its size) and `b`. The sum over a
+step is what is moved. At once there is what waits, `Setting.waiting_micro_batches`. With `tiered`
+host memory takes the share that it had in the runs, up to its budget.
+
+Terms that the runs cannot tell apart (with one number of units `1/u` is a constant) become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.offload.commands.tune.fit import Fit, fit
+from megatron.offload.commands.tune.setting import Setting
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a step with a setting takes on a rank, measured or predicted.
+
+    Attributes:
+        step_s: seconds of a step.
+        device_bytes: most device memory, with weights and states.
+        moved_bytes: of activations, to all tiers in a step.
+        host_bytes: of those, most in host memory at once.
+        ssd_bytes: of those, most on SSDs at once.
+    """
+
+    step_s: float
+    device_bytes: float
+    moved_bytes: float
+    host_bytes: float
+    ssd_bytes: float
+
+    def tokens_per_s(self, tokens: float) -> float:
+        """Tokens a second, of so many in a step."""
+        return tokens / self.step_s
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One training that was measured.
+
+    Attributes:
+        step_s: median seconds of a step.
+        device_bytes: most device memory in any step.
+        moved_bytes: of activations to the tiers in a step.
+        host_share: of them, to host memory.
+        tokens: of a step, of all ranks.
+    """
+
+    setting: Setting
+    step_s: float
+    device_bytes: float
+    moved_bytes: float
+    host_share: float
+    tokens: float
+
+    def figures(self, num_layers: int | None, host_budget_bytes: float) -> Figures:
+        """As predictions are given."""
+        one = self.setting
+        at_once = self.moved_bytes / one.micro_batches * one.waiting_micro_batches(num_layers)
+        host = min(at_once * self.host_share, host_budget_bytes)
+        return Figures(self.step_s, self.device_bytes, self.moved_bytes, host, at_once - host)
+
+
+class StepModel:
+    """Predicts what steps take.
+
+    Args:
+        measured: as `settings_to_measure` says.
+        num_layers: of the model; None: not known.
+        host_budget_bytes: most that host memory takes of activations, of a rank.
+    """
+
+    def __init__(
+        self,
+        measured: Sequence[Measurement],
+        *,
+        num_layers: int | None = None,
+        host_budget_bytes: float = float("inf"),
+    ) -> None:
+        self.num_layers = num_layers
+        self._host_budget_bytes = host_budget_bytes
+        moved = sum(one.moved_bytes for one in measured)
+        in_host = sum(one.moved_bytes * one.host_share for one in measured)
+        self._host_share = in_host / moved if moved else 0.0
+        self.seconds: dict[bool, Fit] = {}  # by whether it is layer-major
+        self.device: dict[bool, Fit] = {}
+        self.moved: dict[bool, Fit] = {}
+        for layer_major in sorted({bool(one.setting.units) for one in measured}):
+            own = [one for one in measured if bool(one.setting.units) == layer_major]
+            terms = _terms(layer_major, num_layers)
+            self.seconds[layer_major] = fit(
+                terms["seconds"], {one.setting: one.step_s for one in own}, relative=True
+            )
+            self.device[layer_major] = fit(
+                terms["device"], {one.setting: one.device_bytes for one in own}
+            )
+            self.moved[layer_major] = fit(
+                terms["moved"], {one.setting: one.moved_bytes for one in own}
+            )
+
+    def predict(self, setting: Setting) -> Figures:
+        """What a step with this setting should take."""
+        order = bool(setting.units)
+        return Measurement(
+            setting,
+            self.seconds[order].at(setting),
+            self.device[order].at(setting),
+            self.moved[order].at(setting),
+            self._host_share,
+            tokens=0.0,
+        ).figures(self.num_layers, self._host_budget_bytes)
+
+    def promised_device_bytes(self, setting: Setting, margin: float) -> float:
+        """Device memory that a step with this setting should not exceed.
+
+        Args:
+            margin: a part of what is predicted, on top. Where a measurement was further above the
+                fit than that, its distance counts.
+        """
+        found = self.device[bool(setting.units)]
+        return found.at(setting) * (1.0 + max(margin, found.largest_error))
+
+
+def _terms(
+    layer_major: bool, num_layers: int | None
+) -> dict[str, Mapping[str, Callable[[Setting], float]]]:
+    """See Note [Terms]."""
+    one: dict[str, Callable[[Setting], float]] = {
+        "1": lambda s: 1.0,
+        "b": lambda s: s.micro_batch_size,
+        "m": lambda s: s.micro_batches,
+        "m*b": lambda s: s.samples,
+        "m*u": lambda s: s.micro_batches * s.units,
+        "1/u": lambda s: 1.0 / s.units,
+        "b*(m-1)": lambda s: s.micro_batch_size * (s.micro_batches - 1),
+        "b*(m-1)*away": lambda s: (
+            s.micro_batch_size * (s.micro_batches - 1) * s.share_before_last_unit(num_layers)
+        ),
+    }
+
+    def of(names: Iterable[str]) -> dict[str, Callable[[Setting], float]]:
+        return {name: one[name] for name in names}
+
+    return {
+        "seconds": of(["1", "m", "m*b", *(["m*u"] if layer_major else [])]),
+        "device": of(["1", "b", *(["1/u", "b*(m-1)", "b*(m-1)*away"] if layer_major else [])]),
+        "moved": of(["m", "m*b"]),
+    }
