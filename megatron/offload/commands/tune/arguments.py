@@ -9,11 +9,12 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.offload.commands.training_runs.trainer import CHECKOUT
+from megatron.offload.commands.training_runs.trainer import CHECKOUT, TRAINER
 from megatron.offload.commands.tune.candidates import StepSize
 from megatron.offload.commands.tune.runs import HowLong
 from megatron.offload.commands.tune.setting import Setting, settings_to_measure
 from megatron.offload.commands.tune.training_command import TrainingCommand
+from megatron.offload.device.cuda import has_cuda
 from megatron.offload.errors import ConfigurationError
 
 _BEYOND = 4  # micro-batch sizes up to so many times the largest measured one are tried
@@ -129,6 +130,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks on this machine; default: 1. More: torchrun",
     )
     measure.add_argument(
+        "--turns",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="trainings take turns, a step each, so that a machine that is slower for a while is "
+        "so for all; their memory has to fit side by side, and the script has to know "
+        "--wait-for-input. Default: for the trainer of this checkout where there is no GPU",
+    )
+    measure.add_argument(
         "--check",
         action="store_true",
         help="run the best candidate and its neighbours, show predicted beside measured, and "
@@ -166,6 +175,13 @@ def request_of(args: argparse.Namespace) -> Request:
                 f"--global-batch-size {command.global_batch_size} cannot be divided by the "
                 f"{data_parallel_size} ranks that have samples of their own; change one of them"
             )
+    is_ours = command.script.resolve().parent == TRAINER.parent
+    if args.turns is None:
+        args.turns = is_ours and args.processes == 1 and not has_cuda()
+    if args.turns and args.processes > 1:
+        raise ConfigurationError(
+            "--turns works for one process, whose standard input says when; drop it or --processes"
+        )
     units = _units_of(args.units, command)
     if args.trainings is None:
         now = datetime.datetime.now()

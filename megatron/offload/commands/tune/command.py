@@ -32,7 +32,7 @@ from megatron.offload.commands.tune.candidates import (
     neighbours_of,
 )
 from megatron.offload.commands.tune.limits import limits_of
-from megatron.offload.commands.tune.runs import Duration, measure
+from megatron.offload.commands.tune.runs import Duration, Runs
 from megatron.offload.commands.tune.setting import Setting
 from megatron.offload.commands.tune.step_model import Measurement, StepModel
 from megatron.offload.commands.tune.text import (
@@ -133,11 +133,12 @@ def choice_of(checked: Checked, limits: Limits) -> Candidate:
 
 
 class _Tuning:
-    """Runs the trainings of a request, and says how far it is."""
+    """Runs the trainings of a request, and says what it does and how far it is."""
 
     def __init__(self, request: Request, args: argparse.Namespace, limits: Limits) -> None:
         self._request = request
         self._limits = limits
+        self._turns = args.turns
         self._trainer = CommandTrainer(
             request.command.script,
             request.command.flags,
@@ -145,58 +146,73 @@ class _Tuning:
             processes=args.processes,
         )
         self._first: tuple[Setting, Duration] | None = None
+        self._bar: tqdm[Any] = tqdm(disable=True)
 
     def measure(self, settings: list[Setting]) -> list[Measurement]:
-        """The first training alone, to say how long the others take."""
+        """Runs what the fits are made of."""
         how_long = self._request.how_long
         print(
             f"measuring {len(settings)} settings (micro-batches x micro-batch size), "
             f"{how_long.skip_steps} + {how_long.steps} steps each and at least "
-            f"{how_long.seconds:g} s:\n{settings_text(settings)}",
+            f"{how_long.seconds:g} s{', in turns' if self._turns else ''}:\n"
+            f"{settings_text(settings)}",
             flush=True,
         )
-        with self._bar(len(settings)) as bar:
-            found = [self._train(settings[0], bar, "fit")]
-            self._say_duration(settings[1:], "the other trainings take")
-            return [*found, *(self._train(one, bar, "fit") for one in settings[1:])]
+        return self._run(settings, "fit")
 
     def check(self, candidates: list[Candidate]) -> Checked:
         """Runs candidates as they are."""
         settings = [one.setting for one in candidates]
         print(f"\nchecking {len(settings)} settings:\n{settings_text(settings)}", flush=True)
         self._say_duration(settings, "this takes")
-        with self._bar(len(settings)) as bar:
-            return [(one, self._train(one.setting, bar, "check")) for one in candidates]
+        return list(zip(candidates, self._run(settings, "check"), strict=True))
 
-    def _train(self, setting: Setting, bar: tqdm[Any], phase: str) -> Measurement:
-        bar.set_description(setting.name)
-        if bar.disable:
-            print(setting.name, file=sys.stderr, flush=True)
+    def _run(self, settings: list[Setting], phase: str) -> list[Measurement]:
         request = self._request
-        measurement, duration = measure(
+        runs = Runs(
             self._trainer,
-            setting,
             request.how_long,
-            request.output / f"{phase}-{setting.name}",
+            request.output / phase,
             data_parallel_size=request.data_parallel_size,
             mode=request.command.offload.mode,
             both_allocators=not has_cuda(),
             whole_memory=self._limits.device_bytes < math.inf,
-            on_steps=lambda number: bar.set_postfix_str(f"step {number}"),
+            watch=self._watch,
         )
-        self._first = self._first or (setting, duration)
-        bar.update()
-        return measurement
+        found: dict[Setting, Measurement] = {}
+        self._bar = tqdm(total=len(settings), unit="training", dynamic_ncols=True, disable=None)
+        try:
+            for one in settings:
+                self._say(one.name)
+                if self._turns:
+                    runs.settle(one)
+                else:
+                    found[one] = runs.measure(one)
+                self._bar.update()
+                if self._first is None:  # the others' steps, by their tokens
+                    self._first = runs.first
+                    self._say_duration(settings[1:], "the other trainings take")
+            if self._turns:
+                self._say("all in turn")
+                found = runs.take_turns()
+        finally:
+            runs.end()
+            self._bar.close()
+        return [found[one] for one in settings]
+
+    def _say(self, what: str) -> None:
+        self._bar.set_description(what)
+        if self._bar.disable:
+            print(what, file=sys.stderr, flush=True)
+
+    def _watch(self, setting: Setting, num_steps: int) -> None:
+        self._bar.set_postfix_str(f"step {num_steps}")
 
     def _say_duration(self, settings: list[Setting], what: str) -> None:
         assert self._first is not None
         setting, duration = self._first
         seconds = duration.of_others(settings, setting, self._request.how_long)
         tqdm.write(f"{what} {duration_text(seconds)}")
-
-    @staticmethod
-    def _bar(total: int) -> tqdm[Any]:
-        return tqdm(total=total, unit="training", dynamic_ncols=True, disable=None)
 
 
 def _place(request: Request) -> Path:

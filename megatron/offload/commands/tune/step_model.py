@@ -65,7 +65,7 @@ class Measurement:
     """One training that was measured.
 
     Attributes:
-        step_s: median seconds of a step.
+        step_s: seconds of a step, of the faster half of them.
         device_bytes: most device memory in any step.
         moved_bytes: of activations to the tiers in a step.
         host_share: of them, to host memory.

@@ -140,7 +140,8 @@ class CommandTrainer(Trainer):
         self, flags: Sequence[str], metrics: Path, *, in_turns: bool
     ) -> tuple[list[str], dict[str, str]]:
         """See `Trainer`."""
-        return [*self.flags, *flags, "--metrics-file", str(metrics)], {}
+        turns = ["--wait-for-input"] if in_turns else []
+        return [*self.flags, *flags, "--metrics-file", str(metrics), *turns], {}
 
 
 def _read(flags: Sequence[str]) -> argparse.Namespace:
