@@ -29,6 +29,7 @@ from megatron.offload.commands.tune.candidates import (
 )
 from megatron.offload.commands.tune.fit import fit
 from megatron.offload.commands.tune.limits import limits_of
+from megatron.offload.commands.tune.runs import undisturbed
 from megatron.offload.commands.tune.setting import Setting, settings_to_measure
 from megatron.offload.commands.tune.step_model import Figures, Measurement, StepModel
 from megatron.offload.commands.tune.training_command import TrainingCommand
@@ -40,7 +41,7 @@ MIB = 1 << 20
 LAYERS = 4
 
 TRAINER = """
-import argparse, json
+import argparse, json, sys
 parser = argparse.ArgumentParser()
 for name in ("micro-batch-size", "global-batch-size", "train-iters", "seq-length"):
     parser.add_argument("--" + name, type=int, default=0)
@@ -48,6 +49,7 @@ parser.add_argument("--layer-major-units")
 parser.add_argument("--metrics-file")
 parser.add_argument("--without", default="")
 parser.add_argument("--full-tiers", action="store_true")
+parser.add_argument("--wait-for-input", action="store_true")
 parser.add_argument("--more-from", type=int, default=10**9)
 args, _ = parser.parse_known_args()
 b, m = args.micro_batch_size, args.global_batch_size // args.micro_batch_size
@@ -58,6 +60,8 @@ if b >= args.more_from:
     size += 50 << 20
 with open(args.metrics_file, "w") as file:
     for step in range(1, args.train_iters + 1):
+        if args.wait_for_input and not sys.stdin.readline():
+            break
         first = 10.0 if step <= 2 else 0.0  # the first steps are longer
         values = {
             "step": step,
@@ -283,6 +287,24 @@ def test_the_best_of_a_step_is_found_and_checked(
         assert one["over"] or one["promised_device_bytes"] <= 210 * MIB
 
 
+def test_trainings_may_take_turns(
+    tmp_path: Path, trainer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "tune.json"
+    own = f"--turns --units off --steps 3 --seconds 0 --json {result}"
+    assert tune(tmp_path, trainer, own, "--global-batch-size 8") == 0
+    assert "in turns" in capsys.readouterr().out
+    for folder in (tmp_path / "trainings1" / "fit").iterdir():  # none was ahead of the others
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2 + 3
+    seconds = [one["step_s"] for one in json.loads(result.read_text())["measured"]]
+    assert seconds == pytest.approx([0.11, 0.17, 0.17, 0.29])
+
+
+def test_steps_that_something_held_up_do_not_count() -> None:
+    assert undisturbed([3.0, 1.0, 90.0, 2.0]) == 1.5
+    assert undisturbed([5.0, 1.0, 3.0]) == 2.0 and undisturbed([7.0]) == 7.0
+
+
 def test_what_a_check_finds_wrong_is_said_and_not_chosen(
     tmp_path: Path, trainer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,6 +347,7 @@ def test_tokens_of_a_step_may_be_free(
             "--activation-recompute-layers",
         ),
         ("--processes 3", "--global-batch-size 8 --tensor-model-parallel-size 2", "--processes 3"),
+        ("--processes 2 --turns", "--global-batch-size 8", "--turns works for one process"),
         ("--processes 2", "--global-batch-size 7", "cannot be divided by the 2 ranks"),
         (
             "--units off",
@@ -405,7 +428,7 @@ def test_the_trainer_itself(
     best, result = tmp_path / "best.txt", tmp_path / "tune.json"
     (tmp_path / "ssd").mkdir()
     own = "--tokens-per-step 64-128 --units off --micro-batch-sizes 1,2 --micro-batches 1,2"
-    own += f" --steps 2 --seconds 0 --skip-steps 1 --output {best} --json {result}"
+    own += f" --no-turns --steps 2 --seconds 0 --skip-steps 1 --output {best} --json {result}"
     flags = f"{TINY} --activation-offload ssd --activation-offload-dir {tmp_path}/ssd"
     flags += " --activation-offload-min-bytes 1KiB --device-memory-budget 8GiB"
     words = ["tune", *own.split(), "--trainings", str(tmp_path / "trainings"), "--"]
