@@ -89,7 +89,7 @@ def made_up(setting: Setting) -> Figures:
         return Figures(m * (0.5 + 0.25 * b) + 0.75, 1000.0 + 200.0 * b, moved, 0.0, moved / m)
     return Figures(
         m * (0.375 + 0.25 * b) + 1.5 + 0.03125 * m * u,
-        900.0 + 80.0 / u + 200.0 * b + b * (m - 1) * (20.0 + 40.0 * away),
+        1000.0 + 10.0 * (m - 1) + 80.0 / u + 200.0 * b + b * (m - 1) * (20.0 + 40.0 * away),
         moved,
         0.0,
         moved / m * setting.waiting_micro_batches(LAYERS),
@@ -146,12 +146,15 @@ def test_a_fit_recovers_what_the_measurements_were_made_of(units: tuple[int, ...
         assert model.seconds[False].coefficients == pytest.approx(
             {"1": 0.75, "m": 0.5, "m*b": 0.25}, rel=1e-9
         )
-        assert model.device[False].coefficients == pytest.approx({"1": 1000.0, "b": 200.0})
+    if units == (0,):
+        assert model.device.coefficients["b"] == pytest.approx(200.0)
     if 2 in units:
         expected_terms = {"1": 1.5, "m": 0.375, "m*b": 0.25, "m*u": 0.03125}
         assert model.seconds[True].coefficients == pytest.approx(expected_terms, rel=1e-9)
-        expected_terms = {"1": 900, "b": 200, "1/u": 80, "b*(m-1)": 20, "b*(m-1)*away": 40}
-        assert model.device[True].coefficients == pytest.approx(expected_terms, rel=1e-9)
+    if units == (0, 2, 4):
+        expected_terms = {"1": 1000, "b": 200, "m-1": 10, "1/u": 80}
+        expected_terms |= {"b*(m-1)": 20, "b*(m-1)*away": 40}
+        assert model.device.coefficients == pytest.approx(expected_terms, rel=1e-9)
 
 
 def test_a_coefficient_is_never_negative() -> None:
@@ -268,7 +271,7 @@ def test_the_best_of_a_step_is_found_and_checked(
     """Layer-major is faster here and takes more: the budget decides how large a micro-batch is."""
     result, best = tmp_path / "tune.json", tmp_path / "best.txt"
     own = f"--check --json {result} --output {best} --largest-micro-batch-size 8"
-    flags = "--global-batch-size 16 --micro-batch-size 3 --device-memory-budget 210MiB"
+    flags = "--global-batch-size 16 --micro-batch-size 3 --device-memory-budget 212MiB"
     assert tune(tmp_path, trainer, own, flags) == 0
     printed = capsys.readouterr().out
     expected = ["--micro-batch-size", "4", "--global-batch-size", "16", "--layer-major-units", "4"]
@@ -276,7 +279,7 @@ def test_the_best_of_a_step_is_found_and_checked(
     assert "left out of what is measured: --global-batch-size 16 --micro-batch-size 3" in printed
     assert printed.index("measuring 8 settings") < printed.index("the other trainings take about")
     assert printed.index("the other trainings take") < printed.index("tokens/s")
-    assert "210 MiB of device memory" in printed and "over: device memory" in printed
+    assert "212 MiB of device memory" in printed and "over: device memory" in printed
     values = json.loads(result.read_text())
     assert len(values["measured"]) == 8 and len(values["candidates"]) == 8
     assert values["chosen"]["setting"] == {"units": 4, "micro_batch_size": 4, "micro_batches": 4}
@@ -284,7 +287,7 @@ def test_the_best_of_a_step_is_found_and_checked(
         assert one["measured"]["step_s"] == pytest.approx(one["predicted"]["step_s"])
         assert one["measured"]["device_bytes"] == pytest.approx(one["predicted"]["device_bytes"])
     for one in values["candidates"]:
-        assert one["over"] or one["promised_device_bytes"] <= 210 * MIB
+        assert one["over"] or one["promised_device_bytes"] <= 212 * MIB
 
 
 def test_trainings_may_take_turns(
@@ -352,7 +355,7 @@ def test_tokens_of_a_step_may_be_free(
         (
             "--units off",
             "--global-batch-size 8 --device-memory-budget 64MiB",
-            "needs 113.3 MiB of device memory; raise --device-memory-budget",
+            "needs 115.5 MiB of device memory; raise --device-memory-budget",
         ),
         (
             "--units off",

@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choose.add_argument(
         "--memory-margin",
         type=_fraction,
-        default=0.03,
+        default=0.05,
         metavar="FRACTION",
         help="of the predicted device memory, that has to be left; default: %(default)s",
     )

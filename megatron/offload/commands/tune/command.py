@@ -31,6 +31,7 @@ from megatron.offload.commands.tune.candidates import (
     candidates_of,
     neighbours_of,
 )
+from megatron.offload.commands.tune.fit import Fit
 from megatron.offload.commands.tune.limits import limits_of
 from megatron.offload.commands.tune.runs import Duration, Runs
 from megatron.offload.commands.tune.setting import Setting
@@ -258,18 +259,14 @@ def as_json(
         },
         "measured": [dataclasses.asdict(one) for one in measured],
         "fits": {
-            name: {
-                "layer-major" if order else "micro-batch-major": {
-                    "coefficients": dict(one.coefficients),
-                    "largest_error": one.largest_error,
+            "device_bytes": _fit(model.device),
+            **{
+                name: {
+                    "layer-major" if order else "micro-batch-major": _fit(one)
+                    for order, one in fits.items()
                 }
-                for order, one in fits.items()
-            }
-            for name, fits in (
-                ("step_s", model.seconds),
-                ("device_bytes", model.device),
-                ("moved_bytes", model.moved),
-            )
+                for name, fits in (("step_s", model.seconds), ("moved_bytes", model.moved))
+            },
         },
         "candidates": [_candidate(one) for one in candidates],
         "chosen": None if chosen is None else _candidate(chosen),
@@ -283,3 +280,7 @@ def as_json(
 
 def _candidate(one: Candidate) -> dict[str, Any]:
     return {**dataclasses.asdict(one), "tokens_per_s": one.tokens_per_s}
+
+
+def _fit(one: Fit) -> dict[str, Any]:
+    return {"coefficients": dict(one.coefficients), "largest_error": one.largest_error}

@@ -2,24 +2,25 @@
 """What a step takes, as a function of its setting, from short runs: `StepModel`.
 
 Note [Terms]
-b is the micro-batch size, m the number of micro-batches, u that of units. Both orders of a step
-have coefficients of their own: layer-major, a micro-batch pauses where a unit ends, and what comes
-in for a layer comes once a step, so neither its seconds nor its bytes are the other order's.
+b is the micro-batch size, m the number of micro-batches, u that of units.
 
-Seconds, in either order: `1` is the optimizer's step and what else is done once a step, layer-major
-also what comes in for units. `m` is what each micro-batch takes however small it is: launches, and
-parameters that come in for it. `m*b` is its operations and the transfers that they cannot hide,
-both in proportion to its samples. Layer-major `m*u` are the pauses.
+Seconds. Both orders of a step have coefficients of their own: layer-major, a micro-batch pauses
+where a unit ends, and what comes in for a layer comes once a step. `1` is the optimizer's step and
+what else is done once a step, layer-major also what comes in for units. `m` is what each
+micro-batch takes however small it is: launches, and parameters that come in for it. `m*b` is its
+operations and the transfers that they cannot hide, both in proportion to its samples. Layer-major
+`m*u` are the pauses.
 
-Device memory, one micro-batch after the other: `1` is weights, gradients, optimizer states; `b` is
-what a micro-batch has at the fullest moment: what it keeps, what is on its way to a tier, what an
-operation works in. m is no term: a micro-batch's activations are gone before the next begins.
-
-Device memory, layer-major: `1` and `b` as above. `1/u` is what is in memory of the parameters of
-one unit while it runs, where they come and go. `b*(m-1)` is what the other micro-batches keep
-between two units wherever their activations are: hidden states and their gradients. And
-`b*(m-1)*away`, where `away` is the share of layers before the last unit, is what they keep of those
-layers: without offload everything, with it what is too small to move.
+Device memory. One fit for both orders, as a micro-batch that runs needs the same in both. `1` is
+weights, gradients, optimizer states; `b` is what a micro-batch has at the fullest moment: what it
+keeps, what is on its way to a tier, what an operation works in. One after the other m is no term: a
+micro-batch's activations are gone before the next begins. Layer-major `m-1` is what each of the
+others takes however small it is: its forward pass waits in a thread, for which allocators keep
+memory. `1/u` is what is in memory of the parameters of one unit while it runs, where they come and
+go. `b*(m-1)` is what the others keep between two units wherever their activations are: hidden
+states and their gradients. And `b*(m-1)*away`, where `away` is the share of layers before the last
+unit, is what they keep of those layers: without offload everything, with it what is too small to
+move.
 
 On the tiers, for each micro-batch `1` (what does not depend on its size) and `b`. The sum over a
 step is what is moved. At once there is what waits, `Setting.waiting_micro_batches`. With `tiered`
@@ -30,7 +31,7 @@ Terms that the runs cannot tell apart (with one number of units `1/u` is a const
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.offload.commands.tune.fit import Fit, fit
@@ -109,16 +110,15 @@ class StepModel:
         in_host = sum(one.moved_bytes * one.host_share for one in measured)
         self._host_share = in_host / moved if moved else 0.0
         self.seconds: dict[bool, Fit] = {}  # by whether it is layer-major
-        self.device: dict[bool, Fit] = {}
         self.moved: dict[bool, Fit] = {}
+        self.device = fit(
+            _device_terms(num_layers), {one.setting: one.device_bytes for one in measured}
+        )
         for layer_major in sorted({bool(one.setting.units) for one in measured}):
             own = [one for one in measured if bool(one.setting.units) == layer_major]
-            terms = _terms(layer_major, num_layers)
+            terms = _terms(layer_major)
             self.seconds[layer_major] = fit(
                 terms["seconds"], {one.setting: one.step_s for one in own}, relative=True
-            )
-            self.device[layer_major] = fit(
-                terms["device"], {one.setting: one.device_bytes for one in own}
             )
             self.moved[layer_major] = fit(
                 terms["moved"], {one.setting: one.moved_bytes for one in own}
@@ -130,7 +130,7 @@ class StepModel:
         return Measurement(
             setting,
             self.seconds[order].at(setting),
-            self.device[order].at(setting),
+            self.device.at(setting),
             self.moved[order].at(setting),
             self._host_share,
             tokens=0.0,
@@ -143,32 +143,40 @@ class StepModel:
             margin: a part of what is predicted, on top. Where a measurement was further above the
                 fit than that, its distance counts.
         """
-        found = self.device[bool(setting.units)]
-        return found.at(setting) * (1.0 + max(margin, found.largest_error))
+        return self.device.at(setting) * (1.0 + max(margin, self.device.largest_error))
 
 
-def _terms(
-    layer_major: bool, num_layers: int | None
-) -> dict[str, Mapping[str, Callable[[Setting], float]]]:
-    """See Note [Terms]."""
+def _terms(layer_major: bool) -> dict[str, Mapping[str, Callable[[Setting], float]]]:
+    """Of what each order has coefficients of its own for; see Note [Terms]."""
     one: dict[str, Callable[[Setting], float]] = {
         "1": lambda s: 1.0,
-        "b": lambda s: s.micro_batch_size,
         "m": lambda s: s.micro_batches,
         "m*b": lambda s: s.samples,
         "m*u": lambda s: s.micro_batches * s.units,
-        "1/u": lambda s: 1.0 / s.units,
-        "b*(m-1)": lambda s: s.micro_batch_size * (s.micro_batches - 1),
-        "b*(m-1)*away": lambda s: (
-            s.micro_batch_size * (s.micro_batches - 1) * s.share_before_last_unit(num_layers)
-        ),
     }
 
-    def of(names: Iterable[str]) -> dict[str, Callable[[Setting], float]]:
+    def of(*names: str) -> dict[str, Callable[[Setting], float]]:
         return {name: one[name] for name in names}
 
     return {
-        "seconds": of(["1", "m", "m*b", *(["m*u"] if layer_major else [])]),
-        "device": of(["1", "b", *(["1/u", "b*(m-1)", "b*(m-1)*away"] if layer_major else [])]),
-        "moved": of(["m", "m*b"]),
+        "seconds": of("1", "m", "m*b", *(["m*u"] if layer_major else [])),
+        "moved": of("m", "m*b"),
+    }
+
+
+def _device_terms(num_layers: int | None) -> dict[str, Callable[[Setting], float]]:
+    """See Note [Terms]."""
+
+    def others(s: Setting) -> int:
+        return s.micro_batches - 1 if s.units else 0
+
+    return {
+        "1": lambda s: 1.0,
+        "b": lambda s: s.micro_batch_size,
+        "m-1": others,
+        "1/u": lambda s: 1.0 / s.units if s.units else 0.0,
+        "b*(m-1)": lambda s: s.micro_batch_size * others(s),
+        "b*(m-1)*away": lambda s: (
+            s.micro_batch_size * others(s) * s.share_before_last_unit(num_layers)
+        ),
     }
