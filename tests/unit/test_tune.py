@@ -213,17 +213,25 @@ def candidate(setting: Setting, speed: float, device: float = 1.0, **more: Any) 
     return Candidate(setting, figures, device, tokens=speed, **more)
 
 
-def test_of_equally_fast_candidates_the_one_that_takes_least_is_chosen() -> None:
-    slow, fast = Setting(0, 1, 8), Setting(0, 8, 1)
-    assert best_of([candidate(fast, 1000, 9), candidate(slow, 995, 2)]).setting == slow  # type: ignore[union-attr]
-    assert best_of([candidate(fast, 1000, 9), candidate(slow, 985, 2)]).setting == fast  # type: ignore[union-attr]
-    # Memory the same: less room on tiers; all the same: fewer units, smaller micro-batches.
-    tied = [candidate(fast, 1000, ssd=5.0), candidate(slow, 1000, ssd=6.0)]
-    assert best_of(tied).setting == fast  # type: ignore[union-attr]
-    tied = [candidate(Setting(4, 1, 8), 1000), candidate(fast, 1000), candidate(slow, 1000)]
-    assert {best_of(order).setting for order in (tied, tied[::-1])} == {slow}  # type: ignore[union-attr]
-    over = candidate(fast, 9000, over=("device memory",))
-    assert best_of([over, tied[0]]) == tied[0] and best_of([over]) is None
+def test_of_equally_fast_candidates_the_larger_micro_batch_and_then_less_memory_is_chosen() -> None:
+    small, large = Setting(0, 1, 8), Setting(0, 8, 1)
+
+    def chosen(*candidates: Candidate) -> Setting:
+        found = {best_of(order) for order in (candidates, candidates[::-1])}
+        assert len(found) == 1
+        (one,) = found
+        assert one is not None
+        return one.setting
+
+    assert chosen(candidate(large, 995, 9), candidate(small, 1000, 2)) == large
+    assert chosen(candidate(large, 985, 9), candidate(small, 1000, 2)) == small
+    # The same size: less device memory, then less room on tiers, then fewer units.
+    other = Setting(4, 8, 1)
+    assert chosen(candidate(large, 1000, 9), candidate(other, 995, 8)) == other
+    assert chosen(candidate(large, 1000, ssd=6.0), candidate(other, 1000, ssd=5.0)) == other
+    assert chosen(candidate(large, 1000), candidate(other, 1000)) == large
+    over = candidate(large, 9000, over=("device memory",))
+    assert chosen(over, candidate(small, 1)) == small and best_of([over]) is None
 
 
 def test_neighbours_are_the_next_sizes_and_the_other_orders() -> None:

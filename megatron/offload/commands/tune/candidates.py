@@ -133,14 +133,18 @@ def candidates_of(
 def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
     """The promised one with the most tokens a second; None: none is promised.
 
-    Of those within `NOISE` of the fastest the one that takes the least device memory, then the
-    least room on tiers; then the one with fewer units, smaller and fewer micro-batches.
+    Of those within `NOISE` of the fastest the one with the largest micro-batch: what each takes
+    however small it is, is what short runs see worst, and it can only be more than nothing. Then
+    the one that takes the least device memory, the least room on tiers, the fewest units.
     """
     promised = [one for one in candidates if one.is_promised]
     if not promised:
         return None
     enough = max(one.tokens_per_s for one in promised) * (1.0 - NOISE)
-    return min((one for one in promised if one.tokens_per_s >= enough), key=_modesty)
+    return min(
+        (one for one in promised if one.tokens_per_s >= enough),
+        key=lambda one: (-one.setting.micro_batch_size, *_modesty(one)),
+    )
 
 
 def neighbours_of(best: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
