@@ -26,12 +26,13 @@ On the tiers, for each micro-batch `1` (what does not depend on its size) and `b
 step is what is moved. At once there is what waits, `Setting.waiting_micro_batches`. With `tiered`
 host memory takes the share that it had in the runs, up to its budget.
 
-Terms that the runs cannot tell apart (with one number of units `1/u` is a constant) become one.
+Terms that the runs cannot tell apart become one. `1/u` is left out where one number of units was
+measured: as a constant of the order it would hide a part of what grows with m.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.offload.commands.tune.fit import Fit, fit
@@ -112,7 +113,8 @@ class StepModel:
         self.seconds: dict[bool, Fit] = {}  # by whether it is layer-major
         self.moved: dict[bool, Fit] = {}
         self.device = fit(
-            _device_terms(num_layers), {one.setting: one.device_bytes for one in measured}
+            _device_terms(num_layers, {one.setting.units for one in measured}),
+            {one.setting: one.device_bytes for one in measured},
         )
         for layer_major in sorted({bool(one.setting.units) for one in measured}):
             own = [one for one in measured if bool(one.setting.units) == layer_major]
@@ -164,17 +166,20 @@ def _terms(layer_major: bool) -> dict[str, Mapping[str, Callable[[Setting], floa
     }
 
 
-def _device_terms(num_layers: int | None) -> dict[str, Callable[[Setting], float]]:
-    """See Note [Terms]."""
+def _device_terms(
+    num_layers: int | None, units: Collection[int]
+) -> dict[str, Callable[[Setting], float]]:
+    """See Note [Terms]; `units` are those that were measured."""
 
     def others(s: Setting) -> int:
         return s.micro_batches - 1 if s.units else 0
 
+    of_units = {"1/u": lambda s: 1.0 / s.units if s.units else 0.0}
     return {
         "1": lambda s: 1.0,
         "b": lambda s: s.micro_batch_size,
         "m-1": others,
-        "1/u": lambda s: 1.0 / s.units if s.units else 0.0,
+        **(of_units if len({one for one in units if one}) > 1 else {}),
         "b*(m-1)": lambda s: s.micro_batch_size * others(s),
         "b*(m-1)*away": lambda s: (
             s.micro_batch_size * others(s) * s.share_before_last_unit(num_layers)
