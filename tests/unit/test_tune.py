@@ -249,6 +249,10 @@ def test_a_step_of_one_size_is_divided_without_a_rest() -> None:
     assert {(s.micro_batch_size, s.micro_batches) for s in found} == {
         *((1, 12), (2, 6), (3, 4), (4, 3), (6, 2)),
     }
+    # Layer-major only where there is more than one micro-batch.
+    assert set(StepSize(2, 2, 4).settings((0, 4))) == {
+        *(Setting(0, 1, 2), Setting(0, 2, 1), Setting(4, 1, 2)),
+    }
     free = StepSize(5, 9, 100).settings((0,))
     assert all(5 <= one.samples <= 9 for one in free)
     assert {one.samples for one in free if one.micro_batch_size == 1} == {5, 6, 8, 9}

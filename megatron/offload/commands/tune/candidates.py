@@ -92,7 +92,13 @@ class StepSize:
                 for size in _steps_up_to(largest)
                 for count in _counts(-(-self.least // size), self.most // size)
             ]
-        return [Setting(one, size, count) for one in units for size, count in pairs]
+        # With one micro-batch both orders are the same step.
+        return [
+            Setting(one, size, count)
+            for one in units
+            for size, count in pairs
+            if not one or count > 1
+        ]
 
 
 def candidates_of(
