@@ -357,6 +357,7 @@ def test_tokens_of_a_step_may_be_free(
             "fills what activations leave",
         ),
         ("--units 5", "--global-batch-size 8", "the model has 4 layers"),
+        ("--units 4", "--global-batch-size 1", "layer-major steps need two micro-batches"),
         (
             "--units auto",
             "--global-batch-size 8 --recompute-granularity full",

@@ -223,6 +223,11 @@ def _place(request: Request) -> Path:
 
 def _nothing_fits(candidates: Sequence[Candidate], limits: Limits) -> str:
     """The candidate that takes the least, and what to do."""
+    if not candidates:
+        return (
+            "there is nothing to choose from: layer-major steps need two micro-batches; add off to "
+            "--units, or allow more tokens in a step"
+        )
     least = min(candidates, key=lambda one: (len(one.over), one.promised_device_bytes))
     advice = {
         "device memory": "raise --device-memory-budget, or move more with --activation-offload ssd",
