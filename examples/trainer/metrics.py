@@ -31,6 +31,7 @@ class StepRecord:
     tokens_per_s: float
     peak_activation_bytes: int  # the largest of all ranks
     peak_activation_bytes_rank0: int  # of the first rank, on the first pipeline stage
+    peak_device_bytes: int  # of the whole step, with weights and states; the largest of all ranks
     learning_rate: float
     offload: dict[str, Any] = field(default_factory=dict)  # of rank 0
     states: dict[str, int] = field(default_factory=dict)  # of rank 0, since training began

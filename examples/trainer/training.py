@@ -292,6 +292,7 @@ class _Run:
         self.scheduler.step(increment=args.global_batch_size)
         losses = {**self._share(loss_sums), **experts.take_balance_loss(args)}
         step_time_s = time.perf_counter() - begin
+        device_bytes = self.peak.device_bytes()
         self.offload.pause()
         self.progress.iteration += 1
         self.progress.consumed_samples += args.global_batch_size
@@ -304,6 +305,7 @@ class _Run:
             tokens_per_s=args.global_batch_size * self.task.tokens_per_sample(args) / step_time_s,
             peak_activation_bytes=distributed.largest(peak_bytes, self.device),
             peak_activation_bytes_rank0=peak_bytes,
+            peak_device_bytes=distributed.largest(device_bytes, self.device),
             learning_rate=learning_rate,
             offload=dict(self.offload.statistics),
             states=self.states.statistics,

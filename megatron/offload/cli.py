@@ -4,6 +4,7 @@
 megatron-offload doctor [--activation-offload-dir DIR ...] [--json]
 megatron-offload plan (--profile FILE | --hardware GPU --num-layers N ...) [--output PLAN.json]
 megatron-offload rok [--micro-batch-sizes N,...] [--budgets N] [--check]
+megatron-offload tune [--tokens-per-step MIN-MAX] [--check] -- SCRIPT FLAGS
 megatron-offload bench [--directory DIR] [--quick] [--json FILE] [--plot FILE]
 megatron-offload report (runs/NAME/metrics.jsonl ... | --script train.py)
 megatron-offload report --memory FILE [--picture PNG]
@@ -28,6 +29,7 @@ from megatron.offload.commands.report import compare_runs, compare_script
 from megatron.offload.commands.rok import arguments as curve
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.script import add_script_arguments, flags_of_script
+from megatron.offload.commands.tune import arguments as tuning
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.versions import SUPPORTED_VERSIONS
@@ -72,6 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     curve.add_arguments(rok)
+    tune = commands.add_parser(
+        "tune",
+        help="micro-batch size, number of micro-batches and layer-major units, from short runs",
+        description=tuning.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tuning.add_arguments(tune)
     bench = commands.add_parser(
         "bench",
         help="measure bandwidth and processor time of the storage tiers, beside fio",
@@ -115,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(args)
         if args.command == "rok":
             return _rok(args, sys.argv[1:] if argv is None else argv)
+        if args.command == "tune":
+            return _tune(args, sys.argv[1:] if argv is None else argv)
         if args.command == "bench":
             return _bench(args, argv)
         if args.memory is not None:
@@ -161,6 +172,16 @@ def _bench(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         restart_with_allocator()
     try:
         return run(args, ["megatron-offload", *(sys.argv[1:] if argv is None else argv)])
+    except KeyboardInterrupt:
+        return 130
+
+
+def _tune(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """See `commands.tune.command.run`."""
+    from megatron.offload.commands.tune.command import run  # brings tqdm
+
+    try:
+        return run(args, ["megatron-offload", *argv])
     except KeyboardInterrupt:
         return 130
 

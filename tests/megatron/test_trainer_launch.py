@@ -23,6 +23,7 @@ FIELDS = {
     "tokens_per_s",
     "peak_activation_bytes",
     "peak_activation_bytes_rank0",
+    "peak_device_bytes",
     "learning_rate",
     "offload",
 }

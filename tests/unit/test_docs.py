@@ -96,6 +96,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"megatron-offload plan",
      "tests/unit/test_plan_command.py::test_a_plan_stands_beside_what_else_could_be_done"),
     (r"megatron-offload rok", "tests/unit/test_rok.py::test_the_trainer_itself"),
+    (r"megatron-offload tune", "tests/unit/test_tune.py::test_the_trainer_itself"),
     (r"megatron-offload report",
      "tests/unit/test_report_command.py::test_runs_are_compared_with_the_first"),
     (r"tools/preprocess_data\.py .*--split-sentences",

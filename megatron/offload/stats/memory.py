@@ -40,3 +40,10 @@ class PeakMemory:
     def end_step(self) -> int:
         """The most bytes above the base since `begin_step`; call it after the backward pass."""
         return max(self._device.peak_bytes() - self._base_bytes, 0)
+
+    def device_bytes(self) -> int:
+        """The most device memory since `begin_step`, in bytes, whatever it holds.
+
+        Weights, gradients and states too; on a CPU the resident set of the process.
+        """
+        return self._device.peak_bytes()

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of `megatron-offload tune`: `add_arguments`, `request_of`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.offload.commands.training_runs.trainer import CHECKOUT, TRAINER
+from megatron.offload.commands.tune.candidates import StepSize
+from megatron.offload.commands.tune.runs import HowLong
+from megatron.offload.commands.tune.setting import Setting, settings_to_measure
+from megatron.offload.commands.tune.training_command import TrainingCommand
+from megatron.offload.device.cuda import has_cuda
+from megatron.offload.errors import ConfigurationError
+
+_BEYOND = 4  # micro-batch sizes up to so many times the largest measured one are tried
+
+DESCRIPTION = """\
+Chooses micro-batch size, number of micro-batches and --layer-major-units of a training command,
+once and before it, as SpeedLoader does (NeurIPS 2024): a few short trainings are measured, linear
+fits of seconds, device memory, host memory and SSD space are made of them, and every candidate is
+predicted. The choice has the most tokens a second of those that keep to the limits.
+
+  megatron-offload tune --tokens-per-step 4096-16384 --output best.txt -- \\
+      examples/pretrain_gpt.py --num-layers 8 --seq-length 256 --mock-data \\
+      --activation-offload ssd --activation-offload-dir /mnt/nvme0 --device-memory-budget 4GiB
+  examples/pretrain_gpt.sh ... $(cat best.txt)
+
+Behind -- is the command that you train with. Its limits are taken from it: --device-memory-budget
+(weights, states and activations of a rank; on a CPU the process), --activation-offload-host-budget,
+--activation-offload-ssd-budget and the room on the drives. How large a step is says
+--tokens-per-step, or its --global-batch-size. Its --micro-batch-size and --layer-major-units are
+replaced, flags of checkpoints and of the schedule left out.
+
+Exit code: 0 done, 1 with --check: a training took more memory than was promised, 2 it could not be
+measured, or nothing keeps to the limits."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be tuned, and how.
+
+    Attributes:
+        command: that is tuned.
+        data_parallel_size: copies of the model.
+        units: that are compared; 0 is micro-batch-major.
+        to_measure: settings.
+        how_long: each training is.
+        output: folder of the trainings.
+    """
+
+    command: TrainingCommand
+    data_parallel_size: int
+    units: tuple[int, ...]
+    to_measure: list[Setting]
+    how_long: HowLong
+    output: Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds all flags of `megatron-offload tune`."""
+    parser.add_argument(
+        "training", nargs="*", metavar="SCRIPT FLAGS", help="the training command, behind --"
+    )
+    choose = parser.add_argument_group("what is chosen")
+    choose.add_argument(
+        "--tokens-per-step",
+        type=_tokens,
+        metavar="MIN-MAX",
+        help="of all ranks; the number of micro-batches is free within it. Default: those of the "
+        "command's --global-batch-size",
+    )
+    choose.add_argument(
+        "--largest-micro-batch-size",
+        type=_count,
+        metavar="N",
+        help=f"that is tried; default: {_BEYOND} times the largest that is measured",
+    )
+    choose.add_argument(
+        "--units",
+        type=_units,
+        metavar="{off,auto,N},...",
+        help="values of --layer-major-units to compare; off: one micro-batch after the other. "
+        "Default: off,auto",
+    )
+    choose.add_argument(
+        "--memory-margin",
+        type=_fraction,
+        default=0.05,
+        metavar="FRACTION",
+        help="of the predicted device memory, that has to be left; default: %(default)s",
+    )
+    measure = parser.add_argument_group("what is measured")
+    measure.add_argument(
+        "--micro-batch-sizes",
+        type=_two,
+        default=(1, 4),
+        metavar="N,N",
+        help="default: 1,4. Those that you may train with",
+    )
+    measure.add_argument(
+        "--micro-batches", type=_two, default=(2, 4), metavar="N,N", help="of a step; default: 2,4"
+    )
+    measure.add_argument(
+        "--steps", type=_count, default=4, metavar="N", help="that count, at least; default: 4"
+    )
+    measure.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=4.0,
+        metavar="S",
+        help="that the steps that count take together, at least; default: 4",
+    )
+    measure.add_argument(
+        "--skip-steps",
+        type=_count,
+        default=2,
+        metavar="N",
+        help="that do not count: the first; default: 2",
+    )
+    measure.add_argument(
+        "--processes",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="ranks on this machine; default: 1. More: torchrun",
+    )
+    measure.add_argument(
+        "--turns",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="trainings take turns, a step each, so that a machine that is slower for a while is "
+        "so for all; their memory has to fit side by side, and the script has to know "
+        "--wait-for-input. Default: for the trainer of this checkout where there is no GPU",
+    )
+    measure.add_argument(
+        "--check",
+        action="store_true",
+        help="run the best candidate and its neighbours, show predicted beside measured, and "
+        "choose by what was measured",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", type=Path, metavar="FILE", help="the best's flags, in one line")
+    output.add_argument("--json", type=Path, metavar="FILE", help="everything, bytes and seconds")
+    output.add_argument(
+        "--trainings", type=Path, metavar="DIR", help="their output; default: runs/tune-TIME"
+    )
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """What the flags ask for.
+
+    Raises:
+        ConfigurationError: it cannot be done.
+    """
+    if importlib.util.find_spec("tqdm") is None:
+        raise ConfigurationError(
+            "tune trains, which needs tqdm; pip install 'megatron-offload[examples]'"
+        )
+    command = TrainingCommand.of(args.training)
+    data_parallel_size = command.data_parallel_size(args.processes)
+    if args.tokens_per_step is None and command.global_batch_size is None:
+        raise ConfigurationError(
+            "tune needs to know how large a step is: give --tokens-per-step MIN-MAX, or the "
+            "training command a --global-batch-size"
+        )
+    if args.tokens_per_step is None:
+        assert command.global_batch_size is not None
+        if command.global_batch_size % data_parallel_size:
+            raise ConfigurationError(
+                f"--global-batch-size {command.global_batch_size} cannot be divided by the "
+                f"{data_parallel_size} ranks that have samples of their own; change one of them"
+            )
+    is_ours = command.script.resolve().parent == TRAINER.parent
+    if args.turns is None:
+        args.turns = is_ours and args.processes == 1 and not has_cuda()
+    if args.turns and args.processes > 1:
+        raise ConfigurationError(
+            "--turns works for one process, whose standard input says when; drop it or --processes"
+        )
+    units = _units_of(args.units, command)
+    if args.trainings is None:
+        now = datetime.datetime.now()
+        args.trainings = CHECKOUT / "runs" / f"tune-{now:%Y%m%d-%H%M%S}"
+    if args.trainings.exists() and any(args.trainings.iterdir()):
+        raise ConfigurationError(f"--trainings {args.trainings} is not empty; name a new folder")
+    return Request(
+        command=command,
+        data_parallel_size=data_parallel_size,
+        units=units,
+        to_measure=settings_to_measure(args.micro_batch_sizes, args.micro_batches, units),
+        how_long=HowLong(args.skip_steps, args.steps, args.seconds),
+        output=args.trainings,
+    )
+
+
+def step_size_of(args: argparse.Namespace, request: Request, tokens_per_sample: float) -> StepSize:
+    """How many samples a step may have on a rank.
+
+    Args:
+        tokens_per_sample: as measured.
+
+    Raises:
+        ConfigurationError: none.
+    """
+    largest = args.largest_micro_batch_size or _BEYOND * max(args.micro_batch_sizes)
+    if args.tokens_per_step is None:
+        assert request.command.global_batch_size is not None
+        samples = request.command.global_batch_size // request.data_parallel_size
+        return StepSize(samples, samples, largest)
+    of_one = tokens_per_sample * request.data_parallel_size
+    least, most = (tokens / of_one for tokens in args.tokens_per_step)
+    found = StepSize(max(1, -int(-least // 1)), int(most), largest)
+    if found.most < found.least:
+        raise ConfigurationError(
+            f"no step has {args.tokens_per_step[0]} to {args.tokens_per_step[1]} tokens: a sample "
+            f"of each rank together has {of_one:.0f}; give a wider --tokens-per-step"
+        )
+    return found
+
+
+def _units_of(asked: list[str] | None, command: TrainingCommand) -> tuple[int, ...]:
+    names = asked or (["off"] if command.recomputes_fully else ["off", "auto"])
+    if command.recomputes_fully and names != ["off"]:
+        raise ConfigurationError(
+            "--layer-major-units cannot be combined with --recompute-granularity full; leave "
+            "--units out, or use --activation-recompute-layers"
+        )
+    if "auto" in names and command.num_layers is None:
+        raise ConfigurationError(
+            "--units auto makes each layer a unit, and the training command has no --num-layers; "
+            "add it, or give --units off"
+        )
+    found = {0 if n == "off" else command.num_layers if n == "auto" else int(n) for n in names}
+    most = max(one or 0 for one in found)
+    if command.num_layers is not None and most > command.num_layers:
+        raise ConfigurationError(
+            f"--units {most}: the model has {command.num_layers} layers; give as many at most"
+        )
+    return tuple(sorted(one or 0 for one in found))
+
+
+# -- Values from text -----------------------------------------------------------------------------
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 up")
+    return int(text)
+
+
+def _two(text: str) -> tuple[int, int]:
+    found = sorted({_count(part) for part in text.split(",")})
+    if len(found) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} are not two different numbers; write 1,4")
+    return found[0], found[1]
+
+
+def _tokens(text: str) -> tuple[int, int]:
+    least, _, most = text.partition("-")
+    found = _count(least), _count(most or least)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; write 4096-16384")
+    return found
+
+
+def _units(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in ("off", "auto"):
+            _count(name)
+    if not names:
+        raise argparse.ArgumentTypeError("no value; write off,auto")
+    return names
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0.0 <= found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return found
+
+
+def _fraction(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0.0 <= found < 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part of a whole; write 0.03")
+    return found

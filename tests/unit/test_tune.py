@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-offload tune`: fits of made-up measurements, candidates, the choice, what is refused.
+
+The trainings are those of a script that only writes metrics, but for one test.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.offload import cli
+from megatron.offload.commands.training_runs import trainer as trainer_runs
+from megatron.offload.commands.tune.candidates import (
+    Candidate,
+    Limits,
+    StepSize,
+    best_of,
+    candidates_of,
+    neighbours_of,
+)
+from megatron.offload.commands.tune.fit import fit
+from megatron.offload.commands.tune.limits import limits_of
+from megatron.offload.commands.tune.runs import undisturbed
+from megatron.offload.commands.tune.setting import Setting, settings_to_measure
+from megatron.offload.commands.tune.step_model import Figures, Measurement, StepModel
+from megatron.offload.commands.tune.training_command import TrainingCommand
+from megatron.offload.layer_major.units import units_of
+from tests.support.fork_server import ForkedProcess
+from tests.support.launch import SCRIPTS, TINY, rank_environment, server
+
+MIB = 1 << 20
+LAYERS = 4
+
+TRAINER = """
+import argparse, json, sys
+parser = argparse.ArgumentParser()
+for name in ("micro-batch-size", "global-batch-size", "train-iters", "seq-length"):
+    parser.add_argument("--" + name, type=int, default=0)
+parser.add_argument("--layer-major-units")
+parser.add_argument("--metrics-file")
+parser.add_argument("--without", default="")
+parser.add_argument("--full-tiers", action="store_true")
+parser.add_argument("--wait-for-input", action="store_true")
+parser.add_argument("--more-from", type=int, default=10**9)
+args, _ = parser.parse_known_args()
+b, m = args.micro_batch_size, args.global_batch_size // args.micro_batch_size
+u = 0 if args.layer_major_units == "off" else int(args.layer_major_units)
+seconds = m * (0.02 + 0.01 * b) + 0.05 if not u else m * (0.005 + 0.01 * b) + 0.04 + m * u * 0.001
+size = (100 + 10 * b + (5 * b * (m - 1) if u else 0)) << 20
+if b >= args.more_from:
+    size += 50 << 20
+with open(args.metrics_file, "w") as file:
+    for step in range(1, args.train_iters + 1):
+        if args.wait_for_input and not sys.stdin.readline():
+            break
+        first = 10.0 if step <= 2 else 0.0  # the first steps are longer
+        values = {
+            "step": step,
+            "loss": 1.0,
+            "step_time_s": seconds + first,
+            "tokens_per_s": b * m * args.seq_length / (seconds + first),
+            "peak_device_bytes": size,
+            "peak_activation_bytes": size,
+            "offload": {
+                "offloaded_bytes": m * b << 20,
+                "rejected_bytes": int(args.full_tiers),
+            },
+        }
+        values.pop(args.without, None)
+        print(json.dumps(values), file=file, flush=True)
+"""
+
+
+def made_up(setting: Setting, per_unit: float = 80.0) -> Figures:
+    """A machine that is as linear as the fits."""
+    b, m, u = setting.micro_batch_size, setting.micro_batches, setting.units
+    away = setting.share_before_last_unit(LAYERS)
+    moved = m * (3.0 + 50.0 * b)
+    if not u:
+        return Figures(m * (0.5 + 0.25 * b) + 0.75, 1000.0 + 200.0 * b, moved, 0.0, moved / m)
+    return Figures(
+        m * (0.375 + 0.25 * b) + 1.5 + 0.03125 * m * u,
+        1000.0 + 10.0 * (m - 1) + per_unit / u + 200.0 * b + b * (m - 1) * (20.0 + 40.0 * away),
+        moved,
+        0.0,
+        moved / m * setting.waiting_micro_batches(LAYERS),
+    )
+
+
+def measurement(setting: Setting, figures: Figures) -> Measurement:
+    return Measurement(
+        setting, figures.step_s, figures.device_bytes, figures.moved_bytes, 0.0, setting.samples
+    )
+
+
+def model_of(units: Sequence[int], of: Callable[[Setting], Figures] = made_up) -> StepModel:
+    settings = settings_to_measure((1, 4), (2, 5), units)
+    return StepModel([measurement(one, of(one)) for one in settings], num_layers=LAYERS)
+
+
+def test_what_is_measured_is_both_sizes_and_both_counts_of_each_order() -> None:
+    found = settings_to_measure((1, 4), (2, 5), (0, 2, 3, 4))
+    corners = {(size, count) for size in (1, 4) for count in (2, 5)}
+    for units in (0, 4):
+        own = {(s.micro_batch_size, s.micro_batches) for s in found if s.units == units}
+        assert own == corners
+    assert {(s.micro_batch_size, s.micro_batches) for s in found if s.units == 2} == {
+        (1, 5),
+        (4, 5),
+    }
+    assert len(found) == 10 and [s.samples for s in found] == sorted(s.samples for s in found)
+
+
+def test_layers_before_the_last_unit_are_counted_as_units_divide_them() -> None:
+    for layers in (4, 7, 12):
+        for units in range(1, layers + 1):
+            of = units_of(range(layers), units)
+            early = sum(unit < units - 1 for unit in of.values())
+            assert Setting(units, 1, 3).share_before_last_unit(layers) == early / layers
+    assert Setting(4, 1, 5).waiting_micro_batches(None) == 1 + 4 * 0.75
+    assert Setting(0, 1, 5).waiting_micro_batches(12) == 1
+
+
+@pytest.mark.parametrize("units", [(0,), (4,), (0, 4), (0, 2, 4)], ids=str)
+def test_a_fit_recovers_what_the_measurements_were_made_of(units: tuple[int, ...]) -> None:
+    """Beyond what was measured too; between two measured numbers of units as well."""
+    per_unit = 80.0 if 2 in units else 0.0  # not to be told from other terms with one number
+    model = model_of(units, lambda setting: made_up(setting, per_unit))
+    asked = [*units, *([3] if 2 in units else [])]
+    for setting in StepSize(1, 64, 16).settings(asked):
+        expected, found = made_up(setting, per_unit), model.predict(setting)
+        for name in ("step_s", "device_bytes", "moved_bytes", "ssd_bytes"):
+            assert math.isclose(getattr(found, name), getattr(expected, name), rel_tol=1e-9), (
+                setting,
+                name,
+            )
+    if 0 in units:
+        assert model.seconds[False].coefficients == pytest.approx(
+            {"1": 0.75, "m": 0.5, "m*b": 0.25}, rel=1e-9
+        )
+    if units == (0,):
+        assert model.device.coefficients["b"] == pytest.approx(200.0)
+    if 2 in units:
+        expected_terms = {"1": 1.5, "m": 0.375, "m*b": 0.25, "m*u": 0.03125}
+        assert model.seconds[True].coefficients == pytest.approx(expected_terms, rel=1e-9)
+    if units == (0, 2, 4):
+        expected_terms = {"1": 1000, "b": 200, "m-1": 10, "1/u": 80}
+        expected_terms |= {"b*(m-1)": 20, "b*(m-1)*away": 40}
+        assert model.device.coefficients == pytest.approx(expected_terms, rel=1e-9)
+
+
+def test_a_coefficient_is_never_negative() -> None:
+    """Noise that falls with the size would promise negative memory far away."""
+    terms = {"1": lambda s: 1.0, "b": lambda s: float(s.micro_batch_size)}
+    found = fit(terms, {Setting(0, 1, 2): 101.0, Setting(0, 4, 2): 99.0})
+    assert found.coefficients == pytest.approx({"1": 100.0, "b": 0.0})
+    assert found.largest_error == pytest.approx(0.01)
+    assert fit(terms, {Setting(0, 1, 2): 0.0}).at(Setting(0, 9, 9)) == 0.0
+
+
+def test_a_relative_fit_is_near_the_short_steps_too() -> None:
+    terms = {"m": lambda s: float(s.micro_batches)}
+    measured = {Setting(0, 1, 1): 2.0, Setting(0, 1, 100): 100.0}
+    assert fit(terms, measured).at(Setting(0, 1, 1)) == pytest.approx(1.0, rel=1e-3)
+    assert fit(terms, measured, relative=True).at(Setting(0, 1, 1)) == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("budget", range(1000, 12000, 500))
+def test_no_candidate_over_a_limit_is_promised(budget: int) -> None:
+    """By what a step with it really takes: on a machine that keeps to the fits."""
+    model = model_of((0, 2, 4))
+    limits = Limits(device_bytes=budget, ssd_bytes=2000)
+    candidates = candidates_of(
+        StepSize(4, 64, 16).settings((0, 2, 4)), model, limits, margin=0.03, tokens_per_sample=8
+    )
+    over = [one for one in candidates if not one.is_promised]
+    assert over and len({one.setting for one in candidates}) == len(candidates)
+    for one in candidates:
+        takes = made_up(one.setting)
+        if one.is_promised:
+            assert takes.device_bytes * 1.03 <= budget * (1 + 1e-9) and takes.ssd_bytes <= 2000
+        else:
+            assert takes.device_bytes * 1.0301 > budget or takes.ssd_bytes > 2000
+    best = best_of(candidates)
+    assert (best is None) == all(not one.is_promised for one in candidates)
+    if best is not None:
+        assert best.is_promised
+        assert all(one.is_promised for one in neighbours_of(best, candidates))
+
+
+def test_a_measurement_above_the_fit_widens_the_margin() -> None:
+    def bumpy(setting: Setting) -> Figures:
+        plain = made_up(setting)
+        bump = 1.2 if setting == Setting(0, 4, 5) else 1.0
+        return Figures(plain.step_s, plain.device_bytes * bump, 0.0, 0.0, 0.0)
+
+    model = model_of((0,), bumpy)
+    bump = bumpy(Setting(0, 4, 5)).device_bytes
+    assert model.predict(Setting(0, 4, 5)).device_bytes < bump
+    assert model.promised_device_bytes(Setting(0, 4, 5), 0.0) >= bump * (1 - 1e-9)
+
+
+def candidate(setting: Setting, speed: float, device: float = 1.0, **more: Any) -> Candidate:
+    figures = Figures(1.0, device, 0.0, 0.0, more.pop("ssd", 0.0))
+    return Candidate(setting, figures, device, tokens=speed, **more)
+
+
+def test_of_equally_fast_candidates_the_larger_micro_batch_and_then_less_memory_is_chosen() -> None:
+    small, large = Setting(0, 1, 8), Setting(0, 8, 1)
+
+    def chosen(*candidates: Candidate) -> Setting:
+        found = {best_of(order) for order in (candidates, candidates[::-1])}
+        assert len(found) == 1
+        (one,) = found
+        assert one is not None
+        return one.setting
+
+    assert chosen(candidate(large, 995, 9), candidate(small, 1000, 2)) == large
+    assert chosen(candidate(large, 985, 9), candidate(small, 1000, 2)) == small
+    # The same size: less device memory, then less room on tiers, then fewer units.
+    other = Setting(4, 8, 1)
+    assert chosen(candidate(large, 1000, 9), candidate(other, 995, 8)) == other
+    assert chosen(candidate(large, 1000, ssd=6.0), candidate(other, 1000, ssd=5.0)) == other
+    assert chosen(candidate(large, 1000), candidate(other, 1000)) == large
+    over = candidate(large, 9000, over=("device memory",))
+    assert chosen(over, candidate(small, 1)) == small and best_of([over]) is None
+
+
+def test_neighbours_are_the_next_sizes_and_the_other_orders() -> None:
+    own = [candidate(Setting(0, size, 24 // size), 100 + size) for size in (1, 2, 4, 8, 12, 24)]
+    others = [candidate(Setting(4, size, 24 // size), 90 + size) for size in (1, 2, 4)]
+    over = candidate(Setting(0, 6, 4), 106, over=("SSD",))
+    found = neighbours_of(own[3], [*own, *others, over])
+    assert {one.setting for one in found} == {Setting(0, 4, 6), Setting(0, 12, 2), Setting(4, 4, 6)}
+    assert neighbours_of(own[0], own[:2]) == [own[1]]
+
+
+def test_a_step_of_one_size_is_divided_without_a_rest() -> None:
+    found = StepSize(12, 12, 6).settings((0, 4))
+    assert {(s.micro_batch_size, s.micro_batches) for s in found} == {
+        *((1, 12), (2, 6), (3, 4), (4, 3), (6, 2)),
+    }
+    # Layer-major only where there is more than one micro-batch.
+    assert set(StepSize(2, 2, 4).settings((0, 4))) == {
+        *(Setting(0, 1, 2), Setting(0, 2, 1), Setting(4, 1, 2)),
+    }
+    free = StepSize(5, 9, 100).settings((0,))
+    assert all(5 <= one.samples <= 9 for one in free)
+    assert {one.samples for one in free if one.micro_batch_size == 1} == {5, 6, 8, 9}
+    assert {one.micro_batch_size for one in free} == {1, 2, 3, 4, 6, 8}
+
+
+# -- The command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAINER)
+    return path
+
+
+def tune(tmp_path: Path, trainer: Path, own: str, flags: str, name: str = "1") -> int:
+    return cli.main(
+        [
+            *("tune", *own.split(), "--trainings", str(tmp_path / f"trainings{name}"), "--"),
+            *(str(trainer), "--seq-length", "16", "--num-layers", "4", *flags.split()),
+        ]
+    )
+
+
+def test_the_best_of_a_step_is_found_and_checked(
+    tmp_path: Path, trainer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layer-major is faster here and takes more: the budget decides how large a micro-batch is."""
+    result, best = tmp_path / "tune.json", tmp_path / "best.txt"
+    own = f"--check --json {result} --output {best} --largest-micro-batch-size 8"
+    flags = "--global-batch-size 16 --micro-batch-size 3 --device-memory-budget 212MiB"
+    assert tune(tmp_path, trainer, own, flags) == 0
+    printed = capsys.readouterr().out
+    expected = ["--micro-batch-size", "4", "--global-batch-size", "16", "--layer-major-units", "4"]
+    assert best.read_text() == " ".join(expected) + "\n"
+    assert "left out of what is measured: --global-batch-size 16 --micro-batch-size 3" in printed
+    assert printed.index("measuring 8 settings") < printed.index("the other trainings take about")
+    assert printed.index("the other trainings take") < printed.index("tokens/s")
+    assert "212 MiB of device memory" in printed and "over: device memory" in printed
+    values = json.loads(result.read_text())
+    assert len(values["measured"]) == 8 and len(values["candidates"]) == 8
+    assert values["chosen"]["setting"] == {"units": 4, "micro_batch_size": 4, "micro_batches": 4}
+    for one in values["checked"]:
+        assert one["measured"]["step_s"] == pytest.approx(one["predicted"]["step_s"])
+        assert one["measured"]["device_bytes"] == pytest.approx(one["predicted"]["device_bytes"])
+    for one in values["candidates"]:
+        assert one["over"] or one["promised_device_bytes"] <= 212 * MIB
+
+
+def test_trainings_may_take_turns(
+    tmp_path: Path, trainer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "tune.json"
+    own = f"--turns --units off --steps 3 --seconds 0 --json {result}"
+    assert tune(tmp_path, trainer, own, "--global-batch-size 8") == 0
+    assert "in turns" in capsys.readouterr().out
+    for folder in (tmp_path / "trainings1" / "fit").iterdir():  # none was ahead of the others
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2 + 3
+    seconds = [one["step_s"] for one in json.loads(result.read_text())["measured"]]
+    assert seconds == pytest.approx([0.11, 0.17, 0.17, 0.29])
+
+
+def test_steps_that_something_held_up_do_not_count() -> None:
+    assert undisturbed([3.0, 1.0, 90.0, 2.0]) == 1.5
+    assert undisturbed([5.0, 1.0, 3.0]) == 2.0 and undisturbed([7.0]) == 7.0
+
+
+def test_what_a_check_finds_wrong_is_said_and_not_chosen(
+    tmp_path: Path, trainer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The largest micro-batch takes more than the runs could show."""
+    flags = "--global-batch-size 16 --device-memory-budget 190MiB --more-from 8"
+    own = "--check --units off --largest-micro-batch-size 8"
+    assert tune(tmp_path, trainer, own, flags) == 1
+    printed = capsys.readouterr().out
+    assert "2x8-micro-batch-major took more than 190 MiB" in printed
+    assert "--micro-batch-size 4 --global-batch-size 16 --layer-major-units off" in printed
+
+
+def test_tokens_of_a_step_may_be_free(
+    tmp_path: Path, trainer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "--tokens-per-step 64-128 --units off --micro-batch-sizes 1,2"
+    assert tune(tmp_path, trainer, own, "") == 0
+    assert "--micro-batch-size 8 --global-batch-size 8" in capsys.readouterr().out
+    assert tune(tmp_path, trainer, "--tokens-per-step 3-4 --units off", "", "2") == 2
+    assert "a sample of each rank together has 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("own", "flags", "sentence"),
+    [
+        ("--units off", "", "give --tokens-per-step MIN-MAX"),
+        ("", "--global-batch-size 8 --activation-offload auto", "plans for itself"),
+        ("", "--global-batch-size 8 --activation-offload nowhere", "is not understood"),
+        ("", "--global-batch-size 8 --activation-offload ssd", "--activation-offload-dir DIR"),
+        ("", "--global-batch-size 8 --pipeline-model-parallel-size 2", "one pipeline stage"),
+        (
+            "",
+            "--global-batch-size 8 --optimizer-state-offload auto --optimizer-state-dir x",
+            "fills what activations leave",
+        ),
+        ("--units 5", "--global-batch-size 8", "the model has 4 layers"),
+        ("--units 4", "--global-batch-size 1", "layer-major steps need two micro-batches"),
+        (
+            "--units auto",
+            "--global-batch-size 8 --recompute-granularity full",
+            "--activation-recompute-layers",
+        ),
+        ("--processes 3", "--global-batch-size 8 --tensor-model-parallel-size 2", "--processes 3"),
+        ("--processes 2 --turns", "--global-batch-size 8", "--turns works for one process"),
+        ("--processes 2", "--global-batch-size 7", "cannot be divided by the 2 ranks"),
+        (
+            "--units off",
+            "--global-batch-size 8 --device-memory-budget 64MiB",
+            "needs 115.5 MiB of device memory; raise --device-memory-budget",
+        ),
+        (
+            "--units off",
+            "--global-batch-size 8 --device-memory-budget 1GiB --without peak_device_bytes",
+            "have no peak_device_bytes",
+        ),
+        ("--units off", "--global-batch-size 8 --full-tiers", "found no room on the tiers"),
+        ("--units off", "--global-batch-size 8 --more-from no", "ended with exit code 2"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said_in_a_sentence(
+    tmp_path: Path,
+    trainer: Path,
+    own: str,
+    flags: str,
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert tune(tmp_path, trainer, own, flags) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "behind --"),
+        (["nothing.py"], "there is no script nothing.py"),
+        ([str(SCRIPTS["gpt"].with_suffix(".sh"))], "starts Python scripts"),
+    ],
+    ids=["nothing", "no script", "a shell script"],
+)
+def test_a_command_that_is_none_is_refused(words: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match="activation offload: ") as refused:
+        TrainingCommand.of(words)
+    assert sentence in str(refused.value)
+
+
+def test_limits_are_those_of_the_flags_and_the_room_there_is(tmp_path: Path) -> None:
+    script = str(SCRIPTS["gpt"])
+    drives = f"{tmp_path}/a,{tmp_path}/b"
+    flags = ["--activation-offload", "tiered", "--activation-offload-dir", drives]
+    flags += ["--activation-offload-host-budget", "5MiB", "--device-memory-budget", "7MiB"]
+    one, two = (limits_of(TrainingCommand.of([script, *flags]), ranks) for ranks in (1, 2))
+    assert (one.device_bytes, one.host_bytes) == (7 * MIB, 5 * MIB)
+    assert one.ssd_bytes == pytest.approx(2 * two.ssd_bytes, rel=0.1)
+    flags += ["--activation-offload-ssd-budget", "3MiB"]
+    assert limits_of(TrainingCommand.of([script, *flags]), 1).ssd_bytes == 3 * MIB
+    nothing = limits_of(TrainingCommand.of([script]), 1)
+    assert nothing == Limits(math.inf, math.inf, math.inf)
+
+
+class _Forked(ForkedProcess):
+    """As `Trainer` uses a process."""
+
+    stdin = None
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def test_the_trainer_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes come from the fork server, which has imported everything once."""
+
+    def start(command: list[str], *, stdout: Any, **more: Any) -> _Forked:
+        output = Path(stdout.name)
+        started = server().start(command[1:], rank_environment({}), output, output)
+        return _Forked(server(), started.pid)
+
+    in_place_of = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "STDOUT")}
+    monkeypatch.setattr(trainer_runs, "subprocess", SimpleNamespace(Popen=start, **in_place_of))
+    best, result = tmp_path / "best.txt", tmp_path / "tune.json"
+    (tmp_path / "ssd").mkdir()
+    own = "--tokens-per-step 64-128 --units off --micro-batch-sizes 1,2 --micro-batches 1,2"
+    own += f" --no-turns --steps 2 --seconds 0 --skip-steps 1 --output {best} --json {result}"
+    flags = f"{TINY} --activation-offload ssd --activation-offload-dir {tmp_path}/ssd"
+    flags += " --activation-offload-min-bytes 1KiB --device-memory-budget 8GiB"
+    words = ["tune", *own.split(), "--trainings", str(tmp_path / "trainings"), "--"]
+    assert cli.main([*words, str(SCRIPTS["gpt"]), *flags.split()]) == 0
+    assert best.read_text().startswith("--micro-batch-size ")
+    assert best.read_text() in capsys.readouterr().out
+    values = json.loads(result.read_text())
+    for one in values["measured"]:  # tensors of a micro-batch grow with its samples, all of them
+        size, count = (one["setting"][name] for name in ("micro_batch_size", "micro_batches"))
+        assert one["moved_bytes"] == values["measured"][0]["moved_bytes"] * size * count
+        assert one["tokens"] == size * count * 32 and one["device_bytes"] > 64 * MIB
