@@ -208,6 +208,26 @@ def test_a_forked_process_sees_states(offload: dict[str, Any]) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+def test_a_forked_process_sees_them_for_as_long_as_this_one_keeps_them(
+    offload: dict[str, Any],
+) -> None:
+    """As Megatron-Core's queue of asynchronous saves does; several steps begin and end meanwhile."""
+    trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+    kept = trained.optimizer.state_dict()
+    expected = copy.deepcopy(kept)
+    ends, starts = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(ends, 1)
+        os._exit(0 if same(kept, expected) else 1)
+    trained.train(3)
+    os.write(starts, b"go")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(ends)
+    os.close(starts)
+    assert not same(trained.optimizer.state_dict(), expected)
+
+
 def test_a_host_tier_is_not_copied_to_forked_processes_after_the_next_step() -> None:
     trained = Trained(OPTIMIZERS["adamw"], mode="host").train(2)
     assert _kept_from_forks() > 0
