@@ -95,6 +95,20 @@ def test_loaded_states_get_the_type_of_their_parameters(offload: dict[str, Any])
     assert same(moved.optimizer.state_dict(), plain.optimizer.state_dict())
 
 
+def test_hooks_of_loading_see_tensors(offload: dict[str, Any]) -> None:
+    source = Trained(OPTIMIZERS["adamw"]).train(1).optimizer.state_dict()
+    moved = Trained(OPTIMIZERS["adamw"], **offload)
+
+    def double(optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"] * 2
+
+    moved.optimizer.register_load_state_dict_post_hook(double)
+    moved.optimizer.load_state_dict(source)
+    for number, state in moved.optimizer.state_dict()["state"].items():
+        assert torch.equal(state["exp_avg"], source["state"][number]["exp_avg"] * 2)
+
+
 def test_what_is_refused_when_loading_changes_nothing(offload: dict[str, Any]) -> None:
     expected = Trained(OPTIMIZERS["adamw"]).train(4)
     trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
@@ -211,7 +225,7 @@ def test_a_forked_process_sees_states(offload: dict[str, Any]) -> None:
 def test_a_forked_process_sees_them_for_as_long_as_this_one_keeps_them(
     offload: dict[str, Any],
 ) -> None:
-    """As Megatron-Core's queue of asynchronous saves does; several steps begin and end meanwhile."""
+    """As Megatron-Core's queue of asynchronous saves does, while further steps are taken."""
     trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
     kept = trained.optimizer.state_dict()
     expected = copy.deepcopy(kept)
