@@ -3,7 +3,7 @@
 """Checks activation offload on a machine with a CUDA GPU: right bytes, right bits, less memory.
 
     tools/gpu_check.py --quick                               sized for about 3 minutes
-    tools/gpu_check.py --json gpu.json --markdown gpu.md     sized for about 9
+    tools/gpu_check.py --json gpu.json --markdown gpu.md     sized for about 10
     tools/gpu_check.py --only ordering --stress-seconds 600
 
 Sections, each in a process of its own, each with lines that say pass, FAIL or skip. Skipped is what
@@ -14,6 +14,7 @@ the machine lacks, with the reason; what cannot run for another reason fails:
   side_streams        layers that compute on streams of their own, and overlapped shared experts
   parity              losses and gradients of GPT, BERT and T5, offload off and on, bit for bit
   transformer_engine  the same with Transformer Engine's layers and grouped experts, bf16 and FP8
+  states              AdamW's states on drives and on the host, steps on both sides, bit for bit
   memory              the peak falls below a bound derived term by term; host memory in its budget
 
 It needs torch and this checkout, and megatron-core for parity and side_streams; no network. Results

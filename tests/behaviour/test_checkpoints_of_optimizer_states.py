@@ -95,6 +95,20 @@ def test_loaded_states_get_the_type_of_their_parameters(offload: dict[str, Any])
     assert same(moved.optimizer.state_dict(), plain.optimizer.state_dict())
 
 
+def test_hooks_of_loading_see_tensors(offload: dict[str, Any]) -> None:
+    source = Trained(OPTIMIZERS["adamw"]).train(1).optimizer.state_dict()
+    moved = Trained(OPTIMIZERS["adamw"], **offload)
+
+    def double(optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"] * 2
+
+    moved.optimizer.register_load_state_dict_post_hook(double)
+    moved.optimizer.load_state_dict(source)
+    for number, state in moved.optimizer.state_dict()["state"].items():
+        assert torch.equal(state["exp_avg"], source["state"][number]["exp_avg"] * 2)
+
+
 def test_what_is_refused_when_loading_changes_nothing(offload: dict[str, Any]) -> None:
     expected = Trained(OPTIMIZERS["adamw"]).train(4)
     trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
@@ -206,6 +220,26 @@ def test_a_forked_process_sees_states(offload: dict[str, Any]) -> None:
         seen = sum(float(one["exp_avg"].sum()) for one in state_dict["state"].values())
         os._exit(0 if seen == total else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_process_sees_them_for_as_long_as_this_one_keeps_them(
+    offload: dict[str, Any],
+) -> None:
+    """As Megatron-Core's queue of asynchronous saves does, while further steps are taken."""
+    trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+    kept = trained.optimizer.state_dict()
+    expected = copy.deepcopy(kept)
+    ends, starts = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(ends, 1)
+        os._exit(0 if same(kept, expected) else 1)
+    trained.train(3)
+    os.write(starts, b"go")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(ends)
+    os.close(starts)
+    assert not same(trained.optimizer.state_dict(), expected)
 
 
 def test_a_host_tier_is_not_copied_to_forked_processes_after_the_next_step() -> None:

@@ -6,16 +6,17 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import gpu_check
 import pytest
 import torch
-from check.gpu import ordering, side_streams, stack, transformer_engine, two_gpus
+from check.gpu import ordering, side_streams, stack, states, transformer_engine, two_gpus
 from check.gpu.parity import Outcome, same_bits
 from check.gpu.result import Check, Section, load, save
 from check.gpu.settings import Settings, Size
 
-from megatron.offload import ConfigurationError
+from megatron.offload import ConfigurationError, offload_optimizer
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import WHOLE
 
@@ -159,6 +160,20 @@ def test_layers_on_two_streams_see_bytes_that_do_not_come_back(
     assert wrong == passes == 2
 
 
+def test_states_of_another_training_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_another_rate(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        optimizer.param_groups[0]["betas"] = (0.9, 0.9989)
+        return offload_optimizer(optimizer, *args, **kwargs)
+
+    monkeypatch.setattr(states, "offload_optimizer", with_another_rate)
+    section = Section("states")
+    states.check_case("fp32", "device", Size(64, 1, 8, 1), settings(tmp_path), section)
+    lines = lines_of(section)
+    assert [line[:4] for line in lines] == ["pass", "FAIL", "FAIL"] and "differs" in lines[1]
+
+
 def on_gpu(tmp_path: Path) -> Settings:
     """As on a machine with GPUs, which nothing here may touch."""
     return Settings(torch.device("cuda", 1), tmp_path, quick=True, seed=1, stress_s=15.0)
@@ -259,7 +274,7 @@ def test_the_first_lines_say_what_will_be_shown_and_how_long_it_takes(tmp_path: 
     assert "losses and gradients" in lines[1]
     everything = Settings(torch.device("cuda", 0), tmp_path, quick=False, seed=1, stress_s=60.0)
     head, *lines = gpu_check.announcement(tuple(gpu_check.SECTIONS), everything).splitlines()
-    assert "about 9 minutes" in head and len(lines) == len(gpu_check.SECTIONS)
+    assert "about 10 minutes" in head and len(lines) == len(gpu_check.SECTIONS)
 
 
 def test_the_saved_bytes_of_a_layer_are_counted_right() -> None:
@@ -291,7 +306,7 @@ def test_a_dry_run_on_the_cpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     offload, out, table = tmp_path / "offload", tmp_path / "out.json", tmp_path / "out.md"
-    sections = ["two_gpus", "side_streams", "parity", "transformer_engine", "memory"]
+    sections = ["two_gpus", "side_streams", "parity", "transformer_engine", "states", "memory"]
     flags = ["--dry-run-cpu", "--quick", "--only", ",".join(reversed(sections))]
     flags += ["--directory", str(offload), "--json", str(out), "--markdown", str(table)]
     code = exit_code(*flags)
@@ -309,6 +324,10 @@ def test_a_dry_run_on_the_cpu(
     for kind in ("GPT", "Llama-like", "BERT", "T5"):
         for mode in ("ssd", "host", "tiered"):
             assert f"pass  {kind} bf16: {mode}: losses and gradients are the same bits" in printed
+    for step_on in ("device", "cpu"):
+        for mode in ("ssd", "host"):
+            found = f"pass  bf16, step on {step_on}: {mode}: weights, gradients and states are the"
+            assert found in printed
     for mode in ("host", "ssd", "tiered"):
         assert printed.count(f"pass  {mode}: device memory falls below the bound") == 1
     assert f"{gpu_check.ROOT}/" not in out.read_text() + table.read_text()

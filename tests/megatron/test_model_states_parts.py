@@ -6,6 +6,8 @@ optimizers that are not installed here. Whole trainings: test_model_states.py.
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError
+from megatron.offload.errors import InterruptedStepError
 from megatron.offload.integration.megatron import offload_model_states
 from megatron.offload.integration.megatron.arguments import (
     add_offload_arguments,
@@ -146,6 +149,12 @@ class FP32Optimizer:
     def state_dict(self) -> Any:
         return self.optimizer.state_dict()
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def reload_model_params(self) -> None:
+        """Megatron's does nothing, where parameters are their own main weights."""
+
     def offload_to_cpu(self) -> None:
         raise AssertionError("it would move what is not there")
 
@@ -257,6 +266,68 @@ def test_main_weights_go_to_the_model_at_once_and_the_models_own_stay() -> None:
             assert torch.equal(one, other.to(torch.bfloat16))
     states.close()
     assert all(map(torch.equal, main, expected))
+
+
+def test_after_an_interrupted_step_copied_weights_are_not_enough_to_go_on() -> None:
+    """Main weights are the model's again; exp_avg of some parameters is still a step ahead."""
+
+    class Interrupted(torch.optim.Adam):
+        at: torch.Tensor | None = None
+
+        def step(self, closure: Any = None) -> Any:
+            if any(param is self.at for group in self.param_groups for param in group["params"]):
+                raise KeyboardInterrupt
+            return super().step(closure)
+
+    Interrupted.__name__ = "Adam"  # no other is known
+    params = weights()
+    optimizer = FP32Optimizer(Interrupted(params))
+    states = offload_model_states(HOST, optimizer)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.optimizer.at = params[1]  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.optimizer.step()
+    optimizer.optimizer.at = None  # type: ignore[attr-defined]
+    optimizer.reload_model_params()
+    for go_on in (optimizer.optimizer.step, optimizer.state_dict):
+        with pytest.raises(InterruptedStepError):
+            go_on()
+    optimizer.load_state_dict(saved)
+    optimizer.reload_model_params()
+    optimizer.optimizer.step()
+    assert [int(state["step"]) for state in optimizer.state_dict()["state"].values()] == [2] * 3
+    states.close()
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32], ids=str)
+def test_states_with_types_of_their_own_are_counted_by_these_types(kind: torch.dtype) -> None:
+    """Buckets are cut, and windows bounded, by bytes that are known before the first step."""
+
+    params = [torch.zeros(1000, dtype=torch.bfloat16) for _ in range(6)]
+    inner = FusedAdam(params)
+    inner.master_weights = True  # type: ignore[attr-defined]
+    inner.name_to_dtype_map = {  # type: ignore[attr-defined]
+        "exp_avg": kind,
+        "exp_avg_sq": kind,
+        "master_param": torch.float32,
+    }
+    of_one = 1000 * (2 * kind.itemsize + 4)
+    config = dataclasses.replace(HOST, bucket_bytes=2 * of_one)
+    states = offload_model_states(
+        config,
+        DistributedOptimizer(
+            inner,
+            use_precision_aware_optimizer=True,
+            use_precision_aware_optimizer_no_fp8_or_ds_fp8=True,
+        ),
+    )
+    (moved,) = states.states
+    assert [len(bucket.params) for bucket in moved.buckets] == [2, 2, 2]
+    assert moved.expected_bytes == 6 * of_one
+    states.close()
 
 
 def test_optimizers_of_a_chain_share_the_window(tmp_path: Path) -> None:

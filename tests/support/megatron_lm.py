@@ -23,6 +23,7 @@ class FakeMegatronLm:
     def __init__(self) -> None:
         self.flags = argparse.Namespace(
             skip_train=False,
+            load=None,
             tensorboard_log_interval=1,
             micro_batch_size=2,
             data_parallel_size=1,
@@ -49,6 +50,8 @@ class FakeMegatronLm:
         )
         vars(self.training).update(
             setup_model_and_optimizer=self._setup_model_and_optimizer,
+            load_checkpoint=self._load_checkpoint,
+            save_checkpoint=self._save_checkpoint,
             train_step=self._train_step,
             training_log=self._training_log,
             print_rank_last=lambda message: self.printed.append(message),
@@ -69,7 +72,18 @@ class FakeMegatronLm:
         self, model_provider_func: Any, model_type: Any, checkpointing_context: Any = None
     ) -> Any:
         self.events.append("build")
+        if self.flags.load is not None:
+            self.training.load_checkpoint(self.model, "optimizer", "scheduler")
         return self.model, "optimizer", "scheduler"
+
+    def _load_checkpoint(self, ddp_model: Any, optimizer: Any, opt_param_scheduler: Any) -> Any:
+        self.events.append("load")
+        return 1, 0
+
+    def _save_checkpoint(
+        self, iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any
+    ) -> None:
+        self.events.append("save")
 
     def _train_step(
         self,

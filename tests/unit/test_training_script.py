@@ -131,6 +131,12 @@ class FakeStates:
     def note_checkpoint(self, path: str) -> None:
         self.checkpoint = path
 
+    @contextlib.contextmanager
+    def checkpointing(self) -> Iterator[None]:
+        self.events.append("in files")
+        yield
+        self.events.append("in memory")
+
     def close(self, *, restore: bool = True) -> None:
         self.events.append(f"states, restored {restore}")
 
@@ -167,10 +173,59 @@ def test_model_states_move_with_activations_and_without(
     assert megatron_lm.events[-2:] == ["close", "states, restored False"]
 
 
+@pytest.fixture
+def moving(monkeypatch: pytest.MonkeyPatch, megatron_lm: FakeMegatronLm) -> None:
+    """Makes `offload_model_states` a stand-in that writes down when it is called."""
+
+    def offload_model_states(config: StatesConfig, optimizer: Any) -> FakeStates:
+        megatron_lm.events.append(f"states of {optimizer}")
+        return FakeStates(megatron_lm.events)
+
+    monkeypatch.setattr(training_script, "offload_model_states", offload_model_states)
+
+
+@pytest.mark.usefixtures("one_rank", "moving", "installed")
+def test_states_are_on_their_tier_before_a_checkpoint_is_loaded_into_them(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, tmp_path: Path
+) -> None:
+    """Else a run whose states are more than memory could begin and never resume."""
+    parse(megatron_lm, "--optimizer-state-offload", "ssd", "--optimizer-state-dir", str(tmp_path))
+    megatron_lm.flags.load = megatron_lm.flags.save = str(tmp_path / "checkpoints")
+    set_up(megatron_lm)
+    assert megatron_lm.events == ["build", "states of optimizer", "in files", "load", "in memory"]
+    assert script._states.checkpoint == f"the last checkpoint in {tmp_path}/checkpoints"  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("one_rank", "moving", "installed")
+def test_what_is_gathered_for_a_checkpoint_is_in_files(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, tmp_path: Path
+) -> None:
+    parse(megatron_lm, "--optimizer-state-offload", "ssd", "--optimizer-state-dir", str(tmp_path))
+    set_up(megatron_lm)
+    megatron_lm.events.clear()
+    megatron_lm.training.save_checkpoint(
+        1, megatron_lm.model, "optimizer", opt_param_scheduler=None
+    )
+    assert megatron_lm.events == ["in files", "save", "in memory"]
+
+
+@pytest.mark.usefixtures("one_rank", "moving", "installed")
+def test_checkpoints_without_an_optimizer_move_no_states(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, tmp_path: Path
+) -> None:
+    """As when Megatron-LM makes experts of a dense model, or only evaluates."""
+    parse(megatron_lm, "--optimizer-state-offload", "ssd", "--optimizer-state-dir", str(tmp_path))
+    megatron_lm.training.load_checkpoint(megatron_lm.model, None, None)
+    megatron_lm.flags.skip_train, megatron_lm.flags.load = True, str(tmp_path)
+    set_up(megatron_lm)
+    assert megatron_lm.events == ["load", "build", "load"]
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        ({"async_save": True}, "needs a copy of all of them in memory; drop --async-save"),
         ({"optimizer_cpu_offload": True}, "drop --optimizer-cpu-offload"),
         ({"optimizer": "muon"}, "optimizer muon cannot be combined with state offload"),
         ({"log_params_norm": True}, "drop --log-params-norm"),

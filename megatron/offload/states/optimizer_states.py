@@ -287,19 +287,21 @@ class OptimizerStates:
             self._exposed.pop()  # and with it the place that the bucket had, if it has another
 
     @contextlib.contextmanager
-    def loading(self, *, at_once: bool = False) -> Iterator[None]:
+    def loading(self, *, at_once: bool = False, is_whole: bool = True) -> Iterator[None]:
         """Around whatever loads states: all are in their places, and what came is taken over.
 
         All of it: what is written through `.data` shows nowhere that it was.
 
         Args:
             at_once: what came is taken over at the end of this, though it is within another one.
+            is_whole: states come too, and not main weights alone. Only then may a run go on whose
+                last step ended in its middle.
         """
         self._num_loading += 1
         try:
             self.expose()
             yield
-            self._is_half_done = False
+            self._is_half_done = self._is_half_done and not is_whole
         finally:
             self._num_loading -= 1
             if at_once or not self._num_loading:

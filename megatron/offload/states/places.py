@@ -22,6 +22,27 @@ from megatron.offload.states.stand_in import is_stand_in, stand_in
 PARAM = "param"  # the key of a parameter that moves itself
 
 
+def typed_states_bytes(optimizer: torch.optim.Optimizer, own: torch.Tensor) -> int | None:
+    """Bytes of a parameter's states where these have types of their own, whatever its type is.
+
+    As with Transformer Engine's FusedAdam, for Megatron's precision-aware optimizer: exp_avg and
+    exp_avg_sq in fp32 or bf16, and perhaps main weights beside them.
+
+    Args:
+        optimizer: whose states.
+        own: the parameter, or this rank's part of it.
+
+    Returns:
+        None where the optimizer says no types.
+    """
+    kinds = getattr(optimizer, "name_to_dtype_map", None)
+    if not kinds:
+        return None
+    names = ["exp_avg", "exp_avg_sq"]
+    names += ["master_param"] if getattr(optimizer, "master_weights", False) else []
+    return sum(own.numel() * kinds[name].itemsize for name in names)
+
+
 class Places:
     """The places of an optimizer's tensors.
 
@@ -42,8 +63,12 @@ class Places:
         self._moves_param = moves_param
 
     def usual_bytes(self, param: torch.Tensor) -> int:
-        """Of states of a parameter: Adam's two, and itself where it moves."""
-        return local_of(param).nbytes * (3 if self._moves_param(param) else 2)
+        """Of states of a parameter: those that it will have, and itself where it moves."""
+        own = local_of(param)
+        states_bytes = typed_states_bytes(self._optimizer, own)
+        if states_bytes is None:
+            states_bytes = own.nbytes * 2  # as of Adam
+        return states_bytes + (own.nbytes if self._moves_param(param) else 0)
 
     def attach(self, bucket: Bucket, views: dict[Name, torch.Tensor]) -> None:
         """Parameters of a bucket that move are its memory from now on."""

@@ -16,6 +16,7 @@ import torch
 
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.states.config import StatesConfig
+from megatron.offload.states.places import typed_states_bytes
 from megatron.offload.states.sharded import local_of
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.probe import measure_bandwidth
@@ -56,11 +57,8 @@ def _bytes_of_states(
     if state := optimizer.state.get(param):
         tensors = (one for one in state.values() if isinstance(one, torch.Tensor))
         return sum(local_of(t).nbytes for t in tensors if t.shape == param.shape and t.dim())
-    kinds = getattr(optimizer, "name_to_dtype_map", None)
-    if kinds:  # Transformer Engine's FusedAdam, whose states have types of their own
-        names = ["exp_avg", "exp_avg_sq"]
-        names += ["master_param"] if getattr(optimizer, "master_weights", False) else []
-        return sum(own.numel() * kinds[name].itemsize for name in names)
+    if (typed_bytes := typed_states_bytes(optimizer, own)) is not None:
+        return typed_bytes
     if "momentum" in group:
         return own.nbytes if group["momentum"] else 0
     return own.nbytes * (3 if group.get("amsgrad") else 2)

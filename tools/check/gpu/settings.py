@@ -19,6 +19,7 @@ SECTIONS = {
     "side_streams": ("layers that compute on streams of their own; shared experts", 20, 60),
     "parity": ("losses and gradients of GPT, BERT and T5 are the same bits as without", 60, 240),
     "transformer_engine": ("the same of Transformer Engine's layers, bf16 and FP8", 40, 120),
+    "states": ("optimizer states on tiers are the same bits as in memory", 20, 40),
     "memory": ("the peak falls below a bound that is derived term by term", 20, 60),
 }
 _SETTLE_S = 60.0

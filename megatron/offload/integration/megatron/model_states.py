@@ -68,8 +68,8 @@ _LOADING = (
     "load_parameter_state_from_dp_reshardable",
     "load_parameter_state_from_fs_model_space",
     "load_parameter_state_from_fully_reshardable",
-    "reload_model_params",
 )
+_COPYING = "reload_model_params"  # the model's weights to main weights, and no states
 _MOVING = ("offload_to_cpu", "restore_from_cpu")
 
 
@@ -293,6 +293,7 @@ class _Part:
             self._wrap(name, self._reading)
         for name in _LOADING:
             self._wrap(name, self.states.loading)
+        self._wrap(_COPYING, functools.partial(self.states.loading, is_whole=False))
         make = getattr(optimizer, "init_state_fn", None)
         if make is not None:
             self._replace("init_state_fn", functools.partial(self._make_states, make))

@@ -30,6 +30,10 @@ REFUSED_SETTINGS = {
     "fp8_param_gather": ("all ranks convert all main weights together; drop --fp8-param-gather"),
     "fp8_param": "all ranks convert all main weights together; drop --fp8-param-gather",
     "log_params_norm": "it reads all main weights, which are away; drop --log-params-norm",
+    "async_save": (
+        "its writer goes on during the next step, which moves states, and needs a copy of all of "
+        "them in memory; drop --async-save"
+    ),
 }
 # The optimizers that update each parameter by its gradient and state alone.
 _KNOWN_NAMES = ("adam", "sgd")

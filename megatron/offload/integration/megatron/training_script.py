@@ -48,38 +48,44 @@ from megatron.offload.integration.megatron.parameters import (
     offload_model_parameters,
 )
 from megatron.offload.integration.megatron.patch_point import PatchPoint
+from megatron.offload.integration.megatron.script_log import (
+    GET_FLAGS,
+    GET_TENSORBOARD,
+    GET_WANDB,
+    describe,
+    write_scalars,
+)
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.planner.online.consensus import raise_first
-from megatron.offload.sizes import format_size
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.stats.memory import PeakMemory
 
 logger = logging.getLogger(__name__)
 
 _ARGUMENTS, _TRAINING = "megatron.training.arguments", "megatron.training.training"
-_GLOBALS = "megatron.training.global_vars"
 
 _ADD_FLAGS = PatchPoint(_ARGUMENTS, "add_megatron_arguments", ("parser",))
 _SETUP = PatchPoint(_TRAINING, "setup_model_and_optimizer", ("model_type", "checkpointing_context"))
 _STEP = PatchPoint(_TRAINING, "train_step", ("model", "optimizer", "forward_backward_func"))
 _LOG = PatchPoint(_TRAINING, "training_log", ("loss_dict", "iteration", "is_first_iteration"))
 _PRINT = PatchPoint(_TRAINING, "print_rank_last", ("message",))
-_GET_FLAGS = PatchPoint(_GLOBALS, "get_args", ())
-_GET_TENSORBOARD = PatchPoint(_GLOBALS, "get_tensorboard_writer", ())
-_GET_WANDB = PatchPoint(_GLOBALS, "get_wandb_writer", ())
+_LOAD = PatchPoint(_TRAINING, "load_checkpoint", ("optimizer", "opt_param_scheduler"))
+_SAVE = PatchPoint(_TRAINING, "save_checkpoint", ("iteration", "model", "optimizer"))
 _MODEL_SETTINGS = PatchPoint(_ARGUMENTS, "core_transformer_config_from_args", ("args",))
 
-# Everything of Megatron-LM that is wrapped (the first five) or called.
+# Everything of Megatron-LM that is wrapped (the first seven) or called.
 PATCH_POINTS = (
     _ADD_FLAGS,
     _SETUP,
     _STEP,
     _LOG,
     _PRINT,
-    _GET_FLAGS,
-    _GET_TENSORBOARD,
-    _GET_WANDB,
+    _LOAD,
+    _SAVE,
+    GET_FLAGS,
+    GET_TENSORBOARD,
+    GET_WANDB,
     _MODEL_SETTINGS,
 )
 
@@ -103,6 +109,7 @@ class TrainingScript:
         self._offload: MegatronOffload | None = None
         self._states = ModelStates()
         self._parameters = ModelParameters()
+        self._request: _Request | None = None  # while the script builds what it trains
         self._peak: PeakMemory | None = None
         self._device = torch.device("cpu")
         self._peak_bytes = 0
@@ -125,6 +132,8 @@ class TrainingScript:
             (_STEP, self._wrap_step),
             (_LOG, self._wrap_log),
             (_PRINT, self._wrap_print),
+            (_LOAD, self._wrap_load),
+            (_SAVE, self._wrap_save),
         ):
             original = patch_point.find()
             self._restore.append(patch_point.replace(functools.wraps(original)(wrap(original))))
@@ -161,13 +170,15 @@ class TrainingScript:
     def _wrap_setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             self._has_set_up = True
-            flags = _GET_FLAGS.find()()
+            flags = GET_FLAGS.find()()
             request = _checked_request(flags)
+            self._request = None if flags.skip_train else request
             result = original(*args, **kwargs)
             if cpu_runtime.is_active():
                 cpu_training_script.keep_sent_tensors(result[0])
             if not flags.skip_train:
                 _on_all_ranks(lambda: self._install(request, result[0], result[1]))
+            self._request = None
             return result
 
         return setup_model_and_optimizer
@@ -192,12 +203,12 @@ class TrainingScript:
         def training_log(*args: Any, **kwargs: Any) -> Any:
             iteration = signature.bind(*args, **kwargs).arguments["iteration"]
             metrics = self._largest_metrics()
-            self._addition = _describe(metrics)
+            self._addition = describe(metrics)
             try:
                 result = original(*args, **kwargs)
             finally:
                 self._addition = ""
-            _write_scalars(metrics, iteration)
+            write_scalars(metrics, iteration)
             return result
 
         return training_log
@@ -209,7 +220,35 @@ class TrainingScript:
 
         return print_rank_last
 
+    def _wrap_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            optimizer = signature.bind(*args, **kwargs).arguments["optimizer"]
+            request = self._request
+            if request is not None and optimizer is not None:
+                # Else all that is loaded would be in memory first.
+                _on_all_ranks(lambda: self._offload_states(request, optimizer))
+            with self._states.checkpointing():
+                return original(*args, **kwargs)
+
+        return load_checkpoint
+
+    def _wrap_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            with self._states.checkpointing():
+                return original(*args, **kwargs)
+
+        return save_checkpoint
+
     # -------------------------------------------------------------- what they do
+
+    def _offload_states(self, request: _Request, optimizer: Any) -> None:
+        if self._states.enabled:
+            return
+        self._states = offload_model_states(request.states, optimizer)
+        if request.run_directory is not None:
+            self._states.note_checkpoint(f"the last checkpoint in {request.run_directory}")
 
     def _install(
         self, request: _Request, model_chunks: Sequence[torch.nn.Module], optimizer: Any
@@ -220,7 +259,7 @@ class TrainingScript:
             self._peak = PeakMemory(open_device(self._device))
         if request.config.enabled:
             _check_blocks(model_chunks)
-        self._states = offload_model_states(request.states, optimizer)
+        self._offload_states(request, optimizer)
         self._parameters = offload_model_parameters(
             request.parameters,
             model_chunks,
@@ -228,8 +267,6 @@ class TrainingScript:
             layer_major=request.layer_major,
             updates_by_units=request.states.enabled,
         )
-        if request.run_directory is not None:
-            self._states.note_checkpoint(f"the last checkpoint in {request.run_directory}")
         self._offload = install(
             request.config,
             model_chunks,
@@ -407,40 +444,3 @@ def _on_all_ranks(action: Callable[[], Any]) -> Any:
     torch.distributed.all_gather_object(errors, error)
     raise_first(errors)
     return result
-
-
-# ------------------------------------------------------------------ the script's own log
-
-
-def _describe(metrics: dict[str, float]) -> str:
-    """What is added to Megatron-LM's line, in its manner."""
-    parts = []
-    if "offloaded_bytes" in metrics:
-        parts += [
-            f" offloaded: {format_size(metrics['offloaded_bytes'])} |",
-            f" rejected: {format_size(metrics['rejected_bytes'])} |",
-            f" stall: {metrics['stall_s'] + metrics['write_wait_s']:.3f} s |",
-        ]
-    if metrics.get("predicted_step_s"):
-        parts += [
-            f" step: {metrics['measured_step_s']:.3f} s"
-            f" (predicted {metrics['predicted_step_s']:.3f} s) |",
-            f" planned peak: {format_size(metrics['predicted_peak_bytes'])} |",
-        ]
-    if "peak_activation_bytes" in metrics:
-        parts += [f" peak activations: {format_size(metrics['peak_activation_bytes'])} |"]
-    return "".join(parts)
-
-
-def _write_scalars(metrics: dict[str, float], iteration: int) -> None:
-    """To TensorBoard and wandb, where this rank writes there, under `offload/`."""
-    tensorboard, wandb = _GET_TENSORBOARD.find()(), _GET_WANDB.find()()
-    flags = _GET_FLAGS.find()()
-    if not metrics or iteration % flags.tensorboard_log_interval != 0:
-        return
-    scalars = {f"offload/{name}": value for name, value in metrics.items()}
-    if tensorboard is not None:
-        for name, value in scalars.items():
-            tensorboard.add_scalar(name, value, iteration)
-    if wandb is not None:
-        wandb.log(scalars, iteration)
