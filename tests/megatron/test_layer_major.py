@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import Outcome, assert_same_bits, train
+from tests.support.launch import Outcome, assert_same_bits, train, train_once
 from tests.support.offload_flags import ssd
 
 STEPS = 4
@@ -28,22 +28,37 @@ LAYOUTS = {
     "DP2 distributed": (2, f"{UNTIED} {SHARDED} --bf16 --overlap-param-gather"),
     "EP2": (2, f"{UNTIED} {MOE} --expert-model-parallel-size 2"),
 }
-# The rest is left out unless --slow is given.
-FAST = {"fp32", "MoE", "TP2+SP", "DP2 distributed"}
+# In memory if no layer is recomputed: that belongs to offload.
+CASES = [
+    (layout, moves)
+    for layout, (_, flags) in LAYOUTS.items()
+    for moves in (True, False)
+    if moves or "--activation-recompute-layers" not in flags
+]
+# The rest is left out unless --slow is given. Offload or not is the same question in each layout.
+FAST = (("fp32", True), ("fp32", False), ("MoE", True), ("TP2+SP", True), ("DP2 distributed", True))
 
 
-@pytest.mark.parametrize("moves", [True, False], ids=["ssd", "in memory"])
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in LAYOUTS],
+    ("layout", "moves"),
+    [
+        pytest.param(
+            *case,
+            marks=() if case in FAST else pytest.mark.slow,
+            id=f"{case[0]}-{'ssd' if case[1] else 'in memory'}",
+        )
+        for case in CASES
+    ],
 )
 def test_layer_major_steps_change_no_bit(layout: str, moves: bool, tmp_path: Path) -> None:
+    """Compared with steps whose activations stay in memory, wherever those in units have theirs."""
     world_size, flags = LAYOUTS[layout]
-    if not moves and "--activation-recompute-layers" in flags:
-        pytest.skip("activations that are recomputed belong to offload")
-    where = ssd(tmp_path) if moves or "--activation-recompute-layers" in flags else ""
     flags += f" --train-iters {STEPS}"
-    one_by_one = train(flags, where, world_size=world_size)
+    where = ssd(tmp_path) if moves else ""
+    if "--activation-recompute-layers" in flags:
+        one_by_one = train(flags, where, world_size=world_size)
+    else:
+        one_by_one = train_once(flags, world_size=world_size)
     in_units = train(flags, where, UNITS, world_size=world_size)
     assert_same_bits(in_units, one_by_one, STEPS)
     assert bool(in_units.metrics[-1]["offload"]) is moves
@@ -57,14 +72,14 @@ def near(one: Outcome, other: Outcome) -> None:
 
 
 def test_a_tied_embedding_adds_in_another_order(tmp_path: Path) -> None:
-    flags = f"--train-iters {STEPS} {ssd(tmp_path)}"
-    near(train(flags, UNITS), train(flags))
+    flags = f"--train-iters {STEPS}"
+    near(train(flags, ssd(tmp_path), UNITS), train_once(flags))
 
 
 def test_alternating_units_add_in_another_order(tmp_path: Path) -> None:
-    flags = f"--train-iters {STEPS} {UNTIED} {ssd(tmp_path)}"
-    in_units = train(flags, "--layer-major-units auto --layer-major-order alternating")
-    near(in_units, train(flags))
+    flags = f"{UNTIED} --train-iters {STEPS}"
+    alternating = "--layer-major-units auto --layer-major-order alternating"
+    near(train(flags, ssd(tmp_path), alternating), train_once(flags))
 
 
 @pytest.mark.parametrize("model", ["bert", "t5"])
@@ -76,19 +91,20 @@ def test_bert_and_t5(model: str, tiny: dict[str, str], tmp_path: Path) -> None:
 
 def test_evaluation_and_resume(tmp_path: Path) -> None:
     """Trained in units, evaluated, saved and gone on from; and the other way round."""
-    flags = f"{UNTIED} {ssd(tmp_path)} --eval-interval 2 --eval-iters 2 --train-iters 4"
-    whole = train(flags)
+    flags = f"{UNTIED} --train-iters {STEPS}"
+    evaluated = f"{ssd(tmp_path)} --eval-interval 2 --eval-iters 2"
+    whole = train_once(flags)  # evaluation changes nothing
     for first, then in ((UNITS, ""), ("", UNITS)):
         folder = tmp_path / (first and "units")
-        train(flags, first, f"--save {folder} --exit-interval 2")
-        rest = train(flags, then, f"--load {folder}")
+        train(flags, evaluated, first, f"--save {folder} --exit-interval 2")
+        rest = train(flags, evaluated, then, f"--load {folder}")
         assert rest.model == whole.model
         assert rest.values("loss") == whole.values("loss")[2:]
 
 
 def test_states_move_beside(tmp_path: Path) -> None:
-    flags = f"{UNTIED} --train-iters {STEPS} {ssd(tmp_path)}"
+    flags = f"{UNTIED} --train-iters {STEPS}"
     states = "--optimizer-state-offload ssd --optimizer-state-window 64KiB"
-    in_units = train(flags, states, UNITS)
-    assert_same_bits(in_units, train(flags), STEPS)
+    in_units = train(flags, ssd(tmp_path), states, UNITS)
+    assert_same_bits(in_units, train_once(flags), STEPS)
     assert in_units.metrics[-1]["states"]["read_bytes"] > 0
