@@ -39,20 +39,21 @@ class TorchGenerators:
     """Torch's own: the CPU's, and that of a device if it is another one."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
 
     def states(self) -> dict[str, torch.Tensor]:
         """See `Generators`."""
         states = {"cpu": torch.get_rng_state()}
         if self._module is not None:
-            states["device"] = self._module.get_rng_state()
+            states["device"] = self._module.get_rng_state(self._device)
         return states
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """See `Generators`."""
         torch.set_rng_state(states["cpu"])
         if self._module is not None:
-            self._module.set_rng_state(states["device"])
+            self._module.set_rng_state(states["device"], self._device)
 
 
 class RandomNumbers:
