@@ -6,11 +6,14 @@ from __future__ import annotations
 import contextvars
 import struct
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.offload import ConfigurationError
+from megatron.offload.integration.megatron import layer_major as megatron_layer_major
+from megatron.offload.integration.megatron.layer_major import only_chunk
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.pausable_call import PausableCall, running_call
 from megatron.offload.layer_major.random_numbers import advanced, num_drawn
@@ -126,6 +129,23 @@ def test_another_seed_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.offload.layer_major.random_numbers._MOST_BLOCKS", 3)
     begin = torch.Generator().manual_seed(1).get_state()
     assert num_drawn(begin, torch.Generator().manual_seed(2).get_state()) is None
+
+
+def test_generators_of_another_kind_are_not_counted() -> None:
+    one, other = torch.zeros(40, dtype=torch.uint8), torch.ones(40, dtype=torch.uint8)
+    assert num_drawn(one, one) == 0 and num_drawn(one, other) is None
+
+
+def test_a_model_in_chunks_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="needs a model in one chunk"):
+        only_chunk([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+
+
+def test_generators_that_cannot_be_put_aside_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = SimpleNamespace(get_states=lambda: {"default": torch.Generator()})
+    monkeypatch.setattr(megatron_layer_major, "_tracker", lambda: tracker)
+    with pytest.raises(ConfigurationError, match="drop --te-rng-tracker"):
+        megatron_layer_major._Generators(CPU).states()
 
 
 def test_offsets_of_a_counter_are_counted() -> None:

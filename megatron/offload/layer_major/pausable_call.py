@@ -119,13 +119,14 @@ def _state_of_thread(
     caches = torch.is_autocast_cache_enabled()
     module = None if device.type == "cpu" else torch.get_device_module(device)
     stream = None if module is None else module.current_stream(device)
+    current = None if module is None else module.current_device()  # of the caller: any other one
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as contexts:
             if module is not None:
-                contexts.enter_context(module.device(device))
-                contexts.enter_context(module.stream(stream))
+                contexts.enter_context(module.stream(stream))  # makes its device the current one
+                contexts.enter_context(module.device(current))
             contexts.enter_context(torch.set_grad_enabled(grad))
             if default != torch.device("cpu"):
                 contexts.enter_context(default)
