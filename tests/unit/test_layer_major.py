@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import struct
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron.offload import ConfigurationError
+from megatron.offload import ConfigurationError, OffloadEngine
+from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.megatron import layer_major as megatron_layer_major
 from megatron.offload.integration.megatron.layer_major import only_chunk
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.pausable_call import PausableCall, running_call
 from megatron.offload.layer_major.random_numbers import advanced, num_drawn
 from megatron.offload.layer_major.units import units_of
+from tests.support.models import settle
 
 CPU = torch.device("cpu")
 
@@ -85,6 +89,57 @@ def test_an_abandoned_call_ends_where_it_pauses(num_rounds: int) -> None:
     call.abandon()
     assert ended.is_set() is (num_rounds > 0)
     assert not [one for one in threading.enumerate() if one.name == "abandoned"]
+
+
+def test_who_is_interrupted_ends_the_call_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whatever is around the pass would be left while the pass goes on."""
+    may_pause, ended = threading.Event(), threading.Event()
+
+    def function() -> None:
+        call = running_call()
+        assert call is not None and may_pause.wait(10)
+        try:
+            call.pause()
+        finally:
+            ended.set()
+
+    def interrupted() -> None:
+        may_pause.set()
+        raise KeyboardInterrupt
+
+    call = PausableCall(function, "call", CPU)
+    monkeypatch.setattr(call, "_has_stopped", SimpleNamespace(acquire=interrupted, release=int))
+    with pytest.raises(KeyboardInterrupt):
+        call.go_on()
+    assert ended.is_set()
+
+
+def test_only_the_last_backward_pass_of_a_unit_is_synchronized() -> None:
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def unsynchronized() -> Iterator[None]:
+        entered.append("no sync")
+        yield
+
+    passes = EnginePasses(None, hooks_tensors=False, unsynchronized=unsynchronized)
+    with passes.backward(0, 0, is_last=False):
+        assert entered == ["no sync"]
+    with passes.backward(0, 1, is_last=True):
+        assert entered == ["no sync"]
+
+
+def test_what_a_unit_has_saved_is_handed_over_when_it_pauses(engine: OffloadEngine) -> None:
+    weight = torch.ones(8, requires_grad=True)
+    passes = EnginePasses(engine, hooks_tensors=True)
+    with engine.step(), passes.forward(0, 0), passes.whole_forward() as before_pause:
+        product = weight * (weight + 1)
+        settle(engine)
+        assert not engine.statistics.offloaded_bytes
+        before_pause()
+        settle(engine)
+        assert engine.statistics.offloaded_bytes
+        del product
 
 
 def test_what_holds_in_the_caller_s_thread_holds_in_the_call() -> None:
