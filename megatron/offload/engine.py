@@ -256,7 +256,7 @@ class OffloadEngine:
         """Types of autograd nodes that save copies of their own: Note [Leaves] in `saved/`."""
         return self._layers.copying_nodes
 
-    def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+    def saved_tensors_hooks(self) -> SavingContext:
         """The hooks as a context, for models without layers that can be captured one by one."""
         return SavingContext(self.hooks, self.new_batch())
 

@@ -167,7 +167,10 @@ def unit_by_unit(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # else each forward pass's thread starts a team of its own
     yield
+    torch.set_num_threads(before)
     assert not [t.name for t in threading.enumerate() if t.name.startswith("micro-batch")]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.offload import LayerMajor, offload_activations
 from tests.support.same_training import NUM_STEPS, Batch, train
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -208,6 +210,61 @@ def test_a_model_that_generates_between_steps_trains_the_same(tmp_path: Path) ->
     found = train(llama, text_batches(), tmp_path, call=call)
     assert found == train(llama, text_batches(), call=call)
     assert all(one["offloaded_storages"] > 5 for one in found.statistics)
+
+
+def in_units(model: torch.nn.Module, units: int | None, directory: Path) -> list[Any]:
+    """Losses and gradients of two steps of three micro-batches, one by one or in units."""
+    model.train()
+    torch.manual_seed(6)
+    results: list[Any] = []
+    with offload_activations(model, directory, min_bytes="4KiB") as offload:
+        layer_major = None if units is None else LayerMajor(model, units, offload=offload)
+        for step in range(2):
+            batches, losses = text_batches(step, 3), []
+            if layer_major is None:
+                for batch in batches:
+                    losses.append(model(**batch).loss)
+                    losses[-1].backward()
+            else:
+                losses = layer_major.step(batches, lambda batch: model(**batch).loss)
+                assert offload.statistics["offloaded_bytes"] > 0
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+            results.append(([one.detach() for one in losses], gradients))
+            model.zero_grad()
+    return results
+
+
+def checkpointed_gpt2() -> torch.nn.Module:
+    model: Any = gpt2()
+    model.gradient_checkpointing_enable()
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "near"),
+    [
+        (gpt2, {"transformer.wte.weight"}),  # tied to the output
+        (checkpointed_gpt2, {"transformer.wte.weight"}),
+        (llama, set()),
+        (checkpointed_llama, set()),
+        (t5, {"shared.weight", "encoder.", "decoder.block.0.layer.0.SelfAttention.relative"}),
+    ],
+)
+def test_layer_major_steps_train_the_same(make: Model, near: set[str], tmp_path: Path) -> None:
+    """Near where gradients are added in another order, see docs/layer-major.md."""
+    torch.manual_seed(5)
+    model = make()
+    expected = in_units(copy.deepcopy(model), None, tmp_path)
+    for (losses, mine), (their_losses, theirs) in zip(
+        in_units(model, 3, tmp_path), expected, strict=True
+    ):
+        assert losses == their_losses
+        for name, gradient in mine.items():
+            if any(name.startswith(one) for one in near):
+                largest = float(theirs[name].abs().max())
+                assert (gradient - theirs[name]).abs().max() <= 1e-5 * largest, name
+            else:
+                assert torch.equal(gradient, theirs[name]), name
 
 
 def compiled(model: torch.nn.Module) -> torch.nn.Module:

@@ -189,6 +189,34 @@ OFFLOAD = (
     Row("--activation-offload-layers a", "'a' names no layers"),
     Row("--activation-offload tape", "invalid choice: 'tape'"),
 )
+UNITS = "--layer-major-units 2"
+# What `check_layer_major` refuses of a TransformerConfig, with offload and without.
+STEPS_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"fp8": "hybrid"},
+    {"fp4": "e2m1"},
+    {"overlap_moe_expert_parallel_comm": True},
+    {"hybrid_context_parallel": True},
+    {"cpu_offloading": True},
+    {"fine_grained_activation_offloading": True},
+    {"moe_paged_stash": True},
+    {"enable_cuda_graph": True},
+    {"external_cuda_graph": True},
+    {"cuda_graph_impl": "local"},
+)
+STEPS = (
+    *(
+        Row(UNITS, f"--layer-major-units cannot be combined with {next(iter(one))}", settings=one)
+        for one in STEPS_SETTINGS
+    ),
+    Row(f"{UNITS} {PP2}", "--layer-major-units needs a model on one pipeline stage", 2),
+    Row(f"{UNITS} {FULL}", "checkpoints hide the layers; use --activation-recompute-layers"),
+    Row(
+        f"{UNITS} --activation-offload auto",
+        "--layer-major-units cannot be combined with --activation-offload auto",
+    ),
+    Row("--layer-major-units 0", "'0' is neither off, auto nor a number of units"),
+    Row(UNITS, "megatron-core 0.99.0 is not supported", patches=OTHER_VERSION),
+)
 VIRTUAL = f"{PP2} --num-layers-per-virtual-pipeline-stage"
 TRAINER = (
     Row("--no-such-flag", "unrecognized arguments: --no-such-flag"),
@@ -261,4 +289,4 @@ LAYOUT = (
     Row(f"{MOE} {TP2}", "--num-experts with tensor parallelism needs --sequence-parallel", 2),
     Row(f"{MOE} {EP2} --save {{tmp}}", "--save and --load are not there for", 2),
 )
-TABLE = (*OFFLOAD, *TRAINER, *LAYOUT)
+TABLE = (*OFFLOAD, *STEPS, *TRAINER, *LAYOUT)

@@ -31,8 +31,20 @@ from megatron.offload import ConfigurationError, OffloadConfig, launch
 from megatron.offload.integration.megatron import cpu_training_script, install
 from megatron.offload.integration.megatron.chunked_loss import REFUSED_SETTINGS
 from megatron.offload.integration.megatron.connect import _REFUSED_SETTINGS, _REFUSED_WRAPPERS
+from megatron.offload.integration.megatron.layer_major import (
+    _REFUSED_SETTINGS as _REFUSED_IN_STEPS,
+)
 from megatron.offload.integration.megatron.training_script import _FLAGS
-from tests.megatron.refused import LOSS_SETTINGS, OFFLOAD, OTHER_VERSION, SETTINGS, SSD, TABLE, Row
+from tests.megatron.refused import (
+    LOSS_SETTINGS,
+    OFFLOAD,
+    OTHER_VERSION,
+    SETTINGS,
+    SSD,
+    STEPS_SETTINGS,
+    TABLE,
+    Row,
+)
 from tests.support.launch import TINY, run_trainer
 from tests.support.megatron_lm import FakeMegatronLm
 from tests.support.megatron_lm import settings as launcher_settings
@@ -49,11 +61,14 @@ SEARCHED = {
     f"{MEGATRON}/connect.py": ("check_wrappers",),  # below: it needs a model
     f"{MEGATRON}/recomputable.py": (),
     f"{MEGATRON}/chunked_loss.py": (),
+    # In tests/unit/test_layer_major.py: they need a model, and a step.
+    f"{MEGATRON}/layer_major.py": ("only_chunk", "states"),
+    "megatron/offload/layer_major/config.py": (),
     "examples/trainer/experts.py": (),
     "examples/trainer/arguments.py": ("check_megatron_core_version",),  # in test_trainer_errors.py
 }
 _REFUSING_CALLS = ("_require", "_divides")
-_REFUSING_ERRORS = ("ConfigurationError", "UserError", "ArgumentTypeError")
+_REFUSING_ERRORS = ("ConfigurationError", "UserError", "ArgumentTypeError", "refusal")
 
 
 def statements_that_refuse(path: Path, elsewhere: tuple[str, ...]) -> dict[int, range]:
@@ -170,6 +185,7 @@ def test_every_refused_setting_has_a_row() -> None:
     tested = {name for settings, _ in SETTINGS for name in settings}
     assert set(_REFUSED_SETTINGS) <= tested
     assert set(REFUSED_SETTINGS) <= {name for settings, _ in LOSS_SETTINGS for name in settings}
+    assert set(_REFUSED_IN_STEPS) <= {name for settings in STEPS_SETTINGS for name in settings}
 
 
 # Of TransformerConfig: what may move or freeze activations by its name, and does not.

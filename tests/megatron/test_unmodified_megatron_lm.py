@@ -164,3 +164,24 @@ def test_flags_that_do_not_fit_end_with_one_sentence(tmp_path: Path) -> None:
     assert "auto decides which layers are recomputed, and so does --recompute-granularity" in line
     assert "exitcode  : 2 " in refused.output  # in torchrun's report
     assert "setup_model_and_optimizer" not in refused.output  # no traceback of ours
+
+
+@pytest.mark.parametrize("mode", ["off", "ssd"])
+@pytest.mark.parametrize("layout", ["tensor", "distributed optimizer"])
+def test_layer_major_steps_change_no_bit(
+    runs: Runs, layout: str, mode: str, tmp_path: Path
+) -> None:
+    more = "--untie-embeddings-and-output-weights --global-batch-size 8"
+    expected = runs(layout, "off", more)
+    flags = ["--layer-major-units", "4", *more.split(), "--save", str(tmp_path)]
+    in_units = pretrain(layout, tmp_path, *flags, *offload(mode, tmp_path))
+    assert in_units.losses() == expected.losses()
+    assert in_units.checkpoints() == expected.checkpoints()
+
+
+def test_too_many_units_end_with_one_sentence(tmp_path: Path) -> None:
+    """Found by all ranks when the model is there."""
+    refused = pretrain("tensor", tmp_path, "--layer-major-units", "9", succeeds=False)
+    (line,) = set(re.findall(r"^megatron\.offload\.launch: error: .*$", refused.output, re.M))
+    assert "--layer-major-units 9: the model has 8 layers that can be divided" in line
+    assert "exitcode  : 2 " in refused.output and "Traceback" not in refused.output

@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import struct
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron.offload import ConfigurationError
+from megatron.offload import ConfigurationError, OffloadEngine
+from megatron.offload.integration.engine_passes import EnginePasses
+from megatron.offload.integration.megatron import layer_major as megatron_layer_major
+from megatron.offload.integration.megatron.layer_major import only_chunk
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.pausable_call import PausableCall, running_call
 from megatron.offload.layer_major.random_numbers import advanced, num_drawn
 from megatron.offload.layer_major.units import units_of
+from tests.support.models import settle
 
 CPU = torch.device("cpu")
 
@@ -84,6 +91,57 @@ def test_an_abandoned_call_ends_where_it_pauses(num_rounds: int) -> None:
     assert not [one for one in threading.enumerate() if one.name == "abandoned"]
 
 
+def test_who_is_interrupted_ends_the_call_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whatever is around the pass would be left while the pass goes on."""
+    may_pause, ended = threading.Event(), threading.Event()
+
+    def function() -> None:
+        call = running_call()
+        assert call is not None and may_pause.wait(10)
+        try:
+            call.pause()
+        finally:
+            ended.set()
+
+    def interrupted() -> None:
+        may_pause.set()
+        raise KeyboardInterrupt
+
+    call = PausableCall(function, "call", CPU)
+    monkeypatch.setattr(call, "_has_stopped", SimpleNamespace(acquire=interrupted, release=int))
+    with pytest.raises(KeyboardInterrupt):
+        call.go_on()
+    assert ended.is_set()
+
+
+def test_only_the_last_backward_pass_of_a_unit_is_synchronized() -> None:
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def unsynchronized() -> Iterator[None]:
+        entered.append("no sync")
+        yield
+
+    passes = EnginePasses(None, hooks_tensors=False, unsynchronized=unsynchronized)
+    with passes.backward(0, 0, is_last=False):
+        assert entered == ["no sync"]
+    with passes.backward(0, 1, is_last=True):
+        assert entered == ["no sync"]
+
+
+def test_what_a_unit_has_saved_is_handed_over_when_it_pauses(engine: OffloadEngine) -> None:
+    weight = torch.ones(8, requires_grad=True)
+    passes = EnginePasses(engine, hooks_tensors=True)
+    with engine.step(), passes.forward(0, 0), passes.whole_forward() as before_pause:
+        product = weight * (weight + 1)
+        settle(engine)
+        assert not engine.statistics.offloaded_bytes
+        before_pause()
+        settle(engine)
+        assert engine.statistics.offloaded_bytes
+        del product
+
+
 def test_what_holds_in_the_caller_s_thread_holds_in_the_call() -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable")
     variable.set(3)
@@ -126,6 +184,23 @@ def test_another_seed_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.offload.layer_major.random_numbers._MOST_BLOCKS", 3)
     begin = torch.Generator().manual_seed(1).get_state()
     assert num_drawn(begin, torch.Generator().manual_seed(2).get_state()) is None
+
+
+def test_generators_of_another_kind_are_not_counted() -> None:
+    one, other = torch.zeros(40, dtype=torch.uint8), torch.ones(40, dtype=torch.uint8)
+    assert num_drawn(one, one) == 0 and num_drawn(one, other) is None
+
+
+def test_a_model_in_chunks_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="needs a model in one chunk"):
+        only_chunk([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+
+
+def test_generators_that_cannot_be_put_aside_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = SimpleNamespace(get_states=lambda: {"default": torch.Generator()})
+    monkeypatch.setattr(megatron_layer_major, "_tracker", lambda: tracker)
+    with pytest.raises(ConfigurationError, match="drop --te-rng-tracker"):
+        megatron_layer_major._Generators(CPU).states()
 
 
 def test_offsets_of_a_counter_are_counted() -> None:

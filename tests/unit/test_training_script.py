@@ -323,6 +323,59 @@ def test_a_model_without_transformer_blocks_is_refused(
         set_up(megatron_lm)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_steps_in_units_need_no_offload(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, installed: dict[str, Any]
+) -> None:
+    parse(megatron_lm, "--layer-major-units", "2", "--layer-major-order", "alternating")
+    set_up(megatron_lm)
+    assert not installed["config"].enabled and installed["reserve_bytes"] == 0
+    assert installed["layer_major"].num_units == 2 and installed["layer_major"].alternates
+    plain = (str, int, float, type(None))
+    assert all(isinstance(value, plain) for value in vars(megatron_lm.flags).values())
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("argv", "flags", "changed", "sentence"),
+    [
+        ([], {}, {"pipeline_model_parallel_size": 2}, "needs a model on one pipeline stage"),
+        ([], {}, {"recompute_granularity": "full"}, "checkpoints hide the layers"),
+        ([], {}, {"fp8": "hybrid"}, "cannot be combined with fp8"),
+        ([], {"use_megatron_fsdp": True}, {}, "--use-megatron-fsdp cannot be combined"),
+        (["--activation-offload", "auto"], {}, {}, "with --activation-offload auto"),
+    ],
+)
+def test_steps_in_units_that_cannot_be_are_refused_before_a_model_is_built(
+    megatron_lm: FakeMegatronLm,
+    script: TrainingScript,
+    argv: list[str],
+    flags: dict[str, Any],
+    changed: dict[str, Any],
+    sentence: str,
+) -> None:
+    vars(megatron_lm.flags).update(flags)
+    megatron_lm.settings = settings(**changed)
+    parse(megatron_lm, "--layer-major-units", "2", *argv)
+    with pytest.raises(ConfigurationError, match=sentence):
+        set_up(megatron_lm)
+    assert megatron_lm.events == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_without_layers_has_no_units(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found when the model is there, and said by all ranks."""
+    said: list[str | None] = []
+    monkeypatch.setattr(training_script, "raise_first", said.extend)
+    (model,) = megatron_lm.model
+    model.config = megatron_lm.settings
+    parse(megatron_lm, "--layer-major-units", "auto")
+    set_up(megatron_lm)
+    assert said[-1] == "layer-major steps: --layer-major-units: the model has no layers that repeat"
+
+
 def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
     ranks = [
         start_python(

@@ -32,6 +32,10 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        self.submit()
+
+    def submit(self) -> None:
+        """All operations so far have ended: what they saved may be written."""
         self._batch.submit()
 
     def _pack(self, tensor: torch.Tensor) -> Packed:

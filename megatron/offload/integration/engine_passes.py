@@ -54,13 +54,14 @@ class EnginePasses:
                 yield
 
     @contextlib.contextmanager
-    def within_forward(self) -> Iterator[None]:
-        """The same, in the thread in which it runs."""
+    def whole_forward(self) -> Iterator[Callable[[], None]]:
+        """Around all of a micro-batch's forward passes, in the thread in which they run."""
         if self._engine is None or not self._hooks_tensors:
-            yield
+            yield lambda: None
             return
-        with self._engine.saved_tensors_hooks():
-            yield
+        hooks = self._engine.saved_tensors_hooks()
+        with hooks:
+            yield hooks.submit
 
     @contextlib.contextmanager
     def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:

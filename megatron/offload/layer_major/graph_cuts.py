@@ -64,7 +64,14 @@ class GraphCuts:
 
     def enter(self, values: Any) -> Any:
         """A layer's arguments, with entries in place of what earlier units have made."""
-        return tree_map_only(torch.Tensor, self._entered, values)
+        entered: dict[int, torch.Tensor] = {}  # by the tensor's address: one that is given twice
+
+        def enter(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in entered:
+                entered[id(tensor)] = self._entered(tensor)
+            return entered[id(tensor)]
+
+        return tree_map_only(torch.Tensor, enter, values)
 
     def _entered(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.grad_fn is None or tensor.grad_fn._sequence_nr() >= self._begins[-1]:
@@ -124,7 +131,7 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, marker: torch.Tensor, tensor: torch.Tensor, crossing: Crossing) -> Any:
         ctx.crossing = crossing
-        return tensor.view_as(tensor)
+        return tensor.detach()  # no view: layers may change it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

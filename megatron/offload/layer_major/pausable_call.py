@@ -53,14 +53,22 @@ class PausableCall(Generic[T]):
     def go_on(self) -> bool:
         """Runs it up to its next pause, or to its end; whether it has ended.
 
-        Raises: as the function.
+        Raises: as the function. If the wait is interrupted, the call is abandoned first.
         """
         if self._thread.ident is None:
             self._thread.start()
         self._goes_on.release()
-        self._has_stopped.acquire()
-        if self._error is not None:
-            raise self._error
+        try:
+            self._has_stopped.acquire()
+        except BaseException:  # from the keyboard: nobody leaves before what runs has ended
+            self.abandon()
+            raise
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # whose frames refer to this one: nothing of the step would be freed
         return bool(self._result)
 
     def pause(self) -> None:
@@ -105,20 +113,23 @@ def _state_of_thread(
     device: torch.device,
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What torch keeps for each thread, of this one; the result enters it in another thread."""
-    grad = torch.is_grad_enabled()
+    grad, default = torch.is_grad_enabled(), torch.get_default_device()
     kinds = dict.fromkeys(("cpu", device.type))
     autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
     caches = torch.is_autocast_cache_enabled()
     module = None if device.type == "cpu" else torch.get_device_module(device)
     stream = None if module is None else module.current_stream(device)
+    current = None if module is None else module.current_device()  # of the caller: any other one
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as contexts:
             if module is not None:
-                contexts.enter_context(module.device(device))
-                contexts.enter_context(module.stream(stream))
+                contexts.enter_context(module.stream(stream))  # makes its device the current one
+                contexts.enter_context(module.device(current))
             contexts.enter_context(torch.set_grad_enabled(grad))
+            if default != torch.device("cpu"):
+                contexts.enter_context(default)
             for kind, dtype in autocast:
                 contexts.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))
             yield

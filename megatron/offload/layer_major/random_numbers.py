@@ -12,11 +12,16 @@ have, which is said, and the next step counts again.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+
+from megatron.offload.errors import STEPS_PREFIX
+
+logger = logging.getLogger(__name__)
 
 _WORDS = slice(24, 24 + 624 * 8)  # of the state of a generator on the CPU: the Mersenne Twister's
 _LEFT = slice(8, 12)  # how many of them are left, the next draw included
@@ -39,20 +44,21 @@ class TorchGenerators:
     """Torch's own: the CPU's, and that of a device if it is another one."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
 
     def states(self) -> dict[str, torch.Tensor]:
         """See `Generators`."""
         states = {"cpu": torch.get_rng_state()}
         if self._module is not None:
-            states["device"] = self._module.get_rng_state()
+            states["device"] = self._module.get_rng_state(self._device)
         return states
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """See `Generators`."""
         torch.set_rng_state(states["cpu"])
         if self._module is not None:
-            self._module.set_rng_state(states["device"])
+            self._module.set_rng_state(states["device"], self._device)
 
 
 class RandomNumbers:
@@ -65,6 +71,7 @@ class RandomNumbers:
     def __init__(self, generators: Generators) -> None:
         self.generators = generators
         self._drawn: list[dict[str, int]] = []  # by micro-batch
+        self._has_warned = False
 
     def knows(self, num_micro_batches: int) -> bool:
         """Whether it is known what all micro-batches of such a step draw."""
@@ -91,8 +98,18 @@ class RandomNumbers:
             drawn = {name: num_drawn(one, end[name]) for name, one in begin.items()}
             if any(one is None for one in drawn.values()):
                 self._drawn = []
+                self._warn()
                 return
             self._drawn.append({name: one for name, one in drawn.items() if one is not None})
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%sthe random numbers that a micro-batch draws cannot be counted (was a generator "
+                "seeded in the forward pass?); steps run one micro-batch after the other",
+                STEPS_PREFIX,
+            )
 
     def forget(self) -> None:
         """It was not so: they are to be counted anew."""
@@ -106,6 +123,8 @@ def num_drawn(begin: torch.Tensor, end: torch.Tensor) -> int | None:
     """
     if torch.equal(begin, end):
         return 0
+    if begin.numel() != end.numel() or begin.numel() not in (_PHILOX.size, _TWISTER_BYTES):
+        return None
     if begin.numel() == _PHILOX.size:
         (seed, offset), (end_seed, end_offset) = _philox(begin), _philox(end)
         return end_offset - offset if seed == end_seed and end_offset >= offset else None
@@ -135,6 +154,7 @@ def advanced(state: torch.Tensor, number: int) -> torch.Tensor:
     return generator.get_state()
 
 
+_TWISTER_BYTES = torch.Generator().get_state().numel()
 _PHILOX = struct.Struct("=QQ")  # seed, offset
 
 

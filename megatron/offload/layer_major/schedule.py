@@ -47,8 +47,12 @@ class Passes(Protocol):
         """Around a forward pass; after the last one another unit comes next."""
         ...
 
-    def within_forward(self) -> _Context:
-        """The same, entered in the thread in which the forward pass runs."""
+    def whole_forward(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Around the forward passes of a micro-batch through all units, in their thread.
+
+        One for all: in a thread hooks of saved tensors are a stack, and where a pass pauses those
+        of a checkpoint may lie on ours. What it yields is called there before each pause.
+        """
         ...
 
     def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> _Context:
@@ -189,7 +193,8 @@ class LayerMajorSchedule:
         if has_ended != (unit == self.num_units - 1):
             raise refusal(
                 f"the forward pass of micro-batch {batch.number} ended in unit {batch.unit + 1} of "
-                f"{self.num_units}: a layer-major step needs models that run all their layers"
+                f"{self.num_units}: a layer-major step needs models that run all their layers, with "
+                "gradients, and checkpoints with use_reentrant=False"
             )
 
     def _check_random(
@@ -240,17 +245,13 @@ class _MicroBatch(Generic[T]):
         self.random: dict[str, torch.Tensor] = {}  # states of the generators where it stands
         self._forward = forward
         self.passes = passes
-        self._within = contextlib.ExitStack()  # around its forward pass in the unit, in its thread
+        self._before_pause: Callable[[], None] = lambda: None
         self.call: PausableCall[T] = PausableCall(self._run, f"micro-batch {number}", device)
 
     def _run(self) -> T:
-        with self._within:
-            self._begin()
+        with self.passes.whole_forward() as self._before_pause:
+            self.cuts.begin()
             return self._forward()
-
-    def _begin(self) -> None:
-        self._within.enter_context(self.passes.within_forward())
-        self.cuts.begin()
 
     def pause_before(self, unit: int) -> None:
         """A layer of another unit comes next: waits for its turn."""
@@ -259,10 +260,10 @@ class _MicroBatch(Generic[T]):
                 f"a layer of unit {unit + 1} was called in unit {self.unit + 1}; a layer-major "
                 "step needs models that run their layers in one order, each once"
             )
-        self._within.close()
+        self._before_pause()
         self.call.pause()
         self.unit = unit
-        self._begin()
+        self.cuts.begin()
 
 
 def _nodes_of(result: Any) -> list[Any]:

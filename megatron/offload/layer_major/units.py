@@ -21,6 +21,8 @@ def units_of(layers: Sequence[T], num_units: int | None) -> dict[T, int]:
     Raises:
         ConfigurationError: there are not as many layers.
     """
+    if not layers:
+        raise refusal("--layer-major-units: the model has no layers that repeat")
     wanted = len(layers) if num_units is None else num_units
     if not 1 <= wanted <= len(layers):
         raise refusal(

@@ -28,11 +28,17 @@ from megatron.offload.layer_major.units import units_of
 
 _MEGATRON = "megatron::"  # before the names of Megatron's generators, among torch's
 _CURRENT = "_current_state_name"  # of Megatron's tracker: the generator that runs now
+_GRAPHS = "a captured graph fixes the order of layers"
 _REFUSED_SETTINGS = {
     "fp8": "what it measures of the weights belongs to one pass of the whole model",
     "fp4": "what it measures of the weights belongs to one pass of the whole model",
     "overlap_moe_expert_parallel_comm": "its schedule runs two micro-batches at a time",
     "hybrid_context_parallel": "its schedule gives micro-batches to ranks on its own",
+    "cpu_offloading": "it counts layers of one pass at a time",
+    "fine_grained_activation_offloading": "it counts layers of one pass at a time",
+    "moe_paged_stash": "it counts layers of one pass at a time",
+    "enable_cuda_graph": _GRAPHS,
+    "external_cuda_graph": _GRAPHS,
 }
 
 
@@ -220,9 +226,9 @@ def check_layer_major(config: LayerMajorConfig, settings: Any, *, plans: bool) -
             "checkpoints hide the layers; use --activation-recompute-layers"
         )
     graphs = getattr(settings, "cuda_graph_impl", None) or "none"
-    if graphs != "none" or getattr(settings, "enable_cuda_graph", False):
+    if graphs != "none":
         raise refusal(
-            "--layer-major-units cannot be combined with CUDA graphs, which fix the order of layers"
+            f"--layer-major-units cannot be combined with cuda_graph_impl {graphs}: {_GRAPHS}"
         )
 
 

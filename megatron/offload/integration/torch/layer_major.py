@@ -170,7 +170,8 @@ def _check(
                 f"{type(module).__name__} cannot run layer-major steps: it expects one backward "
                 f"pass for each forward pass of the whole model; use {instead}"
             )
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        is_compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        if is_compiled and not layers.keys().isdisjoint(module.modules()):
             raise refusal(
                 "a compiled module cannot pause between its layers; compile what is inside of the "
                 "layers, or nothing"

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer-major steps keep their bits on streams that lag, with activations on their way.
+
+Forward passes run in threads of their own: on the caller's stream and device, also where these are
+none that a new thread stands on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import LayerMajor, offload_activations
+from megatron.offload.device.platform import register_platform
+from megatron.offload.sizes import MIB
+from megatron.offload.tiers import ssd as ssd_tier
+from megatron.offload.tiers.staging import StagingPool
+from tests.support.lag.module import LagModule
+from tests.support.lag.platform import LagPlatform
+from tests.support.models import Block
+
+DEVICE = "lag:1"  # new threads stand on another one
+HIDDEN, LAYERS, MICRO_BATCHES, STEPS = 32, 4, 3, 3
+MODES: dict[str, dict[str, Any]] = {
+    "ssd": {"mode": "ssd", "pinned_bytes": 0, "write_bytes_per_s": 20e6},
+    "host": {"mode": "host", "host_budget": 64 * MIB},
+}
+DELAYS = ((60, 300), (600, 10), (300, 300))  # of a kernel and of a copy at most, in microseconds
+LATE_S = 0.02
+
+
+class Stack(torch.nn.Module):
+    """Layers with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(Block(HIDDEN) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean() / MICRO_BATCHES
+
+
+@pytest.fixture
+def accelerator(lag: LagModule, monkeypatch: pytest.MonkeyPatch) -> Iterator[LagModule]:
+    register_platform("lag", LagPlatform(lag))
+    small = functools.partial(StagingPool, piece_bytes=4 << 10)
+    monkeypatch.setattr(ssd_tier, "StagingPool", small)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lag
+    torch.set_num_threads(before)
+
+
+def micro_batches(step: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return [torch.randn(2, 16, HIDDEN, generator=draw).to(DEVICE) for _ in range(MICRO_BATCHES)]
+
+
+def step_one_by_one(model: torch.nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    losses = []
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def results(lag: LagModule, model: torch.nn.Module, losses: list[torch.Tensor]) -> Any:
+    """In host memory, when all streams are done."""
+    gradients = [p.grad for p in model.parameters()]
+    found = [one.cpu() for one in [*losses, *gradients] if one is not None]
+    lag.synchronize(DEVICE)
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_all_bits_are_the_same(
+    accelerator: LagModule, mode: str, seed: int, tmp_path: Path
+) -> None:
+    lag, model = accelerator, Stack().to(DEVICE)
+    side = lag.Stream(DEVICE)
+    inputs = [micro_batches(number) for number in range(STEPS)]
+    with lag.device(DEVICE), lag.stream(side):
+        lag.synchronize(DEVICE)
+        torch.manual_seed(7)
+        expected = [results(lag, model, step_one_by_one(model, one)) for one in inputs]
+        state = torch.get_rng_state()
+        torch.manual_seed(7)
+        with offload_activations(model, tmp_path, min_bytes=1, **MODES[mode]) as offload:
+            layer_major = LayerMajor(model, 2, offload=offload)
+            for number, (batches, theirs) in enumerate(zip(inputs, expected, strict=True)):
+                lag.set_delays(*DELAYS[number], seed=seed)
+                lag.late(side, LATE_S)
+                mine = results(lag, model, layer_major.step(batches, model))
+                assert len(mine) == len(theirs)
+                for place, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+                    assert torch.equal(one, other), (number, place)
+                assert offload.statistics["offloaded_bytes"] > 0
+                assert offload.statistics["read_bytes"] > 0
+            layer_major.close()
+        assert torch.equal(torch.get_rng_state(), state)
+        lag.reset()
+
+
+def test_forward_passes_run_on_the_caller_s_stream_and_device(accelerator: LagModule) -> None:
+    lag, model, seen = accelerator, Stack().to(DEVICE), []
+    for layer in model.layers:
+        layer.register_forward_hook(
+            lambda *_: seen.append((lag.current_stream(DEVICE), lag.current_device()))
+        )
+    side = lag.Stream(DEVICE)
+    layer_major = LayerMajor(model, 2)
+    for current in (0, 1):
+        with lag.stream(side), lag.device(current):
+            lag.synchronize(DEVICE)
+            layer_major.step(micro_batches(0), model)
+            lag.synchronize(DEVICE)
+        assert seen == [(side, current)] * LAYERS * MICRO_BATCHES
+        seen.clear()
+
+
+def test_the_generator_of_the_model_s_device_counts(
+    accelerator: LagModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another device is the current one."""
+    asked: list[Any] = []
+    own = LagModule.get_rng_state
+    monkeypatch.setattr(
+        LagModule,
+        "get_rng_state",
+        lambda self, device=None: (asked.append(device), own(self, device))[1],
+    )
+    model = Stack().to(DEVICE)
+    with accelerator.device(0):
+        LayerMajor(model, 2).step(micro_batches(0), model)
+        accelerator.synchronize(DEVICE)
+    assert set(asked) == {torch.device(DEVICE)}
