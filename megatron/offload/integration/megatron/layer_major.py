@@ -66,14 +66,20 @@ class LayerMajorHooks:
     ) -> None:
         # Here, because it imports megatron-core, which not everybody who imports us has.
         from megatron.offload.integration.megatron.layer_hooks import layer_names
+        from megatron.offload.integration.megatron.process_groups import consensus_of
 
         self._settings = settings
         self._model = model
         self._run_layer = run_layer
         self._device = next(model.parameters()).device
         units = units_of(list(layer_names([model])), config.num_units)
+        consensus = consensus_of(self._device)  # with them it meets in collectives within layers
         self._schedule = LayerMajorSchedule(
-            units, self._device, _Generators(self._device), alternates=config.alternates
+            units,
+            self._device,
+            _Generators(self._device),
+            alternates=config.alternates,
+            on_any_rank=lambda holds: bool(consensus.largest([holds])[0]),
         )
         self._passes = _Passes(engine, settings, last_unit)
         self._signature: inspect.Signature | None = None  # of Megatron's forward step
