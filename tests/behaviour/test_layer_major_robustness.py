@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import _thread
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -192,6 +193,15 @@ def test_a_model_that_evaluates_within_steps() -> None:
     assert_same_bits(model, copied, step)
 
 
+@pytest.fixture
+def _hears_ctrl_c() -> Iterator[None]:
+    """A process in the background of a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_hears_ctrl_c")
 @pytest.mark.parametrize("mode", ["off", "ssd"])
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_a_step_after_one_that_was_interrupted(mode: str, layer: int, tmp_path: Path) -> None:

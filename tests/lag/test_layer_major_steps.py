@@ -106,7 +106,6 @@ def test_all_bits_are_the_same(
                 for place, (one, other) in enumerate(zip(mine, theirs, strict=True)):
                     assert torch.equal(one, other), (number, place)
                 assert offload.statistics["offloaded_bytes"] > 0
-                assert offload.statistics["read_bytes"] > 0
             layer_major.close()
         assert torch.equal(torch.get_rng_state(), state)
         lag.reset()

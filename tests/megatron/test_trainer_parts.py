@@ -106,7 +106,7 @@ def test_dropout_mask_keeps_the_right_share(probability: float) -> None:
 
 
 def record(step: int) -> StepRecord:
-    return StepRecord(step, 0.1 + 0.2, 1.0, 1.0, 1.0, 0, 0, 1e-3)
+    return StepRecord(step, 0.1 + 0.2, 1.0, 1.0, 1.0, 0, 0, 0, 1e-3)
 
 
 def test_metrics_of_a_resumed_run_are_continued_not_repeated(tmp_path: Path) -> None:

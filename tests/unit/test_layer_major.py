@@ -93,9 +93,10 @@ def test_an_abandoned_call_ends_where_it_pauses(num_rounds: int) -> None:
 
 def test_who_is_interrupted_ends_the_call_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else whatever is around the pass would be left while the pass goes on."""
-    may_pause, ended = threading.Event(), threading.Event()
+    began, may_pause, ended = threading.Event(), threading.Event(), threading.Event()
 
     def function() -> None:
+        began.set()
         call = running_call()
         assert call is not None and may_pause.wait(10)
         try:
@@ -104,6 +105,7 @@ def test_who_is_interrupted_ends_the_call_first(monkeypatch: pytest.MonkeyPatch)
             ended.set()
 
     def interrupted() -> None:
+        assert began.wait(10)
         may_pause.set()
         raise KeyboardInterrupt
 
@@ -132,7 +134,7 @@ def test_only_the_last_backward_pass_of_a_unit_is_synchronized() -> None:
 def test_what_a_unit_has_saved_is_handed_over_when_it_pauses(engine: OffloadEngine) -> None:
     weight = torch.ones(8, requires_grad=True)
     passes = EnginePasses(engine, hooks_tensors=True)
-    with engine.step(), passes.forward(0, 0), passes.whole_forward() as before_pause:
+    with engine.step(), passes.forward(0, 0, is_last=True), passes.whole_forward() as before_pause:
         product = weight * (weight + 1)
         settle(engine)
         assert not engine.statistics.offloaded_bytes
