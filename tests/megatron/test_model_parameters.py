@@ -24,7 +24,7 @@ LAYOUTS = {
     "DP2, states": (2, STATES),
 }
 # The rest is left out unless --slow is given.
-FAST = {"fp32", "bf16, states, layer-major", "TP2, layer-major"}
+FAST = {"bf16, states, layer-major", "TP2, layer-major"}
 
 
 @pytest.mark.parametrize(

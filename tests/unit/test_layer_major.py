@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.offload import ConfigurationError, OffloadEngine
+from megatron.offload import ConfigurationError
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.megatron import layer_major as megatron_layer_major
 from megatron.offload.integration.megatron.layer_major import only_chunk
@@ -21,7 +21,6 @@ from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.pausable_call import PausableCall, running_call
 from megatron.offload.layer_major.random_numbers import advanced, num_drawn
 from megatron.offload.layer_major.units import units_of
-from tests.support.models import settle
 
 CPU = torch.device("cpu")
 
@@ -129,19 +128,6 @@ def test_only_the_last_backward_pass_of_a_unit_is_synchronized() -> None:
         assert entered == ["no sync"]
     with passes.backward(0, 1, is_last=True):
         assert entered == ["no sync"]
-
-
-def test_what_a_unit_has_saved_is_handed_over_when_it_pauses(engine: OffloadEngine) -> None:
-    weight = torch.ones(8, requires_grad=True)
-    passes = EnginePasses(engine, hooks_tensors=True)
-    with engine.step(), passes.forward(0, 0, is_last=True), passes.whole_forward() as before_pause:
-        product = weight * (weight + 1)
-        settle(engine)
-        assert not engine.statistics.offloaded_bytes
-        before_pause()
-        settle(engine)
-        assert engine.statistics.offloaded_bytes
-        del product
 
 
 def test_what_holds_in_the_caller_s_thread_holds_in_the_call() -> None:
