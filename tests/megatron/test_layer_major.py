@@ -36,7 +36,7 @@ CASES = [
     if moves or "--activation-recompute-layers" not in flags
 ]
 # The rest is left out unless --slow is given. Offload or not is the same question in each layout.
-FAST = {"fp32", "TP2+SP"}
+FAST = (("fp32", True), ("fp32", False), ("TP2+SP", True), ("DP2 distributed", True))
 
 
 @pytest.mark.parametrize(
