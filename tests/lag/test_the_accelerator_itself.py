@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -481,6 +482,16 @@ def test_tensors_still_to_be_conjugated_or_negated_count_as_such(lag: LagModule)
     assert torch.equal(y.conj().cpu(), x.conj().resolve_conj())
 
 
+@pytest.fixture(params=[1, 2])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of the main thread. Autograd's threads keep the number with which they have started."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("num_threads")
 def test_convolutions_and_losses_compute_what_a_cpu_does_without_waiting(lag: LagModule) -> None:
     of_cpu = [torch.randn(*shape) for shape in ((2, 4, 8, 8), (6, 4, 3, 3), (6,))]
     of_lag = [tensor.to("lag") for tensor in of_cpu]

@@ -13,7 +13,7 @@ from tests.support.offload_flags import ssd
 STEPS = 4
 UNTIED = "--untie-embeddings-and-output-weights"
 STATES = "--optimizer-state-offload ssd --optimizer-state-bucket 32KiB --optimizer-state-window 0B"
-UNITS = f"{UNTIED} --layer-major-units 2"
+UNITS = f"{UNTIED} --layer-major-units auto"
 LAYOUTS = {
     "fp32": (1, ""),
     "fp32, states": (1, STATES),

@@ -193,8 +193,8 @@ class LayerMajorSchedule:
         if has_ended != (unit == self.num_units - 1):
             raise refusal(
                 f"the forward pass of micro-batch {batch.number} ended in unit {batch.unit + 1} of "
-                f"{self.num_units}: a layer-major step needs models that run all their layers, with "
-                "gradients, and checkpoints with use_reentrant=False"
+                f"{self.num_units}: a layer-major step needs models that run all their layers, "
+                "with gradients, and checkpoints with use_reentrant=False"
             )
 
     def _check_random(

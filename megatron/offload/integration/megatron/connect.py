@@ -168,6 +168,8 @@ class MegatronOffload:
             self._loss = None
         if self._schedule is not None or self._calls is not None:
             connect(None)
+        if isinstance(self._schedule, LayerMajorHooks):
+            self._schedule.close()
         if self._calls is not None:
             self._calls.close()
         while self._patches:

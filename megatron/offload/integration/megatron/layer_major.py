@@ -66,23 +66,33 @@ class LayerMajorHooks:
     ) -> None:
         # Here, because it imports megatron-core, which not everybody who imports us has.
         from megatron.offload.integration.megatron.layer_hooks import layer_names
+        from megatron.offload.integration.megatron.process_groups import consensus_of
 
         self._settings = settings
         self._model = model
         self._run_layer = run_layer
         self._device = next(model.parameters()).device
         units = units_of(list(layer_names([model])), config.num_units)
+        consensus = consensus_of(self._device)  # with them it meets in collectives within layers
         self._schedule = LayerMajorSchedule(
-            units, self._device, _Generators(self._device), alternates=config.alternates
+            units,
+            self._device,
+            _Generators(self._device),
+            alternates=config.alternates,
+            on_any_rank=lambda holds: bool(consensus.largest([holds])[0]),
         )
+        # First of all hooks: what others bring for a layer is to be there when its turn has come.
+        self._hooks = [
+            layer.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            for layer in units
+        ]
         self._passes = _Passes(engine, settings, last_unit)
         self._signature: inspect.Signature | None = None  # of Megatron's forward step
         # Of the step under way: forward steps, each with the list that it adds what it reports to.
         self._noted: list[tuple[Callable[[], Any], list[Any]]] = []
 
     def layer(self, forward: Function, layer: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Runs a layer's forward, when the turn of its unit has come."""
-        args, kwargs = self._schedule.enter_layer(layer, (args, kwargs))
+        """Runs a layer's forward; the turn of its unit has come."""
         if self._run_layer is None:
             return forward(layer, *args, **kwargs)
         return self._run_layer(forward, layer, args, kwargs)
@@ -117,7 +127,12 @@ class LayerMajorHooks:
         self._passes.clear()
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Takes the hooks off the layers."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _enter(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._schedule.enter_layer(layer, (args, kwargs))
 
     def _backward(self, result: Any) -> None:
         """Megatron's own backward step, of what its forward step gave."""

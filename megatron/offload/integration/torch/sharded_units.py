@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -121,9 +121,9 @@ class ShardedUnits:
             self._unit = None
             self._paused[micro_batch] = _Place(self._roots, [one.state for one in self._others])
 
-    def within_forward(self) -> _Context:
+    def whole_forward(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
         """See `Passes`."""
-        return self._passes.within_forward()
+        return self._passes.whole_forward()
 
     @contextlib.contextmanager
     def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:

@@ -14,15 +14,41 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <pthread.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 
 namespace lag {
+
+namespace {
+
+bool is_autograds_thread() {
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  return std::strncmp(name, "pt_autograd", 11) == 0;
+}
+
+// CPU kernels sum in another order with another number of threads. On a CPU, backward runs in the thread
+// that calls it; here it runs in one of autograd's, which has kept the number that was set when it started.
+// It has that of the main thread instead.
+int threads_of_kernels() {
+  static const thread_local bool is_autograds = is_autograds_thread();
+  static const thread_local bool is_main = getpid() == gettid();
+  static std::atomic<int> of_main{0};
+  int own = at::get_num_threads();
+  if (is_main) of_main = own;
+  return is_autograds && of_main ? of_main.load() : own;
+}
+
+}  // namespace
 
 void launch(Stream& stream, Kind kind, Work work) {
   raise_pending_error();
   pay_launch_cost();
-  // CPU kernels sum in another order with another number of threads.
-  int num_threads = at::get_num_threads();
+  int num_threads = threads_of_kernels();
   stream.launch(kind, [num_threads, work = std::move(work)] {
     if (at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
     at::AutoDispatchBelowADInplaceOrView below;
