@@ -165,13 +165,18 @@ def unit_by_unit(
     return lambda batches: layer_major.step(batches, model)
 
 
+def waiting_threads() -> list[str]:
+    """Names of those in which forward passes run."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("micro-batch")]
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # else each forward pass's thread starts a team of its own
     yield
     torch.set_num_threads(before)
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("micro-batch")]
+    assert not waiting_threads()
 
 
 @pytest.mark.parametrize("units", [1, 2, 3, 4, None])
@@ -309,13 +314,24 @@ def test_other_random_numbers_are_said(caplog: pytest.LogCaptureFixture) -> None
         step(micro_batches(1))
     assert "more or fewer random numbers" in caplog.text
     caplog.clear()
-    step(micro_batches(2))  # counts again
     state = torch.get_rng_state()
-    step(micro_batches(3))
-    after = torch.get_rng_state()
+    losses = step(micro_batches(2))  # counts again, and is right
+    assert not caplog.text
     torch.set_rng_state(state)
-    one_by_one(model)(micro_batches(3))
-    assert not caplog.text and torch.equal(torch.get_rng_state(), after)
+    assert one_by_one(model)(micro_batches(2)) == losses
+
+
+def test_alternating_units_draw_the_same_random_numbers() -> None:
+    model = Language()
+    for batches in (micro_batches(0), micro_batches(1)):
+        torch.manual_seed(7)
+        expected = one_by_one(model)(batches), torch.get_rng_state()
+        torch.manual_seed(7)
+        step = unit_by_unit(model, 2, alternates=True)
+        step(batches)  # counts
+        torch.manual_seed(7)
+        losses = step(batches)
+        assert losses == expected[0] and torch.equal(torch.get_rng_state(), expected[1])
 
 
 @pytest.mark.parametrize(
@@ -350,6 +366,7 @@ def test_an_error_in_a_layer_ends_the_step(where: int, step_number: int) -> None
     hook = model.layers[where].register_forward_hook(fail)
     with pytest.raises(ZeroDivisionError, match="in a layer"):
         step(micro_batches(1))
+    assert not waiting_threads()
     hook.remove()
     step(micro_batches(2))  # and the next one runs
 

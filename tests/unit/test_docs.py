@@ -92,6 +92,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/bench/state_windows\.py", "needs: minutes"),
     (r"tools/bench/states\.py", "needs: 50 minutes"),
     (r"tools/bench/layer_major\.py", "needs: 10 minutes"),
+    (r"tools/bench/boundary\.py",
+     "tests/behaviour/test_layer_major_memory.py::test_the_table_has_a_line_for_each"),
     (r"megatron-offload doctor", "tests/unit/test_doctor.py::test_a_directory_is_taken_for_ssd"),
     (r"megatron-offload plan",
      "tests/unit/test_plan_command.py::test_a_plan_stands_beside_what_else_could_be_done"),

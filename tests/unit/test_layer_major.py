@@ -9,11 +9,13 @@ import struct
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from megatron.offload import ConfigurationError
+from megatron.offload import ConfigurationError, OffloadEngine
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.megatron import layer_major as megatron_layer_major
 from megatron.offload.integration.megatron.layer_major import only_chunk
@@ -21,6 +23,7 @@ from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.pausable_call import PausableCall, running_call
 from megatron.offload.layer_major.random_numbers import advanced, num_drawn
 from megatron.offload.layer_major.units import units_of
+from tests.support.models import settle, ssd
 
 CPU = torch.device("cpu")
 
@@ -90,29 +93,34 @@ def test_an_abandoned_call_ends_where_it_pauses(num_rounds: int) -> None:
     assert not [one for one in threading.enumerate() if one.name == "abandoned"]
 
 
-def test_who_is_interrupted_ends_the_call_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_interrupted_ends_the_call_first() -> None:
     """Else whatever is around the pass would be left while the pass goes on."""
-    began, may_pause, ended = threading.Event(), threading.Event(), threading.Event()
+    began, interrupted, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Interrupting(threading.Semaphore):
+        """The wait that somebody at the keyboard ends."""
+
+        def acquire(self, *_: object) -> bool:  # type: ignore[override]
+            assert began.wait(10)
+            interrupted.set()
+            raise KeyboardInterrupt
 
     def function() -> None:
         began.set()
         call = running_call()
-        assert call is not None and may_pause.wait(10)
+        assert call is not None and interrupted.wait(10)
         try:
             call.pause()
         finally:
             ended.set()
 
-    def interrupted() -> None:
-        assert began.wait(10)
-        may_pause.set()
-        raise KeyboardInterrupt
-
-    call = PausableCall(function, "call", CPU)
-    monkeypatch.setattr(call, "_has_stopped", SimpleNamespace(acquire=interrupted, release=int))
+    call = PausableCall(function, "interrupted", CPU)
+    call._has_stopped = Interrupting(0)
     with pytest.raises(KeyboardInterrupt):
         call.go_on()
-    assert ended.is_set()
+    ends = ended.is_set()
+    call.abandon()
+    assert ends
 
 
 def test_only_the_last_backward_pass_of_a_unit_is_synchronized() -> None:
@@ -130,6 +138,19 @@ def test_only_the_last_backward_pass_of_a_unit_is_synchronized() -> None:
         assert entered == ["no sync"]
 
 
+def test_what_a_unit_has_saved_is_handed_over_when_it_pauses(engine: OffloadEngine) -> None:
+    weight = torch.ones(8, requires_grad=True)
+    passes = EnginePasses(engine, hooks_tensors=True)
+    with engine.step(), passes.forward(0, 0, is_last=True), passes.whole_forward() as before_pause:
+        product = weight * (weight + 1)
+        settle(engine)
+        assert not ssd(engine).used_bytes
+        before_pause()
+        settle(engine)
+        assert ssd(engine).used_bytes
+        del product
+
+
 def test_what_holds_in_the_caller_s_thread_holds_in_the_call() -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable")
     variable.set(3)
@@ -142,6 +163,22 @@ def test_what_holds_in_the_caller_s_thread_holds_in_the_call() -> None:
         call = PausableCall(function, "call", CPU)
     call.go_on()
     assert call.take_result() == (True, torch.float16, 3)
+
+
+def test_modes_of_torch_s_functions_hold_in_the_call() -> None:
+    """As the one in which CUDA means the CPU, and the default device."""
+
+    class Renamed(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            return 5 if func is torch.Tensor.cuda else func(*args, **(kwargs or {}))
+
+    def function() -> tuple[Any, torch.device]:
+        return torch.ones(1).cuda(), torch.empty(1).device
+
+    with Renamed(), torch.device("meta"):
+        call: PausableCall[Any] = PausableCall(function, "call", CPU)
+    call.go_on()
+    assert call.take_result() == (5, torch.device("meta"))
 
 
 @pytest.mark.parametrize("before", [0, 5, 623, 624])

@@ -96,6 +96,7 @@ class GraphCuts:
             if one.gradient is not None:
                 edges.append(one.edge)
                 gradients.append(one.gradient)
+                one.gradient = None  # the entry refers to this as long as the loss's graph is there
         self._crossings[unit] = {}
         self.check(unit, [edge.node for edge in edges])
         return edges, gradients

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 T = TypeVar("T")
 
@@ -109,11 +110,23 @@ def running_call() -> PausableCall[Any] | None:
     return getattr(_of_thread, "call", None)
 
 
+@contextlib.contextmanager
+def _function_mode(mode: Any) -> Iterator[None]:
+    """Has a mode rule in this thread as well, without a word to it, which knows of one entry."""
+    torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        torch._C._pop_torch_function_stack()
+
+
 def _state_of_thread(
     device: torch.device,
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What torch keeps for each thread, of this one; the result enters it in another thread."""
-    grad, default = torch.is_grad_enabled(), torch.get_default_device()
+    grad = torch.is_grad_enabled()
+    # The default device is one, and so is what has CUDA mean the CPU where there is no GPU.
+    function_modes = _get_current_function_mode_stack()
     kinds = dict.fromkeys(("cpu", device.type))
     autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
     caches = torch.is_autocast_cache_enabled()
@@ -128,8 +141,8 @@ def _state_of_thread(
                 contexts.enter_context(module.stream(stream))  # makes its device the current one
                 contexts.enter_context(module.device(current))
             contexts.enter_context(torch.set_grad_enabled(grad))
-            if default != torch.device("cpu"):
-                contexts.enter_context(default)
+            for mode in function_modes:
+                contexts.enter_context(_function_mode(mode))
             for kind, dtype in autocast:
                 contexts.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))
             yield
