@@ -6,7 +6,6 @@ from __future__ import annotations
 import _thread
 import gc
 import signal
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.offload import ConfigurationError, LayerMajor, offload_activations
 from megatron.offload.layer_major import random_numbers
+from tests.support.layer_major import failing_at, one_by_one, waiting_threads
 from tests.support.models import Block
 
 HIDDEN, LAYERS, MICRO_BATCHES = 16, 4, 4
@@ -118,7 +118,7 @@ def _one_thread_for_each_pass_and_none_left() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("micro-batch")]
+    assert not waiting_threads()
 
 
 def micro_batches(step: int) -> list[torch.Tensor]:
@@ -130,15 +130,6 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
     found = [p.grad for p in model.parameters()]
     model.zero_grad()
     return found
-
-
-def one_by_one(model: torch.nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    losses = []
-    for batch in batches:
-        loss = model(batch)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
 
 
 def assert_same_bits(
@@ -221,7 +212,7 @@ def test_a_step_after_one_that_was_interrupted(mode: str, layer: int, tmp_path: 
         hook = model.layers[layer].register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             step.step(micro_batches(1), model)
-        assert not [t.name for t in threading.enumerate() if t.name.startswith("micro-batch")]
+        assert not waiting_threads()
         hook.remove()
         model.zero_grad()
         assert_same_bits(model, Plain(), step, (2, 3))
@@ -235,14 +226,7 @@ def test_a_step_after_one_that_was_interrupted(mode: str, layer: int, tmp_path: 
 @pytest.mark.parametrize("mode", ["off", "ssd"])
 def test_a_step_after_an_error_in_backward(mode: str, layer: int, tmp_path: Path) -> None:
     model = Plain()
-    runs = 0
-
-    def fail(*_: Any) -> None:
-        nonlocal runs
-        runs += 1
-        if runs == 2:
-            raise ZeroDivisionError("in backward")
-
+    fail = failing_at(2, ZeroDivisionError("in backward"))
     with offload_activations(model, tmp_path, mode=mode, min_bytes=1) as one:
         step = LayerMajor(model, 2, offload=one)
         step.step(micro_batches(0), model)

@@ -7,8 +7,9 @@ The same bits; where gradients are added in another order, sums that differ by n
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-import threading
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.offload import ConfigurationError, LayerMajor, offload_activations
+from tests.support.layer_major import failing_at, one_by_one, waiting_threads
 from tests.support.models import Block
 
 HIDDEN, VOCABULARY, MICRO_BATCHES, LAYERS = 32, 64, 5, 6
@@ -146,16 +148,10 @@ class Outcome:
             assert torch.equal(self.weights[name], other.weights[name]), name
 
 
-def one_by_one(model: torch.nn.Module) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    def step(batches: list[torch.Tensor]) -> list[torch.Tensor]:
-        losses = []
-        for batch in batches:
-            loss = model(batch)
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    return step
+def usual(model: torch.nn.Module) -> Outcome:
+    """Of a copy of the model, in steps that run one micro-batch after the other."""
+    copied = copy.deepcopy(model)
+    return Outcome(copied, functools.partial(one_by_one, copied))
 
 
 def unit_by_unit(
@@ -163,11 +159,6 @@ def unit_by_unit(
 ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     layer_major = LayerMajor(model, units, **settings)
     return lambda batches: layer_major.step(batches, model)
-
-
-def waiting_threads() -> list[str]:
-    """Names of those in which forward passes run."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("micro-batch")]
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +174,7 @@ def _nothing_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("kind", [Language, Checkpointed])
 def test_all_bits_are_the_same(kind: type[torch.nn.Module], units: int | None) -> None:
     model = kind()
-    expected = Outcome(other := copy.deepcopy(model), one_by_one(other))
+    expected = usual(model)
     Outcome(model, unit_by_unit(model, units)).assert_is(expected)
 
 
@@ -198,7 +189,7 @@ def test_all_bits_are_the_same(kind: type[torch.nn.Module], units: int | None) -
 )
 def test_all_bits_are_the_same_with_offload(settings: dict[str, str], tmp_path: Path) -> None:
     model = Language()
-    expected = Outcome(other := copy.deepcopy(model), one_by_one(other))
+    expected = usual(model)
     with offload_activations(model, tmp_path, min_bytes=1, **settings) as offload:
         Outcome(model, unit_by_unit(model, offload=offload)).assert_is(expected)
         assert offload.statistics["offloaded_bytes"] > 0
@@ -206,11 +197,26 @@ def test_all_bits_are_the_same_with_offload(settings: dict[str, str], tmp_path: 
         assert all(not tier.used_bytes for tier in offload.engine.tiers.values())
 
 
+def test_all_bits_of_a_larger_step_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 layers in 8 units, 8 micro-batches."""
+    for name, number in {"LAYERS": 16, "MICRO_BATCHES": 8}.items():
+        monkeypatch.setattr(sys.modules[__name__], name, number)
+    model = Language()
+    expected = usual(model)
+    with offload_activations(model, tmp_path, min_bytes=1) as offload:
+        Outcome(model, unit_by_unit(model, 8, offload=offload)).assert_is(expected)
+
+
 def test_a_step_between_layer_major_ones_is_as_ever(tmp_path: Path) -> None:
     model = Language()
-    expected = Outcome(other := copy.deepcopy(model), one_by_one(other))
+    expected = usual(model)
     with offload_activations(model, tmp_path, min_bytes=1) as offload:
-        in_units, in_turn = unit_by_unit(model, offload=offload), one_by_one(model)
+        in_units, in_turn = (
+            unit_by_unit(model, offload=offload),
+            functools.partial(one_by_one, model),
+        )
         steps = iter([in_units, in_turn, in_units, in_turn])
         Outcome(model, lambda batches: next(steps)(batches)).assert_is(expected)
 
@@ -264,7 +270,7 @@ def test_sums_in_another_order_differ_by_no_more_than_that(
     """Without dropout: the sums of the magnitudes are to be those of the same gradients."""
     model = kind().eval()
     limits = sum_of_magnitudes(copy.deepcopy(model))
-    one_by_one(expected := copy.deepcopy(model))(micro_batches(1))
+    one_by_one(expected := copy.deepcopy(model), micro_batches(1))
     step = unit_by_unit(model, **settings)
     step(micro_batches(0))
     model.zero_grad()
@@ -300,7 +306,7 @@ def test_autocast_around_a_step_holds_in_its_threads() -> None:
 
         return run
 
-    expected = Outcome(other := copy.deepcopy(model), within(one_by_one(other)))
+    expected = Outcome(other := copy.deepcopy(model), within(functools.partial(one_by_one, other)))
     Outcome(model, within(unit_by_unit(model))).assert_is(expected)
 
 
@@ -318,14 +324,14 @@ def test_other_random_numbers_are_said(caplog: pytest.LogCaptureFixture) -> None
     losses = step(micro_batches(2))  # counts again, and is right
     assert not caplog.text
     torch.set_rng_state(state)
-    assert one_by_one(model)(micro_batches(2)) == losses
+    assert one_by_one(model, micro_batches(2)) == losses
 
 
 def test_alternating_units_draw_the_same_random_numbers() -> None:
     model = Language()
     for batches in (micro_batches(0), micro_batches(1)):
         torch.manual_seed(7)
-        expected = one_by_one(model)(batches), torch.get_rng_state()
+        expected = one_by_one(model, batches), torch.get_rng_state()
         torch.manual_seed(7)
         step = unit_by_unit(model, 2, alternates=True)
         step(batches)  # counts
@@ -355,15 +361,7 @@ def test_an_error_in_a_layer_ends_the_step(where: int, step_number: int) -> None
     step = unit_by_unit(model)
     for number in range(step_number):
         step(micro_batches(number))
-    calls = 0
-
-    def fail(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise ZeroDivisionError("in a layer")
-
-    hook = model.layers[where].register_forward_hook(fail)
+    hook = model.layers[where].register_forward_hook(failing_at(3, ZeroDivisionError("in a layer")))
     with pytest.raises(ZeroDivisionError, match="in a layer"):
         step(micro_batches(1))
     assert not waiting_threads()

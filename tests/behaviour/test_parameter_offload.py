@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -31,8 +32,9 @@ from tests.behaviour.test_layer_major_steps import (
     Language,
     Outcome,
     micro_batches,
-    one_by_one,
+    usual,
 )
+from tests.support.layer_major import one_by_one
 
 MAKE_OPTIMIZER = torch.optim.AdamW
 
@@ -72,7 +74,7 @@ class Trained:
             if "states" in offloaded:
                 sizes = {"bucket_bytes": 1 << 16, "window_bytes": 1 << 17}
                 handles.enter_context(offload_optimizer(optimizer, directory, **sizes))
-            step = one_by_one(model)
+            step = functools.partial(one_by_one, model)
             if in_units is not None:
                 layer_major = LayerMajor(model, in_units, offload=activations)
                 step = lambda batches: layer_major.step(batches, model)  # noqa: E731
@@ -303,8 +305,8 @@ def test_shared_parameters_are_refused(tmp_path: Path) -> None:
 def test_outcomes_of_the_other_file_agree(tmp_path: Path) -> None:
     """The same training as there: what differs is where parameters are."""
     model = Language()
-    expected = Outcome(other := copy.deepcopy(model), one_by_one(other))
+    expected = usual(model)
     with offload_parameters(model, tmp_path) as handle:
-        found = Outcome(model, one_by_one(model))
+        found = Outcome(model, functools.partial(one_by_one, model))
         handle.expose()
         found.assert_is(expected)

@@ -8,6 +8,7 @@ that moved in each micro-batch.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -137,7 +138,8 @@ def main(folder: Path, names: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     init_process_group()
     # Its collectives in shared memory would be compiled first, which takes a minute; gloo will do.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # As an attribute, `deepspeed.comm.torch` is torch.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     torch.set_num_threads(1)
     found = {}

@@ -35,7 +35,7 @@ from tests.behaviour.test_layer_major_steps import (
 from tests.support.ranks import init_process_group
 from tests.support.same_training import digest, gradients_of
 
-MICRO_BATCHES, STEPS, UNITS = 4, 3, 3
+MICRO_BATCHES, STEPS, UNITS = 8, 3, 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Step = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 MakeStep = Callable[[Any], Step]

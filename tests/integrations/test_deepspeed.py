@@ -32,6 +32,7 @@ SETTINGS = [
     "zero 3, optimizer on the host",
     "deepspeed's checkpointing",
 ]
+RARE = {"zero 2", "zero 3, weights copied", "zero 3, checkpointed"}  # only where --slow is given
 # What moves of the model is what moves of it without DeepSpeed.
 AS_ALONE = [
     name for name in SETTINGS if not name.endswith(("bf16", "checkpointed", "checkpointing"))
@@ -39,13 +40,20 @@ AS_ALONE = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("deepspeed")
-    result: dict[str, Any] = run_ranks(SCRIPT, folder, str(folder))
+    names = [one for one in SETTINGS if one not in RARE or request.config.getoption("--slow")]
+    result: dict[str, Any] = run_ranks(SCRIPT, folder, str(folder), *names)
     return result
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+def rows(settings: list[str]) -> list[Any]:
+    return [pytest.param(one, marks=pytest.mark.slow if one in RARE else ()) for one in settings]
+
+
+@pytest.mark.parametrize("setting", rows(SETTINGS))
 def test_every_bit_is_the_same_on_the_engine_and_on_the_model(
     setting: str, found: dict[str, Any]
 ) -> None:
@@ -55,7 +63,7 @@ def test_every_bit_is_the_same_on_the_engine_and_on_the_model(
         assert len(steps) == 4 and all(step > 50_000 for step in steps)
 
 
-@pytest.mark.parametrize("setting", AS_ALONE)
+@pytest.mark.parametrize("setting", rows(AS_ALONE))
 def test_no_gathered_parameter_moves(setting: str, found: dict[str, Any]) -> None:
     assert found[setting]["bytes"] == found["alone"]["bytes"] * 2
 

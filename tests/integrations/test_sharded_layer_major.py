@@ -14,7 +14,7 @@ import pytest
 from tests.support.ranks import run_ranks
 
 SCRIPT = Path(__file__).parent / "sharded_layer_major.py"
-MICRO_BATCHES = 4
+MICRO_BATCHES = 8
 SETTINGS = ["layers and root", "offload", "bf16"]
 TIED = ["tied, together"]
 SCENARIOS = ["other random numbers", "after errors", "accumulating", "root around"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -267,13 +268,13 @@ def test_layer_major_steps_train_the_same(make: Model, near: set[str], tmp_path:
                 assert torch.equal(gradient, theirs[name]), name
 
 
-def compiled(model: torch.nn.Module) -> torch.nn.Module:
-    return torch.compile(model)  # type: ignore[return-value]
+def compiled(model: torch.nn.Module, backend: str) -> torch.nn.Module:
+    return torch.compile(model, backend=backend)  # type: ignore[return-value]
 
 
-def compiled_by_layer(model: Any) -> torch.nn.Module:
+def compiled_by_layer(model: Any, backend: str) -> torch.nn.Module:
     for layer in model.model.layers:
-        layer.compile()
+        layer.compile(backend=backend)
     return model  # type: ignore[no-any-return]
 
 
@@ -288,8 +289,19 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("wraps_first", [True, False], ids=["door-last", "door-first"])
-@pytest.mark.parametrize("wrap", [compiled, compiled_by_layer])
-def test_a_compiled_model_trains_the_same(wrap: Any, wraps_first: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "backend"),
+    [
+        (compiled, "aot_eager"),  # what is saved is what the default saves, without half a minute
+        (compiled_by_layer, "aot_eager"),
+        pytest.param(compiled, "inductor", marks=pytest.mark.slow),
+        pytest.param(compiled_by_layer, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_model_trains_the_same(
+    wrap: Any, backend: str, wraps_first: bool, tmp_path: Path
+) -> None:
+    wrap = functools.partial(wrap, backend=backend)
     found = train(llama, text_batches(), tmp_path, wrap=wrap, wraps_first=wraps_first)
     expected = train(llama, text_batches(), wrap=wrap)
     assert found == expected

@@ -22,6 +22,7 @@ from megatron.offload.tiers import ssd as ssd_tier
 from megatron.offload.tiers.staging import StagingPool
 from tests.support.lag.module import LagModule
 from tests.support.lag.platform import LagPlatform
+from tests.support.layer_major import one_by_one
 from tests.support.models import Block
 
 DEVICE = "lag:1"  # new threads stand on another one
@@ -64,15 +65,6 @@ def micro_batches(step: int) -> list[torch.Tensor]:
     return [torch.randn(2, 16, HIDDEN, generator=draw).to(DEVICE) for _ in range(MICRO_BATCHES)]
 
 
-def step_one_by_one(model: torch.nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    losses = []
-    for batch in batches:
-        loss = model(batch)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
-
-
 def results(lag: LagModule, model: torch.nn.Module, losses: list[torch.Tensor]) -> Any:
     """In host memory, when all streams are done."""
     gradients = [p.grad for p in model.parameters()]
@@ -93,7 +85,7 @@ def test_all_bits_are_the_same(
     with lag.device(DEVICE), lag.stream(side):
         lag.synchronize(DEVICE)
         torch.manual_seed(7)
-        expected = [results(lag, model, step_one_by_one(model, one)) for one in inputs]
+        expected = [results(lag, model, one_by_one(model, one)) for one in inputs]
         state = torch.get_rng_state()
         torch.manual_seed(7)
         with offload_activations(model, tmp_path, min_bytes=1, **MODES[mode]) as offload:

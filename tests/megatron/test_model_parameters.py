@@ -38,10 +38,11 @@ def test_parameters_that_move_change_no_bit(layout: str, tmp_path: Path) -> None
     found = train(flags, "--parameter-offload ssd", world_size=world_size)
     assert_same_bits(found, expected, STEPS)
     counted = found.metrics[-1]["parameters"]
-    assert counted["read_bytes"] > counted["parameter_bytes"] > 0
+    # A rank with two layers keeps both of them, but for the time of the optimizer's step.
+    assert counted["read_bytes"] >= counted["parameter_bytes"] > 0
 
 
-@pytest.mark.parametrize("mode", ["ssd", "host"])
+@pytest.mark.parametrize("mode", ["ssd", pytest.param("host", marks=pytest.mark.slow)])
 def test_checkpoints_have_them(mode: str, tmp_path: Path) -> None:
     """Evaluated and saved with parameters away, gone on from without, and the other way round."""
     flags = f"{ssd(tmp_path)} --eval-interval 2 --eval-iters 1 --train-iters 4"

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -10,15 +12,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tests.support import launch
 from tests.support.launch import Outcome, train
 from tests.support.ranks import run_ranks
 
 SMALL = "--optimizer-state-window 64KiB --optimizer-state-bucket 16KiB"
+LARGE = "--optimizer-state-window 8MiB --optimizer-state-bucket 2MiB"
 
 
-def _on(directory: Path) -> str:
+def _on(directory: Path, sizes: str = SMALL) -> str:
     directory.mkdir(exist_ok=True)
-    return f"--optimizer-state-offload ssd --optimizer-state-dir {directory} {SMALL}"
+    return f"--optimizer-state-offload ssd --optimizer-state-dir {directory} {sizes}"
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -107,3 +111,25 @@ def test_every_format_of_the_distributed_optimizer_goes_on_both_ways(tmp_path: P
     states.mkdir()
     found = run_ranks(Path(__file__).parent / "state_checkpoints_ranks.py", tmp_path, str(states))
     assert len(found) == 4 and all(map(all, found.values())), found
+
+
+@pytest.mark.slow
+def test_checkpoints_need_no_second_copy_of_the_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that a rank needs while it saves and loads, beside a run without offload."""
+    script = Path(__file__).parent / "checkpoint_memory_ranks.py"
+    monkeypatch.setitem(launch.SCRIPTS, "measured", script)
+    large = f"{DISTRIBUTED} --bf16 --hidden-size 256 --num-layers 8 --vocab-size 8192"
+    grown: dict[tuple[str, bool], int] = {}
+    for moves in (False, True):
+        where = _on(tmp_path / "tier", LARGE) if moves else ""
+        checkpoint = tmp_path / str(moves)
+        for steps, flag in ((2, "--save"), (3, "--load")):
+            flags = f"{large} --train-iters {steps} {flag} {checkpoint}"
+            ranks = functools.partial(train, world_size=2, fresh=True, timeout_s=200.0)
+            output = ranks(flags, where, model="measured").output
+            ((what, mib),) = re.findall(r"(save|load)_checkpoint (\d+) MiB", output)
+            grown[what, moves] = int(mib)
+    for what in ("save", "load"):
+        assert grown[what, True] < grown[what, False] / 3, grown

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import struct
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from megatron.offload.integration.megatron import layer_major as megatron_layer_
 from megatron.offload.integration.megatron.layer_major import only_chunk
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.pausable_call import PausableCall, running_call
-from megatron.offload.layer_major.random_numbers import advanced, num_drawn
+from megatron.offload.layer_major.random_numbers import TorchGenerators, advanced, num_drawn
+from megatron.offload.layer_major.schedule import LayerMajorSchedule
 from megatron.offload.layer_major.units import units_of
 from tests.support.models import settle, ssd
 
@@ -136,6 +138,43 @@ def test_only_the_last_backward_pass_of_a_unit_is_synchronized() -> None:
         assert entered == ["no sync"]
     with passes.backward(0, 1, is_last=True):
         assert entered == ["no sync"]
+
+
+@pytest.mark.parametrize("num_units", [1, 2, 3])
+def test_each_step_says_once_that_the_optimizer_s_step_is_near(num_units: int) -> None:
+    """As soon as its backward has come to the first unit."""
+    told: list[str] = []
+    passes = megatron_layer_major._Passes(None, SimpleNamespace(), lambda: told.append("near"))
+    for step in range(1, 4):
+        passes.clear()
+        for unit in reversed(range(num_units)):
+            for micro_batch in range(2):
+                assert len(told) == step - 1 or (unit, micro_batch) == (0, 1)
+                with passes.backward(unit, micro_batch, is_last=micro_batch == 1):
+                    pass
+        assert len(told) == step
+
+
+def test_gradients_are_complete_where_the_last_micro_batch_has_none() -> None:
+    """Then it is another one whose backward pass through the unit is the last."""
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    schedule = LayerMajorSchedule(units_of(list(layers), 2), CPU, TorchGenerators(CPU))
+    ran: list[tuple[int, int, bool]] = []
+
+    class Passes(EnginePasses):
+        @contextlib.contextmanager
+        def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:
+            ran.append((unit, micro_batch, is_last))
+            yield
+
+    def forward(is_cut: bool) -> torch.Tensor:
+        hidden = layers[0](*schedule.enter_layer(layers[0], (torch.ones(2),)))
+        hidden = hidden.detach() if is_cut else hidden
+        return layers[1](*schedule.enter_layer(layers[1], (hidden,))).sum()
+
+    forwards = [functools.partial(forward, is_cut) for is_cut in (False, False, True)]
+    schedule.run(forwards, torch.Tensor.backward, Passes(None, hooks_tensors=False))
+    assert ran == [(1, 0, False), (1, 1, False), (1, 2, True), (0, 0, False), (0, 1, True)]
 
 
 def test_what_a_unit_has_saved_is_handed_over_when_it_pauses(engine: OffloadEngine) -> None:

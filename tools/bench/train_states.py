@@ -121,7 +121,8 @@ class DeepSpeed:
         rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
         os.environ.update(rank | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
         # Its collectives in shared memory would be compiled first, which takes a minute.
-        deepspeed.comm.torch.build_shm_op = lambda: None
+        # As an attribute, `deepspeed.comm.torch` is torch.
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)

@@ -85,6 +85,10 @@ class GraphCuts:
         entered: torch.Tensor = _Entry.apply(marker, tensor.detach(), crossing)
         return entered
 
+    def has_gradients(self, unit: int) -> bool:
+        """Whether later units have handed gradients back to this one."""
+        return any(one.gradient is not None for one in self._crossings[unit].values())
+
     def roots(self, unit: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Where the backward pass of a unit begins, and with which gradients. Asked once.
 

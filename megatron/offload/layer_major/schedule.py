@@ -218,11 +218,10 @@ class LayerMajorSchedule:
 
     def _run_backwards(self, batches: Sequence[_MicroBatch[Any]], unit: int) -> None:
         """Backward of a unit that is not the last one, for all micro-batches."""
+        batches = [one for one in batches if one.cuts.has_gradients(unit)]
         for batch in batches:
             batch.passes.prepare_backward(unit, batch.number)
             roots, gradients = batch.cuts.roots(unit)
-            if not roots:
-                continue
             is_last = batch is batches[-1]
             with batch.passes.backward(unit, batch.number, is_last=is_last):
                 torch.autograd.backward(roots, gradients)

@@ -53,6 +53,15 @@ _NEEDED = (
     "micro_batch_size",
     "global_batch_size",
 )
+# Flags that mean something with --parameter-offload alone, and their defaults.
+_STREAMING = {
+    "parameter_offload_live_units": 2,
+    "layer_major_units": None,
+    "activation_recompute_layers": "all",
+    "activation_offload": "off",
+    "data_parallel_sharding_strategy": "no_shard",
+    "plot": None,
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model(parser.add_argument_group("model, as Megatron's flags"))
     _add_parallelism(parser.add_argument_group("division and batch, as Megatron's flags"))
     _add_goal(parser.add_argument_group("goal"))
+    _add_streaming(
+        parser.add_argument_group(
+            "steps whose parameters stream",
+            "with --parameter-offload no plan is made: steps that run one micro-batch after the "
+            "other and layer-major ones are compared, as the trainer's flags of these names "
+            "would have them",
+        )
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--output", type=Path, metavar="FILE", help="write the plan, for --activation-offload-plan"
@@ -234,8 +251,50 @@ def _add_goal(group: Any) -> None:
     )
 
 
+def _add_streaming(group: Any) -> None:
+    group.add_argument("--parameter-offload", choices=("off", "host", "ssd"), default="off")
+    group.add_argument(
+        "--parameter-offload-live-units", type=_count, default=2, metavar="N", help="default: 2"
+    )
+    group.add_argument(
+        "--layer-major-units",
+        type=lambda text: None if text == "auto" else _count(text),
+        metavar="{auto,N}",
+        help="default: auto, each layer",
+    )
+    group.add_argument(
+        "--activation-recompute-layers",
+        choices=("all", "off"),
+        default="all",
+        help="default: all; they keep their inputs alone",
+    )
+    group.add_argument(
+        "--activation-offload",
+        choices=("off", "host", "ssd"),
+        default="off",
+        help="where these inputs wait, or all that layers keep. Default: off, in device memory",
+    )
+    group.add_argument(
+        "--data-parallel-sharding-strategy",
+        choices=("no_shard", "optim_grads_params"),
+        default="no_shard",
+        help="optim_grads_params: as ZeRO-3 and FSDP. Default: no_shard",
+    )
+    group.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw tokens a second over tokens a step (.png or .svg; needs matplotlib)",
+    )
+
+
 def request_of(args: argparse.Namespace) -> Request:
     """What the flags ask for. Raises ConfigurationError, OSError."""
+    ignored = [flag_of(name) for name, value in _STREAMING.items() if getattr(args, name) != value]
+    if ignored:
+        raise ConfigurationError(
+            f"{', '.join(ignored)}: for steps whose parameters stream; give --parameter-offload too"
+        )
     budget, slowdown = args.activation_memory_budget, args.activation_offload_max_slowdown
     if budget is None and slowdown is None:
         slowdown = 0.02
@@ -248,7 +307,7 @@ def request_of(args: argparse.Namespace) -> Request:
         raise ConfigurationError(f"--ssds {args.ssds} is below zero; give a number of drives")
     rated = args.activation_offload_drive_tbw
     if args.profile is not None:
-        given = [_flag_of(name) for name in _NEEDED if getattr(args, name) is not None]
+        given = [flag_of(name) for name in _NEEDED if getattr(args, name) is not None]
         if given:
             raise ConfigurationError(
                 f"--profile has the model and its sizes; drop {', '.join(given)}, or give "
@@ -273,7 +332,7 @@ def request_of(args: argparse.Namespace) -> Request:
 
 def projections_of(args: argparse.Namespace) -> tuple[Projection, ...]:
     """Projections of all pipeline stages. Raises ConfigurationError."""
-    missing = [_flag_of(name) for name in _NEEDED if getattr(args, name) is None]
+    missing = [flag_of(name) for name in _NEEDED if getattr(args, name) is None]
     if missing:
         raise ConfigurationError(
             f"--hardware needs a model as well; give {', '.join(missing)}, or --profile FILE"
@@ -355,7 +414,8 @@ def _parallelism(args: argparse.Namespace) -> Parallelism:
     )
 
 
-def _flag_of(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The flag of an attribute of the parsed arguments."""
     return f"--{name.replace('_', '-')}"
 
 

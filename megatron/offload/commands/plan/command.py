@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.offload.commands.plan import schedules
 from megatron.offload.commands.plan.arguments import request_of
 from megatron.offload.commands.plan.comparison import all_stages, compare_plans
 from megatron.offload.commands.plan.curve import check_picture, draw
+from megatron.offload.commands.plan.schedules_picture import draw_schedules
 from megatron.offload.commands.plan.text import as_json, as_text
 from megatron.offload.placement.atomic_file import check_place, write_atomically
 from megatron.offload.placement.plan_file import save_plans
@@ -20,11 +22,14 @@ def run(args: argparse.Namespace) -> int:
         ConfigurationError: bad input, or nothing fits.
         OSError: a file cannot be read or written.
     """
-    if args.rok is not None:
-        check_picture(args.rok)
-    for path in (args.output, args.json, args.rok):
+    for flag, path in (("--rok", args.rok), ("--plot", args.plot)):
+        if path is not None:
+            check_picture(flag, path)
+    for path in (args.output, args.json, args.rok, args.plot):
         if path is not None:
             check_place(path)  # before seconds of planning
+    if args.parameter_offload != "off":
+        return _compare_schedules(args)
     request = request_of(args)
     comparison = compare_plans(request, with_curve=args.rok is not None or args.json is not None)
     plans = all_stages(request) if args.output is not None else []
@@ -35,4 +40,14 @@ def run(args: argparse.Namespace) -> int:
         write_atomically(args.json, as_json(comparison))
     if args.rok is not None:
         draw(comparison, args.rok)
+    return 0
+
+
+def _compare_schedules(args: argparse.Namespace) -> int:
+    found = schedules.schedules_of(args)
+    print(schedules.as_text(found))
+    if args.json is not None:
+        write_atomically(args.json, schedules.as_json(found))
+    if args.plot is not None:
+        draw_schedules(found, args.plot)
     return 0

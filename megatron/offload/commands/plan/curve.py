@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recompute-offload-keep picture of a comparison: `draw`. The only user of matplotlib here.
+"""The recompute-offload-keep picture of a comparison: `draw`.
 
 x: peak of activation memory, y: speed beside keeping everything, as in SSDTrain (arXiv 2408.10013).
 """
@@ -23,15 +23,15 @@ _MARKERS = {
 }
 
 
-def check_picture(path: Path) -> None:
-    """Whether the picture could be drawn. Raises ConfigurationError."""
+def check_picture(flag: str, path: Path) -> None:
+    """Whether the picture that a flag asks for could be drawn. Raises ConfigurationError."""
     if path.suffix not in (".png", ".svg"):
-        raise ConfigurationError(f"--rok {path} is no picture; end its name in .png or .svg")
+        raise ConfigurationError(f"{flag} {path} is no picture; end its name in .png or .svg")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ConfigurationError(
-            "--rok needs matplotlib, which is not installed; pip install matplotlib, or leave it "
+            f"{flag} needs matplotlib, which is not installed; pip install matplotlib, or leave it "
             "out and take the figures from --json"
         ) from None
 

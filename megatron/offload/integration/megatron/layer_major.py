@@ -51,8 +51,8 @@ class LayerMajorHooks:
         settings: its `TransformerConfig`.
         engine: of the activations; None: they stay in memory.
         run_layer: captures what layers save; None: they run as they are.
-        last_unit: told that backward of the first layers' unit is next: the optimizer's step is
-            near.
+        first_unit: called when a step's backward comes to the first layers' unit, the last one
+            that runs: the optimizer's step is near.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LayerMajorHooks:
         settings: Any,
         engine: OffloadEngine | None,
         run_layer: Callable[..., Any] | None,
-        last_unit: Callable[[], None],
+        first_unit: Callable[[], None],
     ) -> None:
         # Here, because it imports megatron-core, which not everybody who imports us has.
         from megatron.offload.integration.megatron.layer_hooks import layer_names
@@ -86,7 +86,7 @@ class LayerMajorHooks:
             layer.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
             for layer in units
         ]
-        self._passes = _Passes(engine, settings, last_unit)
+        self._passes = _Passes(engine, settings, first_unit)
         self._signature: inspect.Signature | None = None  # of Megatron's forward step
         # Of the step under way: forward steps, each with the list that it adds what it reports to.
         self._noted: list[tuple[Callable[[], Any], list[Any]]] = []
@@ -111,6 +111,7 @@ class LayerMajorHooks:
         if len(self._noted) < named.arguments["num_microbatches"]:
             return none, none  # no loss, and no tokens yet
         noted, self._noted = self._noted, []
+        self._passes.clear()
         with _without_timers(self._settings):
             results = self._schedule.run([run for run, _ in noted], self._backward, self._passes)
         for _, own in noted:
@@ -147,22 +148,29 @@ class _Passes(EnginePasses):
     """Also says when the optimizer's step is near."""
 
     def __init__(
-        self, engine: OffloadEngine | None, settings: Any, last_unit: Callable[[], None]
+        self, engine: OffloadEngine | None, settings: Any, first_unit: Callable[[], None]
     ) -> None:
         def unsynchronized() -> Any:  # asked for each time: trainers set it late
             context = getattr(settings, "no_sync_func", None) or contextlib.nullcontext
             return context()
 
         super().__init__(engine, hooks_tensors=False, unsynchronized=unsynchronized)
-        self._last_unit = last_unit
-        self._is_last_unit = False
+        self._first_unit = first_unit
+        self._has_told = False
 
-    def prepare_backward(self, unit: int, micro_batch: int) -> None:
+    @contextlib.contextmanager
+    def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:
         """See `Passes`."""
-        if unit == 0 and not self._is_last_unit:
-            self._last_unit()
-        self._is_last_unit = unit == 0
-        super().prepare_backward(unit, micro_batch)
+        if unit == 0 and not self._has_told:
+            self._has_told = True
+            self._first_unit()
+        with super().backward(unit, micro_batch, is_last=is_last):
+            yield
+
+    def clear(self) -> None:
+        """Between two steps."""
+        super().clear()
+        self._has_told = False
 
 
 class _Generators(TorchGenerators):

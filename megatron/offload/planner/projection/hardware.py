@@ -149,7 +149,7 @@ class Hardware:
         return tuple(tiers)
 
     def tier(self, name: str) -> TierProfile:
-        """For optimizer states, which may be in host memory where no activations are.
+        """For states and parameters, which may be in host memory where no activations are.
 
         Raises:
             ConfigurationError: there are no drives.
@@ -160,7 +160,7 @@ class Hardware:
             if one.name == name:
                 return one
         raise ConfigurationError(
-            "--optimizer-state-offload ssd needs drives, and --ssds is 0; give a number of drives"
+            "what is offloaded to ssd needs drives, and --ssds is 0; give a number of drives"
         )
 
 

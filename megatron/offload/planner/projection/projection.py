@@ -33,7 +33,7 @@ MIB = 1 << 20
 # bf16 weight written, in bytes a parameter.
 _OPTIMIZER_TRAFFIC_BYTES = 30
 # Weight and gradient in fp32; both moments, and in mixed precision an fp32 weight.
-_GRADIENT_BYTES, _MOMENT_BYTES, _MAIN_WEIGHT_BYTES = 4, 8, 4
+GRADIENT_BYTES, _MOMENT_BYTES, _MAIN_WEIGHT_BYTES = 4, 8, 4
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Projection:
     @property
     def weights_bytes(self) -> float:
         """Device memory that weights, gradients and the optimizer take."""
-        own = self.parameters * (self.model.element_bytes + _GRADIENT_BYTES)
+        own = self.parameters * (self.model.element_bytes + GRADIENT_BYTES)
         return own + (self.state_bytes if self.states_on == "off" else 0)
 
     @property
