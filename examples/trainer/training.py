@@ -94,9 +94,10 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
     distributed.initialize_logging(args)
     cpu_runtime.activate()
     device = distributed.initialize_distributed(args)
-    for message in distributed.of_all(refusal):
-        if message is not None:
-            fail(message)
+    refusals = [message for message in distributed.of_all(refusal) if message is not None]
+    if refusals:
+        distributed.shutdown()  # all know it and leave: none may miss another's connections
+        fail(refusals[0])
     run = _Run(args, task, tokenizer, device)
     try:
         run.start(
