@@ -15,6 +15,7 @@ the machine lacks, with the reason; what cannot run for another reason fails:
   parity              losses and gradients of GPT, BERT and T5, offload off and on, bit for bit
   transformer_engine  the same with Transformer Engine's layers and grouped experts, bf16 and FP8
   states              AdamW's states on drives and on the host, steps on both sides, bit for bit
+  parameters          parameters of layers on drives and on the host, bit for bit
   memory              the peak falls below a bound derived term by term; host memory in its budget
 
 It needs torch and this checkout, and megatron-core for parity and side_streams; no network. Results

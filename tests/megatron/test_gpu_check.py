@@ -11,12 +11,20 @@ from typing import Any
 import gpu_check
 import pytest
 import torch
-from check.gpu import ordering, side_streams, stack, states, transformer_engine, two_gpus
+from check.gpu import (
+    ordering,
+    parameters,
+    side_streams,
+    stack,
+    states,
+    transformer_engine,
+    two_gpus,
+)
 from check.gpu.parity import Outcome, same_bits
 from check.gpu.result import Check, Section, load, save
 from check.gpu.settings import Settings, Size
 
-from megatron.offload import ConfigurationError, offload_optimizer
+from megatron.offload import ConfigurationError, offload_optimizer, offload_parameters
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import WHOLE
 
@@ -174,6 +182,23 @@ def test_states_of_another_training_are_noticed(
     assert [line[:4] for line in lines] == ["pass", "FAIL", "FAIL"] and "differs" in lines[1]
 
 
+def test_parameters_of_another_training_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_other_bytes(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        handle = offload_parameters(model, *args, **kwargs)
+        if handle.window is not None:
+            with handle.window.changing(handle.window.units[0].params), torch.no_grad():
+                handle.window.units[0].params[0].add_(0.5)
+        return handle
+
+    monkeypatch.setattr(parameters, "offload_parameters", with_other_bytes)
+    section = Section("parameters")
+    parameters.check_cases(Size(64, 2, 8, 1), settings(tmp_path), section)
+    lines = lines_of(section)
+    assert [line[:4] for line in lines] == ["pass", *["FAIL"] * 5] and "differ" in lines[1]
+
+
 def on_gpu(tmp_path: Path) -> Settings:
     """As on a machine with GPUs, which nothing here may touch."""
     return Settings(torch.device("cuda", 1), tmp_path, quick=True, seed=1, stress_s=15.0)
@@ -306,7 +331,8 @@ def test_a_dry_run_on_the_cpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     offload, out, table = tmp_path / "offload", tmp_path / "out.json", tmp_path / "out.md"
-    sections = ["two_gpus", "side_streams", "parity", "transformer_engine", "states", "memory"]
+    sections = ["two_gpus", "side_streams", "parity", "transformer_engine", "states"]
+    sections += ["parameters", "memory"]
     flags = ["--dry-run-cpu", "--quick", "--only", ",".join(reversed(sections))]
     flags += ["--directory", str(offload), "--json", str(out), "--markdown", str(table)]
     code = exit_code(*flags)
@@ -328,6 +354,8 @@ def test_a_dry_run_on_the_cpu(
         for mode in ("ssd", "host"):
             found = f"pass  bf16, step on {step_on}: {mode}: weights, gradients and states are the"
             assert found in printed
+    for case in ("ssd, layer-major", "host, one after the other", "ssd, made on the CPU"):
+        assert f"pass  {case}: gradients and weights are the same bits" in printed
     for mode in ("host", "ssd", "tiered"):
         assert printed.count(f"pass  {mode}: device memory falls below the bound") == 1
     assert f"{gpu_check.ROOT}/" not in out.read_text() + table.read_text()

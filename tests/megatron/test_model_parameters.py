@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.megatron import check_model_parameters
+from megatron.offload.parameters.config import ParametersConfig
 from tests.support.launch import assert_same_bits, run_trainer, train
 from tests.support.offload_flags import ssd
 
@@ -61,3 +66,13 @@ def test_the_distributed_optimizer_is_refused(tmp_path: Path) -> None:
     outcome = run_trainer(flags + " --mock-data --validate-only")
     assert outcome.exit_codes == [2]
     assert "parameters: --use-distributed-optimizer cannot be combined" in outcome.errors
+
+
+@pytest.mark.parametrize(
+    "settings", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}], ids=str
+)
+def test_captured_graphs_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    config = ParametersConfig(mode="ssd", directories=(tmp_path,))
+    with pytest.raises(ConfigurationError, match="parameters: CUDA graphs cannot be combined"):
+        check_model_parameters(config, SimpleNamespace(**settings))
+    check_model_parameters(ParametersConfig(), SimpleNamespace(**settings))

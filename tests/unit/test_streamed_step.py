@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.planner.profile.stage_profile import TierProfile
 from megatron.offload.planner.simulator.streamed_step import (
@@ -57,7 +58,7 @@ def test_units_come_in_twice_but_for_those_at_both_turns(
 def test_the_window_of_a_training_reads_as_much(
     units: int, micro_batches: int, live: int, layer_major: bool
 ) -> None:
-    window = ParameterWindow([HostTier(64 * MIB)], live)
+    window = ParameterWindow([HostTier(64 * MIB)], CpuDevice(), live)
     for number in range(units):
         window.add(f"unit {number}", [torch.nn.Parameter(torch.zeros(1024))])
 

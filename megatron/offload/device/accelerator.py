@@ -87,6 +87,16 @@ class AcceleratorDevice:
         with self.use_stream(self._load):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
+    def alloc_storage(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Gives an emptied storage memory that belongs to the stream of copies from the host."""
+        with self.use_stream(self._load):
+            storage.resize_(num_bytes)
+
+    def free_storage(self, storage: torch.UntypedStorage) -> None:
+        """Gives a storage's memory to the allocator, which waits for the streams that used it."""
+        with self._on_device():
+            storage.resize_(0)
+
     def restored_is_free(self) -> Any:
         """An event behind the copies that may still fill what was freed of that memory."""
         return self.record_event(self._load)

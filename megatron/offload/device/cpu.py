@@ -58,6 +58,14 @@ class CpuDevice:
         """Fresh host memory of `num_bytes`, contents undefined."""
         return torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
 
+    def alloc_storage(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Gives a storage without memory fresh memory of `num_bytes`."""
+        storage.resize_(num_bytes)
+
+    def free_storage(self, storage: torch.UntypedStorage) -> None:
+        """Takes a storage's memory."""
+        storage.resize_(0)
+
     def restored_is_free(self) -> None:
         """None: fresh memory is free."""
 

@@ -91,6 +91,14 @@ class Device(Protocol):
         """Fresh memory to copy to, contents undefined; for operations only after `use_after`."""
         ...
 
+    def alloc_storage(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Gives a storage without memory what `new_restored` would; views of it stay valid."""
+        ...
+
+    def free_storage(self, storage: torch.UntypedStorage) -> None:
+        """Takes a storage's memory, which is reused once the streams of `use_after` have run."""
+        ...
+
     def restored_is_free(self) -> Any:
         """An event after which who is not on the device may fill memory of `new_restored`."""
         ...

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from megatron.offload.device.device import Device
 from megatron.offload.device.memory_limit import memory_limit
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.tiers.host import HostTier
@@ -14,12 +15,18 @@ from megatron.offload.tiers.tiered import TieredTier
 
 
 def open_parameter_tiers(
-    config: ParametersConfig, num_bytes: int, largest_bytes: int, num_local_ranks: int
+    config: ParametersConfig,
+    device: Device,
+    *,
+    num_bytes: int,
+    largest_bytes: int,
+    num_local_ranks: int,
 ) -> list[Tier]:
     """Opens the tiers of a configuration; a unit goes to the first that takes it.
 
     Args:
         config: with parameters that move.
+        device: where layers compute.
         num_bytes: of all units. The SSDs are made to have room for them now, and for one more: a
             unit that has changed is written before its old bytes are given up.
         largest_bytes: of a unit.
@@ -34,7 +41,7 @@ def open_parameter_tiers(
             budget = host_budget_bytes(
                 config.host_budget, num_local_ranks, memory_limit(), PARAMETERS
             )
-            tiers.append(HostTier(budget, purpose=PARAMETERS))
+            tiers.append(HostTier(budget, device=device, purpose=PARAMETERS))
         if config.uses_ssd:
             tiers.append(
                 SsdTier(
@@ -45,6 +52,7 @@ def open_parameter_tiers(
                     io=config.io,
                     write_bytes_per_s=config.write_bytes_per_s,
                     verify=True,  # the only copy
+                    device=device,
                     purpose=PARAMETERS,
                 )
             )

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of a unit of layers, which come and go together: `ParameterUnit`.
 
-Note [Memory that stays where it is]
+Note [A storage that stays]
 What autograd saves of a weight in forward it wants in backward, and by then the weight has been
-away. So a unit's parameters have addresses of their own for good, and only the memory behind them
-comes and goes. Saved views hold the addresses, never the bytes. While a unit is away, whoever looks
-at one of its parameters finds NaN: never bytes of before, and never zeros.
+away. So a unit's parameters have a storage of their own for good, and only the memory behind it
+comes and goes: `unit_memory.py`. Saved views hold the storage, never the bytes. While a unit is
+away, whoever looks at one of its parameters finds NaN: never bytes of before, and never zeros.
+
+Note [Leaving a device]
+The host runs ahead of a device. Memory that is let go while work with it is queued could not be
+had again yet, and the unit that is read next would take more. So a unit leaves when the device has
+come to its end, and the thread that trains waits for that; then reads go on while the next unit,
+which is there, computes. Its launches begin that much later: some hundred microseconds for each
+unit, against all micro-batches of its layers.
 """
 
 from __future__ import annotations
@@ -19,8 +26,9 @@ from typing import Any
 
 import torch
 
+from megatron.offload.device.device import Device
+from megatron.offload.parameters.unit_memory import open_unit_memory
 from megatron.offload.states.layout import Layout
-from megatron.offload.tiers.mapped import Pages
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.transfer import Transfer
 
@@ -36,23 +44,34 @@ class Where(enum.Enum):
     READING = "being read"  # begin_read from AWAY
 
 
+def can_take_place(one: torch.device | str, other: torch.device | str) -> bool:
+    """Whether a parameter on one device may be given memory on the other, as CUDA's and CPU's."""
+    tensors = [torch.empty(0, device=device) for device in (one, other)]
+    return bool(torch._has_compatible_shallow_copy_type(*tensors))
+
+
 class ParameterUnit:
     """Some parameters in one piece of memory, which have a block on a tier unless they changed.
 
     Args:
         name: of the unit, for people.
-        params: on the CPU; they get new memory, with the same bytes.
+        params: they get new memory on the device, with the same bytes.
+        device: where layers compute.
     """
 
-    def __init__(self, name: str, params: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, name: str, params: Sequence[torch.nn.Parameter], device: Device) -> None:
         self.name = name
         self.params = list(params)
         self.where = Where.IN_MEMORY
         self.write_error: BaseException | None = None  # of the last write that failed
         self._layout = Layout({(i, _KEY): p.detach() for i, p in enumerate(self.params)})
         self.num_bytes = self._layout.num_bytes
-        self._pages = Pages(self.num_bytes)
-        views = self._layout.views(self._pages.storage)
+        self._device = device
+        self._homes = [param.device for param in self.params]
+        self._memory = open_unit_memory(self.num_bytes, device)
+        self._events: Sequence[Any] = [device.restored_is_free()]  # after which it has its bytes
+        self.use_here()
+        views = self._layout.views(self._memory.storage)
         self._views = [views[i, _KEY] for i in range(len(self.params))]
         self.block: Any = None  # has their bytes; None: they have changed since
         self._transfer: Transfer | None = None
@@ -77,16 +96,18 @@ class ParameterUnit:
             with contextlib.suppress(BaseException):
                 transfer.wait()
             self.where = Where.AWAY
-            self._pages.release()
+            self._memory.release()
         if self.where is not Where.IN_MEMORY:
             return True
         if self.block is not None:
             self._detach()
             self.where = Where.AWAY
-            self._pages.release()
+            self._device.wait_for_event(self._device.record_event())  # Note [Leaving a device]
+            self._memory.release()
             return True
+        after = self._device.record_event()
         for tier in tiers:
-            started = tier.begin_write(self._pages.storage)
+            started = tier.begin_write(self._memory.storage, after)
             if started is not None:
                 self._detach()
                 self.block, transfer = started
@@ -107,7 +128,7 @@ class ParameterUnit:
                 self.write_error = None if transfer.cancelled() else error
             else:
                 self.where = Where.AWAY
-                self._pages.release()
+                self._memory.release()
             self._lock.notify_all()
 
     def wait_for_write(self) -> None:
@@ -130,8 +151,14 @@ class ParameterUnit:
     def begin_read(self) -> None:
         """Starts to bring them back, if they are away."""
         if self.where is Where.AWAY:
-            into = self._pages.storage
-            _, self._transfer = self.block.tier.begin_read(self.block, into=into)
+            self._memory.obtain()
+            try:
+                _, self._transfer = self.block.tier.begin_read(
+                    self.block, into=self._memory.storage
+                )
+            except BaseException:
+                self._memory.release()
+                raise
             self.where = Where.READING
 
     def bring(self) -> None:
@@ -149,10 +176,15 @@ class ParameterUnit:
                 transfer.wait()
             except BaseException:
                 self.where = Where.AWAY
-                self._pages.release()
+                self._memory.release()
                 raise
-            self.where = Where.IN_MEMORY
+            self.where, self._events = Where.IN_MEMORY, transfer.events or ()
+        self.use_here()
         self._attach()
+
+    def use_here(self) -> None:
+        """The stream of the thread that calls uses them from now on; they are in memory."""
+        self._device.use_after(self._memory.storage, self._events)
 
     def note_change(self) -> None:
         """They have other bytes from now on than their block; they are in memory."""
@@ -169,10 +201,12 @@ class ParameterUnit:
     def show(self) -> None:
         """Puts them in their places wherever they are: what is on a tier is mapped there.
 
+        On a device whose tensors cannot stand in a CPU tensor's place they are brought instead.
+
         Raises:
             OSError: the tier cannot show them, or has other bytes.
         """
-        if self.where in (Where.IN_MEMORY, Where.WRITING, Where.READING):
+        if self.where is not Where.AWAY or not can_take_place(self._device.device, "cpu"):
             self.bring()
             return
         views = self._layout.views(self.block.tier.view(self.block))
@@ -187,7 +221,11 @@ class ParameterUnit:
         """Takes over what the parameters hold now, wherever that is."""
         values = [param.detach() for param in self.params]
         self.take_back()
+        if self.where is Where.AWAY:
+            self._memory.obtain()
+            self._events = [self._device.restored_is_free()]
         self.where, self.block = Where.IN_MEMORY, None
+        self.use_here()
         for view, value in zip(self._views, values, strict=True):
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
@@ -200,8 +238,8 @@ class ParameterUnit:
 
     def give_back(self) -> None:
         """Gives parameters memory of their own again, as they had before."""
-        for param in self.params:
-            param.data = param.detach().clone()
+        for param, home in zip(self.params, self._homes, strict=True):
+            param.data = param.detach().to(home, copy=True)
 
     def _attach(self) -> None:
         for param, view in zip(self.params, self._views, strict=True):
@@ -209,5 +247,5 @@ class ParameterUnit:
 
     def _detach(self) -> None:
         for param in self.params:
-            nothing = torch.full((), float("nan"), dtype=param.dtype)
+            nothing = torch.full((), float("nan"), dtype=param.dtype, device=self._device.device)
             param.data = nothing.expand(param.shape)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX, LostStateError
 from megatron.offload.parameters.unit import ParameterUnit, Where
 from megatron.offload.sizes import format_size
@@ -31,6 +32,7 @@ class ParameterWindow:
 
     Args:
         tiers: where they go; the first that takes one has it. Closed with this.
+        device: where layers compute.
         live_units: units in memory at a time.
 
     Attributes:
@@ -38,11 +40,12 @@ class ParameterWindow:
         stall_s: seconds that compute has waited for parameters.
     """
 
-    def __init__(self, tiers: Sequence[Tier], live_units: int) -> None:
+    def __init__(self, tiers: Sequence[Tier], device: Device, live_units: int) -> None:
         self.tiers = list(tiers)
         self.units: list[ParameterUnit] = []
         self.stall_s = 0.0
         self.peak_bytes = 0  # of parameters in memory
+        self._device = device
         self._live_units = live_units
         self._used = 0  # the unit that was used last
         self._numbers: dict[int, int] = {}  # of units, by the identity of their parameters
@@ -53,7 +56,7 @@ class ParameterWindow:
     def add(self, name: str, params: Sequence[torch.nn.Parameter]) -> None:
         """Another unit, after those that are there; its parameters leave."""
         number = len(self.units)
-        unit = ParameterUnit(name, params)
+        unit = ParameterUnit(name, params, self._device)
         self.units.append(unit)
         self._numbers |= {id(param): number for param in params}
         self._put_away(unit)
@@ -76,6 +79,7 @@ class ParameterWindow:
         unit = self.units[number]
         here = (number, direction) == (self._used, self._direction)
         if here and unit.where is Where.IN_MEMORY and not self._shown:
+            unit.use_here()  # perhaps on another stream
             return
         self.conceal()
         ahead = range(number, number + direction * self._live_units, direction)
@@ -100,6 +104,8 @@ class ParameterWindow:
         began_s = time.perf_counter()
         try:
             unit.bring()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             logger.warning("%sa read failed (%s); trying once more", PARAMETERS_PREFIX, error)
             try:

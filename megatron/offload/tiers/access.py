@@ -73,7 +73,7 @@ class Access(Protocol):
 
         Args:
             cut: of the written view.
-            into: the storage to fill in place of a fresh one; in host memory alone.
+            into: the storage to fill in place of a fresh one; see `Tier.begin_read`.
         """
         ...
 
@@ -173,8 +173,7 @@ class Staged:
         self, cut: Cut, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, View]:
         """Makes a storage on the device, and the view that fills it through host buffers."""
-        assert into is None, "a storage on a device would have to wait for who used it before"
-        target = self._device.new_restored(cut.num_bytes)
+        target = self._device.new_restored(cut.num_bytes) if into is None else into
         return target, _StagedView(target, cut, self._device, self._pool)
 
 

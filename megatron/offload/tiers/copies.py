@@ -170,9 +170,8 @@ class ByDevice:
         into: torch.UntypedStorage | None = None,
     ) -> tuple[torch.UntypedStorage, Transfer]:
         """See `HostCopies`."""
-        assert into is None, "a storage on a device would have to wait for who used it before"
         self._reads.check_open()
-        target = self._device.new_restored(num_bytes)
+        target = self._device.new_restored(num_bytes) if into is None else into
         copied = self._device.copy_from_host(address, target)
         self._statistics.reads.count(num_bytes)  # the step may end before they have arrived
         self._reads.watch(copied, num_bytes, [owner], is_counted=True)

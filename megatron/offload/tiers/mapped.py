@@ -59,6 +59,9 @@ class Pages:
         prefer_huge_pages(self._mapping)
         self.storage = torch.frombuffer(self._mapping, dtype=torch.uint8).untyped_storage()
 
+    def obtain(self) -> None:
+        """Does nothing: what is written takes memory."""
+
     def release(self) -> None:
         """Gives the memory back to the system; what is written to it next takes new memory."""
         self._mapping.madvise(mmap.MADV_DONTNEED)

@@ -90,7 +90,8 @@ class Tier(Protocol):
             block: from this tier's `begin_write`, whose transfer has ended well.
             deadline: of several queued reads the one with the smallest goes first; any scale that
                 all callers share.
-            into: of a device in host memory; of the block's size and aligned as what was written.
+            into: of the block's size. In host memory aligned as what was written; on a device of
+                `Device.alloc_storage`, which nobody has used since.
         """
         ...
 

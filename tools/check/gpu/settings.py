@@ -20,6 +20,7 @@ SECTIONS = {
     "parity": ("losses and gradients of GPT, BERT and T5 are the same bits as without", 60, 240),
     "transformer_engine": ("the same of Transformer Engine's layers, bf16 and FP8", 40, 120),
     "states": ("optimizer states on tiers are the same bits as in memory", 20, 40),
+    "parameters": ("parameters on tiers are the same bits as in memory", 8, 18),
     "memory": ("the peak falls below a bound that is derived term by term", 20, 60),
 }
 _SETTLE_S = 60.0

@@ -105,10 +105,8 @@ def _heading(streamed: StreamedProjection) -> list[str]:
     divided = ", divided among all" if streamed.divided else ""
     activations = "inputs of layers" if streamed.recomputes else "activations"
     where = f"on {streamed.activations_on}" if streamed.activations_on else "in device memory"
-    so_far = "; so far parameters move where layers compute on the CPU"
     return [
-        f"projected for {of.parallel.num_ranks} x {of.hardware.gpu.title}"
-        + so_far * (not streamed.divided),
+        f"projected for {of.parallel.num_ranks} x {of.hardware.gpu.title}",
         f"model   {of.model.parameters / 1e9:.3g} G parameters, {layers} layers; "
         f"micro-batches of {of.parallel.micro_batch_size * of.model.seq_length:,} tokens a rank",
         f"moves   parameters on {streamed.parameters_on}{divided}: "

@@ -70,10 +70,17 @@ def check_model_parameters(config: ParametersConfig, settings: Any) -> None:
 
     Args:
         config: what the flags ask for.
-        settings: Megatron's flags.
+        settings: Megatron's flags, or its settings of the model or of data parallelism.
     """
     if not config.enabled:
         return
+    graphs = getattr(settings, "cuda_graph_impl", None) or "none"
+    names = ("enable_cuda_graph", "external_cuda_graph")
+    if graphs != "none" or any(getattr(settings, name, False) for name in names):
+        raise ConfigurationError(
+            f"{PARAMETERS_PREFIX}CUDA graphs cannot be combined with --parameter-offload: a "
+            "captured graph has the addresses that parameters had then; drop one"
+        )
     if getattr(settings, "use_distributed_optimizer", False):
         raise ConfigurationError(
             f"{PARAMETERS_PREFIX}--use-distributed-optimizer cannot be combined with "
@@ -107,6 +114,8 @@ def offload_model_parameters(
         return ModelParameters()
     check_version()
     check_model_parameters(config, getattr(model_chunks[0], "ddp_config", None))
+    settings = next(m.config for m in model_chunks[0].modules() if hasattr(m, "config"))
+    check_model_parameters(config, settings)
     # Here, because it imports megatron-core, which not everybody who imports us has.
     from megatron.offload.integration.megatron.layer_hooks import layer_names
 

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from megatron.offload.device.open import open_device
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.integration.torch.passes import computed_in
@@ -28,6 +29,7 @@ from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.parameters.open import open_parameter_tiers
+from megatron.offload.parameters.unit import can_take_place
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import format_size
 
@@ -40,23 +42,34 @@ class ParameterOffload:
     Args:
         layers: of the model, with their units, counted from 0 in the order in which they run.
         config: with mode `off` nothing is touched.
+        device: where layers compute. None: where their parameters are.
 
     Raises:
         ConfigurationError: a parameter cannot move, or the tiers cannot be opened.
     """
 
-    def __init__(self, layers: Mapping[torch.nn.Module, int], config: ParametersConfig) -> None:
+    def __init__(
+        self,
+        layers: Mapping[torch.nn.Module, int],
+        config: ParametersConfig,
+        device: torch.device | str | None = None,
+    ) -> None:
         self.window: ParameterWindow | None = None
         self._undo: list[Callable[[], None]] = []
         self._step: contextlib.ExitStack | None = None  # around a step of another optimizer
         if not config.enabled:
             return
         units = _params_of(layers)
+        computes_on = open_device(_device_of(units, device))
         sizes = [sum(param.nbytes for param in params) for params in units]
         tiers = open_parameter_tiers(
-            config, _with_pages(sizes), max(sizes) + _SLACK, local_world_size()
+            config,
+            computes_on,
+            num_bytes=_with_pages(sizes),
+            largest_bytes=max(sizes) + _SLACK,
+            num_local_ranks=local_world_size(),
         )
-        self.window = window = ParameterWindow(tiers, config.live_units)
+        self.window = window = ParameterWindow(tiers, computes_on, config.live_units)
         _windows.add(window)
         try:
             for number, params in enumerate(units):
@@ -197,6 +210,7 @@ def offload_parameters(
     units: int | None = None,
     layers: Iterable[str | type[torch.nn.Module]] | None = None,
     mode: str | None = None,
+    device: torch.device | str | None = None,
     **settings: Any,
 ) -> ParameterOffload:
     """Keeps the parameters of a model's layers on SSDs or in host memory while others compute.
@@ -208,12 +222,15 @@ def offload_parameters(
     Losses, gradients and weights stay the same, bit for bit.
 
     Args:
-        model: on the CPU, not sharded.
+        model: not sharded.
         directory: an existing directory on an SSD, or several on different SSDs.
         units: of consecutive layers; None: each layer is one.
         layers: see `offload_activations`.
         mode: `ssd`, `host` or `tiered`. Default: `ssd` with a directory, `host` without one. `off`
             does nothing.
+        device: where layers compute. Default: where they are. A model that does not fit on an
+            accelerator is made on the CPU: `offload_parameters(model, ..., device="cuda")`, then
+            `model.to("cuda")`, which moves what is outside of layers.
         settings: any other field of `ParametersConfig` by its name: `live_units=3`.
 
     Returns:
@@ -233,7 +250,9 @@ def offload_parameters(
         config = ParametersConfig.from_settings(
             {"mode": mode, "directories": directories, **settings}
         )
-        return ParameterOffload(units_of(list(find_layers((model,), layers)), units), config)
+        return ParameterOffload(
+            units_of(list(find_layers((model,), layers)), units), config, device
+        )
     except ConfigurationError as error:
         raise ConfigurationError(ParametersConfig.in_settings(str(error))) from None
 
@@ -259,11 +278,6 @@ def _params_of(layers: Mapping[torch.nn.Module, int]) -> list[list[torch.nn.Para
                 raise _refusal(f"{name} belongs to layers of two units; give fewer units")
             if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:
                 raise _refusal(f"{name} is a {type(param).__name__}; sharded models keep their own")
-            if param.device.type != "cpu":
-                raise _refusal(
-                    f"{name} is on {param.device}; so far parameters move where layers compute on "
-                    "the CPU; use FSDP2 with an offload policy on accelerators"
-                )
             if not param.is_floating_point():
                 raise _refusal(f"{name} has type {param.dtype}, which has no NaN")
             units[number][id(param)] = param
@@ -271,6 +285,26 @@ def _params_of(layers: Mapping[torch.nn.Module, int]) -> list[list[torch.nn.Para
     if not all(found):
         raise _refusal("a unit has no parameters; give fewer units")
     return found
+
+
+def _device_of(
+    units: Iterable[Iterable[torch.nn.Parameter]], wanted: torch.device | str | None
+) -> torch.device:
+    """Where layers compute: the device that is wanted, or where all parameters are.
+
+    Raises:
+        ConfigurationError: parameters are on several devices, or cannot come to the one wanted.
+    """
+    found = {param.device for params in units for param in params}
+    if wanted is None:
+        if len(found) > 1:
+            places = " and ".join(sorted(map(str, found)))
+            raise _refusal(f"layers are on {places}; give device, where they compute")
+        return found.pop()
+    for one in found:
+        if not can_take_place(one, wanted):
+            raise _refusal(f"layers are on {one} and cannot be moved to {wanted} one by one; do it")
+    return torch.device(wanted)
 
 
 def _refusal(sentence: str) -> ConfigurationError:

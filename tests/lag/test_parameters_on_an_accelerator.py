@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of an accelerator's layers that wait on tiers, while its streams are late."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import (
+    ConfigurationError,
+    LayerMajor,
+    offload_activations,
+    offload_optimizer,
+    offload_parameters,
+)
+from megatron.offload.errors import LostStateError
+from megatron.offload.integration.torch.parameter_offload import ParameterOffload
+from megatron.offload.parameters.unit import ParameterUnit, Where
+from megatron.offload.sizes import MIB
+from megatron.offload.tiers.drive import Drive
+from tests.support.accelerators import Lag
+from tests.support.lag.module import LagModule
+from tests.support.layer_major import one_by_one
+from tests.support.models import Block
+
+DEVICE = "lag:1"  # new threads stand on another one
+HIDDEN, LAYERS, MICRO_BATCHES, STEPS = 32, 5, 3, 3
+DELAYS = ((60, 300), (600, 10), (300, 300))  # of a kernel and of a copy at most, in microseconds
+MODES: dict[str, dict[str, Any]] = {
+    "ssd": {"mode": "ssd"},
+    "host": {"mode": "host", "host_budget": 16 * MIB},
+    "tiered": {"mode": "tiered", "host_budget": 1 << 16},
+}
+
+
+class Stack(torch.nn.Module):
+    """Layers with dropout, and parameters outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.layers = torch.nn.ModuleList(Block(HIDDEN) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean() / MICRO_BATCHES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def accelerator(loaded_lag: LagModule) -> Iterator[Lag]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # kernels of several streams have a core each
+    yield Lag(loaded_lag)
+    torch.set_num_threads(before)
+
+
+def micro_batches(step: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return [torch.randn(2, 16, HIDDEN, generator=draw).to(DEVICE) for _ in range(MICRO_BATCHES)]
+
+
+def train(
+    lag: LagModule,
+    directory: Path,
+    *offloaded: str,
+    units: int | None = None,
+    **settings: Any,
+) -> list[torch.Tensor]:
+    """Losses, gradients and weights, in host memory."""
+    model, found = Stack().to(DEVICE), []
+    torch.manual_seed(7)
+    with contextlib.ExitStack() as handles:
+        activations, parameters = None, None
+        if "activations" in offloaded:
+            activations = handles.enter_context(offload_activations(model, directory, min_bytes=1))
+        if "parameters" in offloaded:
+            parameters = offload_parameters(model, directory, **settings)
+            handles.enter_context(parameters)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if "states" in offloaded:
+            sizes = {"bucket_bytes": 1 << 16, "window_bytes": 1 << 17}
+            handles.enter_context(offload_optimizer(optimizer, directory, **sizes))
+        layer_major = None if units is None else LayerMajor(model, units, offload=activations)
+        for number in range(STEPS):
+            batches = micro_batches(number)
+            lag.set_delays(*DELAYS[number], seed=number)
+            run = layer_major.step(batches, model) if layer_major else one_by_one(model, batches)
+            found += [one.detach() for one in run]
+            found += [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        if parameters is not None:
+            assert parameters.statistics["read_bytes"] > 0
+            assert {p.device for p in model.parameters()} == {torch.device(DEVICE)}
+        found += [one.cpu().clone() for one in model.state_dict().values()]
+    lag.reset()
+    found += [one.detach().cpu() for one in model.parameters()]
+    return [one.cpu() for one in found]
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for place, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(mine, other), place
+
+
+@pytest.fixture(scope="module")
+def expected(accelerator: Lag, tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+    """Of the same training with everything in device memory."""
+    return train(accelerator.module, tmp_path_factory.mktemp("none"))
+
+
+@pytest.mark.parametrize("units", [None, 3], ids=["one by one", "layer-major"])
+@pytest.mark.parametrize("mode", MODES)
+def test_all_bits_are_the_same(
+    lag: LagModule, mode: str, units: int | None, expected: list[torch.Tensor], tmp_path: Path
+) -> None:
+    assert_equal(train(lag, tmp_path, "parameters", units=units, **MODES[mode]), expected)
+
+
+@pytest.mark.parametrize("units", [None, 5], ids=["one by one", "layer-major"])
+def test_all_bits_are_the_same_with_all_that_moves(
+    lag: LagModule, units: int | None, expected: list[torch.Tensor], tmp_path: Path
+) -> None:
+    moves = ("parameters", "states", "activations")
+    assert_equal(train(lag, tmp_path, *moves, units=units, live_units=3), expected)
+
+
+class Wide:
+    """Layers of which each has `layer_bytes` of weights."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(8)]
+        self.model = torch.nn.Sequential(*layers).to(DEVICE)
+        self.handle: ParameterOffload = offload_parameters(
+            self.model, directory, layers=[torch.nn.Linear], **settings
+        )
+        assert self.handle.window is not None
+        self.units: list[ParameterUnit] = self.handle.window.units
+        self.layer_bytes = self.units[0].num_bytes
+
+    def settle(self) -> None:
+        for unit in self.units:
+            unit.wait_for_write()
+
+
+def test_device_memory_holds_no_more_than_what_may_live(lag: LagModule, tmp_path: Path) -> None:
+    """Also while the host could run far ahead of kernels that take long."""
+    x = torch.ones(1, 512).to(DEVICE)
+    lag.empty_cache()
+    before = lag.memory_reserved(DEVICE)
+    wide = Wide(tmp_path)
+    wide.settle()
+    lag.empty_cache()
+    assert lag.memory_reserved(DEVICE) - before <= 2 * wide.layer_bytes
+    lag.set_delays(3000, 100, seed=1)
+    with torch.no_grad():
+        for _ in range(2):
+            wide.model(x)
+    # Of what has just left, the allocator may not know yet that its stream is done with it.
+    assert lag.memory_reserved(DEVICE) - before <= 4 * wide.layer_bytes
+    lag.reset()
+    wide.handle.close()
+
+
+def test_half_of_what_the_layers_take_is_enough(lag: LagModule, tmp_path: Path) -> None:
+    """While the host is far ahead of slow kernels, and copies are slow too."""
+    wide = Wide(tmp_path)
+    weights = {name: weight.cpu() for name, weight in wide.model.state_dict().items()}
+    wide.model(torch.ones(1, 512).to(DEVICE))  # they leave again
+    lag.empty_cache()
+    lag.limit_memory(lag.memory_reserved(DEVICE) + 4 * wide.layer_bytes, DEVICE)
+    twin = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))
+    twin.load_state_dict(weights)
+    x = torch.ones(1, 512)
+    lag.set_delays(2000, 2000, seed=1)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(wide.model(x.to(DEVICE)).cpu(), twin(x))
+    lag.reset()
+    wide.handle.close()
+
+
+def test_what_is_away_reads_as_nan_until_it_is_shown(lag: LagModule, tmp_path: Path) -> None:
+    wide = Wide(tmp_path, mode="host")
+    wide.settle()
+    unit = wide.units[-1]
+    assert unit.where is Where.AWAY and unit.params[0].cpu().isnan().all()
+    wide.handle.expose()
+    assert not unit.params[0].cpu().isnan().any()
+    wide.model(torch.ones(1, 512).to(DEVICE))
+    assert unit.where is not Where.AWAY and wide.units[0].where is Where.AWAY
+    wide.handle.close()
+
+
+def test_what_is_loaded_while_they_are_shown_is_used(lag: LagModule, tmp_path: Path) -> None:
+    wide = Wide(tmp_path)
+    wide.model.load_state_dict({k: torch.eye(512) for k in wide.model.state_dict()})
+    x = torch.randn(2, 512)
+    assert torch.equal(wide.model(x.to(DEVICE)).cpu(), x)
+    wide.handle.close()
+    assert all(torch.equal(p.cpu(), torch.eye(512)) for p in wide.model.parameters())
+
+
+def test_a_stream_beside_the_one_that_had_it_brought_waits_for_it_too(
+    lag: LagModule, tmp_path: Path
+) -> None:
+    wide, side = Wide(tmp_path, mode="host"), lag.Stream(DEVICE)
+    wide.settle()
+    x = torch.ones(1, 512).to(DEVICE)
+    lag.synchronize(DEVICE)
+    assert wide.handle.window is not None
+    lag.set_delays(10, 20_000, seed=2)
+    wide.handle.window.use(0, 1)
+    with lag.stream(side):
+        wide.handle.window.use(0, 1)
+        found = wide.model[0](x)
+    lag.synchronize(DEVICE)
+    lag.reset()
+    assert torch.equal(found.cpu(), wide.model[0](x).cpu())
+    wide.handle.close()
+
+
+def test_a_read_that_fails_ends_the_training(
+    lag: LagModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = Wide(tmp_path)
+    wide.settle()
+    right, reads = Drive.begin_read, []
+
+    def broken(self: Drive, *args: Any) -> Any:
+        reads.append(args)
+        if len(reads) < 3:
+            raise OSError(5, "Input/output error")
+        return right(self, *args)
+
+    monkeypatch.setattr(Drive, "begin_read", broken)
+    assert wide.handle.window is not None
+    with pytest.raises(LostStateError, match=r"^parameters: those of unit 1 of 8 .* no other copy"):
+        wide.handle.window.use(0, 1)
+    before = lag.memory_allocated(DEVICE)
+    wide.handle.window.use(0, 1)  # the drive is well again, and nothing was lost
+    assert round((lag.memory_allocated(DEVICE) - before) / wide.layer_bytes) == 2
+    wide.handle.close()
+    assert not any(p.cpu().isnan().any() for p in wide.model.parameters())
+
+
+def test_layers_on_several_devices_are_refused(lag: LagModule, tmp_path: Path) -> None:
+    model = Stack().to(DEVICE)
+    model.layers[2].to("cpu")
+    with pytest.raises(ConfigurationError, match=r"layers are on cpu and lag:1; give device"):
+        offload_parameters(model, tmp_path)
+    with pytest.raises(ConfigurationError, match=r"on cpu and cannot be moved to lag:1 one by one"):
+        offload_parameters(Stack(), tmp_path, device=DEVICE)

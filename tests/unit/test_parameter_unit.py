@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A unit of parameters on a device whose memory is its own, and whose tensors are like the CPU's.
+
+So are CUDA's. What is asynchronous about a device is in `tests/lag`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.offload.parameters.unit import ParameterUnit, Where, can_take_place
+from megatron.offload.parameters.unit_memory import open_unit_memory
+from megatron.offload.sizes import MIB
+from megatron.offload.tiers.host import HostTier
+from tests.support.simulated_device import SimulatedDevice
+
+
+@pytest.fixture
+def tier() -> Iterator[HostTier]:
+    tier = HostTier(4 * MIB)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def unit(tier: HostTier) -> ParameterUnit:
+    params = [torch.nn.Parameter(torch.full((32, 16), float(n))) for n in range(3)]
+    unit = ParameterUnit("layers", params, SimulatedDevice())
+    assert unit.put_away([tier])
+    unit.wait_for_write()
+    assert unit.where is Where.AWAY
+    return unit
+
+
+def values(unit: ParameterUnit) -> list[float]:
+    return [float(param.detach().mean()) for param in unit.params]
+
+
+def test_views_come_back_with_the_memory() -> None:
+    memory = open_unit_memory(64, SimulatedDevice())
+    view = torch.empty(0, dtype=torch.uint8).set_(memory.storage)[:8]
+    view.fill_(3)
+    memory.release()
+    assert memory.storage.nbytes() == 0
+    memory.obtain()
+    assert view.untyped_storage()._cdata == memory.storage._cdata
+    view.fill_(4)
+    assert memory.storage[7] == 4
+
+
+def test_what_is_away_takes_no_memory_and_is_shown_where_it_is(unit: ParameterUnit) -> None:
+    assert unit._memory.storage.nbytes() == 0
+    assert all(torch.tensor(values(unit)).isnan())
+    unit.show()
+    assert values(unit) == [0, 1, 2] and unit.where is Where.AWAY
+    unit.hide()
+    assert all(torch.tensor(values(unit)).isnan())
+
+
+def test_what_was_changed_while_it_was_shown_comes_back_to_the_device(
+    unit: ParameterUnit, tier: HostTier
+) -> None:
+    unit.show()
+    with torch.no_grad():
+        unit.params[1].fill_(7)
+        unit.params[2] += 1
+    unit.adopt()
+    assert unit.where is Where.IN_MEMORY and values(unit) == [0, 7, 3]
+    assert {p.untyped_storage()._cdata for p in unit.params} == {unit._memory.storage._cdata}
+    assert unit.put_away([tier])
+    unit.wait_for_write()
+    unit.bring()
+    assert values(unit) == [0, 7, 3]
+    unit.give_back()
+    assert unit._memory.storage._cdata not in {p.untyped_storage()._cdata for p in unit.params}
+
+
+def test_tensors_of_the_cpu_take_the_place_of_their_like() -> None:
+    assert can_take_place("cpu", "cpu")
+    assert not can_take_place("cpu", "meta")
