@@ -161,9 +161,10 @@ def away(handle: ParameterOffload) -> ParameterUnit:
 
 def test_what_is_away_reads_as_nan(offloaded: tuple[Language, ParameterOffload]) -> None:
     _, handle = offloaded
-    assert all(param.isnan().all() for param in away(handle).params)
+    unit = away(handle)
+    assert all(param.isnan().all() for param in unit.params)
     handle.expose()
-    assert not any(param.isnan().any() for param in away(handle).params)
+    assert not any(param.isnan().any() for param in unit.params)
     handle.close()
 
 

@@ -244,6 +244,14 @@ def test_numbers_of_all_kinds_of_operations_are_counted() -> None:
     assert found is not None and torch.equal(advanced(begin, found), end)
 
 
+def test_numbers_are_counted_whatever_device_new_tensors_are_made_on() -> None:
+    begin = torch.Generator().manual_seed(11).get_state()
+    with torch.device("meta"):
+        end = advanced(begin, 700)
+        assert num_drawn(begin, end) == 700
+    assert torch.equal(advanced(begin, 700), end)
+
+
 def test_another_seed_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.offload.layer_major.random_numbers._MOST_BLOCKS", 3)
     begin = torch.Generator().manual_seed(1).get_state()

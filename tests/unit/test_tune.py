@@ -163,7 +163,6 @@ def test_a_coefficient_is_never_negative() -> None:
     terms = {"1": lambda s: 1.0, "b": lambda s: float(s.micro_batch_size)}
     found = fit(terms, {Setting(0, 1, 2): 101.0, Setting(0, 4, 2): 99.0})
     assert found.coefficients == pytest.approx({"1": 100.0, "b": 0.0})
-    assert found.largest_error == pytest.approx(0.01)
     assert fit(terms, {Setting(0, 1, 2): 0.0}).at(Setting(0, 9, 9)) == 0.0
 
 
@@ -186,10 +185,11 @@ def test_no_candidate_over_a_limit_is_promised(budget: int) -> None:
     assert over and len({one.setting for one in candidates}) == len(candidates)
     for one in candidates:
         takes = made_up(one.setting)
+        device = takes.device_bytes * 1.01 + 0.03 * (takes.device_bytes - 1000.0)  # what is added
         if one.is_promised:
-            assert takes.device_bytes * 1.03 <= budget * (1 + 1e-9) and takes.ssd_bytes <= 2000
+            assert device <= budget * (1 + 1e-9) and takes.ssd_bytes <= 2000
         else:
-            assert takes.device_bytes * 1.0301 > budget or takes.ssd_bytes > 2000
+            assert device * 1.0001 > budget or takes.ssd_bytes > 2000
     best = best_of(candidates)
     assert (best is None) == all(not one.is_promised for one in candidates)
     if best is not None:
@@ -207,6 +207,23 @@ def test_a_measurement_above_the_fit_widens_the_margin() -> None:
     bump = bumpy(Setting(0, 4, 5)).device_bytes
     assert model.predict(Setting(0, 4, 5)).device_bytes < bump
     assert model.promised_device_bytes(Setting(0, 4, 5), 0.0) >= bump * (1 - 1e-9)
+
+
+def test_what_a_process_has_anyway_needs_no_margin() -> None:
+    """And a noisy measurement of one order takes no room from the other."""
+    gib = 1 << 30
+
+    def with_process(setting: Setting) -> Figures:
+        noise = 40 * MIB if setting == Setting(4, 4, 5) else 0
+        plain = made_up(setting)
+        return Figures(plain.step_s, 10 * gib + plain.device_bytes * MIB / 100 + noise, 0, 0, 0)
+
+    model, setting = model_of((0, 4), with_process), Setting(0, 16, 1)
+    promised = model.promised_device_bytes(setting, 0.05)
+    assert promised - model.predict(setting).device_bytes < 0.01 * 10.1 * gib + 20 * MIB
+    other = Setting(4, 16, 2)
+    distance = model.promised_device_bytes(other, 0.05) - model.predict(other).device_bytes
+    assert distance > promised - model.predict(setting).device_bytes
 
 
 def candidate(setting: Setting, speed: float, device: float = 1.0, **more: Any) -> Candidate:
@@ -369,7 +386,7 @@ def test_tokens_of_a_step_may_be_free(
         (
             "--units off",
             "--global-batch-size 8 --device-memory-budget 64MiB",
-            "needs 115.5 MiB of device memory; raise --device-memory-budget",
+            "needs 111.6 MiB of device memory; raise --device-memory-budget",
         ),
         (
             "--units off",

@@ -168,4 +168,4 @@ def _left(state: torch.Tensor) -> int:
 
 
 def _draw(generator: torch.Generator, number: int) -> None:
-    torch.empty(number, dtype=torch.int32).random_(generator=generator)
+    torch.empty(number, dtype=torch.int32, device="cpu").random_(generator=generator)

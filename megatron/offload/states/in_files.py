@@ -93,7 +93,9 @@ class InFiles(TorchFunctionMode):
             return None
         self._num_files += 1
         storage = storage_at(whole.data_ptr(), like.nbytes, whole)
-        return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
+        return torch.empty(0, dtype=like.dtype, device=storage.device).set_(
+            storage, 0, like.shape, like.stride()
+        )
 
 
 def _is_on_cpu(named: Mapping[str, Any]) -> bool:

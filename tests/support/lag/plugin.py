@@ -30,6 +30,8 @@ _OUR_THREADS = "activation-offload"
 _SIMULATED = "has a simulated device of its own, in host memory"
 _KIND = "a kind of tensor that the test accelerator does not cover"
 _HOST = "needs its tensors in host memory"
+_WINDOW = "on an accelerator the window of states is a tier in host memory"
+_SHOWN = "states that an accelerator's optimizer shows are in host memory, and so are their copies"
 # Parts of the names of tests that say nothing here, and why.
 NOT_COVERED = {
     "test_ordering_on_an_asynchronous_device.py": _SIMULATED,
@@ -52,6 +54,13 @@ NOT_COVERED = {
     "test_shared_storages.py::test_an_input_of_a_layer_without_a_storage": _KIND,
     # torch swaps the data of made-up tensors and others on the devices that it knows alone.
     "test_a_mode_that_makes_tensors_up_leaves_nothing_behind": _KIND,
+    "test_a_file_is_as_large_and_has_as_many_parts_as_without": _SHOWN,
+    "test_a_copy_of_an_optimizer_has_its_states": _SHOWN,
+    "test_loaded_states_are_on_their_tier_before_the_next_step": _WINDOW,
+    "test_states_loaded_in_place_take_no_second_place": _WINDOW,
+    "test_buckets_of_any_sizes_fit_what_was_reserved": _WINDOW,
+    "test_states_stay_in_memory_when_no_tier_takes_them": _WINDOW,
+    "test_what_is_not_lost_is_back_in_memory_after_close": _WINDOW,
     "[sparse.sampled_addmm]": _KIND,
     "[sparse.mm.reduce]": _KIND,
     "[to_sparse]": _KIND,

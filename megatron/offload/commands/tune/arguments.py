@@ -92,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_fraction,
         default=0.05,
         metavar="FRACTION",
-        help="of the predicted device memory, that has to be left; default: %(default)s",
+        help="of the device memory that a setting adds to weights and states, that has to be left; "
+        "default: %(default)s",
     )
     measure = parser.add_argument_group("what is measured")
     measure.add_argument(

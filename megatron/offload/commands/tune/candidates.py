@@ -12,10 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.offload.commands.tune.setting import Setting
-from megatron.offload.commands.tune.step_model import Figures, StepModel
-
-# Candidates this close to the fastest count as fast: a measurement could not tell them apart.
-NOISE = 0.01
+from megatron.offload.commands.tune.step_model import NOISE, Figures, StepModel
 
 
 @dataclass(frozen=True)

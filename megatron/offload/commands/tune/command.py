@@ -24,7 +24,6 @@ from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.trainer import CHECKOUT
 from megatron.offload.commands.tune.arguments import Request, request_of, step_size_of
 from megatron.offload.commands.tune.candidates import (
-    NOISE,
     Candidate,
     Limits,
     best_of,
@@ -35,7 +34,7 @@ from megatron.offload.commands.tune.fit import Fit
 from megatron.offload.commands.tune.limits import limits_of
 from megatron.offload.commands.tune.runs import Duration, Runs
 from megatron.offload.commands.tune.setting import Setting
-from megatron.offload.commands.tune.step_model import Measurement, StepModel
+from megatron.offload.commands.tune.step_model import NOISE, Measurement, StepModel
 from megatron.offload.commands.tune.text import (
     candidates_table,
     checked_table,
@@ -288,4 +287,4 @@ def _candidate(one: Candidate) -> dict[str, Any]:
 
 
 def _fit(one: Fit) -> dict[str, Any]:
-    return {"coefficients": dict(one.coefficients), "largest_error": one.largest_error}
+    return {"coefficients": dict(one.coefficients)}

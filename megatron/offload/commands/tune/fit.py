@@ -23,12 +23,9 @@ class Fit:
 
     Attributes:
         coefficients: by the name of the term, all of them.
-        largest_error: how far what it was fitted to was above it at most, as a part of the fit; 0.0
-            where it was above nowhere.
     """
 
     coefficients: Mapping[str, float]
-    largest_error: float
     terms: Mapping[str, Callable[[Setting], float]]
 
     def at(self, setting: Setting) -> float:
@@ -71,11 +68,7 @@ def fit(
             if error < best_error - _SAME * scale:
                 best = dict.fromkeys(terms, 0.0) | dict(zip(names, coefficients, strict=True))
                 best_error = error
-    fitted = {one: Fit(best, 0.0, terms).at(one) for one in settings}
-    above = [
-        value / fitted[one] - 1.0 for one, value in measured.items() if value > fitted[one] > 0
-    ]
-    return Fit(best, max(above, default=0.0), terms)
+    return Fit(best, terms)
 
 
 def _solved(columns: Sequence[np.ndarray], values: np.ndarray) -> tuple[list[float], float] | None:
