@@ -70,7 +70,7 @@ class Model:
 MODELS = (
     Model("small", 4, 128, 128),
     Model("medium", 6, 256, 128),
-    Model("large", 8, 384, 256),
+    Model("large", 8, 320, 128),
 )
 
 
@@ -218,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for one in models:
                 one_found = measure(one, args.seconds, args.directory, output)
                 found["measured"][one.name] = one_found
+                if args.json is not None:  # minutes are not lost
+                    args.json.write_text(json.dumps(found, indent=1) + "\n")
         except RunError as error:
             print(f"tune.py: error: {error}", file=sys.stderr)
             return 2
