@@ -130,7 +130,7 @@ def measure(model: Model, seconds: float, directory: Path, output: Path) -> dict
             found[phase] = [asdict(one) for one in runs.take_turns().values()]
         finally:
             runs.end()
-    return {"flags": flags, **found}
+    return found
 
 
 def judge(model: Model, measured: dict[str, Any]) -> list[Row]:
