@@ -30,6 +30,7 @@ from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers import ssd as ssd_tier
 from megatron.offload.tiers.staging import StagingPool
+from megatron.offload.transfer import batch
 from tests.support.lag.module import LagModule
 from tests.support.lag.platform import LagPlatform
 
@@ -45,6 +46,7 @@ MODES: dict[str, dict[str, Any]] = {
 _HIDDEN, _NUM_LAYERS, _TOKENS = 32, 3, 96
 _NUM_STEPS = 2
 _PIECE_BYTES = 4 << 10  # of staging buffers: large storages take several
+_ENOUGH_BYTES = 4 << 10  # what is handed over while a layer runs on, as in a large one
 _SCHEDULE = ("forward 0", "forward 1", "backward 0", "forward 2", "backward 1", "backward 2")
 _BY_HOOKS = "1"  # the micro-batch whose saved tensors are taken by hooks
 _LATE_S = 0.025
@@ -141,7 +143,11 @@ class OrderingStress:
             **MODES[mode],
         )
         pool = functools.partial(StagingPool, piece_bytes=_PIECE_BYTES)
-        with mock.patch.object(ssd_tier, "StagingPool", pool), self._lag.device(DEVICE):
+        with (
+            mock.patch.object(ssd_tier, "StagingPool", pool),
+            mock.patch.object(batch, "_ENOUGH_BYTES", _ENOUGH_BYTES),
+            self._lag.device(DEVICE),
+        ):
             device = AcceleratorDevice(torch.device(DEVICE), LagPlatform(self._lag))
             engine = OffloadEngine(config, device)
             try:
