@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from megatron.offload.errors import LostStateError, OffloadError
 from megatron.offload.states.bucket import Where
 from megatron.offload.states.optimizer_states import OptimizerStates
-from megatron.offload.tiers.ssd import SsdTier
+from megatron.offload.tiers.ssd import SsdBlock, SsdTier
 from tests.behaviour.test_optimizer_states_stay_bit_identical import OPTIMIZERS, Trained, same
 
 
@@ -270,8 +270,8 @@ def damaged(on_ssd: dict[str, Any]) -> Iterator[Trained]:
     trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
     states = _states(trained)
     states.wait_for_writes()
-    (away, *_) = (one for one in states.buckets if one.where is Where.ON_TIER)
-    (extent,) = away.block.extents
+    blocks = [one.block for one in states.buckets if one.where is Where.ON_TIER]
+    (extent, *_) = (e for b in blocks if isinstance(b, SsdBlock) for e in b.extents)
     fd = os.open(f"/proc/self/fd/{extent.drive.file.fd}", os.O_RDWR)
     byte = os.pread(fd, 1, extent.offset + 100)[0]
     os.pwrite(fd, bytes([byte ^ 1]), extent.offset + 100)
