@@ -61,9 +61,8 @@ def test_a_layer_is_divided_by_its_own_storages() -> None:
 
 
 def test_nested_time_counts_once_and_for_the_inner_part() -> None:
-    account = bench.Account()
     now = [0]
-    account._clock = lambda: now[0]
+    account = bench.Account(bench.Clock(lambda: now[0]))
 
     def spend(amount: int) -> None:
         now[0] += amount
@@ -77,6 +76,25 @@ def test_nested_time_counts_once_and_for_the_inner_part() -> None:
 
     account.timed("pack", outer, lambda: "one")()
     assert account.take()["one"].spent_ns == {"pack": 3, "submit": 5}
+
+
+def test_what_the_clock_costs_is_left_out() -> None:
+    now = [0]
+
+    def look() -> int:
+        now[0] += 10  # each look at the clock takes as long
+        return now[0]
+
+    clock = bench.calibrated(look)
+    assert clock[1:] == pytest.approx((10, 10), rel=0.01)  # a share of the loop's
+    account = bench.Account(clock)
+
+    def spend(amount: int) -> None:
+        now[0] += amount
+
+    inner = account.timed("submit", lambda: spend(5), lambda: "one")
+    account.timed("pack", lambda: (spend(2), inner()), lambda: "one")()
+    assert account.take()["one"].spent_ns == pytest.approx({"pack": 2, "submit": 5}, abs=0.1)
 
 
 def test_an_unknown_way_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

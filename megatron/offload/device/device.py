@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -40,7 +41,18 @@ WHOLE = slice(None)  # all bytes of a storage
 
 def memory_at(address: int, num_bytes: int) -> memoryview:
     """A writable view of `num_bytes` of raw host memory. The caller keeps its owner alive."""
-    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    return memoryview(bytes_at(address, num_bytes)).cast("B")
+
+
+def bytes_at(address: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    """The same as an object of `ctypes`, which attributes and finalizers can be given to."""
+    return _bytes_type(num_bytes).from_address(address)
+
+
+# Python makes a type for each length and soon forgets it; to make one takes as long as a transfer.
+@functools.lru_cache(maxsize=1024)
+def _bytes_type(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * num_bytes
 
 
 class Device(Protocol):

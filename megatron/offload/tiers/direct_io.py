@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.offload.tiers.mapped import storage_at
+
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _MASK_AT, _MEM_ALIGN_AT, _OFFSET_ALIGN_AT = 0x00, 0x98, 0x9C  # struct statx
@@ -89,6 +91,4 @@ def aligned_storage(num_bytes: int, head_bytes: int, alignment: Alignment) -> to
     """
     owner = torch.empty(num_bytes + alignment.memory, dtype=torch.uint8)
     start = owner.data_ptr() + -(owner.data_ptr() + head_bytes) % alignment.memory
-    window = (ctypes.c_char * num_bytes).from_address(start)
-    window.owner = owner  # type: ignore[attr-defined]  # lives as long as the storage
-    return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
+    return storage_at(start, num_bytes, owner)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.offload.device.device import bytes_at
+
 _PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # <asm-generic/mman.h>
 _FAILED = ctypes.c_void_p(-1).value
@@ -32,7 +34,7 @@ class FileRange(NamedTuple):
 
 def storage_at(address: int, num_bytes: int, owner: object) -> torch.UntypedStorage:
     """A storage on the CPU of memory that `owner` keeps, and that it keeps alive."""
-    window = (ctypes.c_char * num_bytes).from_address(address)
+    window = bytes_at(address, num_bytes)
     window.owner = owner  # type: ignore[attr-defined]  # lives as long as the storage
     return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.offload.device.device import bytes_at
 from megatron.offload.tiers.extents import ExtentAllocator
 from megatron.offload.tiers.mapped import prefer_huge_pages
 
@@ -80,7 +81,7 @@ class RestoredMemory:
             offset = self._allocate(num_bytes + shift)
         if offset is None:
             return None
-        window = (ctypes.c_char * num_bytes).from_address(self._address + offset + shift)
+        window = bytes_at(self._address + offset + shift, num_bytes)
         window.owner = self  # type: ignore[attr-defined]  # the region outlives its storages
         weakref.finalize(window, self._freed.append, offset).atexit = False
         return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
