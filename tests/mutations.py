@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes single errors in copies of the package and runs the test that must find each.
 
-    python tests/mutations.py [--only WORDS] [--jobs N] [--json FILE]
+    python tests/mutations.py [--only WORDS] [--lag] [--jobs N] [--json FILE]
 
 The errors stand in `tests/mutation_tables`. First all of their tests run on an unchanged copy. Then
 each error gets a copy of its own, and its test has to fail there. Exit code 1 if one survives, or
 if a table is out of date. A process imports torch once; each test runs in a fork of it.
+
+With --lag the tests run on the test accelerator, as with `tests/run.sh --lag`: those of
+tests/behaviour and tests/autograd. Errors in what only a CPU runs are left out.
 """
 
 from __future__ import annotations
@@ -48,6 +51,9 @@ PRELOADED = (
 ALLOWED_S = 90.0  # for one test; it then counts as hanging
 HANG_S = 8.0  # the same, for a test that is to hang; counts from its beginning
 NO_TEST_RAN = ("ImportError", "IndentationError", "ModuleNotFoundError", "NameError", "SyntaxError")
+
+ON_LAG = ("behaviour/", "autograd/")  # tests that know nothing of a device
+NOT_ON_LAG = ("InPlace.", "_InPlaceView.")  # functions that only a CPU runs
 
 CAUGHT, SURVIVED, NOT_RUN = "caught", "SURVIVED", "not run"
 NOT_SAID = "hangs, which the table does not say"
@@ -102,7 +108,7 @@ class Reporter:
         outcome.passed &= not report.failed
 
 
-def run_tests(copy: Path, tests: Iterable[str], file: Path) -> None:
+def run_tests(copy: Path, tests: Iterable[str], file: Path, plugins: Sequence[str]) -> None:
     """Runs tests of a copy and writes their outcomes to a file."""
     os.chdir(copy)
     sys.path[:] = [str(copy), *(entry for entry in sys.path if entry != str(ROOT))]
@@ -124,6 +130,7 @@ def run_tests(copy: Path, tests: Iterable[str], file: Path) -> None:
         [
             *(f"{copy}/tests/{test}" for test in tests),
             *("-q", "-p", "pytest_timeout", "-p", "no:cacheprovider", "-p", "no:faulthandler"),
+            *(option for name in plugins for option in ("-p", name)),
             f"--rootdir={copy}",
             f"--basetemp={copy / 'tmp'}",
             f"--config-file={copy / 'pyproject.toml'}",
@@ -145,7 +152,9 @@ class Fork:
     began: float
 
     @classmethod
-    def start(cls, copy: Path, tests: Sequence[str], file: Path) -> Fork:
+    def start(
+        cls, copy: Path, tests: Sequence[str], file: Path, plugins: Sequence[str] = ()
+    ) -> Fork:
         """Its output goes beside the file with the outcomes."""
         sys.stdout.flush()
         pid = os.fork()
@@ -157,7 +166,7 @@ class Fork:
             log = os.open(file.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            run_tests(copy, tests, file)
+            run_tests(copy, tests, file, plugins)
             code = 0
         except BaseException:
             import traceback
@@ -228,7 +237,11 @@ def mutated_copy(unchanged: Path, target: Path, mutation: Mutation) -> None:
 
 
 def baseline(
-    unchanged: Path, mutations: Sequence[Mutation], directory: Path, num_jobs: int
+    unchanged: Path,
+    mutations: Sequence[Mutation],
+    directory: Path,
+    num_jobs: int,
+    plugins: Sequence[str] = (),
 ) -> dict[str, str]:
     """Runs every named test once, without an error. By test, why it was skipped, or nothing."""
     wanted = sorted({mutation.test for mutation in mutations})
@@ -239,7 +252,7 @@ def baseline(
             copy = directory / f"baseline-{number}" if number else unchanged
             if number:
                 shutil.copytree(unchanged, copy)
-            forks.append(Fork.start(copy, part, directory / f"baseline-{number}.json"))
+            forks.append(Fork.start(copy, part, directory / f"baseline-{number}.json", plugins))
     outcomes: dict[str, Outcome] = {}
     for fork in forks:
         os.waitpid(fork.pid, 0)
@@ -280,7 +293,11 @@ def verdict_of(fork: Fork, mutation: Mutation, code: int) -> tuple[str, str]:
 
 
 def run_all(
-    mutations: Sequence[Mutation], unchanged: Path, directory: Path, num_jobs: int
+    mutations: Sequence[Mutation],
+    unchanged: Path,
+    directory: Path,
+    num_jobs: int,
+    plugins: Sequence[str] = (),
 ) -> Iterator[Result]:
     """Runs each mutation's test, a few at a time; yields results as they come."""
     waiting = list(enumerate(mutations))[::-1]
@@ -290,7 +307,7 @@ def run_all(
             number, mutation = waiting.pop()
             copy = directory / str(number)
             mutated_copy(unchanged, copy, mutation)
-            fork = Fork.start(copy, [mutation.test], directory / f"{number}.json")
+            fork = Fork.start(copy, [mutation.test], directory / f"{number}.json", plugins)
             running.append((fork, mutation, copy))
         time.sleep(0.01)
         for entry in list(running):
@@ -328,6 +345,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", metavar="WORDS", default="", help="those with these words in their row"
     )
+    parser.add_argument("--lag", action="store_true", help="tests run on the test accelerator")
     parser.add_argument("--jobs", type=int, default=2, help="tests at the same time (default: 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
     return parser.parse_args()
@@ -338,6 +356,14 @@ def main() -> int:
     arguments = parse_arguments()
     began = time.monotonic()
     mutations = [m for m in all_mutations() if arguments.only in "\t".join(astuple(m))]
+    plugins: list[str] = []
+    if arguments.lag:
+        mutations = [
+            m
+            for m in mutations
+            if m.test.startswith(ON_LAG) and not m.function.startswith(NOT_ON_LAG)
+        ]
+        plugins = ["tests.support.lag.plugin"]
     if not mutations:
         print(f"no mutation has the words {arguments.only!r}", file=sys.stderr)
         return 1
@@ -354,14 +380,14 @@ def main() -> int:
         unchanged = directory / "unchanged"
         copy_checkout(unchanged)
         try:
-            skipped = baseline(unchanged, mutations, directory, arguments.jobs)
+            skipped = baseline(unchanged, mutations, directory, arguments.jobs, plugins)
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
         print(f"{len(skipped)} tests pass without an error ({time.monotonic() - began:.0f} s)")
         results = [Result(m, NOT_RUN, 0.0, skipped[m.test]) for m in mutations if skipped[m.test]]
         runnable = [mutation for mutation in mutations if not skipped[mutation.test]]
-        for result in run_all(runnable, unchanged, directory, arguments.jobs):
+        for result in run_all(runnable, unchanged, directory, arguments.jobs, plugins):
             results.append(result)
             print(f"[{len(results):3}/{len(mutations)}] {result}", flush=True)
             if result.verdict == SURVIVED:
