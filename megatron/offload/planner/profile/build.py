@@ -90,7 +90,7 @@ def profile_of(
     after = [_seconds_outside(own, -1, between) for own in by_chunk]
     return StageProfile(
         position=position,
-        num_micro_batches=len(by_chunk[0]) // len(steps),
+        num_micro_batches=max(sum(one.chunk == 0 for one in step) for step in steps),
         layers=tuple(layers),
         tiers=tuple(tiers),
         before_s=tuple(forward_s for forward_s, _ in before),
