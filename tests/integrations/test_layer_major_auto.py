@@ -87,7 +87,9 @@ def batches(step: int, number: int = MICRO_BATCHES) -> Iterator[torch.Tensor]:
 
 def plan_of(placements: Iterable[Placement]) -> Plan:
     named = zip(UNIT_OF.items(), placements, strict=True)
-    return Plan(tuple(PlannedPart(unit, name, "layer", one, 1 << 20) for (name, unit), one in named))
+    return Plan(
+        tuple(PlannedPart(unit, name, "layer", one, 1 << 20) for (name, unit), one in named)
+    )
 
 
 def test_units_are_planned_and_no_bit_changes(tmp_path: Path) -> None:
@@ -146,9 +148,11 @@ def test_steps_that_count_random_numbers_are_not_measured(tmp_path: Path) -> Non
 
 def test_a_model_is_planned_for_one_order_of_steps(tmp_path: Path) -> None:
     model, other = Stack(), Stack()
-    with offload_activations([model, other], tmp_path, mode="auto") as offload:
-        with pytest.raises(ConfigurationError, match="give both the same model and layers="):
-            LayerMajor(model, UNITS, offload=offload)
+    with (
+        offload_activations([model, other], tmp_path, mode="auto") as offload,
+        pytest.raises(ConfigurationError, match="give both the same model and layers="),
+    ):
+        LayerMajor(model, UNITS, offload=offload)
     with offload_activations(model, tmp_path, mode="auto") as offload:
         LayerMajor(model, UNITS, offload=offload)
         LayerMajor(model, UNITS, offload=offload)

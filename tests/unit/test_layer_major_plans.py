@@ -104,7 +104,7 @@ def test_steps_run_in_the_order_that_is_planned_for(
 
 
 def two_units(**more: Any) -> StageProfile:
-    """A layer of 8 bytes in each of two units: a second forward, two backward. Two micro-batches."""
+    """A layer of 8 bytes in each of two units: a second forward, two backward."""
     return stage(1, **{"position": TWO_UNITS, "micro_batches": 2, **more})
 
 
