@@ -30,7 +30,9 @@ from megatron.offload.planner.profile.pipeline_schedule import (
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.planner.solver.solve import solve
+from megatron.offload.stats.memory import PeakMemory
 from tests.support.models import Block
+from tests.support.planned import Run
 from tests.support.stages import layer, stage
 
 TWO_UNITS = PipelinePosition(1, 0, 2, 1, "ascending")
@@ -268,3 +270,23 @@ def test_more_micro_batches_are_a_reason_to_plan_again() -> None:
         drift.see(MeasuredStep(1.0, 0.0, 100, sizes(number)), judges=True)
     found = {reason: text for reason, text in drift.take().items() if text}
     assert list(found) == [Reason.LARGER] and "micro_batches 5" in found[Reason.LARGER]
+
+
+def test_a_plan_after_a_step_over_the_budget_is_for_its_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"mode": "auto", "min_bytes": 1, "memory_budget_bytes": 1000}
+    run = Run(OffloadConfig(directories=(tmp_path,), **settings), position=TWO_UNITS)
+    monkeypatch.setattr(PeakMemory, "end_step", lambda _: 1000)
+    for _ in range(3):
+        run.step_in_units(2)
+    (first,) = [profile for profile, _, _ in run.solver.asked]
+    assert first.num_micro_batches == first.sizes["micro_batches"] == 2
+    assert [one.chunk for one in first.layers] == [0, 1]
+    assert first.passed_on_bytes == (32 * 2 * 64 * 4, 0)
+    monkeypatch.setattr(PeakMemory, "end_step", lambda _: 2000)
+    run.step_in_units(3)
+    again = run.solver.asked[-1][0]
+    assert run.planner.num_plans == 2
+    assert again.num_micro_batches == again.sizes["micro_batches"] == 3
+    run.engine.close()
