@@ -28,6 +28,7 @@ from tests.support.models import settle
 
 LAYERS = ("decoder.1", "decoder.2")
 REFINING_STEPS = 4
+ONE_BY_ONE = PipelinePosition(1, 0, 1, 1)
 GIB = 1 << 30
 
 
@@ -92,7 +93,7 @@ class Run:
         config: OffloadConfig,
         directory: Path | None = None,
         solver: Solver | None = None,
-        position: PipelinePosition = PipelinePosition(1, 0, 1, 1),
+        position: PipelinePosition = ONE_BY_ONE,
     ) -> None:
         self.position = position
         self.solver = solver or Solver()
