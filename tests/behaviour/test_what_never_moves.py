@@ -158,7 +158,7 @@ def test_what_no_allocator_would_get_back_stays_on_a_device_of_its_own(offload_c
                 step = engine.statistics
             assert step.offloaded_storages == 1 and step.foreign_bytes == 2 * 4000 + 400
         assert listener.stayed_bytes == [4000] * 6 and listener.moved_bytes == [4000] * 2
-        report = report_of(engine.config, [], [], engine, None, "")
+        report = report_of(engine.config, [], [], engine, "", "")
         assert "left alone  8.203 KiB saved in memory that PyTorch's" in report
         engine.statistics.offloaded_storages = 0
         assert "all that was saved lies in" in next(warnings_of(engine.config, [], engine))

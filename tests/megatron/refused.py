@@ -210,10 +210,6 @@ STEPS = (
     ),
     Row(f"{UNITS} {PP2}", "--layer-major-units needs a model on one pipeline stage", 2),
     Row(f"{UNITS} {FULL}", "checkpoints hide the layers; use --activation-recompute-layers"),
-    Row(
-        f"{UNITS} --activation-offload auto",
-        "--layer-major-units cannot be combined with --activation-offload auto",
-    ),
     Row("--layer-major-units 0", "'0' is neither off, auto nor a number of units"),
     Row(UNITS, "megatron-core 0.99.0 is not supported", patches=OTHER_VERSION),
 )

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.offload.placement.plan_file import load_plans
+from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.saved.scope import layer_of
 from tests.support.launch import Outcome, assert_same_bits, train, train_once
-from tests.support.offload_flags import ssd
+from tests.support.offload_flags import auto, ssd
 
 STEPS = 4
 UNITS = "--layer-major-units 2"
@@ -100,6 +103,38 @@ def test_evaluation_and_resume(tmp_path: Path) -> None:
         rest = train(flags, evaluated, then, f"--load {folder}")
         assert rest.model == whole.model
         assert rest.values("loss") == whole.values("loss")[2:]
+
+
+@pytest.mark.parametrize("layout", ["fp32", pytest.param("TP2+SP", marks=pytest.mark.slow)])
+def test_units_are_planned(layout: str, tmp_path: Path) -> None:
+    """The first step counts random numbers, two are measured; then each unit has its plan."""
+    world_size, flags = LAYOUTS[layout]
+    flags += f" --train-iters {STEPS}"
+    run, path = tmp_path / "run", tmp_path / "plan.json"
+    planned = train(
+        flags,
+        auto(tmp_path, "--activation-offload-max-slowdown 1", f"--activation-offload-plan {path}"),
+        f"--metrics-file {run / 'metrics.jsonl'}",
+        UNITS,
+        world_size=world_size,
+        timeout_s=150,
+    )
+    assert_same_bits(planned, train_once(flags, world_size=world_size), STEPS)
+    plan = load_plans(path)[0]
+    assert {(one.chunk, one.layer) for one in plan.parts if layer_of(one.layer)} == {
+        (number > 2, f"decoder.{number}") for number in range(1, 5)
+    }
+    profile = StageProfile.load(run / "activation-profile-stage0.json")
+    assert profile.position == (1, 0, 2, 1, "ascending") and profile.num_micro_batches == 4
+    hidden_states = 4 * 32 * 64 // world_size
+    assert profile.passed_on_bytes == (hidden_states, 0)
+    for one in profile.layers:
+        assert one.forward_s > 0 and one.backward_s > 0 and one.movable_bytes > 0
+        assert all(part.recompute_s and part.selective_s for part in one.parts)
+    figures = [record["offload"] for record in planned.metrics]
+    assert [step["plans"] for step in figures] == [0, 0, 1, 1]
+    assert figures[-1]["predicted_step_s"] > 0 and figures[-1]["measured_step_s"] > 0
+    assert "unit 0 decoder.1" in planned.output and "unit 1 decoder.3" in planned.output
 
 
 def test_states_move_beside(tmp_path: Path) -> None:

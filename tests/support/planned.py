@@ -18,12 +18,17 @@ from megatron.offload.planner.online.consensus import SingleRank
 from megatron.offload.planner.online.drift import MeasuredStep
 from megatron.offload.planner.online.planner import Planner
 from megatron.offload.planner.online.stage import Stage
-from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.pipeline_schedule import (
+    PipelinePosition,
+    pipeline_schedule,
+)
 from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.saved.save_order import SaveOrder
 from tests.support.models import settle
 
 LAYERS = ("decoder.1", "decoder.2")
 REFINING_STEPS = 4
+ONE_BY_ONE = PipelinePosition(1, 0, 1, 1)
 GIB = 1 << 30
 
 
@@ -84,12 +89,18 @@ class Run:
     """A model of two layers in plain torch, and a planner for it."""
 
     def __init__(
-        self, config: OffloadConfig, directory: Path | None = None, solver: Solver | None = None
+        self,
+        config: OffloadConfig,
+        directory: Path | None = None,
+        solver: Solver | None = None,
+        position: PipelinePosition = ONE_BY_ONE,
     ) -> None:
+        self.position = position
         self.solver = solver or Solver()
         policy = PlannedPolicy(config.min_bytes, Placement(config.safe_mode))
         self.engine = OffloadEngine(config, policy=policy)
-        stage = Stage(PipelinePosition(1, 0, 1, 1), [(0, name) for name in LAYERS])
+        units = range(position.num_chunks) if position.units else (0, 0)
+        stage = Stage(position, list(zip(units, LAYERS, strict=True)))
         try:
             self.planner = Planner(
                 config,
@@ -139,6 +150,30 @@ class Run:
                     raise ArithmeticError("the loss is infinite")
                 with profiler.backward(0, micro_batch), self.engine.backward(save_order):
                     x.sum().backward()
+
+    def step_in_units(self, num_micro_batches: int) -> None:
+        """A layer-major step: each layer is a unit."""
+        profiler = self.planner.meter.profiler
+        made: dict[tuple[int, int], torch.Tensor] = {}
+        taken: dict[int, torch.Tensor] = {}  # by the last unit
+        orders: dict[tuple[int, int], SaveOrder] = {}
+        with self.planner.step(), self.engine.step():
+            for is_backward, unit, number in pipeline_schedule(self.position, num_micro_batches):
+                place = unit, number
+                if is_backward:
+                    with profiler.backward(*place), self.engine.backward(orders[place]):
+                        gradient = torch.ones_like(made[place]) if unit else taken[number].grad
+                        made[place].backward(gradient)
+                    continue
+                own = Scope(unit, number, LAYERS[unit])
+                with profiler.forward(*place), self.engine.forward(own) as orders[place]:
+                    x = made[0, number].detach() if unit else torch.ones(self.tokens, 2, 64)
+                    taken[number] = x.requires_grad_()
+                    x = x * 1
+                    profiler.begin_layer(own, [x], recomputes=False)
+                    made[place] = self.model[unit](x).tanh()
+                    self.engine.capture(own, [made[place]], [x])
+                    profiler.end_layer([made[place]])
 
     def steps(self, number: int) -> None:
         for _ in range(number):

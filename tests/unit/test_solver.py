@@ -104,7 +104,12 @@ def test_recomputation_is_taken_where_waiting_costs_more() -> None:
 @pytest.mark.parametrize("budget_bytes", [14, 18, 22, 26, 30, 36, 44])
 @pytest.mark.parametrize(
     "position",
-    [PipelinePosition(1, 0, 1, 1), PipelinePosition(2, 0, 1, 2), PipelinePosition(2, 1, 2, 2)],
+    [
+        PipelinePosition(1, 0, 1, 1),
+        PipelinePosition(2, 0, 1, 2),
+        PipelinePosition(2, 1, 2, 2),
+        PipelinePosition(1, 0, 2, 1, "ascending"),
+    ],
     ids=str,
 )
 def test_within_a_budget_the_plan_is_as_fast_as_the_best_of_all(

@@ -77,18 +77,25 @@ class Result(NamedTuple):
     is_feasible: bool  # some plan meets the goal
 
 
-def random_instance(chance: random.Random) -> Instance:
+def random_instance(chance: random.Random, *, layer_major: bool = False) -> Instance:
     """A stage that all plans of can be simulated in a second or two."""
     layouts = [
         (PipelinePosition(1, 0, 1, 1), 1, 3),
         (PipelinePosition(2, 0, 1, 2), 2, 4),
         (PipelinePosition(4, 0, 1, 4), 4, 6),
     ]
-    position, fewest, most = chance.choice([*layouts, (PipelinePosition(2, 0, 2, 2), 2, 4)])
+    layouts = [*layouts, (PipelinePosition(2, 0, 2, 2), 2, 4)]
+    if layer_major:
+        layouts = [
+            (PipelinePosition(1, 0, units, 1, order), 2, 4)
+            for units in (2, 3)
+            for order in ("ascending", "alternating")
+        ]
+    position, fewest, most = chance.choice(layouts)
     position = position._replace(stage=chance.randrange(position.num_stages))
     micro_batches = chance.randint(fewest, most)
     chunks = position.num_chunks
-    if chunks > 1:
+    if chunks > 1 and not layer_major:
         micro_batches -= micro_batches % position.group_size
     num_parts = chance.choice([1, 1, 2])
     num_layers = chance.randint(3, 7) if num_parts == 1 else chance.randint(2, 3)
@@ -126,6 +133,7 @@ def random_instance(chance: random.Random) -> Instance:
         backward_after_s,
         step_fixed_s=chance.choice([0.0, forward_s]),
         pass_fixed_bytes=(chance.choice([0, size // 4]),) * chunks,
+        passed_on_bytes=(*((size // 8,) * (chunks - 1)), 0) if layer_major else (),
         transient_bytes=chance.choice([0, size // 2]),
         inflight_bytes=int(size * chance.choice([0.5, 1, 2, 4])),
     )
@@ -222,6 +230,7 @@ def check(instance: Instance) -> Result:
     position = profile.position
     schedule = "none" if position.num_stages == 1 else "1F1B"
     schedule = "interleaved" if position.num_chunks > 1 else schedule
+    schedule = position.units or schedule
     if budget_bytes is not None:
         goal = "budget"
         times = [cost.step_s for cost in costs if cost.peak_bytes <= budget_bytes]
@@ -406,6 +415,9 @@ def main() -> int:
     )
     parser.add_argument("--instances", type=int, default=200, help="default: 200")
     parser.add_argument("--seed", type=int, default=0, help="of the instances; default: 0")
+    parser.add_argument(
+        "--layer-major", action="store_true", help="layer-major steps in place of pipelines"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     parser.add_argument(
         "--without-program", action="store_true", help="compare with local search alone, and end"
@@ -416,7 +428,9 @@ def main() -> int:
         print(compare_without_program(show))
         return 0
     chance = random.Random(args.seed)
-    instances = [random_instance(chance) for _ in range(args.instances)]
+    instances = [
+        random_instance(chance, layer_major=args.layer_major) for _ in range(args.instances)
+    ]
     results = [check(one) for one in tqdm(instances, disable=not show, unit="instance")]
     seconds, wall_s = time_large(show)
     simulations, events = events_per_second()

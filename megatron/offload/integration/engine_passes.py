@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.offload.engine import OffloadEngine
+from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.saved.scope import Scope
 
@@ -26,6 +27,7 @@ class EnginePasses:
         around_forward: gives a context around each forward pass; None: there is nobody to tell.
         unsynchronized: gives a context around backward passes after which gradients are not
             complete; None: there is nobody to tell.
+        profiler: hears of all passes too; None: nobody measures.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class EnginePasses:
         hooks_tensors: bool,
         around_forward: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
         unsynchronized: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
         self._engine = engine
         self._hooks_tensors = hooks_tensors
         self._around_forward = around_forward or contextlib.nullcontext
         self._unsynchronized = unsynchronized
+        self._profiler = profiler
         self._save_orders: dict[tuple[int, int], SaveOrder] = {}
 
     @contextlib.contextmanager
@@ -48,10 +52,13 @@ class EnginePasses:
         if self._engine is None:
             yield
             return
-        with self._engine.forward(Scope(unit, micro_batch)) as save_order:
+        with contextlib.ExitStack() as contexts:
+            if self._profiler is not None:
+                contexts.enter_context(self._profiler.forward(unit, micro_batch))
+            save_order = contexts.enter_context(self._engine.forward(Scope(unit, micro_batch)))
             self._save_orders[unit, micro_batch] = save_order
-            with self._around_forward():
-                yield
+            contexts.enter_context(self._around_forward())
+            yield
 
     @contextlib.contextmanager
     def whole_forward(self) -> Iterator[Callable[[], None]]:
@@ -69,6 +76,8 @@ class EnginePasses:
         with contextlib.ExitStack() as contexts:
             if self._unsynchronized is not None and not is_last:
                 contexts.enter_context(self._unsynchronized())
+            if self._profiler is not None:
+                contexts.enter_context(self._profiler.backward(unit, micro_batch))
             if self._engine is not None:
                 save_order = self._save_orders.pop((unit, micro_batch), None) or SaveOrder()
                 contexts.enter_context(self._engine.backward(save_order))

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.offload.errors import STEPS_PREFIX
 from megatron.offload.layer_major.config import refusal
 from megatron.offload.layer_major.graph_cuts import GraphCuts
+from megatron.offload.layer_major.order import micro_batch_order
 from megatron.offload.layer_major.pausable_call import PausableCall, running_call
 from megatron.offload.layer_major.random_numbers import Generators, RandomNumbers
 
@@ -116,8 +117,8 @@ class LayerMajorSchedule:
         batches = [_MicroBatch(n, f, passes, self._device) for n, f in enumerate(forwards)]
         try:
             results = self._run_forwards(batches, starts, backward)
-            for stage, unit in enumerate(reversed(range(self.num_units - 1)), self.num_units):
-                self._run_backwards([batches[n] for n in self._order(stage, len(batches))], unit)
+            for turn, unit in enumerate(reversed(range(self.num_units - 1)), self.num_units):
+                self._run_backwards([batches[n] for n in self._order(turn, len(batches))], unit)
         finally:
             for one in batches:
                 one.call.abandon()
@@ -226,10 +227,8 @@ class LayerMajorSchedule:
             with batch.passes.backward(unit, batch.number, is_last=is_last):
                 torch.autograd.backward(roots, gradients)
 
-    def _order(self, stage: int, num_micro_batches: int) -> Sequence[int]:
-        """The order of micro-batches in a stage of the step, of which each runs one unit."""
-        order = range(num_micro_batches)
-        return order[::-1] if self._alternates and stage % 2 else order
+    def _order(self, turn: int, num_micro_batches: int) -> Sequence[int]:
+        return micro_batch_order(turn, num_micro_batches, alternates=self._alternates)
 
 
 class _MicroBatch(Generic[T]):

@@ -16,8 +16,13 @@ from megatron.offload.sizes import format_size
 _HEADINGS = ("layers", "part", "each", "placement", "why")
 
 
-def plan_table(plan: Plan) -> str:
-    """A heading, a line for each part of layers that look alike, predictions and notes."""
+def plan_table(plan: Plan, *, chunk_is: str = "chunk") -> str:
+    """A heading, a line for each part of layers that look alike, predictions and notes.
+
+    Args:
+        plan: of a stage.
+        chunk_is: what its chunks are: of layer-major steps a unit.
+    """
     chunks = {one.chunk for one in plan.parts}
     rows = [_HEADINGS]
     for run in _runs(plan):
@@ -26,7 +31,7 @@ def plan_table(plan: Plan) -> str:
         if len(run) > 1:
             name += f"-{last.layer.rpartition('.')[2]}"
         if len(chunks) > 1:
-            name = f"chunk {first.chunk} {name}"
+            name = f"{chunk_is} {first.chunk} {name}"
         for one in run[0]:
             size = format_size(one.movable_bytes)
             rows.append((name, one.part, size, _placement(one), one.reason))

@@ -27,7 +27,10 @@ def as_text(comparison: PlanComparison) -> str:
     return "\n\n".join(
         (
             "\n".join(_heading(comparison)),
-            plan_table(dataclasses.replace(comparison.plan, predicted=None, fastest=None)),
+            plan_table(
+                dataclasses.replace(comparison.plan, predicted=None, fastest=None),
+                chunk_is=comparison.profile.position.chunk_is,
+            ),
             _comparison(comparison),
             _peak(comparison),
             "\n".join([*_drives(comparison), *_verdict(comparison)]),

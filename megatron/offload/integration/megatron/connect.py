@@ -217,21 +217,23 @@ def install(
     check_version()
     check_wrappers(model_chunks)
     settings = _transformer_config(model_chunks)
-    check_layer_major(layer_major, settings, plans=config.plans)
+    check_layer_major(layer_major, settings)
 
-    def units(engine: OffloadEngine | None, run_layer: Any) -> LayerMajorHooks | None:
+    def units(
+        engine: OffloadEngine | None, run_layer: Any, profiler: Profiler | None
+    ) -> LayerMajorHooks | None:
         if not layer_major.enabled:
             return None
         near = (lambda: None) if states is None else states.prefetch
         model = only_chunk(model_chunks)
-        return LayerMajorHooks(layer_major, model, settings, engine, run_layer, near)
+        return LayerMajorHooks(layer_major, model, settings, engine, run_layer, near, profiler)
 
     loss = None
     if config.chunks_loss:
         check_chunked_loss(settings)
         loss = ChunkedLoss(model_chunks, config.chunk_tokens)
     if not config.enabled:
-        schedule = units(None, None)
+        schedule = units(None, None, None)
         return MegatronOffload(None, model_chunks, None, loss, states, schedule)
     check_settings(settings)
     check_layers(config, settings)
@@ -245,7 +247,9 @@ def install(
         from megatron.offload.integration.megatron.process_groups import consensus_of, stage_of
 
         by_operation = config.granularity == "operation"
-        stage = stage_of(model_chunks, settings, num_local_ranks, by_operation=by_operation)
+        stage = stage_of(
+            model_chunks, settings, num_local_ranks, layer_major, by_operation=by_operation
+        )
         return consensus_of(device.device), stage
 
     steps = TrainingSteps(
@@ -262,7 +266,7 @@ def install(
     )
     try:
         calls = MegatronHooks(steps.engine, model_chunks, settings, steps.profiler)
-        schedule = units(steps.engine, calls.layer)
+        schedule = units(steps.engine, calls.layer, steps.profiler)
     except BaseException:
         steps.close()
         raise
@@ -291,7 +295,7 @@ def check(
     """
     if layer_major is not None and layer_major.enabled:
         check_version()
-        check_layer_major(layer_major, settings, plans=config.plans)
+        check_layer_major(layer_major, settings)
     if config.chunks_loss:
         check_version()
         check_chunked_loss(settings)

@@ -25,6 +25,7 @@ from megatron.offload.layer_major.config import LayerMajorConfig, refusal
 from megatron.offload.layer_major.random_numbers import TorchGenerators
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
 from megatron.offload.layer_major.units import units_of
+from megatron.offload.planner.profile.profiler import Profiler
 
 _MEGATRON = "megatron::"  # before the names of Megatron's generators, among torch's
 _CURRENT = "_current_state_name"  # of Megatron's tracker: the generator that runs now
@@ -53,6 +54,7 @@ class LayerMajorHooks:
         run_layer: captures what layers save; None: they run as they are.
         first_unit: called when a step's backward comes to the first layers' unit, the last one
             that runs: the optimizer's step is near.
+        profiler: hears of all passes; None: nobody measures.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class LayerMajorHooks:
         engine: OffloadEngine | None,
         run_layer: Callable[..., Any] | None,
         first_unit: Callable[[], None],
+        profiler: Profiler | None = None,
     ) -> None:
         # Here, because it imports megatron-core, which not everybody who imports us has.
         from megatron.offload.integration.megatron.layer_hooks import layer_names
@@ -86,7 +89,7 @@ class LayerMajorHooks:
             layer.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
             for layer in units
         ]
-        self._passes = _Passes(engine, settings, first_unit)
+        self._passes = _Passes(engine, settings, first_unit, profiler)
         self._signature: inspect.Signature | None = None  # of Megatron's forward step
         # Of the step under way: forward steps, each with the list that it adds what it reports to.
         self._noted: list[tuple[Callable[[], Any], list[Any]]] = []
@@ -148,13 +151,19 @@ class _Passes(EnginePasses):
     """Also says when the optimizer's step is near."""
 
     def __init__(
-        self, engine: OffloadEngine | None, settings: Any, first_unit: Callable[[], None]
+        self,
+        engine: OffloadEngine | None,
+        settings: Any,
+        first_unit: Callable[[], None],
+        profiler: Profiler | None = None,
     ) -> None:
         def unsynchronized() -> Any:  # asked for each time: trainers set it late
             context = getattr(settings, "no_sync_func", None) or contextlib.nullcontext
             return context()
 
-        super().__init__(engine, hooks_tensors=False, unsynchronized=unsynchronized)
+        super().__init__(
+            engine, hooks_tensors=False, unsynchronized=unsynchronized, profiler=profiler
+        )
         self._first_unit = first_unit
         self._has_told = False
 
@@ -219,21 +228,15 @@ def _tracker() -> Any:
     return get_cuda_rng_tracker()
 
 
-def check_layer_major(config: LayerMajorConfig, settings: Any, *, plans: bool) -> None:
+def check_layer_major(config: LayerMajorConfig, settings: Any) -> None:
     """Raises ConfigurationError for what cannot run layer-major steps.
 
     Args:
         config: what the flags ask for.
         settings: the model's `TransformerConfig`.
-        plans: whether placements are `auto`'s.
     """
     if not config.enabled:
         return
-    if plans:
-        raise refusal(
-            "--layer-major-units cannot be combined with --activation-offload auto, which plans "
-            "steps that run one micro-batch after the other; use ssd, host or tiered"
-        )
     if settings.pipeline_model_parallel_size > 1:
         raise refusal(
             "--layer-major-units needs a model on one pipeline stage: with "

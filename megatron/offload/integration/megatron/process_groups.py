@@ -19,8 +19,11 @@ from megatron.offload.integration.megatron.recomputable import why_not_recompute
 from megatron.offload.integration.megatron.schedule_hooks import pipeline_position
 from megatron.offload.integration.megatron.selective_recompute import not_recomputed_alone
 from megatron.offload.integration.process_groups import ProcessGroupConsensus
+from megatron.offload.layer_major.config import LayerMajorConfig
+from megatron.offload.layer_major.units import units_of
 from megatron.offload.planner.online.consensus import RankConsensus, SingleRank
 from megatron.offload.planner.online.stage import Stage
+from megatron.offload.planner.profile.pipeline_schedule import layer_major_position
 
 
 def consensus_of(device: torch.device) -> RankConsensus:
@@ -41,6 +44,7 @@ def stage_of(
     model_chunks: Sequence[torch.nn.Module],
     settings: Any,
     num_local_ranks: int,
+    layer_major: LayerMajorConfig,
     *,
     by_operation: bool,
 ) -> Stage:
@@ -50,13 +54,19 @@ def stage_of(
         model_chunks: in the order of their numbers.
         settings: the model's `TransformerConfig`.
         num_local_ranks: ranks on this machine.
+        layer_major: in which order steps run; units take the place of chunks.
         by_operation: layers hand over what each operation saved when the next one begins.
     """
+    position = pipeline_position(settings)
     layers = [
         (number, name)
         for number, chunk in enumerate(model_chunks)
         for name in layer_names([chunk]).values()
     ]
+    if layer_major.enabled:
+        units = units_of([name for _, name in layers], layer_major.num_units)
+        position = layer_major_position(units.values(), alternates=layer_major.alternates)
+        layers = [(unit, name) for name, unit in units.items()]
     is_first = (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -68,7 +78,7 @@ def stage_of(
         for group in not_recomputed_alone(layer)
     }
     return Stage(
-        pipeline_position(settings),
+        position,
         layers,
         why_not,
         is_first,

@@ -37,10 +37,13 @@ class LayerCalls:
 
     Attributes:
         num_calls: of layers in forward passes that backward follows.
+        units: of layers, in layer-major steps: a plan's chunks. A layer that waits for its unit's
+            turn has looked its forward up in the pass of the unit before.
     """
 
     def __init__(self, names: Mapping[torch.nn.Module, str]) -> None:
         self.num_calls = 0
+        self.units: Mapping[torch.nn.Module, int] = {}
         self._names = names
         self._passes: Passes | None = None
         self._engine: OffloadEngine | None = None
@@ -76,7 +79,7 @@ class LayerCalls:
             layer
             for layer, name in self._names.items()
             if any(
-                self._is_recomputed(engine, name_of_call(name, number + 1))
+                self._is_recomputed(engine, layer, name_of_call(name, number + 1))
                 for number in range(self._most_calls[layer] or _MOST_CALLS)
             )
         }
@@ -105,7 +108,7 @@ class LayerCalls:
         # Without an input that wants a gradient, nothing would ask for the recomputation.
         self._recomputes = (
             layer in self._replaced
-            and self._is_recomputed(engine, scope.layer)
+            and self._is_recomputed(engine, layer, scope.layer)
             and any(one.requires_grad for one in inputs)
         )
         engine.statistics.recomputed_layers += self._recomputes
@@ -124,8 +127,9 @@ class LayerCalls:
             self._profiler.end_layer(list(tensors_in(result)))
         self._enter(self._engine, name_after(self._engine.scope.layer))
 
-    def _is_recomputed(self, engine: OffloadEngine, name: str) -> bool:
-        scope = dataclasses.replace(engine.scope, layer=name)
+    def _is_recomputed(self, engine: OffloadEngine, layer: torch.nn.Module, name: str) -> bool:
+        chunk = self.units.get(layer, engine.scope.chunk)
+        scope = dataclasses.replace(engine.scope, chunk=chunk, layer=name)
         return engine.place_layer(scope) is Placement.RECOMPUTE
 
     def _enter(self, engine: OffloadEngine, name: str) -> Scope:

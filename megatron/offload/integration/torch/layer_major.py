@@ -66,8 +66,10 @@ class LayerMajor:
         alternates: bool = False,
     ) -> None:
         found = find_layers((model,), layers)
-        _check(model, found, offload)
+        _check(model, found)
         self.units = units_of(list(found), units)
+        if offload is not None:
+            offload.run_in_units(self.units, alternates=alternates)
         self._model = model
         self._offload = offload
         self._alternates = alternates
@@ -154,11 +156,7 @@ class LayerMajor:
         return self._schedule.enter_layer(layer, (args, kwargs))
 
 
-def _check(
-    model: torch.nn.Module,
-    layers: dict[torch.nn.Module, str],
-    offload: ActivationOffload | None,
-) -> None:
+def _check(model: torch.nn.Module, layers: dict[torch.nn.Module, str]) -> None:
     if len(layers) < 2:
         raise refusal(
             "a layer-major step needs a model with layers that repeat; name them with layers="
@@ -176,8 +174,3 @@ def _check(
                 "a compiled module cannot pause between its layers; compile what is inside of the "
                 "layers, or nothing"
             )
-    if offload is not None and offload.plans:
-        raise refusal(
-            "mode='auto' plans steps that run one micro-batch after the other; give a layer-major "
-            "step a fixed mode: ssd, host or tiered"
-        )

@@ -35,6 +35,10 @@ from megatron.offload.integration.torch.ranks import local_world_size, planned_s
 from megatron.offload.integration.torch.report import report_of, warnings_of
 from megatron.offload.integration.torch.step_log import StepLog
 from megatron.offload.integration.training_steps import TrainingSteps
+from megatron.offload.layer_major.config import refusal
+from megatron.offload.planner.online.consensus import RankConsensus
+from megatron.offload.planner.online.stage import Stage
+from megatron.offload.planner.profile.pipeline_schedule import layer_major_position
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +88,9 @@ class ActivationOffload:
         run_directory: Path | None = None,
     ) -> None:
         self.layers = list(layers.values())
+        self._names = dict(layers)
+        self._units: dict[torch.nn.Module, int] = {}  # of layer-major steps, where `auto` plans
+        self._alternates = False
         self._config = config
         self._models = tuple(models)
         self._run_directory = run_directory
@@ -139,12 +146,42 @@ class ActivationOffload:
             yield EnginePasses(None, hooks_tensors=True)
             return
         with self._passes.whole_step() as steps:
-            yield EnginePasses(steps.engine, hooks_tensors=True, around_forward=self._calls.forward)
+            yield EnginePasses(
+                steps.engine,
+                hooks_tensors=True,
+                around_forward=self._calls.forward,
+                profiler=steps.profiler,
+            )
 
-    @property
-    def plans(self) -> bool:
-        """Whether placements are `auto`'s."""
-        return self._config.plans and not self._is_closed
+    def run_in_units(self, units: Mapping[torch.nn.Module, int], *, alternates: bool) -> None:
+        """Says, before the first step, that steps run unit by unit: `auto` plans for those.
+
+        Args:
+            units: of the layers.
+            alternates: as `LayerMajor`'s.
+
+        Raises:
+            ConfigurationError: there is a plan for other steps already, or for other layers.
+        """
+        if not self._config.plans or self._is_closed:
+            return
+        if self._units and (dict(units), alternates) != (self._units, self._alternates):
+            raise refusal(
+                "mode='auto' plans for the units of one LayerMajor, and this model has another; "
+                "give it the same units, or a fixed mode: ssd, host or tiered"
+            )
+        if self._steps is not None and not self._units:
+            raise refusal(
+                "mode='auto' has begun to plan steps that run one micro-batch after the other; "
+                "make LayerMajor before the first step"
+            )
+        if units.keys() != self._names.keys():
+            raise refusal(
+                "mode='auto' plans for the layers that offload_activations has found, and these "
+                "are others; give both the same model and layers="
+            )
+        self._units, self._alternates = dict(units), alternates
+        self._calls.units = self._units
 
     def report(self) -> str:
         """What was found in the model, where its activations go, `auto`'s plan and the summary.
@@ -152,7 +189,7 @@ class ActivationOffload:
         For whoever wonders why memory is not what was expected.
         """
         planner = self._steps.planner if self._steps is not None else None
-        plan = planner.plan if planner is not None else None
+        plan = planner.table if planner is not None else ""
         return report_of(self._config, self._models, self.layers, self.engine, plan, self.summary())
 
     def log_steps(self, path: Path, *, in_turns: bool = False) -> None:
@@ -241,12 +278,20 @@ class ActivationOffload:
                 device,
                 rank=rank(),
                 num_local_ranks=local_world_size(),
-                planned=lambda: planned_stage(self.layers, device.device),
+                planned=lambda: self._planned(device.device),
                 run_directory=self._run_directory,
             )
         weakref.finalize(self, self._steps.close)  # if nobody closes it, and nobody has it any more
         self._calls.connect(self._passes, self._steps.engine, self._steps.profiler)
         return self._steps
+
+    def _planned(self, device: torch.device) -> tuple[RankConsensus, Stage]:
+        """What the planner has to know."""
+        layers = [(self._units.get(layer, 0), name) for layer, name in self._names.items()]
+        if not self._units:
+            return planned_stage(layers, device)
+        position = layer_major_position(self._units.values(), alternates=self._alternates)
+        return planned_stage(layers, device, position)
 
     @contextlib.contextmanager
     def _step(self, steps: TrainingSteps) -> Iterator[None]:

@@ -14,6 +14,8 @@ from megatron.offload.planner.online.consensus import RankConsensus, SingleRank
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 
+_ONE_BY_ONE = PipelinePosition(num_stages=1, stage=0, num_chunks=1, group_size=1)
+
 
 def rank() -> int:
     """This process's number among all that train together; 0 if it is alone."""
@@ -25,20 +27,24 @@ def local_world_size() -> int:
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
-def planned_stage(layers: Sequence[str], device: torch.device) -> tuple[RankConsensus, Stage]:
+def planned_stage(
+    layers: Sequence[tuple[int, str]],
+    device: torch.device,
+    position: PipelinePosition = _ONE_BY_ONE,
+) -> tuple[RankConsensus, Stage]:
     """What the planner has to know: who plans together, and the layers.
 
     All ranks follow one plan: those of sharded data parallelism gather parameters together, also
     for what is recomputed.
 
     Args:
-        layers: their names.
+        layers: their units (0 where a step runs one micro-batch after the other) and names.
         device: where the process group's backend takes tensors.
+        position: says in which order a step runs.
     """
-    position = PipelinePosition(num_stages=1, stage=0, num_chunks=1, group_size=1)
     stage = Stage(
         position,
-        [(0, name) for name in layers],
+        layers,
         speaks=rank() == 0,
         num_local_ranks=local_world_size(),
         hands_over="operation",

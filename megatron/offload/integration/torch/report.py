@@ -10,8 +10,6 @@ import torch
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.engine import OffloadEngine
-from megatron.offload.placement.plan import Plan
-from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.history import FOREIGN
 
@@ -21,7 +19,7 @@ def report_of(
     models: Sequence[torch.nn.Module],
     layers: Sequence[str],
     engine: OffloadEngine | None,
-    plan: Plan | None,
+    plan: str,
     summary: str,
 ) -> str:
     """What was found in the models, where activations go and what stays, as lines of text."""
@@ -46,8 +44,8 @@ def report_of(
             lines.append(f"  left alone  {size} saved in memory that {FOREIGN}")
         lines += [f"  long-lived  {format_size(one.num_bytes)}: {one}" for one in engine.long_lived]
         lines += [f"  warning     {one}" for one in warnings_of(config, models, engine)]
-    if plan is not None:
-        lines.append(indent(plan_table(plan), "  "))
+    if plan:
+        lines.append(indent(plan, "  "))
     if summary:
         lines.append(summary)
     return "\n".join(lines)

@@ -16,6 +16,8 @@ has become slow or micro-batches larger, there is no time for that: they go on t
 the next step, under the present plan, is measured, and another plan follows. Too much memory is
 more urgent still: there a plan is made at once. Smaller micro-batches are no reason to plan: where
 lengths vary, a plan for the shorter ones would take too much memory when longer ones come again.
+Of a layer-major step all micro-batches are in memory at a time, so more of them count as larger
+ones. One that runs micro-batch by micro-batch, to count random numbers, does not count as a step.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import enum
 import functools
 import logging
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.offload.config import OffloadConfig
@@ -42,7 +44,6 @@ from megatron.offload.placement.atomic_file import write_atomically
 from megatron.offload.placement.plan import Plan
 from megatron.offload.placement.plan_file import plans_to_json
 from megatron.offload.placement.plan_policy import PlannedPolicy
-from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.planner.online.consensus import (
     RankConsensus,
     agreed_profile,
@@ -61,6 +62,8 @@ from megatron.offload.planner.online.shared_memory import Beside, divided_budget
 from megatron.offload.planner.online.shared_plan_file import SharedPlanFile
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.online.step_meter import StepMeter
+from megatron.offload.planner.online.step_order import StepOrder
+from megatron.offload.planner.profile.pipeline_schedule import Pass
 from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile, tokens_of
 from megatron.offload.planner.solver.process import SolverProcess
 from megatron.offload.sizes import format_size
@@ -124,13 +127,20 @@ class Planner:
         self.plan: Plan | None = None
         self.profile: StageProfile | None = None
         self.num_plans = 0
-        self.meter = StepMeter(config, engine, device)
+        self.meter = StepMeter(
+            config,
+            engine,
+            device,
+            is_layer_major=bool(stage.position.units),
+            in_order=self._in_order if stage.position.units else None,
+        )
         self._config = config
         self._engine = engine
         self._device = device
         self._policy = policy
         self._consensus = consensus
         self._stage = stage
+        self._order = StepOrder(stage.position, consensus)
         self._directory = directory
         self._maker = PlanMaker(config, solver)
         self._beside = beside
@@ -168,8 +178,8 @@ class Planner:
             OffloadError: ranks that share layers have come to different plans.
         """
         num_wanted = _NUM_MEASURED.get(self.phase, 0)
-        if num_wanted and self.meter.last is not None:
-            self._measured.append(self.meter.last)
+        if num_wanted and self._last is not None:
+            self._measured.append(self._last)
         if self.phase is Phase.WARMING_UP:
             self.phase = Phase.MEASURING
         elif self.phase is Phase.FOLLOWING:
@@ -185,6 +195,21 @@ class Planner:
                 self._is_refined |= self.phase is Phase.REFINING
                 self._plan_for_measured()
         self.meter.resume()
+
+    @property
+    def _last(self) -> MeasuredStep | None:
+        """The step that has just ended; None: it shows nothing of those to come."""
+        return self.meter.last if self.meter.counts else None
+
+    def _in_order(self, order: Sequence[Pass]) -> bool:
+        """Whether a layer-major step has run unit by unit."""
+        by_all = self.phase in (Phase.WARMING_UP, Phase.MEASURING)
+        return self._order.was_kept(order, by_all=by_all)
+
+    @property
+    def table(self) -> str:
+        """The plan that is followed, as people read it; empty before the first."""
+        return self._stage.table(self.plan) if self.plan is not None else ""
 
     def explained(self) -> tuple[str, str] | None:
         """The plan that is followed and the profile that it was made for, as JSON.
@@ -220,7 +245,7 @@ class Planner:
         self._follow(plan)
         self._adapts = False
         if self._stage.speaks:
-            logger.info("activation offload: %s\n(from %s)", plan_table(plan), file.path)
+            logger.info("activation offload: %s\n(from %s)", self._stage.table(plan), file.path)
 
     def _make_first_plan(self) -> None:
         """Plans, with all ranks of the run: where one finds no plan, none goes on."""
@@ -252,7 +277,7 @@ class Planner:
         if speaks_first:
             plans = sorted((one for one, _ in told if one is not None), key=lambda one: one.stage)
             for one in plans:
-                logger.info("activation offload: %s", plan_table(one))
+                logger.info("activation offload: %s", self._stage.table(one))
             if self._file is not None:
                 self._file.save(plans)
 
@@ -311,7 +336,12 @@ class Planner:
         """
         assert self.meter.last is not None
         self._own_tiers, sizes = self.meter.tiers(), dict(self.meter.last.sizes)
-        profile = dataclasses.replace(profile, tiers=self._own_tiers, sizes=sizes)
+        profile = dataclasses.replace(
+            profile,
+            tiers=self._own_tiers,
+            sizes=sizes,
+            num_micro_batches=sizes.get("micro_batches", profile.num_micro_batches),
+        )
         return agreed_profile(profile, self._consensus)
 
     def _whole_steps(self) -> WholeSteps:
@@ -343,7 +373,7 @@ class Planner:
 
     def _compare(self) -> None:
         """All ranks of a group ask each other at the same steps, whatever they have found."""
-        self._drift.see(self.meter.last, judges=self._is_refined)
+        self._drift.see(self._last, judges=self._is_refined)
         num_followed = self._drift.num_followed
         if num_followed % self._consensus.period_steps:
             return
@@ -401,7 +431,7 @@ class Planner:
         if self._file is not None:
             self._file.update(plan)
         if self._stage.speaks:
-            text = plan_table(plan) if changed else "the plan stays as it is"
+            text = self._stage.table(plan) if changed else "the plan stays as it is"
             logger.info("activation offload: planned again: %s", text)
 
     # -- The budget -----------------------------------------------------------------------------

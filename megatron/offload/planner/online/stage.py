@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import HandsOver
@@ -38,6 +39,10 @@ class Stage:
     num_local_ranks: int = 1
     not_alone: Collection[tuple[str, str]] = ()
     hands_over: HandsOver = "layer"
+
+    def table(self, plan: Plan) -> str:
+        """A plan for it as people read it."""
+        return plan_table(plan, chunk_is=self.position.chunk_is)
 
     def check(self, plan: Plan, tiers: Collection[Placement], path: Path) -> None:
         """Raises an error if the stage cannot follow a plan.

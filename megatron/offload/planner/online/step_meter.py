@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.offload.config import OffloadConfig
@@ -20,7 +20,7 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.online.drift import MeasuredStep
 from megatron.offload.planner.profile.build import Rates, passes_s, profile_of, tier_profiles
-from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.pipeline_schedule import Pass, PipelinePosition
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.stage_profile import (
     HandsOver,
@@ -40,15 +40,33 @@ _LEAST_BUSY_S = 0.1  # of a tier in a step, for its rate to be that step's: less
 class StepMeter:
     """Measures time, memory and tiers of a rank's training steps.
 
+    Attributes:
+        last: the last step, of those that count.
+        counts: whether the one that has just ended is that.
+
     Args:
         config: of the engine.
         engine: counts bytes and waits.
         device: where activations live.
+        is_layer_major: the number of micro-batches is among the sizes of a step.
+        in_order: whether a step's passes had the order that is planned for: one in another order
+            shows nothing of those to come. None: all have.
     """
 
-    def __init__(self, config: OffloadConfig, engine: OffloadEngine, device: Device) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        engine: OffloadEngine,
+        device: Device,
+        *,
+        is_layer_major: bool = False,
+        in_order: Callable[[Sequence[Pass]], bool] | None = None,
+    ) -> None:
         self.profiler = Profiler(device, config.min_bytes, self._waited_s)
         self.last: MeasuredStep | None = None
+        self.counts = False
+        self._is_layer_major = is_layer_major
+        self._in_order = in_order
         self._moves_inputs = config.recompute_input != "keep"
         self._engine = engine
         self._device = device
@@ -75,24 +93,29 @@ class StepMeter:
         self.pause()
         began_s = time.perf_counter()
         self.profiler.sizes.clear()
+        self.profiler.order = None if self._in_order is None else []
+        self.counts = False
         if detailed:
             self.profiler.begin_step()
             self._engine.observe(self.profiler)
         self._peak.begin_step()
-        well = False
+        well, passes_s = False, 0.0
         try:
             yield
-            well = True
+            passes_s = time.perf_counter() - began_s
+            well = self._in_order is None or self._in_order(self.profiler.order or ())
         finally:
             self._engine.observe(None)
             if detailed:
                 self.profiler.end_step(well=well)
-        passes_s = time.perf_counter() - began_s
-        if detailed:
-            self._detailed_s.append(passes_s)
-            both = self._detailed_sizes, dict(self.profiler.sizes)
-            self._detailed_sizes = max(both, key=tokens_of)
-        self.last = self._measured(passes_s, self._peak.end_step())
+        peak_bytes = self._peak.end_step()
+        if well:
+            step = self._measured(passes_s, peak_bytes)
+            self.last, self.counts = step, True
+            if detailed:
+                self._detailed_s.append(passes_s)
+                both = self._detailed_sizes, dict(step.sizes)
+                self._detailed_sizes = max(both, key=tokens_of)
         self.resume()
 
     def resume(self) -> None:
@@ -175,9 +198,16 @@ class StepMeter:
             gap_s=self._gap_s,
             stall_s=self._waited_s(),
             peak_bytes=peak_bytes,
-            sizes=dict(self.profiler.sizes),
+            sizes=self._sizes(),
             write_bytes_per_s=self._write_speeds(),
         )
+
+    def _sizes(self) -> dict[str, int]:
+        sizes = dict(self.profiler.sizes)
+        if sizes and self._is_layer_major:
+            order = self.profiler.order or ()
+            sizes["micro_batches"] = len({one.micro_batch for one in order})
+        return sizes
 
     def _write_speeds(self) -> dict[str, float]:
         """Of the tiers that something has reached since the last step."""

@@ -90,7 +90,7 @@ def profile_of(
     after = [_seconds_outside(own, -1, between) for own in by_chunk]
     return StageProfile(
         position=position,
-        num_micro_batches=len(by_chunk[0]) // len(steps),
+        num_micro_batches=max(sum(one.chunk == 0 for one in step) for step in steps),
         layers=tuple(layers),
         tiers=tuple(tiers),
         before_s=tuple(forward_s for forward_s, _ in before),
@@ -99,6 +99,7 @@ def profile_of(
         backward_after_s=tuple(backward_s for _, backward_s in before),
         step_fixed_s=max(step_fixed_s, 0.0),
         pass_fixed_bytes=tuple(max(one.held_bytes for one in own) for own in by_chunk),
+        passed_on_bytes=_passed_on_bytes(by_chunk) if position.units else (),
         inflight_bytes=inflight_bytes,
         hands_over=hands_over,
         sizes=dict(sizes or {}),
@@ -208,6 +209,12 @@ def _between_layers(
     )
     name = name_after(passes[0].layers[number - 1].name if number else "")
     return [LayerProfile(chunk, name, forward_s, backward_s, None, 0, (part,))]
+
+
+def _passed_on_bytes(by_chunk: Sequence[Sequence[PassTimings]]) -> tuple[int, ...]:
+    """What each unit of a layer-major step hands to the next one: that one's first input."""
+    taken = [max(one.layers[0].input_bytes for one in own) for own in by_chunk[1:]]
+    return (*taken, 0)
 
 
 def _seconds_outside(

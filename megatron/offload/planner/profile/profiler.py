@@ -22,6 +22,7 @@ import torch
 
 from megatron.offload.device.device import Device
 from megatron.offload.placement.policy import WHOLE_LAYER
+from megatron.offload.planner.profile.pipeline_schedule import Pass
 from megatron.offload.planner.profile.stage_profile import tokens_of
 from megatron.offload.planner.profile.timings import (
     LayerTimings,
@@ -37,6 +38,12 @@ from megatron.offload.saved.scope import Scope
 class Profiler:
     """Notes the passes of the steps that it measures.
 
+    Attributes:
+        steps: measured so far, complete passes only.
+        sizes: of the largest micro-batch since they were cleared.
+        order: of the passes since it was cleared, also of steps that are not measured; None:
+            nobody wants to know.
+
     Args:
         device: that computes; its clock is used.
         min_bytes: smaller storages never move.
@@ -44,8 +51,9 @@ class Profiler:
     """
 
     def __init__(self, device: Device, min_bytes: int, waited_s: Callable[[], float]) -> None:
-        self.steps: list[list[PassTimings]] = []  # measured so far, complete passes only
-        self.sizes: dict[str, int] = {}  # of the largest micro-batch since they were cleared
+        self.steps: list[list[PassTimings]] = []
+        self.sizes: dict[str, int] = {}
+        self.order: list[Pass] | None = None
         self._device = device
         self._min_bytes = min_bytes
         self._waited_s = waited_s
@@ -88,6 +96,7 @@ class Profiler:
     @contextlib.contextmanager
     def forward(self, chunk: int, micro_batch: int) -> Iterator[None]:
         """A context around a forward pass that is measured."""
+        self._note_order(Pass(False, chunk, micro_batch))
         if self._passes is None:
             yield
             return
@@ -103,6 +112,7 @@ class Profiler:
     @contextlib.contextmanager
     def backward(self, chunk: int, micro_batch: int) -> Iterator[None]:
         """A context around a backward pass that is measured."""
+        self._note_order(Pass(True, chunk, micro_batch))
         timings = self._passes.get((chunk, micro_batch)) if self._passes is not None else None
         if timings is None:
             yield
@@ -110,6 +120,10 @@ class Profiler:
         timings.backward_began = self.now()
         yield
         timings.backward_ended = self.now()
+
+    def _note_order(self, one: Pass) -> None:
+        if self.order is not None:
+            self.order.append(one)
 
     # -- Layers ---------------------------------------------------------------------------------
 

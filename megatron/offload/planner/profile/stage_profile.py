@@ -127,13 +127,16 @@ class StageProfile:
         backward_after_s: the embedding.
         step_fixed_s: outside of forward and backward passes: optimizer, gradient reduction.
         pass_fixed_bytes: activations of a micro-batch outside of layers, by chunk.
+        passed_on_bytes: of a micro-batch, that a chunk hands to the next one and that wait for it
+            in memory; in backward as many of their gradient. By chunk; empty: nothing waits.
         transient_bytes: most working memory of the step beyond saved activations (gradients of
             activations, the loss).
         allocator_slack: what saved activations take beyond their own bytes, as a part of these.
         inflight_bytes: most bytes on their way out at a time; forward waits beyond it.
         hands_over: when forward hands over what is to leave: at the end of the `layer` that saved
             it, or of the `operation`.
-        sizes: what the measurements depend on: micro-batch size, sequence length.
+        sizes: what the measurements depend on: micro-batch size, sequence length; in layer-major
+            steps the number of micro-batches too.
         source: where they come from, for people.
     """
 
@@ -147,6 +150,7 @@ class StageProfile:
     backward_after_s: tuple[float, ...]
     step_fixed_s: float = 0.0
     pass_fixed_bytes: tuple[int, ...] = (0,)
+    passed_on_bytes: tuple[int, ...] = ()
     transient_bytes: int = 0
     allocator_slack: float = 0.0
     inflight_bytes: int = 512 << 20
@@ -156,7 +160,7 @@ class StageProfile:
 
     def __post_init__(self) -> None:
         chunks = self.position.num_chunks
-        for name in _BY_CHUNK:
+        for name in (*_BY_CHUNK, *(["passed_on_bytes"] if self.passed_on_bytes else [])):
             if len(getattr(self, name)) != chunks:
                 raise ConfigurationError(
                     f"the profile's {name} has {len(getattr(self, name))} entries; "
@@ -214,8 +218,12 @@ class StageProfile:
 
 
 def tokens_of(sizes: Mapping[str, int]) -> int:
-    """Tokens of a micro-batch with a profile's `sizes`; 0: not known."""
-    return sizes.get("sequence_length", 0) * sizes.get("micro_batch_size", 0)
+    """Tokens that are in memory at a time with a profile's `sizes`; 0: not known.
+
+    A micro-batch's; in layer-major steps, where `micro_batches` is among the sizes, those of all.
+    """
+    of_one = sizes.get("sequence_length", 0) * sizes.get("micro_batch_size", 0)
+    return of_one * sizes.get("micro_batches", 1)
 
 
 @dataclass(frozen=True)

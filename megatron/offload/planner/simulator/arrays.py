@@ -31,7 +31,10 @@ def _row(*names: str, **others: type) -> np.dtype[np.void]:
     return np.dtype([*((name, np.float64) for name in names), *others.items()])
 
 
-CHUNK = _row("before_s", "after_s", "backward_before_s", "backward_after_s", "fixed_bytes")
+CHUNK = _row(
+    *("before_s", "after_s", "backward_before_s", "backward_after_s", "fixed_bytes"),
+    "passed_on_bytes",  # to the chunk after it
+)
 LAYER = _row("forward_s", "backward_s", "recompute_s", "input_bytes", "movable_input_bytes")
 PART = _row(
     *("movable_bytes", "resident_bytes", "produced_s", "first_use_s", "recompute_s"),
@@ -109,6 +112,7 @@ def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> Stag
                 profile.backward_before_s,
                 profile.backward_after_s,
                 profile.pass_fixed_bytes,
+                profile.passed_on_bytes or (0,) * position.num_chunks,
                 strict=True,
             ),
         ),
@@ -189,8 +193,10 @@ def _in_order(layer: LayerProfile) -> list[tuple[PartProfile, float, float]]:
 
 
 def _num_simulated(profile: StageProfile) -> int:
-    """Micro-batches that fill the pipeline, and some more."""
+    """Micro-batches that fill the pipeline, and some more; of layer-major steps all."""
     position = profile.position
+    if position.units:
+        return profile.num_micro_batches
     part = position.group_size if position.num_chunks > 1 else 1
     later = position.num_stages - position.stage - 1
     filling = later if position.num_chunks == 1 else -(-2 * later // position.num_chunks) + part

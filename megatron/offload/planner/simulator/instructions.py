@@ -169,18 +169,21 @@ def instructions_of(stage: StageArrays, choices: Ints) -> tuple[Rows, Ints]:
     for chunk in range(chunks):
         of_chunk = stage.chunks[chunk]
         first, end = stage.chunk_layer[chunk], stage.chunk_layer[chunk + 1]
-        at = _add(instructions, at, MEMORY, -1, of_chunk.fixed_bytes)
+        taken_bytes = stage.chunks[chunk - 1].passed_on_bytes if chunk > 0 else 0.0
+        at = _add(instructions, at, MEMORY, -1, of_chunk.fixed_bytes - taken_bytes)
         at = _add(instructions, at, COMPUTE, -1, of_chunk.before_s)
         piece = 0
         for layer in range(first, end):
             at, piece = _forward(stage, choices, instructions, at, layer, piece)
         at = _add(instructions, at, COMPUTE, -1, of_chunk.after_s)
+        at = _add(instructions, at, MEMORY, -1, of_chunk.passed_on_bytes)
         begins[2 * chunk + 1] = at
+        at = _add(instructions, at, MEMORY, -1, -of_chunk.passed_on_bytes)  # of the gradient
         at = _add(instructions, at, COMPUTE, -1, of_chunk.backward_before_s)
         for layer in range(end - 1, first - 1, -1):
             at, piece = _backward(stage, choices, instructions, at, layer, piece)
         at = _add(instructions, at, COMPUTE, -1, of_chunk.backward_after_s)
-        at = _add(instructions, at, MEMORY, -1, -of_chunk.fixed_bytes)
+        at = _add(instructions, at, MEMORY, -1, taken_bytes - of_chunk.fixed_bytes)
         begins[2 * chunk + 2] = at
     return instructions, begins
 

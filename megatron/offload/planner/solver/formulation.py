@@ -15,6 +15,9 @@ Note [The program]
         lead      l[b, t] <= l[b+1, t] + backward + recomputation + wait v[b] - read bytes
                   / bandwidth,  0 <= l <= what the window holds
         memory    others + own resident bytes so far + all bytes of the layer + the window <= peak
+    In layer-major steps a unit's passes follow each other at once, so that of micro-batches M
+        carried  c[u, t] >= c[u-1, t] + M (written bytes - bandwidth (forward + waits))
+    is the backlog that its last pass begins with.
     Least: recomputation and waits of all micro-batches with peak <= budget, or peak with
     recomputation and waits <= what is allowed. A layer's bytes and seconds are the units.
 """
@@ -159,6 +162,7 @@ class Program:
                     option.moved[t] / tier.write_bytes_per_s for t, tier in enumerate(tiers)
                 )
                 slower.append((int(n), option.recompute_s * self._passes + 1e-4 * moved_s))
+        carried: Ints | None = None
         for chunk in range(profile.position.num_chunks):
             mine = [
                 b for b, block in enumerate(self._blocks) if profile.layers[block[0]].chunk == chunk
@@ -175,9 +179,14 @@ class Program:
                 times = self._others[chunk][profile.layers[self._blocks[b][0]].chunk]
                 if times:
                     others.update({n: size * times for n, size in terms})
-            self._add_forward(
-                rows, peak, counts, options_of_blocks, mine, others, fixed_bytes, slower
+            before = carried
+            if profile.position.units and chunk < profile.position.num_chunks - 1:
+                carried = self._new_backlog(rows)
+            waits = self._add_forward(
+                rows, peak, counts, options_of_blocks, mine, others, fixed_bytes, slower, carried
             )
+            if carried is not None and carried is not before:
+                self._add_carried(rows, counts, options_of_blocks, mine, waits, before, carried)
             self._add_backward(
                 rows, peak, counts, options_of_blocks, mine, others, fixed_bytes, slower
             )
@@ -193,18 +202,19 @@ class Program:
         others: dict[int, float],
         fixed_bytes: float,
         slower: list[tuple[int, float]],
-    ) -> None:
+        before: Ints | None,
+    ) -> list[int]:
+        """The waits of its blocks."""
         tiers = self._profile.tiers
         held = dict(others)
-        before = None
+        waits = []
         for b in mine:
             block, options = self._blocks[b], options_of_blocks[b]
-            forward_s = sum(self._profile.layers[layer].forward_s for layer in block)
+            forward_s = self._forward_s(block)
             wait = rows.variable(1, unit=self._unit_s)[0]
+            waits.append(int(wait))
             slower.append((int(wait), self._stalls))
-            backlog = rows.variable(
-                len(tiers), upper=self._profile.inflight_bytes, unit=self._unit_bytes
-            )
+            backlog = self._new_backlog(rows)
             for t, tier in enumerate(tiers):
                 terms = [(backlog[t], -1.0), (wait, -tier.write_bytes_per_s)]
                 if before is not None:
@@ -226,6 +236,38 @@ class Program:
                 terms += [(n, 1.0) for n in before]
             rows.add(terms, -np.inf, -fixed_bytes)
             before = backlog
+        return waits
+
+    def _add_carried(
+        self,
+        rows: Rows,
+        counts: list[Ints],
+        options_of_blocks: list[list[_Option]],
+        mine: list[int],
+        waits: list[int],
+        before: Ints | None,
+        carried: Ints,
+    ) -> None:
+        """What all forward passes of a unit leave to be written."""
+        passes = self._profile.num_micro_batches
+        forward_s = sum(self._forward_s(self._blocks[b]) for b in mine)
+        for t, tier in enumerate(self._profile.tiers):
+            terms = [(int(carried[t]), -1.0)]
+            if before is not None:
+                terms.append((int(before[t]), 1.0))
+            terms += [(wait, -passes * tier.write_bytes_per_s) for wait in waits]
+            for b in mine:
+                options = zip(counts[b], options_of_blocks[b], strict=True)
+                terms += [(int(n), passes * option.moved[t]) for n, option in options]
+            rows.add(terms, -np.inf, passes * tier.write_bytes_per_s * forward_s)
+
+    def _new_backlog(self, rows: Rows) -> Ints:
+        """By tier."""
+        most = self._profile.inflight_bytes
+        return rows.variable(len(self._profile.tiers), upper=most, unit=self._unit_bytes)
+
+    def _forward_s(self, block: list[int]) -> float:
+        return sum(self._profile.layers[layer].forward_s for layer in block)
 
     def _add_backward(
         self,

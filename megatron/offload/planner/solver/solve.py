@@ -30,6 +30,7 @@ from megatron.offload.planner.solver.local_search import Goal, Search, Value
 from megatron.offload.sizes import format_size
 
 _MOST_EVENTS = 300_000
+_MOST_TIMES = 32  # that, for steps of which all micro-batches are simulated
 _SHARE = 0.4  # of what is left of it, for the next starting point
 _MOST_PROGRAMS = 3
 _MOST_KICKS = 8
@@ -77,7 +78,9 @@ class _Solution:
         self._timeline = Timeline(profile)
         self._whole = Timeline(profile, all_micro_batches=True)
         self._choices = self._timeline.choices
-        self._search = Search(self._timeline, _MOST_EVENTS)
+        times = profile.num_micro_batches if profile.position.units else 1
+        self._most_events = _MOST_EVENTS * min(times, _MOST_TIMES)
+        self._search = Search(self._timeline, self._most_events)
         self._program = Program(profile, self._choices)
         self._budget_bytes = budget_bytes
         self._max_slowdown = max_slowdown
@@ -147,7 +150,7 @@ class _Solution:
             aim = min(aim * budget / max(peak, 1.0), 2 * budget)
         best = self._improve(starts, goal)
         if goal(self._search.cost(best))[0] > 0:
-            self._search.left_events = max(self._search.left_events, 0.5 * _MOST_EVENTS)
+            self._search.left_events = max(self._search.left_events, 0.5 * self._most_events)
             best = self._improve([self._smallest_found, self._search.best(goal)], goal)
         return best
 
@@ -182,7 +185,7 @@ class _Solution:
     @functools.cached_property
     def _smallest_found(self) -> Ints:
         """Needs little memory; found with an effort of its own, so whatever the budget is."""
-        search = Search(self._timeline, 2 * _MOST_EVENTS)
+        search = Search(self._timeline, 2 * self._most_events)
         found = self._program.solve(slowdown_s=math.inf)
         starts = self._simple_starts()
         best = self._improve(starts if found is None else [found, *starts], _smallest, search)
