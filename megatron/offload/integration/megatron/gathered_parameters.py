@@ -93,6 +93,10 @@ class GatheredParameters:
         if others:
             rest = ParameterUnit("what is in no layer", others, window.device, self.parts)
             self._rest = _Unit(rest, self._places)
+        for param, part in self.parts.items():
+            base = part.tensor._base
+            if base is not None and base is not param:  # of autograd alone, and in the buffer
+                base.data = base.new_empty(0)
         for buffer in self._buffers:
             buffer.param_data = None
             for bucket in buffer.buckets:
