@@ -121,6 +121,7 @@ class OptimizerStates:
         buckets = [one for one in window.begin_step() if _wants_update(one)]
         stays = window.first_to_stay(buckets)
         ahead = collections.deque(buckets)
+        num_known = len(self._optimizer.state)
         pieces = [self._pieces(bucket.params) for bucket in buckets]
         self._slice.begin_step([params for one in pieces for params in one])
         for index, bucket in enumerate(buckets):
@@ -139,6 +140,8 @@ class OptimizerStates:
             if index < stays:
                 window.put_away(bucket)
         self._slice.end_step()
+        if len(self._optimizer.state) > num_known:
+            self._sort_states()
         self._is_half_done = False
         window.end_step()
 
@@ -153,6 +156,13 @@ class OptimizerStates:
                 after |= self._slice.step(params, own)
                 self._updated(params)
         self._places.take_over(bucket, after, views)
+
+    def _sort_states(self) -> None:
+        """Has states in the order of the optimizer's parameters: checkpoints list them so."""
+        state = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            for param in [param for param in group["params"] if param in state]:
+                state[param] = state.pop(param)
 
     def _check_whole(self) -> None:
         """Raises InterruptedStepError after a step that ended in its middle."""
