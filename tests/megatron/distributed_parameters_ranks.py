@@ -32,7 +32,7 @@ from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.states.config import StatesConfig
-from tests.megatron.model_states_ranks import STEPS, Training, same
+from tests.megatron.model_states_ranks import Training, same
 from tests.support.ranks import init_process_group
 
 LAYERS = 4
@@ -120,7 +120,9 @@ class Case:
         self.expose()
         tensors = training.tensors()
         if window is not None:
+            window.use(0, 1)  # ends `expose`
             found = self._found(parameters, window, training)
+        tensors |= read_and_load(training, window)
         end()
         training.step(num_steps)
         return Result(
@@ -132,7 +134,6 @@ class Case:
     def _found(
         self, parameters: ModelParameters, window: ParameterWindow, training: Training
     ) -> dict[str, Any]:
-        window.use(0, 1)  # ends `expose`
         for unit in window.units:
             unit.wait_for_write()
         (optimizer,) = training.optimizer.chained_optimizers
@@ -157,6 +158,27 @@ class Case:
 def window_of(parameters: ModelParameters) -> ParameterWindow | None:
     offload = parameters._offload
     return None if offload is None else offload.window
+
+
+@torch.no_grad()
+def read_and_load(training: Training, window: ParameterWindow | None) -> dict[str, torch.Tensor]:
+    """What the optimizer says of its weights and states, and after other ones were loaded."""
+    (optimizer,) = training.optimizer.chained_optimizers
+    found: dict[str, torch.Tensor] = {}
+    for when in ("read", "loaded"):
+        state = optimizer.get_parameter_state_dp_reshardable()
+        (buckets,) = state[0].values()
+        for number, one in enumerate(one for bucket in buckets for one in bucket):
+            one["padding"] = False
+            for key in ("param", "exp_avg"):
+                found[f"{number} {key} {when}"] = one[key].clone()
+                one[key] = one[key] + 1
+        if when == "read":
+            optimizer.load_parameter_state_from_dp_reshardable(state)
+        if window is not None:
+            for number in (0, LAYERS - 1):  # nothing is shown any more, and all has been away
+                window.use(number, 1)
+    return found
 
 
 def fill_a_drive(number: int, window: ParameterWindow) -> None:
