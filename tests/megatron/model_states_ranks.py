@@ -47,21 +47,28 @@ class Training:
     """A GPT with its optimizer, and what came of its steps.
 
     Args:
-        settings: of Megatron's `OptimizerConfig`, beside fp16.
+        settings: of Megatron's `OptimizerConfig`.
+        dtype: of the model's parameters.
+        num_layers: of the model.
     """
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        dtype: torch.dtype = torch.float16,
+        num_layers: int = 2,
+    ) -> None:
         torch.manual_seed(3)
         model_parallel_cuda_manual_seed(5)
         is_distributed = settings.get("use_distributed_optimizer", False)
         config = TransformerConfig(
-            num_layers=2,
+            num_layers=num_layers,
             hidden_size=32,
             num_attention_heads=2,
             use_cpu_initialization=True,
-            params_dtype=torch.float16,
-            pipeline_dtype=torch.float16,
-            fp16=True,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            **_precision(dtype),
             gradient_accumulation_fusion=False,
             finalize_model_grads_func=finalize_model_grads,
         )
@@ -72,7 +79,7 @@ class Training:
                 DistributedDataParallelConfig(
                     grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed
                 ),
-                Float16Module(config, model),
+                model if dtype is torch.float32 else Float16Module(config, model),
             )
         ]
         self.chunks[0].broadcast_params()
@@ -84,8 +91,8 @@ class Training:
                     "min_lr": 1e-3,
                     "weight_decay": 0.1,
                     "clip_grad": 0.5,
-                    "fp16": True,
-                    "params_dtype": torch.float16,
+                    **_precision(dtype),
+                    "params_dtype": dtype,
                     "initial_loss_scale": 2.0**8,
                     "loss_scale_window": 6,
                     "hysteresis": 1,
@@ -137,6 +144,11 @@ class Training:
                 for key, value in part.optimizer.state[param].items():
                     found[f"{index} {number} {key}"] = torch.as_tensor(value).clone()
         return found
+
+
+def _precision(dtype: torch.dtype) -> dict[str, bool]:
+    """Megatron's settings for parameters of a type."""
+    return {"fp16": dtype is torch.float16, "bf16": dtype is torch.bfloat16}
 
 
 def forward_step(tokens: Any, model: torch.nn.Module) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron import check_model_parameters
 from megatron.offload.parameters.config import ParametersConfig
-from tests.support.launch import assert_same_bits, run_trainer, train
+from tests.support.launch import assert_same_bits, train
 from tests.support.offload_flags import ssd
 
 STEPS = 4
@@ -59,13 +59,6 @@ def test_checkpoints_have_them(mode: str, tmp_path: Path) -> None:
         rest = train(flags, then, f"--load {folder}")
         assert rest.model == whole.model
         assert rest.values("loss") == whole.values("loss")[2:]
-
-
-def test_the_distributed_optimizer_is_refused(tmp_path: Path) -> None:
-    flags = f"{ssd(tmp_path)} --parameter-offload ssd --use-distributed-optimizer"
-    outcome = run_trainer(flags + " --mock-data --validate-only")
-    assert outcome.exit_codes == [2]
-    assert "parameters: --use-distributed-optimizer cannot be combined" in outcome.errors
 
 
 @pytest.mark.parametrize(

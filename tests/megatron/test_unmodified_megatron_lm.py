@@ -38,6 +38,7 @@ LAYOUTS = {
         2,
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
     ),
+    "sharded": (2, "--use-distributed-optimizer"),
     "distributed optimizer": (
         2,
         "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
@@ -186,3 +187,16 @@ def test_too_many_units_end_with_one_sentence(tmp_path: Path) -> None:
     assert "--layer-major-units 9: the model has 8 layers that can be divided" in line
     assert "exitcode  : 2 " in refused.output  # in torchrun's report
     assert "setup_model_and_optimizer" not in refused.output  # no traceback of ours
+
+
+@pytest.mark.parametrize("states", ["off", "ssd"])
+def test_parameters_that_move_with_the_distributed_optimizer_change_no_bit(
+    runs: Runs, states: str, tmp_path: Path
+) -> None:
+    expected = runs("sharded", "off")
+    flags = ["--parameter-offload", "ssd", "--optimizer-state-offload", states]
+    moved = pretrain(
+        "sharded", tmp_path, *flags, "--save", str(tmp_path), *offload("ssd", tmp_path)
+    )
+    assert len(moved.losses()) == 8 and moved.losses() == expected.losses()
+    assert moved.checkpoints() == expected.checkpoints()

@@ -20,9 +20,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,20 @@ def can_take_place(one: torch.device | str, other: torch.device | str) -> bool:
     return bool(torch._has_compatible_shallow_copy_type(*tensors))
 
 
+class Part(NamedTuple):
+    """A tensor that is some elements of a parameter: a distributed optimizer updates such shards.
+
+    Attributes:
+        tensor: of one dimension; where the parameter is, it is too.
+        start: of its elements in the parameter, counted as in memory.
+        end: behind them.
+    """
+
+    tensor: torch.Tensor
+    start: int
+    end: int
+
+
 class ParameterUnit:
     """Some parameters in one piece of memory, which have a block on a tier unless they changed.
 
@@ -57,11 +71,19 @@ class ParameterUnit:
         name: of the unit, for people.
         params: they get new memory on the device, with the same bytes.
         device: where layers compute.
+        parts: of some of these parameters.
     """
 
-    def __init__(self, name: str, params: Sequence[torch.nn.Parameter], device: Device) -> None:
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[torch.nn.Parameter],
+        device: Device,
+        parts: Mapping[torch.Tensor, Part] | None = None,
+    ) -> None:
         self.name = name
         self.params = list(params)
+        self._parts = {n: parts[p] for n, p in enumerate(self.params) if parts and p in parts}
         self.where = Where.IN_MEMORY
         self.write_error: BaseException | None = None  # of the last write that failed
         self._layout = Layout({(i, _KEY): p.detach() for i, p in enumerate(self.params)})
@@ -79,7 +101,7 @@ class ParameterUnit:
         self._lock = threading.Condition()
         for param, view in zip(self.params, self._views, strict=True):
             view.copy_(param.detach())
-            param.data = view
+        self._attach()
 
     # -- To a tier ------------------------------------------------------------------------------
 
@@ -182,6 +204,19 @@ class ParameterUnit:
         self.use_here()
         self._attach()
 
+    def make_room(self) -> None:
+        """Has memory for bytes that will all be written: what they were is not read.
+
+        Its parameters are there with the next `bring`, when they have been.
+        """
+        self.take_back()
+        if self.where is Where.READING:
+            self.bring()
+        if self.where is Where.AWAY:
+            self._obtain()
+            self.where, self.block = Where.IN_MEMORY, None
+        self.use_here()
+
     def use_here(self) -> None:
         """The stream of the thread that calls uses them from now on; they are in memory."""
         self._device.use_after(self._memory.storage, self._events)
@@ -210,25 +245,28 @@ class ParameterUnit:
             self.bring()
             return
         views = self._layout.views(self.block.tier.view(self.block))
-        for index, param in enumerate(self.params):
-            param.data = views[index, _KEY]
+        self._place([views[index, _KEY] for index in range(len(self.params))])
 
     def versions(self) -> list[tuple[int, int]]:
         """Change when a parameter is changed or replaced, as far as autograd sees it."""
-        return [(param._version, param.data_ptr()) for param in self.params]
+        tensors = [*self.params, *(part.tensor for part in self._parts.values())]
+        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
 
     def adopt(self) -> None:
         """Takes over what the parameters hold now, wherever that is."""
         values = [param.detach() for param in self.params]
+        parts = {index: part.tensor.detach() for index, part in self._parts.items()}
         self.take_back()
         if self.where is Where.AWAY:
-            self._memory.obtain()
-            self._events = [self._device.restored_is_free()]
+            self._obtain()
         self.where, self.block = Where.IN_MEMORY, None
         self.use_here()
         for view, value in zip(self._views, values, strict=True):
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
+        for index, value in parts.items():
+            if value.data_ptr() != self._part_of(index, values[index]).data_ptr():
+                self._part_of(index, self._views[index]).copy_(value)
         self._attach()
 
     def hide(self) -> None:
@@ -238,14 +276,48 @@ class ParameterUnit:
 
     def give_back(self) -> None:
         """Gives parameters memory of their own again, as they had before."""
-        for param, home in zip(self.params, self._homes, strict=True):
-            param.data = param.detach().to(home, copy=True)
+        self._place(
+            [
+                param.detach().to(home, copy=True)
+                for param, home in zip(self.params, self._homes, strict=True)
+            ]
+        )
+
+    # -- Bytes ----------------------------------------------------------------------------------
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """Its memory, as bytes; it is in memory."""
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._device.device)
+        return nothing.set_(self._memory.storage)
+
+    def bytes_of(self, index: int, start: int, end: int) -> slice:
+        """Where in its bytes some elements of a parameter lie, counted as in memory."""
+        slot = self._layout.slots[index, _KEY]
+        size = slot.dtype.itemsize
+        return slice(slot.start_bytes + start * size, slot.start_bytes + end * size)
+
+    # -- Places ---------------------------------------------------------------------------------
+
+    def _obtain(self) -> None:
+        self._memory.obtain()
+        self._events = [self._device.restored_is_free()]
 
     def _attach(self) -> None:
-        for param, view in zip(self.params, self._views, strict=True):
-            param.data = view
+        self._place(self._views)
 
     def _detach(self) -> None:
-        for param in self.params:
-            nothing = torch.full((), float("nan"), dtype=param.dtype, device=self._device.device)
-            param.data = nothing.expand(param.shape)
+        kinds = {param.dtype for param in self.params}
+        at = self._device.device
+        nothing = {one: torch.full((), float("nan"), dtype=one, device=at) for one in kinds}
+        self._place([nothing[param.dtype].expand(param.shape) for param in self.params])
+
+    def _place(self, values: Sequence[torch.Tensor]) -> None:
+        for param, value in zip(self.params, values, strict=True):
+            param.data = value
+        for index, part in self._parts.items():
+            part.tensor.data = self._part_of(index, values[index])
+
+    def _part_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        part = self._parts[index]
+        return value.view(-1)[part.start : part.end]

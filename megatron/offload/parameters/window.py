@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from megatron.offload.device.device import Device
-from megatron.offload.errors import PARAMETERS_PREFIX, LostStateError
-from megatron.offload.parameters.unit import ParameterUnit, Where
+from megatron.offload.errors import PARAMETERS_PREFIX, InterruptedStepError, LostStateError
+from megatron.offload.parameters.unit import ParameterUnit, Part, Where
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.tier import Tier
 
@@ -36,8 +36,11 @@ class ParameterWindow:
         live_units: units in memory at a time.
 
     Attributes:
+        device: where layers compute.
         units: in the order in which layers run.
         stall_s: seconds that compute has waited for parameters.
+        is_whole: false while parameters are brought together from several ranks, and for good once
+            that ended in its middle.
     """
 
     def __init__(self, tiers: Sequence[Tier], device: Device, live_units: int) -> None:
@@ -45,20 +48,36 @@ class ParameterWindow:
         self.units: list[ParameterUnit] = []
         self.stall_s = 0.0
         self.peak_bytes = 0  # of parameters in memory
-        self._device = device
+        self.is_whole = True
+        self.device = device
         self._live_units = live_units
         self._used = 0  # the unit that was used last
-        self._numbers: dict[int, int] = {}  # of units, by the identity of their parameters
+        # Of units, by the identity of their parameters and of parts of these.
+        self._numbers: dict[int, int] = {}
         self._direction = 1
         self._shown: dict[int, list[tuple[int, int]]] = {}  # versions of what is shown, by unit
         self._has_warned = False
 
-    def add(self, name: str, params: Sequence[torch.nn.Parameter]) -> None:
-        """Another unit, after those that are there; its parameters leave."""
+    def add(
+        self,
+        name: str,
+        params: Sequence[torch.nn.Parameter],
+        parts: Mapping[torch.Tensor, Part] | None = None,
+    ) -> None:
+        """Another unit, after those that are there; its parameters leave.
+
+        Args:
+            name: of the unit, for people.
+            params: of the unit.
+            parts: of some parameters, of whatever units.
+        """
         number = len(self.units)
-        unit = ParameterUnit(name, params, self._device)
+        unit = ParameterUnit(name, params, self.device, parts)
         self.units.append(unit)
         self._numbers |= {id(param): number for param in params}
+        self._numbers |= (
+            {id(parts[param].tensor): number for param in params if param in parts} if parts else {}
+        )
         self._put_away(unit)
         unit_before = self.units[number - 1] if number else None
         if unit_before is not None and unit_before.where is Where.WRITING:
@@ -66,12 +85,13 @@ class ParameterWindow:
 
     # -- While layers compute -------------------------------------------------------------------
 
-    def use(self, number: int, direction: int) -> None:
+    def use(self, number: int, direction: int, *, unread: Container[int] = ()) -> None:
         """Has a unit in memory; reads ahead.
 
         Args:
             number: of the unit.
             direction: 1: the next ones come after it, -1: before it.
+            unread: units whose bytes will all be written: they get memory alone.
 
         Raises:
             LostStateError: its parameters could not be read back.
@@ -93,8 +113,11 @@ class ParameterWindow:
         for one in [one for one in self.units if one.where is Where.WRITING][:-1]:
             one.wait_for_write()
         self._used, self._direction = number, direction
-        self._bring(unit)
-        for other in wanted[1:]:
+        if number in unread:
+            unit.make_room()
+        else:
+            self._bring(unit)
+        for other in [n for n in wanted[1:] if n not in unread]:
             with contextlib.suppress(Exception):  # whoever needs it tries again, and says so
                 self.units[other].take_back()
                 self.units[other].begin_read()
@@ -148,15 +171,29 @@ class ParameterWindow:
         self.conceal()
         for number in numbers:
             self._bring(self.units[number])
+        self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
         try:
             yield
         finally:
             for number in numbers:
                 self.units[number].note_change()
 
+    def number_of(self, param: torch.Tensor) -> int | None:
+        """The unit that a parameter, or a part of one, belongs to; None: it belongs to none."""
+        return self._numbers.get(id(param))
+
     def has(self, param: torch.Tensor) -> bool:
-        """Whether a parameter belongs to a unit."""
+        """Whether a parameter, or a part of one, belongs to a unit."""
         return id(param) in self._numbers
+
+    def check_whole(self) -> None:
+        """Raises InterruptedStepError where parameters were brought together only in part."""
+        if not self.is_whole:
+            raise InterruptedStepError(
+                f"{PARAMETERS_PREFIX}a step ended in its middle, by an error or an interrupt: "
+                "ranks have some of its parameters from each other and others not, which is no "
+                "state to go on from or to save; resume from the last checkpoint"
+            )
 
     # -- Between steps --------------------------------------------------------------------------
 
@@ -168,7 +205,9 @@ class ParameterWindow:
 
         Raises:
             LostStateError: parameters could not be read.
+            InterruptedStepError: the last step ended in its middle.
         """
+        self.check_whole()
         for number, unit in enumerate(self.units):
             if number in self._shown:
                 continue

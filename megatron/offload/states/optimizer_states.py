@@ -34,7 +34,7 @@ from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.exposed import Exposed
 from megatron.offload.states.faults import interrupted_step, lost
 from megatron.offload.states.loaded import Loaded
-from megatron.offload.states.optimizer_slice import OptimizerSlice
+from megatron.offload.states.optimizer_slice import OptimizerSlice, State
 from megatron.offload.states.places import Places
 from megatron.offload.states.statistics import StatesMeter
 from megatron.offload.states.window import Window
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _Context = contextlib.AbstractContextManager[None]
 _nothing = contextlib.nullcontext
+_Pieces = Sequence[Sequence[torch.Tensor]]
 
 
 class OptimizerStates:
@@ -61,7 +62,9 @@ class OptimizerStates:
             three.
         moves_param: whether a parameter itself moves with its states, as main weights do.
         updated: told of the parameters of each bucket once they are updated and still in memory.
-        changing: gives a context around the update of a bucket's parameters, `updated` included.
+        changing: gives a context around the update of parameters, `updated` included.
+        pieces: divides a bucket's parameters into those that are updated at a time.
+        order: of parameters in buckets; those of equal places stay in the optimizer's order.
         step_by: runs the optimizer's step; None: where the parameters are.
     """
 
@@ -76,6 +79,8 @@ class OptimizerStates:
         moves_param: Callable[[torch.Tensor], bool] = lambda param: False,
         updated: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
         changing: Callable[[Sequence[torch.Tensor]], _Context] = lambda params: _nothing(),
+        pieces: Callable[[Sequence[torch.Tensor]], _Pieces] = lambda params: [params],
+        order: Callable[[torch.Tensor], int] = lambda param: 0,
         step_by: OptimizerSlice | None = None,
     ) -> None:
         self.checkpoint = ""  # to resume from should states be lost; empty: not known
@@ -85,6 +90,8 @@ class OptimizerStates:
         self._bucket_bytes = bucket_bytes
         self._updated = updated
         self._changing = changing
+        self._pieces = pieces
+        self._order = order
         self._places = Places(optimizer, device.device, moves_param)
         self._window = Window(tiers, device, window_bytes, self._expected_bytes, self._lost)
         self._exposed: list[Exposed] = []
@@ -114,7 +121,9 @@ class OptimizerStates:
         buckets = [one for one in window.begin_step() if _wants_update(one)]
         stays = window.first_to_stay(buckets)
         ahead = collections.deque(buckets)
-        self._slice.begin_step([bucket.params for bucket in buckets])
+        num_known = len(self._optimizer.state)
+        pieces = [self._pieces(bucket.params) for bucket in buckets]
+        self._slice.begin_step([params for one in pieces for params in one])
         for index, bucket in enumerate(buckets):
             window.read_ahead(ahead)
             with self.meter.waiting():
@@ -124,23 +133,36 @@ class OptimizerStates:
             self._is_half_done = True
             had_none = bucket.where is Where.NOWHERE
             with self.meter.updating():
-                self._update(bucket)
+                self._update(bucket, pieces[index])
             if had_none and bucket.where is not Where.NOWHERE and self._device.is_host:
                 return_freed_memory()  # of what the optimizer made: else all of it stays
             self.meter.updated(bucket.num_bytes)
             if index < stays:
                 window.put_away(bucket)
         self._slice.end_step()
+        if len(self._optimizer.state) > num_known:
+            self._sort_states()
         self._is_half_done = False
         window.end_step()
 
-    def _update(self, bucket: Bucket) -> None:
+    def _update(self, bucket: Bucket, pieces: _Pieces) -> None:
         """Runs the optimizer's step for the parameters of a bucket that is in memory."""
         self._places.attach(bucket, views := bucket.views)
-        with self._changing(bucket.params):
-            after = self._slice.step(bucket.params, self._places.states_with(bucket, views))
-            self._updated(bucket.params)
+        states = self._places.states_with(bucket, views)
+        after: dict[torch.Tensor, State] = {}
+        for params in pieces:
+            with self._changing(params):
+                own = {param: states[param] for param in params if param in states}
+                after |= self._slice.step(params, own)
+                self._updated(params)
         self._places.take_over(bucket, after, views)
+
+    def _sort_states(self) -> None:
+        """Has states in the order of the optimizer's parameters: checkpoints list them so."""
+        state = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            for param in [param for param in group["params"] if param in state]:
+                state[param] = state.pop(param)
 
     def _check_whole(self) -> None:
         """Raises InterruptedStepError after a step that ended in its middle."""
@@ -205,6 +227,7 @@ class OptimizerStates:
         known = {id(param) for bucket in self.buckets for param in bucket.params}
         groups = self._optimizer.param_groups
         params = [p for group in groups for p in group["params"] if id(p) not in known]
+        params.sort(key=self._order)
         own: list[torch.Tensor] = []
         own_bytes = 0
         for param in params:

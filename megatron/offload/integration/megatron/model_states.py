@@ -3,12 +3,8 @@
 
 A trainer calls it once its optimizer is built. exp_avg and exp_avg_sq move, and main weights where
 Megatron keeps some beside the model's. The step stays Megatron's own: gradients, norm, clipping and
-loss scale as before, then the inner optimizer's step, which now goes bucket by bucket.
-
-Note [Main weights go to the model at once]
-After its step Megatron copies all main weights to the model's parameters. By then most are away. So
-each bucket's are copied while the bucket is in memory, by Megatron's own function on a shallow twin
-of its optimizer that has no other parameters, and the copy after the step is left out.
+loss scale as before, then the inner optimizer's step, which now goes bucket by bucket, and each
+bucket's main weights to the model (`main_weights.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +20,12 @@ from typing import Any
 import torch
 
 from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.integration.megatron.main_weights import (
+    COPY,
+    PAIRS,
+    MainWeights,
+    optimizers_in,
+)
 from megatron.offload.integration.megatron.scaling import scale_in_place
 from megatron.offload.integration.megatron.state_settings import (
     check_inner_optimizer,
@@ -31,7 +33,6 @@ from megatron.offload.integration.megatron.state_settings import (
 )
 from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.torch.optimizer import OptimizerOffload
-from megatron.offload.integration.torch.parameter_offload import changing
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.auto_window import AutoWindow, NoWindow
 from megatron.offload.states.config import StatesConfig
@@ -42,34 +43,24 @@ from megatron.offload.stats.states_summary import drive_written_bytes, states_su
 from megatron.offload.tiers.host_budget import host_budget_bytes
 from megatron.offload.tiers.purpose import STATES
 
-# Attributes of a Megatron optimizer: lists of groups of the model's parameters, and of what the
-# inner optimizer updates in their place. The first pair that it has is its main weights.
-_PAIRS = {
-    "Float16OptimizerWithFloat16Params": (("float16_groups", "fp32_from_float16_groups"),),
-    "DistributedOptimizer": (
-        ("model_float16_groups", "shard_fp32_from_float16_groups"),
-        ("model_fp32_groups", "shard_fp32_groups"),
-    ),
-    "FP32Optimizer": (),
-}
-_COPY = "_copy_main_params_to_model_params"
+_COPYING = "reload_model_params"  # the model's weights to main weights, and no states
 # What looks at states, and what changes them. Those of ChainedOptimizer call its members'.
-_READING = (
+READING = (
     "state_dict",
     "sharded_state_dict",
     "save_parameter_state",
     "get_parameter_state_dp_zero",
     "get_parameter_state_dp_reshardable",
 )
-_LOADING = (
+LOADING = (
     "load_state_dict",
     "load_parameter_state",
     "load_parameter_state_from_dp_zero",
     "load_parameter_state_from_dp_reshardable",
     "load_parameter_state_from_fs_model_space",
     "load_parameter_state_from_fully_reshardable",
+    _COPYING,
 )
-_COPYING = "reload_model_params"  # the model's weights to main weights, and no states
 _MOVING = ("offload_to_cpu", "restore_from_cpu")
 
 
@@ -228,7 +219,10 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
     if not config.enabled:
         return ModelStates()
     check_version()
-    members = [one for one in _members(optimizer) if _state_bytes(one)]
+    found = optimizers_in(optimizer)
+    for one in found:
+        _check_is_known(one)
+    members = [one for one in found if _state_bytes(one)]
     for one in members:
         check_state_settings(one.config)
         check_inner_optimizer(one)
@@ -252,21 +246,14 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
     )
 
 
-def _members(optimizer: Any) -> list[Any]:
-    """The optimizers that a Megatron optimizer consists of, but those of frozen models.
-
-    Raises:
-        ConfigurationError: which weights it keeps is not known.
-    """
+def _check_is_known(optimizer: Any) -> None:
+    """Raises ConfigurationError for a Megatron optimizer that keeps weights nobody knows where."""
     kind = type(optimizer).__name__
-    if kind == "ChainedOptimizer":
-        return [one for part in optimizer.chained_optimizers for one in _members(part)]
-    if kind not in _PAIRS:
+    if kind not in PAIRS:
         raise STATES.refusal(
             f"{kind} cannot be combined with state offload: which weights it keeps is not known; "
             "use the optimizers of get_megatron_optimizer, or --optimizer-state-offload off"
         )
-    return [] if optimizer.is_stub_optimizer else [optimizer]
 
 
 class _Part:
@@ -274,26 +261,28 @@ class _Part:
 
     def __init__(self, optimizer: Any, config: StatesConfig, num_parts: int) -> None:
         self._optimizer = optimizer
-        self._copies = _Copies(optimizer)
+        weights = MainWeights(optimizer)
         self._replaced: list[tuple[str, Any]] = []  # with what the object itself had there
         self._offload = OptimizerOffload(
             optimizer.optimizer,
             config,
-            moves_param=self._copies.is_main_weight,
-            updated=self._copies.copy,
+            moves_param=weights.is_main_weight,
+            updated=weights.copy,
+            stands_for=weights.model_param,
+            order=weights.order,
             prefetches=False,  # `LastBackward` does, and not before the last micro-batch
             num_parts=num_parts,
         )
         assert self._offload.states is not None
         self.states: OptimizerStates = self._offload.states
         self.auto = self._offload.auto
-        if self._copies.pairs:
-            self._replace(_COPY, lambda: None)  # see Note [Main weights go to the model at once]
-        for name in _READING:
+        if weights.pairs:
+            self._replace(COPY, lambda: None)  # see Note [Main weights go to the model at once]
+        for name in READING:
             self._wrap(name, self._reading)
-        for name in _LOADING:
-            self._wrap(name, self.states.loading)
-        self._wrap(_COPYING, functools.partial(self.states.loading, is_whole=False))
+        for name in LOADING:
+            is_whole = name != _COPYING
+            self._wrap(name, functools.partial(self.states.loading, is_whole=is_whole))
         make = getattr(optimizer, "init_state_fn", None)
         if make is not None:
             self._replace("init_state_fn", functools.partial(self._make_states, make))
@@ -340,59 +329,11 @@ class _Part:
         setattr(self._optimizer, name, function)
 
 
-class _Copies:
-    """Megatron's own copy of main weights to the model's parameters, for a few at a time.
-
-    Attributes:
-        pairs: names of the attributes that hold the groups, see `_PAIRS`.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self.pairs = _PAIRS[type(optimizer).__name__]
-        if _keeps_main_weights_inside(optimizer.config):
-            self.pairs = ()  # they are states of the inner optimizer, whose step copies them
-        # Of what the inner optimizer updates: which pair, and the model's parameter.
-        self._place: dict[int, tuple[int, torch.Tensor]] = {}
-        for index, (model_name, own_name) in enumerate(self.pairs):
-            groups = zip(getattr(optimizer, model_name), getattr(optimizer, own_name), strict=True)
-            for of_model, own in groups:
-                for model_param, param in zip(of_model, own, strict=True):
-                    self._place[id(param)] = index, model_param
-
-    def is_main_weight(self, param: torch.Tensor) -> bool:
-        """Whether it is Megatron's own, and not the model's parameter or a part of it."""
-        index, _ = self._place.get(id(param), (-1, None))
-        return index == 0
-
-    def copy(self, params: Sequence[torch.Tensor]) -> None:
-        """Copies these to the model's parameters."""
-        if not self.pairs:
-            return
-        kind = type(self._optimizer)
-        twin = object.__new__(kind)
-        twin.__dict__.update(self._optimizer.__dict__)
-        for index, (model_name, own_name) in enumerate(self.pairs):
-            own = [param for param in params if self._place[id(param)][0] == index]
-            setattr(twin, own_name, [own])
-            setattr(twin, model_name, [[self._place[id(param)][1] for param in own]])
-        if any(param.device != self._place[id(param)][1].device for param in params):
-            twin._dummy_overflow_buf = None  # its kernel is for one device; copy_ is for any two
-        # Those of the model may be on a tier of their own.
-        with changing([self._place[id(param)][1] for param in params]):
-            getattr(kind, _COPY)(twin)
-
-
 def _refuse_to_move(name: str) -> None:
     raise STATES.refusal(
         f"{name} of Megatron's optimizer cannot move states that are offloaded; "
         "use --optimizer-state-offload off"
     )
-
-
-def _keeps_main_weights_inside(settings: Any) -> bool:
-    """Whether main weights are states of the inner optimizer (precision-aware)."""
-    return bool(getattr(settings, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
 
 def _state_bytes(optimizer: Any) -> int:

@@ -2,24 +2,43 @@
 """Parameters of a Megatron model's layers on tiers: `offload_model_parameters`.
 
 Hooks of its layers bring them, as for any model (`integration/torch/parameter_offload.py`). With
-optimizer states that are offloaded too, the optimizer updates them unit by unit; else all of them
-are in memory during its step.
+optimizer states that are offloaded too, or the distributed optimizer, they are updated unit by
+unit; else all of them are in memory during the optimizer's step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.integration.megatron.gathered_parameters import GatheredParameters
+from megatron.offload.integration.megatron.main_weights import optimizers_in
+from megatron.offload.integration.megatron.model_states import LOADING, READING
+from megatron.offload.integration.megatron.unit_steps import check_steps_by_units, step_by_units
 from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload, changing
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
+
+# What the distributed optimizer cannot do, of Megatron's flags or settings of data parallelism.
+_REFUSED = {
+    "overlap_param_gather": (
+        "it brings parameters together in the next forward pass, when they would have to be "
+        "written; drop --overlap-param-gather"
+    ),
+    "nccl_ub": "it registers the memory of parameters, which comes and goes; drop --use-nccl-ub",
+    "fp8_param_gather": "all ranks convert all weights together; drop --fp8-param-gather",
+    "fp4_param_gather": "all ranks convert all weights together; drop --fp4-param-gather",
+    "optimizer_cpu_offload": (
+        "it updates copies of all weights on the CPU; drop --optimizer-cpu-offload, and use "
+        "--optimizer-state-offload"
+    ),
+}
 
 
 class ModelParameters:
@@ -27,14 +46,19 @@ class ModelParameters:
 
     Args:
         offload: what moves them; None: they stay.
-        undo: called at the end.
+        undo: called at the end, the last one first.
+        restored: called when parameters are in memory again.
     """
 
     def __init__(
-        self, offload: ParameterOffload | None = None, undo: Callable[[], None] = lambda: None
+        self,
+        offload: ParameterOffload | None = None,
+        undo: Sequence[Callable[[], None]] = (),
+        restored: Callable[[], None] = lambda: None,
     ) -> None:
         self._offload = offload
-        self._undo = undo
+        self._undo = list(undo)
+        self._restored = restored
 
     @property
     def statistics(self) -> dict[str, int | float]:
@@ -60,9 +84,15 @@ class ModelParameters:
             LostStateError: some could not be read back.
         """
         offload, self._offload = self._offload, None
-        if offload is not None:
-            self._undo()
+        if offload is None:
+            return
+        while self._undo:
+            self._undo.pop()()
+        try:
             offload.close(restore=restore)
+        finally:
+            if restore:
+                self._restored()
 
 
 def check_model_parameters(config: ParametersConfig, settings: Any) -> None:
@@ -81,10 +111,18 @@ def check_model_parameters(config: ParametersConfig, settings: Any) -> None:
             f"{PARAMETERS_PREFIX}CUDA graphs cannot be combined with --parameter-offload: a "
             "captured graph has the addresses that parameters had then; drop one"
         )
-    if getattr(settings, "use_distributed_optimizer", False):
+    if not getattr(settings, "use_distributed_optimizer", False):
+        return
+    for name, reason in _REFUSED.items():
+        if getattr(settings, name, False):
+            raise ConfigurationError(
+                f"{PARAMETERS_PREFIX}{name} of the distributed optimizer cannot be combined with "
+                f"--parameter-offload: {reason}"
+            )
+    if getattr(settings, "num_distributed_optimizer_instances", 1) > 1:
         raise ConfigurationError(
-            f"{PARAMETERS_PREFIX}--use-distributed-optimizer cannot be combined with "
-            "--parameter-offload: its all-gather wants all parameters in one buffer; drop one"
+            f"{PARAMETERS_PREFIX}--num-distributed-optimizer-instances above 1 cannot be combined "
+            "with --parameter-offload: it has not been tried; drop one"
         )
 
 
@@ -113,7 +151,8 @@ def offload_model_parameters(
     if not config.enabled:
         return ModelParameters()
     check_version()
-    check_model_parameters(config, getattr(model_chunks[0], "ddp_config", None))
+    ddp_config = getattr(model_chunks[0], "ddp_config", None)
+    check_model_parameters(config, ddp_config)
     settings = next(m.config for m in model_chunks[0].modules() if hasattr(m, "config"))
     check_model_parameters(config, settings)
     # Here, because it imports megatron-core, which not everybody who imports us has.
@@ -121,7 +160,10 @@ def offload_model_parameters(
 
     num_units = layer_major.num_units if layer_major is not None and layer_major.enabled else None
     layers = list(layer_names(model_chunks))
-    offload = ParameterOffload(units_of(layers, num_units), config)
+    units = units_of(layers, num_units)
+    if getattr(ddp_config, "use_distributed_optimizer", False):
+        return _with_shards(config, units, model_chunks, optimizer, updates_by_units)
+    offload = ParameterOffload(units, config)
     if updates_by_units:
         return ModelParameters(offload)
     params = [param for layer in layers for param in layer.parameters()]
@@ -133,4 +175,48 @@ def offload_model_parameters(
             return step(*args, **kwargs)
 
     optimizer.step = step_with_all
-    return ModelParameters(offload, undo=functools.partial(optimizer.__dict__.pop, "step", None))
+    return ModelParameters(offload, [functools.partial(optimizer.__dict__.pop, "step", None)])
+
+
+def _with_shards(
+    config: ParametersConfig,
+    units: Mapping[torch.nn.Module, int],
+    model_chunks: Sequence[torch.nn.Module],
+    optimizer: Any,
+    updates_by_units: bool,
+) -> ModelParameters:
+    """The same for the distributed optimizer, whose ranks update shards and bring them together."""
+    optimizers = optimizers_in(optimizer)
+    for one in optimizers:
+        check_steps_by_units(one)
+    gathered = GatheredParameters(model_chunks, optimizers)
+    offload = ParameterOffload(units, config, parts=gathered.parts)
+    assert offload.window is not None
+    gathered.connect(offload.window, optimizer)
+    undo = [gathered.disconnect]
+    for one in optimizers:
+        undo += [] if updates_by_units else [step_by_units(one)]
+        undo += [_show_before(offload, one, name) for name in (*READING, *LOADING)]
+    return ModelParameters(offload, undo, gathered.restore)
+
+
+def _show_before(offload: ParameterOffload, optimizer: Any, name: str) -> Callable[[], None]:
+    """Has parameters in their places when one of an optimizer's functions runs; what undoes it."""
+    function = getattr(optimizer, name, None)
+    if function is None:
+        return lambda: None
+    own = vars(optimizer).get(name)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        offload.expose()
+        return function(*args, **kwargs)
+
+    def undo() -> None:
+        if own is None:
+            vars(optimizer).pop(name, None)
+        else:
+            setattr(optimizer, name, own)
+
+    setattr(optimizer, name, call)
+    return undo

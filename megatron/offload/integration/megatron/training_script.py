@@ -153,8 +153,8 @@ class TrainingScript:
             self._restore.pop()()
         if self._offload is not None:
             self._offload.close()
+        self._parameters.close(restore=False)  # before what was there when they came
         self._states.close(restore=False)
-        self._parameters.close(restore=False)
 
     # -------------------------------------------------------------- what is wrapped
 

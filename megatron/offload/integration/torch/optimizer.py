@@ -18,7 +18,7 @@ import torch
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.torch.parameter_offload import changing
+from megatron.offload.integration.torch.parameter_offload import by_units, changing
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.auto_window import AutoWindow
 from megatron.offload.states.config import StatesConfig
@@ -56,7 +56,9 @@ class OptimizerOffload:
         optimizer: whose states move.
         config: with mode `off` nothing is touched.
         moves_param: whether a parameter moves with its states.
-        updated: told of each bucket's parameters once they are updated.
+        updated: told of parameters once they are updated.
+        stands_for: gives the parameter of the model that one of the optimizer updates.
+        order: of parameters in buckets; see `OptimizerStates`.
         prefetches: whether reads begin in backward, by its gradients; else somebody calls
             `states.prefetch`.
         num_parts: optimizers of this process whose states move, and that share its memory.
@@ -69,6 +71,8 @@ class OptimizerOffload:
         *,
         moves_param: Callable[[torch.Tensor], bool] = lambda param: False,
         updated: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
+        stands_for: Callable[[torch.Tensor], torch.Tensor] = lambda param: param,
+        order: Callable[[torch.Tensor], int] = lambda param: 0,
         prefetches: bool = True,
         num_parts: int = 1,
     ) -> None:
@@ -101,6 +105,8 @@ class OptimizerOffload:
                 moves_param=moves_param,
                 updated=updated,
                 changing=changing,
+                pieces=functools.partial(by_units, stands_for=stands_for),
+                order=order,
                 step_by=step_by,
             )
         except BaseException:

@@ -29,7 +29,7 @@ from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.parameters.open import open_parameter_tiers
-from megatron.offload.parameters.unit import can_take_place
+from megatron.offload.parameters.unit import Part, can_take_place
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import format_size
 
@@ -43,6 +43,7 @@ class ParameterOffload:
         layers: of the model, with their units, counted from 0 in the order in which they run.
         config: with mode `off` nothing is touched.
         device: where layers compute. None: where their parameters are.
+        parts: of parameters, which come and go with them.
 
     Raises:
         ConfigurationError: a parameter cannot move, or the tiers cannot be opened.
@@ -53,6 +54,7 @@ class ParameterOffload:
         layers: Mapping[torch.nn.Module, int],
         config: ParametersConfig,
         device: torch.device | str | None = None,
+        parts: Mapping[torch.Tensor, Part] | None = None,
     ) -> None:
         self.window: ParameterWindow | None = None
         self._undo: list[Callable[[], None]] = []
@@ -73,7 +75,7 @@ class ParameterOffload:
         _windows.add(window)
         try:
             for number, params in enumerate(units):
-                window.add(f"unit {number + 1} of {len(units)}", params)
+                window.add(f"unit {number + 1} of {len(units)}", params, parts)
         except BaseException:
             window.close()
             raise
@@ -150,6 +152,7 @@ class ParameterOffload:
         assert window is not None
 
         def before_forward(*_: Any) -> None:
+            window.check_whole()
             in_backward = torch._C._current_graph_task_id() != -1  # it is recomputed
             window.use(number, -1 if in_backward else 1)
 
@@ -201,6 +204,26 @@ def changing(params: Sequence[torch.Tensor]) -> Iterator[None]:
             if own:
                 contexts.enter_context(window.changing(own))
         yield
+
+
+def by_units(
+    params: Sequence[torch.Tensor],
+    stands_for: Callable[[torch.Tensor], torch.Tensor] = lambda param: param,
+) -> list[list[torch.Tensor]]:
+    """Divides what is to be updated so that each piece needs one unit in memory, in their order.
+
+    Args:
+        params: of an optimizer.
+        stands_for: gives the parameter of the model that each of them updates.
+    """
+    pieces: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for param in params:
+        place = (-1, -1)  # of those that are in no unit
+        for index, window in enumerate(_windows):
+            number = window.number_of(stands_for(param))
+            place = place if number is None else (index, number)
+        pieces.setdefault(place, []).append(param)
+    return [pieces[place] for place in sorted(pieces)]
 
 
 def offload_parameters(

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a Megatron optimizer whose states stay in memory, unit by unit: `step_by_units`.
+
+Where states move, `model_states.py` updates bucket by bucket; parameters wait on a tier in both.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.integration.megatron.main_weights import COPY, MainWeights
+from megatron.offload.integration.torch.parameter_offload import by_units, changing
+from megatron.offload.states.optimizer_slice import OptimizerSlice
+
+# The optimizers that update each parameter by its gradient and state alone.
+_KNOWN_KINDS = ("Adam", "AdamW", "FusedAdam")
+
+
+def check_steps_by_units(optimizer: Any) -> None:
+    """Raises ConfigurationError for what may not update shards unit by unit.
+
+    Args:
+        optimizer: Megatron's, of shards.
+    """
+    kind = type(optimizer).__name__
+    if kind == "DistributedOptimizer":
+        kind = type(optimizer.optimizer).__name__
+    if kind not in _KNOWN_KINDS or getattr(optimizer.optimizer, "capturable", False):
+        raise ConfigurationError(
+            f"{PARAMETERS_PREFIX}{kind} with --use-distributed-optimizer cannot be combined with "
+            "--parameter-offload: it is not known to update each parameter by its gradient and "
+            "state alone; use --optimizer adam, not capturable, or drop one"
+        )
+
+
+def step_by_units(optimizer: Any) -> Callable[[], None]:
+    """Has a Megatron optimizer update one unit after the other, while it is in memory.
+
+    Args:
+        optimizer: with parameters that are offloaded.
+
+    Returns:
+        What undoes it.
+    """
+    inner, weights = optimizer.optimizer, MainWeights(optimizer)
+    own_step = OptimizerSlice(inner)
+
+    @torch.no_grad()
+    def step(self: torch.optim.Optimizer) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        pieces = by_units(params, weights.model_param)
+        own_step.begin_step(pieces)
+        for own in pieces:
+            states = {param: self.state[param] for param in own if self.state.get(param)}
+            with changing(own):
+                self.state.update(own_step.step(own, states))
+                weights.copy(own)
+        own_step.end_step()
+
+    hooked = torch.optim.Optimizer.profile_hook_step(step)
+    hooked._offloads_states = True  # type: ignore[attr-defined]  # nobody need bring all units
+    inner.step = types.MethodType(hooked, inner)
+    setattr(optimizer, COPY, lambda: None)  # see Note [Main weights go to the model at once]
+
+    def undo() -> None:
+        del inner.step
+        delattr(optimizer, COPY)
+
+    return undo
