@@ -26,6 +26,10 @@ class EnginePasses:
         around_forward: gives a context around each forward pass; None: there is nobody to tell.
         unsynchronized: gives a context around backward passes after which gradients are not
             complete; None: there is nobody to tell.
+
+    Attributes:
+        around_backward: gives a context around each backward pass, of its unit and whether it is
+            the last one of that unit.
     """
 
     def __init__(
@@ -40,6 +44,9 @@ class EnginePasses:
         self._hooks_tensors = hooks_tensors
         self._around_forward = around_forward or contextlib.nullcontext
         self._unsynchronized = unsynchronized
+        self.around_backward: Callable[[int, bool], contextlib.AbstractContextManager[Any]] = (
+            lambda unit, is_last: contextlib.nullcontext()
+        )
         self._save_orders: dict[tuple[int, int], SaveOrder] = {}
 
     @contextlib.contextmanager
@@ -67,6 +74,7 @@ class EnginePasses:
     def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:
         """Around a backward pass."""
         with contextlib.ExitStack() as contexts:
+            contexts.enter_context(self.around_backward(unit, is_last))
             if self._unsynchronized is not None and not is_last:
                 contexts.enter_context(self._unsynchronized())
             if self._engine is not None:
