@@ -165,12 +165,11 @@ class ParameterWindow:
         self.conceal()
         for number in numbers:
             self._bring(self.units[number])
+            self.units[number].note_change()  # here, because an error may end the update anywhere
         with used:
-            try:
-                yield
-            finally:
-                for number in numbers:
-                    self.units[number].note_change()
+            yield
+        for number in numbers:
+            self.units[number].note_change()  # should it have been written meanwhile
 
     def has(self, param: torch.Tensor) -> bool:
         """Whether a parameter belongs to a unit."""
