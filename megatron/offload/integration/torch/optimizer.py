@@ -78,6 +78,7 @@ class OptimizerOffload:
         self._undo: list[Callable[[], None]] = []
         self._config = config
         self._own_step = optimizer.__dict__.get("step")
+        self._runs_on_host = False
         if not config.enabled:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -87,6 +88,7 @@ class OptimizerOffload:
         if config.step_on == "cpu" and not device.is_host:
             _check_has_cpu_step(optimizer)
             step_by = StepOnHost(optimizer, device, moves_param)
+            self._runs_on_host = True
             device, budget_bytes = CpuDevice(), None  # states take nothing of the device's
         sizes = expected_bytes(optimizer, moves_param)
         tiers = open_state_tiers(config, device, sizes=sizes, num_local_ranks=local_world_size())
@@ -177,6 +179,7 @@ class OptimizerOffload:
             step.__dict__.update(self._own_step.__dict__)
         hooked = torch.optim.Optimizer.profile_hook_step(step)
         hooked._offloads_states = True  # type: ignore[attr-defined]
+        hooked._runs_on_host = self._runs_on_host  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(hooked, optimizer)  # type: ignore[method-assign]
         kind = type(optimizer)
 

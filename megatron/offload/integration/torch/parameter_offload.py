@@ -203,12 +203,21 @@ class ParameterOffload:
         self._undo += [hook.remove for hook in hooks]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """All parameters of an optimizer that does not step by units are to be there."""
+        """All parameters of an optimizer that does not step by units are to be there.
+
+        Raises:
+            ConfigurationError: its step would copy them to the host before they are.
+        """
         window = self.window
-        if window is None or hasattr(optimizer.step, "_offloads_states"):
+        if window is None:
             return
         params = [p for group in optimizer.param_groups for p in group["params"] if window.has(p)]
-        if params:
+        if params and getattr(optimizer.step, "_runs_on_host", False):
+            raise _refusal(
+                "a step on the host (step_on, --optimizer-step-on cpu) copies parameters of an "
+                "accelerator before they are brought to it; with parameters on a tier use device"
+            )
+        if params and not hasattr(optimizer.step, "_offloads_states"):
             self._step = contextlib.ExitStack()
             self._step.enter_context(window.changing(params))
 
