@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from megatron.offload.device.allocator import return_freed_memory
 from megatron.offload.device.device import Device
 from megatron.offload.errors import GRADIENTS_PREFIX, LostStateError, OffloadError
 from megatron.offload.parameters.away_gradient import AwayGradient, Piece, piece_of
@@ -117,6 +118,8 @@ class Gradients:
         self._note_peak()
         for piece in list(self._pieces):  # of the unit before
             piece.wait_for_write()
+        if self._device.is_host:
+            return_freed_memory()  # an allocator keeps much of what it cannot use for the next unit
         moving = [param for param in params if _can_leave(param.grad)]
         small = [param for param in moving if _bytes_of(param) < ALONE_BYTES]
         for param in moving:
