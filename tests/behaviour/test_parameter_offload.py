@@ -276,6 +276,29 @@ def test_what_no_tier_takes_stays_in_memory(
         assert torch.equal(one, other)
 
 
+class Failing(torch.optim.SGD):
+    """Ends with an error when all parameters are updated."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise KeyboardInterrupt
+
+
+def test_what_an_optimizer_has_updated_before_an_error_is_not_lost(tmp_path: Path) -> None:
+    trained, expected = Language().eval(), Language().eval()
+    handle = offload_parameters(trained, tmp_path)
+    for model in (trained, expected):
+        optimizer = Failing(model.parameters(), lr=0.1)
+        model(micro_batches(0)[0]).backward()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        with torch.no_grad():
+            model(micro_batches(1)[0])  # units leave
+    handle.close()
+    for one, other in zip(trained.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "sentence"),
     [

@@ -325,7 +325,8 @@ class _Run:
         begin_s = max([self._now_s, *(one.ends_s for one in self._writes)])
         if tier.shared_bytes_per_s is not None:
             begin_s = max(begin_s, self._read_until_s)
-        write = _Write(tier, begin_s + tier.latency_s + num_bytes / tier.write_bytes_per_s, what, term)
+        ends_s = begin_s + tier.latency_s + num_bytes / tier.write_bytes_per_s
+        write = _Write(tier, ends_s, what, term)
         self._writes.append(write)
         return write
 
