@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,9 @@ from megatron.offload.errors import InterruptedStepError, LostStateError, Offloa
 from megatron.offload.integration.torch.layer_major import _params_by_unit
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.parameters import gradients as gradients_file
-from megatron.offload.parameters.away_gradient import AwayGradient, Piece, piece_of
+from megatron.offload.parameters.away_gradient import AwayGradient, piece_of
 from megatron.offload.parameters.gradients import Gradients
-from megatron.offload.states.bucket import Where
+from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.tiers.drive import Drive
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.behaviour.test_layer_major_steps import HIDDEN, LAYERS, VOCABULARY, Language
@@ -334,7 +332,7 @@ class Session:
         assert self.handle.window is not None
         return self.handle.window.tiers[0]
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[Bucket]:
         """Of all gradients, none of which is still written."""
         found = {id(p): p for one in self.model.parameters() if (p := piece_of(one)) is not None}
         for piece in found.values():
@@ -439,13 +437,14 @@ def test_each_gradient_is_written_and_read_once(
 ) -> None:
     moved: dict[str, list[int]] = {"begin_write": [], "begin_read": []}
     for name, sizes in moved.items():
-        right = getattr(Piece, name)
+        right = getattr(Bucket, name)
 
-        def counted(self: Piece, *args: Any, right: Any = right, sizes: Any = sizes) -> Any:
-            sizes.append(self.num_bytes)
+        def counted(self: Bucket, *args: Any, right: Any = right, sizes: Any = sizes) -> Any:
+            if (0, "grad") in self.layout.slots:  # type: ignore[union-attr]  # it has bytes
+                sizes.append(self.num_bytes)
             return right(self, *args)
 
-        monkeypatch.setattr(Piece, name, counted)
+        monkeypatch.setattr(Bucket, name, counted)
     session = Session(tmp_path, offloads_states=True)
     session.passes()
     session.pieces()
@@ -506,17 +505,6 @@ def test_after_closing_gradients_are_where_they_were(tmp_path: Path, of_one_step
     for ours, theirs in zip(session.model.parameters(), of_one_step.parameters(), strict=True):
         assert type(ours.grad) is torch.Tensor and theirs.grad is not None
         assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_a_model_that_is_gone_leaves_no_gradients_behind(tmp_path: Path) -> None:
-    session = Session(tmp_path)
-    session.passes()
-    pieces = [weakref.ref(piece) for piece in session.pieces()]
-    assert pieces
-    session.handle.close(restore=False)
-    del session
-    gc.collect()
-    assert not any(one() for one in pieces)
 
 
 def test_without_a_place_they_cannot_leave(tmp_path: Path) -> None:

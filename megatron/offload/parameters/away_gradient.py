@@ -17,8 +17,7 @@ other one (`foreach=True`), and any other way is an error.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,26 +29,7 @@ from megatron.offload.states.bucket import Bucket
 _NORM = 2.0
 
 
-class Piece(Bucket):
-    """Gradients that move together.
-
-    Args:
-        params: whose they are. They refer to it by their gradients, so it does not to them.
-    """
-
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        super().__init__((), lambda: None)
-        self._owners = [weakref.ref(param) for param in params]
-
-    def owners(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The parameters whose gradients are still to come from here, with their numbers in it."""
-        for index, owner in enumerate(self._owners):
-            param = owner()
-            if param is not None and piece_of(param) is self:
-                yield index, param
-
-
-def piece_of(param: torch.Tensor) -> Piece | None:
+def piece_of(param: torch.Tensor) -> Bucket | None:
     """What has the bytes of a parameter's gradient, if that is away."""
     return param.grad.piece if isinstance(param.grad, AwayGradient) else None
 
@@ -65,12 +45,12 @@ class AwayGradient(torch.Tensor):
         piece: the same.
     """
 
-    piece: Piece | None
+    piece: Bucket | None
     _norm: torch.Tensor | None
     _later: list[Callable[[torch.Tensor], Any]]
 
     @staticmethod
-    def __new__(cls, gradient: torch.Tensor, piece: Piece | None) -> AwayGradient:
+    def __new__(cls, gradient: torch.Tensor, piece: Bucket | None) -> AwayGradient:
         """See the class."""
         make: Any = torch.Tensor._make_wrapper_subclass
         made: AwayGradient = make(
@@ -82,7 +62,7 @@ class AwayGradient(torch.Tensor):
         )
         return made
 
-    def __init__(self, gradient: torch.Tensor, piece: Piece | None) -> None:
+    def __init__(self, gradient: torch.Tensor, piece: Bucket | None) -> None:
         self.piece = piece
         self._norm = None if piece is None else _norm_of(gradient)
         self._later = []

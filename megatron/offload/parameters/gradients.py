@@ -6,7 +6,7 @@ for all micro-batches. Then they leave, and each comes back once, when the optim
 parameter; behind that it is dropped.
 
 Note [What leaves, and who owns it]
-A large gradient leaves as it is, small ones of a unit are packed together: a piece (`Piece`). In
+A large gradient leaves as it is, small ones of a unit are packed together: a piece (`Bucket`). In
 the place of a gradient that is away there is an `AwayGradient`, and it alone refers to the piece.
 So `zero_grad` drops the bytes with it, memory and space on the tier, wherever they are. What no
 tier takes stays where it was.
@@ -29,9 +29,9 @@ import torch
 from megatron.offload.device.allocator import return_freed_memory
 from megatron.offload.device.device import Device
 from megatron.offload.errors import GRADIENTS_PREFIX, LostStateError, OffloadError
-from megatron.offload.parameters.away_gradient import AwayGradient, Piece, piece_of
+from megatron.offload.parameters.away_gradient import AwayGradient, piece_of
 from megatron.offload.sizes import format_size
-from megatron.offload.states.bucket import Where
+from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.layout import Layout, dense_stride
 from megatron.offload.tiers.tier import Tier
 
@@ -69,7 +69,7 @@ class Gradients:
         self._device = device
         sizes = [sum(param.nbytes for param in params) for params in self._units]
         self._live_bytes = live_units * max(sizes)
-        self._pieces: weakref.WeakSet[Piece] = weakref.WeakSet()
+        self._pieces: weakref.WeakSet[Bucket] = weakref.WeakSet()
         self._in_layer_major = False
         self._at, self._direction = 0, 1  # the unit that was updated last, and where to from there
         self._has_warned = False
@@ -138,7 +138,7 @@ class Gradients:
         else:
             storage = layout.new_storage(self._device.device)
             layout.store(tensors.items(), storage)
-        piece = Piece(params)
+        piece = Bucket(params, lambda: None)
         piece.fill(layout, storage)
         event = None if self._device.is_host else self._device.record_event()
         if not any(piece.begin_write(tier, event) for tier in self._tiers):
@@ -148,7 +148,7 @@ class Gradients:
         for param, gradient in gradients.items():
             param.grad = AwayGradient(gradient, piece)
 
-    def _warn_of_full_tiers(self, piece: Piece) -> None:
+    def _warn_of_full_tiers(self, piece: Bucket) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -220,13 +220,13 @@ class Gradients:
         if piece.where is not Where.IN_MEMORY:
             self._read(piece, self._numbers[id(param)])
         views = piece.views
-        for index, one in list(piece.owners()):
-            assert isinstance(one.grad, AwayGradient)
-            view = views[index, _KEY]
-            one.grad = one.grad.brought(view if len(views) == 1 else view.clone())
+        for index, one in enumerate(piece.params):
+            away, view = one.grad, views[index, _KEY]
+            if isinstance(away, AwayGradient) and away.piece is piece:
+                one.grad = away.brought(view if len(views) == 1 else view.clone())
         self._pieces.discard(piece)
 
-    def _read(self, piece: Piece, number: int) -> None:
+    def _read(self, piece: Bucket, number: int) -> None:
         try:
             events = piece.read()
         except torch.OutOfMemoryError:
@@ -270,13 +270,15 @@ class Gradients:
         Raises:
             LostStateError: some could not be read back.
         """
-        if restore:
-            self.bring()
-        for params in self._units:
-            for param in params:
-                if isinstance(param.grad, AwayGradient):
-                    param.grad = None
-        self._units = []
+        try:
+            if restore:
+                self.bring()
+        finally:
+            for params in self._units:
+                for param in params:
+                    if isinstance(param.grad, AwayGradient):
+                        param.grad = None
+            self._units = []
 
 
 def _bytes_of(param: torch.Tensor) -> int:
