@@ -142,6 +142,31 @@ def test_no_more_units_are_in_memory_than_may_live(tmp_path: Path) -> None:
     assert 2 * each <= trained.counted["peak_bytes"] <= 3 * each
 
 
+def test_a_step_of_two_groups_needs_no_more_units_in_memory(tmp_path: Path) -> None:
+    """Though what has no weight decay of all layers would fit into one bucket."""
+    model = Language()
+    with offload_parameters(model, tmp_path) as handle:
+        params = list(model.parameters())
+        groups = [[p for p in params if (p.dim() > 1) == is_large] for is_large in (True, False)]
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-2)
+        bucket_bytes = 2 * sum(p.nbytes for p in groups[1])
+        with offload_optimizer(optimizer, tmp_path, bucket_bytes=bucket_bytes) as states:
+            model(micro_batches(0)[0]).backward()
+            assert handle.window is not None and states.states is not None
+            there: list[int] = []
+            step = states.states._slice.step
+
+            def watched(*arguments: Any) -> Any:
+                assert handle.window is not None
+                there.append(handle.window.memory_bytes)
+                return step(*arguments)
+
+            states.states._slice.step = watched  # type: ignore[method-assign]
+            optimizer.step()
+        each = handle.statistics["parameter_bytes"] / LAYERS
+        assert there and max(there) <= 3 * each
+
+
 @pytest.fixture
 def offloaded(tmp_path: Path) -> tuple[Language, ParameterOffload]:
     model = Language().eval()

@@ -175,6 +175,10 @@ class ParameterWindow:
         """Whether a parameter belongs to a unit."""
         return id(param) in self._numbers
 
+    def number_of(self, param: torch.Tensor) -> int:
+        """Of the unit that a parameter belongs to; -1: none."""
+        return self._numbers.get(id(param), -1)
+
     # -- Between steps --------------------------------------------------------------------------
 
     def expose(self) -> None:

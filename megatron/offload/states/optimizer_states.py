@@ -63,6 +63,8 @@ class OptimizerStates:
         updated: told of the parameters of each bucket once they are updated and still in memory.
         changing: gives a context around the update of a bucket's parameters, `updated` included.
         step_by: runs the optimizer's step; None: where the parameters are.
+        place_of: where a parameter stands among those that come in for their updates; those with
+            the same place have their states in one bucket, whatever groups they are in.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class OptimizerStates:
         updated: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
         changing: Callable[[Sequence[torch.Tensor]], _Context] = lambda params: _nothing(),
         step_by: OptimizerSlice | None = None,
+        place_of: Callable[[torch.Tensor], int] = lambda param: 0,
     ) -> None:
         self.checkpoint = ""  # to resume from should states be lost; empty: not known
         self._optimizer = optimizer
@@ -85,6 +88,7 @@ class OptimizerStates:
         self._bucket_bytes = bucket_bytes
         self._updated = updated
         self._changing = changing
+        self._place_of = place_of
         self._places = Places(optimizer, device.device, moves_param)
         self._window = Window(tiers, device, window_bytes, self._expected_bytes, self._lost)
         self._exposed: list[Exposed] = []
@@ -205,6 +209,7 @@ class OptimizerStates:
         known = {id(param) for bucket in self.buckets for param in bucket.params}
         groups = self._optimizer.param_groups
         params = [p for group in groups for p in group["params"] if id(p) not in known]
+        params.sort(key=self._place_of)
         own: list[torch.Tensor] = []
         own_bytes = 0
         for param in params:

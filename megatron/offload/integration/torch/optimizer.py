@@ -18,7 +18,7 @@ import torch
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.torch.parameter_offload import changing
+from megatron.offload.integration.torch.parameter_offload import changing, unit_of
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.auto_window import AutoWindow
 from megatron.offload.states.config import StatesConfig
@@ -104,6 +104,7 @@ class OptimizerOffload:
                 updated=updated,
                 changing=changing,
                 step_by=step_by,
+                place_of=unit_of,
             )
         except BaseException:
             for tier in tiers:

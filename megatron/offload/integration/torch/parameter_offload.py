@@ -241,6 +241,11 @@ def changing(params: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
 
 
+def unit_of(param: torch.Tensor) -> int:
+    """Number of the unit that a parameter comes in with where it is offloaded; -1: it stays."""
+    return max((window.number_of(param) for window in _windows), default=-1)
+
+
 @contextlib.contextmanager
 def unit_backward(params: Sequence[torch.Tensor], *, is_last: bool) -> Iterator[None]:
     """Around a backward pass of a layer-major step's unit: gradients that are offloaded hear of it.
