@@ -2,7 +2,8 @@
 """What can go wrong, as types. Raised by every room, caught by integrations and by users.
 
 A message is one sentence: `activation offload: <what happened>; <what was expected>; <what to do>`,
-and begins with `optimizer states:`, `parameters:` or `layer-major steps:` where it is about these.
+and begins with `optimizer states:`, `parameters:`, `gradients:` or `layer-major steps:` where it is
+about these.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ PREFIX = "activation offload: "
 STATES_PREFIX = "optimizer states: "
 STEPS_PREFIX = "layer-major steps: "
 PARAMETERS_PREFIX = "parameters: "
-_PREFIXES = (PREFIX, STATES_PREFIX, STEPS_PREFIX, PARAMETERS_PREFIX)
+GRADIENTS_PREFIX = "gradients: "
+_PREFIXES = (PREFIX, STATES_PREFIX, STEPS_PREFIX, PARAMETERS_PREFIX, GRADIENTS_PREFIX)
 
 
 class OffloadError(RuntimeError):
@@ -49,7 +51,7 @@ class StorageError(OffloadError):
 
 
 class LostStateError(StorageError):
-    """Model states or parameters whose only copy was on a tier could not be read back."""
+    """Model states, parameters or gradients could not be read back from their only copy."""
 
 
 class InterruptedStepError(OffloadError):

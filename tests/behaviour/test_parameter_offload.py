@@ -164,6 +164,31 @@ def test_a_bucket_of_all_layers_brings_one_unit_at_a_time(tmp_path: Path) -> Non
         assert torch.equal(param, other)
 
 
+def test_a_step_of_two_groups_needs_no_more_units_in_memory(tmp_path: Path) -> None:
+    """Though what has no weight decay of all layers would fit into one bucket."""
+    model = Language()
+    with offload_parameters(model, tmp_path) as handle:
+        params = list(model.parameters())
+        groups = [[p for p in params if (p.dim() > 1) == is_large] for is_large in (True, False)]
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-2)
+        bucket_bytes = 2 * sum(p.nbytes for p in groups[1])
+        with offload_optimizer(optimizer, tmp_path, bucket_bytes=bucket_bytes) as states:
+            model(micro_batches(0)[0]).backward()
+            assert handle.window is not None and states.states is not None
+            there: list[int] = []
+            step = states.states._slice.step
+
+            def watched(*arguments: Any) -> Any:
+                assert handle.window is not None
+                there.append(handle.window.memory_bytes)
+                return step(*arguments)
+
+            states.states._slice.step = watched  # type: ignore[method-assign]
+            optimizer.step()
+        each = handle.statistics["parameter_bytes"] / LAYERS
+        assert there and max(there) <= 3 * each
+
+
 @pytest.fixture
 def offloaded(tmp_path: Path) -> tuple[Language, ParameterOffload]:
     model = Language().eval()
@@ -295,6 +320,29 @@ def test_what_no_tier_takes_stays_in_memory(
     assert caplog.text.count("parameters: no tier takes those of") == 1
     handle.close()
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Failing(torch.optim.SGD):
+    """Ends with an error when all parameters are updated."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise KeyboardInterrupt
+
+
+def test_what_an_optimizer_has_updated_before_an_error_is_not_lost(tmp_path: Path) -> None:
+    trained, expected = Language().eval(), Language().eval()
+    handle = offload_parameters(trained, tmp_path)
+    for model in (trained, expected):
+        optimizer = Failing(model.parameters(), lr=0.1)
+        model(micro_batches(0)[0]).backward()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        with torch.no_grad():
+            model(micro_batches(1)[0])  # units leave
+    handle.close()
+    for one, other in zip(trained.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
 
 

@@ -260,3 +260,15 @@ def test_layers_on_several_devices_are_refused(lag: LagModule, tmp_path: Path) -
         offload_parameters(model, tmp_path)
     with pytest.raises(ConfigurationError, match=r"on cpu and cannot be moved to lag:1 one by one"):
         offload_parameters(Stack(), tmp_path, device=DEVICE)
+
+
+def test_a_step_on_the_host_is_refused(lag: LagModule, tmp_path: Path) -> None:
+    """It would copy parameters that are away, and train with NaN."""
+    wide = Wide(tmp_path)
+    optimizer = torch.optim.SGD(wide.model.parameters(), lr=0.1)
+    states = offload_optimizer(optimizer, tmp_path, step_on="cpu")
+    wide.model(torch.ones(1, 512).to(DEVICE)).sum().backward()
+    with pytest.raises(ConfigurationError, match=r"^parameters: a step on the host \(step_on"):
+        optimizer.step()
+    states.close(restore=False)
+    wide.handle.close()

@@ -99,6 +99,17 @@ def test_parameters_that_ranks_divide_are_read_once_by_all_together() -> None:
     assert divided.tokens == whole.tokens == 6 * 1024
 
 
+def test_gradients_that_leave_take_two_units_of_memory_and_traffic_once_each_way() -> None:
+    alone, stay = schedules(SSD).pairs[-1]
+    beside, leave = schedules(f"{SSD} --gradient-offload on").pairs[-1]
+    layer_bytes = 2 * LAYER_BYTES  # in fp32
+    assert leave.peak["gradients"] == stay.peak["gradients"] - (8 - 2) * layer_bytes
+    assert leave.passes.gradient_bytes == 8 * layer_bytes
+    assert leave.moved_bytes - stay.moved_bytes == 2 * 8 * layer_bytes
+    assert leave.optimizer_s > stay.optimizer_s and leave.update_s == stay.update_s
+    assert beside == alone  # one micro-batch after the other they stay
+
+
 def test_layer_major_pays_where_it_stays_ahead() -> None:
     found = schedules(SSD).pairs
     assert pays_from(found) == found[1][0].tokens
@@ -134,6 +145,11 @@ def test_a_published_step_is_marked_where_model_and_hardware_are_its_own() -> No
         (f"{SSD} --activation-memory-budget 1GiB", "leave out --activation-memory-budget"),
         (f"{SSD} --parameter-offload-live-units 1", "give at least 2"),
         (f"{MODEL} --plot both.png --activation-offload ssd", "--activation-offload, --plot: for"),
+        (f"{MODEL} --gradient-offload on", "--gradient-offload: for steps whose parameters"),
+        (
+            f"{SSD} --gradient-offload on --optimizer-state-offload off",
+            "give --optimizer-state-offload",
+        ),
         (f"{SSD} --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size"),
         (f"{SSD} --layer-major-units 9", "the model has 8 layers"),
         (f"{SSD} --ssds 0", "--ssds is 0"),

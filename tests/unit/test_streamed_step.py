@@ -15,6 +15,7 @@ from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.planner.profile.stage_profile import TierProfile
 from megatron.offload.planner.simulator.streamed_step import (
+    GRADIENTS,
     KEPT,
     MOVING,
     PARAMETERS,
@@ -163,9 +164,9 @@ def test_activations_share_the_drive_with_parameters() -> None:
     # second one is still under way as backward wants it: it stays. Unit 1 is read from 9 to 13 s,
     # what it has saved until 15 s, and its backward ends after 16 s.
     shared, apart = cost(1.0), cost(None)
-    assert shared.passes_s == 16 and shared.waits_s == {PARAMETERS: 3, KEPT: 7}
+    assert shared.passes_s == 16 and shared.waits_s == {PARAMETERS: 3, KEPT: 7, GRADIENTS: 0}
     # By itself each direction is done sooner; the second unit's activations come back too.
-    assert apart.passes_s == 15 and apart.waits_s == {PARAMETERS: 5, KEPT: 4}
+    assert apart.passes_s == 15 and apart.waits_s == {PARAMETERS: 5, KEPT: 4, GRADIENTS: 0}
     # All but the last unit's, whose backward follows at once.
     assert apart.activation_bytes == shared.activation_bytes == 2 * 2
     assert apart.peak[MOVING] == 4
@@ -196,3 +197,18 @@ def test_an_optimizer_that_needs_all_parameters_has_them_read_and_written() -> N
     assert found.all_in_s == found.all_in_bytes == 4 * 3  # all but the two that are there
     assert found.written_bytes == 6 * 3
     assert found.peak[PARAMETERS] == 6 * 3
+
+
+def test_gradients_that_leave_are_one_units_that_is_made_and_one_that_is_written() -> None:
+    work = UnitWork(1, 1.0, 3.0, gradient_bytes=8)
+    fast = simulate(step(6, 2, work, parameters_on=tier(4.0)), layer_major=True)
+    assert fast.gradient_bytes == 6 * 8
+    # Written in 2 s, while the next unit's two micro-batches take 6 s.
+    assert fast.waits_s[GRADIENTS] == 0 and fast.peak[GRADIENTS] == 2 * 8
+    # A write takes 8 s, which 6 s of compute do not hide, for all units but the first to leave; the
+    # second of two steps begins while the last unit's are still written, which hides nothing.
+    slow = simulate(step(6, 2, work, parameters_on=tier(1.0)), layer_major=True)
+    assert slow.waits_s[GRADIENTS] >= 5 * 2 and slow.peak[GRADIENTS] == 2 * 8
+    assert slow.passes_s == pytest.approx(slow.compute_s + sum(slow.waits_s.values()))
+    stays = simulate(step(6, 2, UnitWork(1, 1.0, 3.0)), layer_major=True)
+    assert stays.gradient_bytes == 0 and not stays.peak.get(GRADIENTS)

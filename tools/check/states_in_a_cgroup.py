@@ -4,6 +4,7 @@
 
     tools/check/states_in_a_cgroup.py --json result.json        # about a minute on 2 cores
     tools/check/states_in_a_cgroup.py --parameters --layers 130 --steps 2       # about 5 minutes
+    tools/check/states_in_a_cgroup.py --gradients --layers 80 --steps 2         # about 3 minutes
 
 The same training three times, each in a process of its own: with states in memory and as much of it
 as there is; in a control group with less, by --less of the states' bytes; and there with states on
@@ -11,6 +12,7 @@ the SSD. It needs root, or a control group in which others may be made.
 
 With --parameters those are on the SSD too, steps are layer-major with four micro-batches, and the
 group has a third of what weights, gradients and states take. Gradients stay in memory: a quarter.
+With --gradients these leave as well, and the group has an eighth.
 
 Exit code: 0 in the group the run with states in memory was killed for memory, the one with states
 on the SSD ended, and all that ended have the same weights, bit for bit; 1 one of these does not
@@ -186,12 +188,26 @@ def train(args: argparse.Namespace) -> None:
     import torch
 
     from megatron.offload import LayerMajor, offload_optimizer, offload_parameters
+    from megatron.offload.integration.torch.parameter_offload import changing
 
-    torch.manual_seed(1)
-    linear = [torch.nn.Linear(args.hidden, args.hidden) for _ in range(args.layers)]
+    linear = [torch.nn.Linear(args.hidden, args.hidden, device="meta") for _ in range(args.layers)]
+    moves = ON_SSD if args.states == ON_SSD and args.parameters else "off"
+    for layer in linear:
+        for name, param in layer.named_parameters():
+            # What is to be on the SSD takes no memory until it is filled, layer by layer.
+            made = (
+                torch.zeros(()).expand(param.shape)
+                if moves == ON_SSD
+                else torch.zeros_like(param, device="cpu")
+            )
+            setattr(layer, name, torch.nn.Parameter(made))
     model = torch.nn.Sequential(*linear)
-    moves = "off" if args.states != ON_SSD or not args.parameters else ON_SSD
-    offload_parameters(model, args.dir, mode=moves, layers=[torch.nn.Linear])
+    leave = "on" if args.gradients and moves == ON_SSD else "off"
+    offload_parameters(model, args.dir, mode=moves, layers=[torch.nn.Linear], gradients=leave)
+    torch.manual_seed(1)
+    for layer in linear:
+        with changing(list(layer.parameters())):
+            layer.reset_parameters()
     layer_major = LayerMajor(model, layers=[torch.nn.Linear]) if args.parameters else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     offload_optimizer(
@@ -235,6 +251,7 @@ def run(states: str, limit_bytes: int | None, args: argparse.Namespace) -> Run:
     for name in ("hidden", "layers", "steps", "window", "dir"):
         command += [f"--{name}", str(getattr(args, name))]
     command += ["--parameters"] if args.parameters else []
+    command += ["--gradients"] if args.gradients else []
     with contextlib.ExitStack() as stack:
         group = None
         if limit_bytes is not None:
@@ -266,7 +283,7 @@ def all_runs(args: argparse.Namespace) -> list[Run]:
     free = run(IN_MEMORY, None, args)
     limit_bytes = int(free.peak_bytes - args.less * 8 * num_parameters(args))
     if args.parameters:
-        limit_bytes = 16 * num_parameters(args) // 3
+        limit_bytes = 16 * num_parameters(args) // (8 if args.gradients else 3)
     return [free, *(run(states, limit_bytes, args) for states in (IN_MEMORY, ON_SSD))]
 
 
@@ -313,11 +330,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--less", type=float, default=0.4, help="memory, as a part of the states' bytes (0.4)"
     )
     parser.add_argument("--parameters", action="store_true", help="these are on the SSD as well")
+    parser.add_argument("--gradients", action="store_true", help="and gradients")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs" / "offload", help="on the SSD")
     # Of one training, not for people.
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--states", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    args.parameters = args.parameters or args.gradients
     args.dir.mkdir(parents=True, exist_ok=True)
     if args.train:
         train(args)

@@ -28,6 +28,10 @@ class EnginePasses:
         unsynchronized: gives a context around backward passes after which gradients are not
             complete; None: there is nobody to tell.
         profiler: hears of all passes too; None: nobody measures.
+
+    Attributes:
+        around_backward: gives a context around each backward pass, of its unit and whether it is
+            the last one of that unit.
     """
 
     def __init__(
@@ -44,6 +48,9 @@ class EnginePasses:
         self._around_forward = around_forward or contextlib.nullcontext
         self._unsynchronized = unsynchronized
         self._profiler = profiler
+        self.around_backward: Callable[[int, bool], contextlib.AbstractContextManager[Any]] = (
+            lambda unit, is_last: contextlib.nullcontext()
+        )
         self._save_orders: dict[tuple[int, int], SaveOrder] = {}
 
     @contextlib.contextmanager
@@ -74,6 +81,7 @@ class EnginePasses:
     def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:
         """Around a backward pass."""
         with contextlib.ExitStack() as contexts:
+            contexts.enter_context(self.around_backward(unit, is_last))
             if self._unsynchronized is not None and not is_last:
                 contexts.enter_context(self._unsynchronized())
             if self._profiler is not None:

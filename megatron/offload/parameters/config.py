@@ -34,6 +34,14 @@ class ParametersConfig(Settings):
         "Results are bit-identical.",
         choices=("off", "host", "ssd", "tiered"),
     )
+    gradients: str = flag(
+        "--gradient-offload",
+        "off",
+        "on: with layer-major steps, the gradients of a unit of layers go where its parameters "
+        "wait when its backward pass has run for all micro-batches, and come back for the "
+        "optimizer's step. off: they stay in memory.",
+        choices=("off", "on"),
+    )
     directories: tuple[Path, ...] = flag(
         "--parameter-offload-dir",
         (),
@@ -92,6 +100,11 @@ class ParametersConfig(Settings):
                 f"{self.prefix}--parameter-offload {self.mode} needs a directory on an SSD; give "
                 "--parameter-offload-dir"
             )
+        if self.offloads_gradients and not self.enabled:
+            raise ConfigurationError(
+                f"{self.prefix}--gradient-offload on needs a place for gradients, which is where "
+                "parameters wait; give --parameter-offload"
+            )
         if self.live_units < 2:
             raise ConfigurationError(
                 f"{self.prefix}--parameter-offload-live-units {self.live_units} leaves no room to "
@@ -102,6 +115,11 @@ class ParametersConfig(Settings):
     def enabled(self) -> bool:
         """Whether parameters move."""
         return self.mode != "off"
+
+    @property
+    def offloads_gradients(self) -> bool:
+        """Whether gradients move."""
+        return self.gradients == "on"
 
     @property
     def uses_ssd(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX, InterruptedStepError, LostStateError
+from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.unit import ParameterUnit, Part, Where
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.tier import Tier
@@ -38,6 +39,7 @@ class ParameterWindow:
     Attributes:
         device: where layers compute.
         units: in the order in which layers run.
+        gradients: of these parameters, where they wait on the tiers too.
         stall_s: seconds that compute has waited for parameters.
         is_whole: false while parameters are brought together from several ranks, and for good once
             that ended in its middle.
@@ -46,6 +48,7 @@ class ParameterWindow:
     def __init__(self, tiers: Sequence[Tier], device: Device, live_units: int) -> None:
         self.tiers = list(tiers)
         self.units: list[ParameterUnit] = []
+        self.gradients: Gradients | None = None
         self.stall_s = 0.0
         self.peak_bytes = 0  # of parameters in memory
         self.is_whole = True
@@ -57,6 +60,11 @@ class ParameterWindow:
         self._direction = 1
         self._shown: dict[int, list[tuple[int, int]]] = {}  # versions of what is shown, by unit
         self._has_warned = False
+
+    def offload_gradients(self) -> None:
+        """Gradients of all units wait on the tiers too; after the last unit was added."""
+        units = [unit.params for unit in self.units]
+        self.gradients = Gradients(units, self.tiers, self.device, self._live_units)
 
     def add(
         self,
@@ -162,8 +170,17 @@ class ParameterWindow:
     def changing(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
         """Around the update of some parameters: they are in memory, and have other bytes after it.
 
-        Those that are no unit's are left alone.
+        Their gradients are in memory too, and dropped after it. Those that are no unit's are left
+        alone.
+
+        Raises:
+            LostStateError: some could not be read back.
         """
+        params = list(params)
+        used: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.gradients is not None:
+            self.gradients.begin_reads(params)
+            used = self.gradients.used(params)
         numbers = sorted({n for p in params if (n := self._numbers.get(id(p))) is not None})
         if len(numbers) <= self._live_units:
             for number in numbers:
@@ -171,12 +188,12 @@ class ParameterWindow:
         self.conceal()
         for number in numbers:
             self._bring(self.units[number])
+            self.units[number].note_change()  # here, because an error may end the update anywhere
         self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
-        try:
+        with used:
             yield
-        finally:
-            for number in numbers:
-                self.units[number].note_change()
+        for number in numbers:
+            self.units[number].note_change()  # should it have been written meanwhile
 
     def number_of(self, param: torch.Tensor) -> int | None:
         """The unit that a parameter, or a part of one, belongs to; None: it belongs to none."""
@@ -243,12 +260,17 @@ class ParameterWindow:
         """Ends the tiers.
 
         Args:
-            restore: brings all parameters back to memory of their own before.
+            restore: brings all parameters, and gradients, back to memory of their own before.
 
         Raises:
             LostStateError: some could not be read back; all others are in memory.
         """
         error: LostStateError | None = None
+        if self.gradients is not None:
+            try:
+                self.gradients.close(restore=restore)
+            except LostStateError as one:
+                error = one
         self.conceal()
         for unit in self.units if restore else ():
             try:

@@ -56,6 +56,7 @@ _NEEDED = (
 # Flags that mean something with --parameter-offload alone, and their defaults.
 _STREAMING = {
     "parameter_offload_live_units": 2,
+    "gradient_offload": "off",
     "layer_major_units": None,
     "activation_recompute_layers": "all",
     "activation_offload": "off",
@@ -255,6 +256,12 @@ def _add_streaming(group: Any) -> None:
     group.add_argument("--parameter-offload", choices=("off", "host", "ssd"), default="off")
     group.add_argument(
         "--parameter-offload-live-units", type=_count, default=2, metavar="N", help="default: 2"
+    )
+    group.add_argument(
+        "--gradient-offload",
+        choices=("off", "on"),
+        default="off",
+        help="on: gradients of layers wait there too, in layer-major steps. Default: off",
     )
     group.add_argument(
         "--layer-major-units",

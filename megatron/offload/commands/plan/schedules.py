@@ -49,6 +49,11 @@ def schedules_of(args: argparse.Namespace) -> Schedules:
         raise ConfigurationError(
             "--parameter-offload-live-units 1 leaves no room to read ahead; give at least 2"
         )
+    if args.gradient_offload == "on" and args.optimizer_state_offload == "off":
+        raise ConfigurationError(
+            "--gradient-offload on has all gradients in memory in the step of an optimizer whose "
+            "states stay there; give --optimizer-state-offload"
+        )
     divided = args.data_parallel_sharding_strategy == "optim_grads_params"
     if divided:
         args.use_distributed_optimizer = True
@@ -66,6 +71,7 @@ def schedules_of(args: argparse.Namespace) -> Schedules:
         recomputes=args.activation_recompute_layers == "all",
         activations_on=None if args.activation_offload == "off" else args.activation_offload,
         divided=divided,
+        gradients_leave=args.gradient_offload == "on",
     )
     return Schedules(of, pairs_of(of))
 
@@ -104,6 +110,7 @@ def _heading(streamed: StreamedProjection) -> list[str]:
     num_units = len(set(units_of(range(layers), streamed.num_units).values()))
     divided = ", divided among all" if streamed.divided else ""
     activations = "inputs of layers" if streamed.recomputes else "activations"
+    gradients = f"; gradients on {streamed.parameters_on}" if streamed.gradients_leave else ""
     where = f"on {streamed.activations_on}" if streamed.activations_on else "in device memory"
     return [
         f"projected for {of.parallel.num_ranks} x {of.hardware.gpu.title}",
@@ -111,7 +118,7 @@ def _heading(streamed: StreamedProjection) -> list[str]:
         f"micro-batches of {of.parallel.micro_batch_size * of.model.seq_length:,} tokens a rank",
         f"moves   parameters on {streamed.parameters_on}{divided}: "
         f"{tier.write_bytes_per_s / 1e9:.1f} GB/s to write, {tier.read_bytes_per_s / 1e9:.1f} to "
-        f"read; {streamed.live_units} units live; {activations} {where}",
+        f"read; {streamed.live_units} units live; {activations} {where}{gradients}",
         f"units   {num_units} in layer-major steps, {layers} in the others",
     ]
 

@@ -111,6 +111,11 @@ def check_model_parameters(config: ParametersConfig, settings: Any) -> None:
             f"{PARAMETERS_PREFIX}CUDA graphs cannot be combined with --parameter-offload: a "
             "captured graph has the addresses that parameters had then; drop one"
         )
+    if config.offloads_gradients:
+        raise ConfigurationError(
+            f"{PARAMETERS_PREFIX}--gradient-offload on cannot be used with Megatron, whose "
+            "gradients are in one buffer that is never given back; leave it off"
+        )
     if not getattr(settings, "use_distributed_optimizer", False):
         return
     for name, reason in _REFUSED.items():

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.process_groups import ProcessGroupConsensus
 from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.integration.torch.offload import ActivationOffload
+from megatron.offload.integration.torch.parameter_offload import unit_backward
 from megatron.offload.integration.torch.passes import tensors_in
 from megatron.offload.integration.torch.sharded_units import ShardedUnits
 from megatron.offload.layer_major.config import refusal
@@ -104,14 +105,17 @@ class LayerMajor:
             self._schedule = self._open(sharded.device)
             self._hook()
         with contextlib.ExitStack() as contexts:
-            passes: Passes
             if self._offload is None:
-                passes = EnginePasses(None, hooks_tensors=True)
+                own = EnginePasses(None, hooks_tensors=True)
             else:
-                passes = contexts.enter_context(self._offload.layer_major_step())
+                own = contexts.enter_context(self._offload.layer_major_step())
                 if self._offload.engine is not None:
                     self._offload.engine.exclude(tensors_in(batches))
-            passes = contexts.enter_context(sharded.step(passes))
+            params = _params_by_unit(self._model, self.units)
+            own.around_backward = lambda unit, is_last: unit_backward(
+                params.get(unit, ()), is_last=is_last
+            )
+            passes: Passes = contexts.enter_context(sharded.step(own))
             forwards = [forward_of(one) for one in batches]
             losses = self._schedule.run(forwards, torch.Tensor.backward, passes)
         return [one.detach() for one in losses]
@@ -154,6 +158,25 @@ class LayerMajor:
     def _enter(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         assert self._schedule is not None
         return self._schedule.enter_layer(layer, (args, kwargs))
+
+
+def _params_by_unit(
+    model: torch.nn.Module, units: Mapping[torch.nn.Module, int]
+) -> dict[int, list[torch.Tensor]]:
+    """Parameters whose gradients are complete with their unit: what no other one uses."""
+    units_of_module: dict[torch.nn.Module, set[int | None]] = {}
+    for layer, unit in units.items():
+        for module in layer.modules():
+            units_of_module.setdefault(module, set()).add(unit)
+    users: dict[torch.nn.Parameter, set[int | None]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            users.setdefault(param, set()).update(units_of_module.get(module, {None}))
+    found: dict[int, list[torch.Tensor]] = {}
+    for one, (first, *others) in users.items():
+        if first is not None and not others:
+            found.setdefault(first, []).append(one)
+    return found
 
 
 def _check(model: torch.nn.Module, layers: dict[torch.nn.Module, str]) -> None:

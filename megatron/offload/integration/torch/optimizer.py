@@ -18,7 +18,7 @@ import torch
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.torch.parameter_offload import by_units, changing
+from megatron.offload.integration.torch.parameter_offload import by_units, changing, unit_of
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.auto_window import AutoWindow
 from megatron.offload.states.config import StatesConfig
@@ -72,7 +72,7 @@ class OptimizerOffload:
         moves_param: Callable[[torch.Tensor], bool] = lambda param: False,
         updated: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
         stands_for: Callable[[torch.Tensor], torch.Tensor] = lambda param: param,
-        order: Callable[[torch.Tensor], int] = lambda param: 0,
+        order: Callable[[torch.Tensor], int] = unit_of,
         prefetches: bool = True,
         num_parts: int = 1,
     ) -> None:
@@ -82,6 +82,7 @@ class OptimizerOffload:
         self._undo: list[Callable[[], None]] = []
         self._config = config
         self._own_step = optimizer.__dict__.get("step")
+        self._runs_on_host = False
         if not config.enabled:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -91,6 +92,7 @@ class OptimizerOffload:
         if config.step_on == "cpu" and not device.is_host:
             _check_has_cpu_step(optimizer)
             step_by = StepOnHost(optimizer, device, moves_param)
+            self._runs_on_host = True
             device, budget_bytes = CpuDevice(), None  # states take nothing of the device's
         sizes = expected_bytes(optimizer, moves_param)
         tiers = open_state_tiers(config, device, sizes=sizes, num_local_ranks=local_world_size())
@@ -183,6 +185,7 @@ class OptimizerOffload:
             step.__dict__.update(self._own_step.__dict__)
         hooked = torch.optim.Optimizer.profile_hook_step(step)
         hooked._offloads_states = True  # type: ignore[attr-defined]
+        hooked._runs_on_host = self._runs_on_host  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(hooked, optimizer)  # type: ignore[method-assign]
         kind = type(optimizer)
 

@@ -67,7 +67,7 @@ class ParameterOffload:
         tiers = open_parameter_tiers(
             config,
             computes_on,
-            num_bytes=_with_pages(sizes),
+            num_bytes=_with_pages(sizes) * (2 if config.offloads_gradients else 1),
             largest_bytes=max(sizes) + _SLACK,
             num_local_ranks=local_world_size(),
         )
@@ -76,6 +76,8 @@ class ParameterOffload:
         try:
             for number, params in enumerate(units):
                 window.add(f"unit {number + 1} of {len(units)}", params, parts)
+            if config.offloads_gradients:
+                window.offload_gradients()
         except BaseException:
             window.close()
             raise
@@ -104,6 +106,16 @@ class ParameterOffload:
             "read_bytes": sum(one.reads.total_bytes for one in every),
             "written_bytes": sum(one.writes.total_bytes for one in every),
             "stall_s": self.window.stall_s,
+        } | self._gradient_statistics
+
+    @property
+    def _gradient_statistics(self) -> dict[str, int | float]:
+        gradients = self.window.gradients if self.window is not None else None
+        if gradients is None:
+            return {}
+        return {
+            "gradient_memory_bytes": gradients.memory_bytes,
+            "gradient_peak_bytes": gradients.peak_bytes,
         }
 
     def report(self) -> str:
@@ -111,10 +123,14 @@ class ParameterOffload:
         if self.window is None:
             return "parameters are in memory"
         found = self.statistics
+        gradients = ""
+        if self.window.gradients is not None:
+            peak_bytes = int(found["gradient_peak_bytes"])
+            gradients = f", and {format_size(peak_bytes)} of their gradients"
         return (
             f"parameters: {format_size(int(found['parameter_bytes']))} of layers on "
             f"{', '.join(map(str, self.window.tiers))}, at most "
-            f"{format_size(int(found['peak_bytes']))} of them in memory; read "
+            f"{format_size(int(found['peak_bytes']))} of them in memory{gradients}; read "
             f"{format_size(int(found['read_bytes']))}, written "
             f"{format_size(int(found['written_bytes']))}, waited {found['stall_s']:.3f} s"
         )
@@ -127,6 +143,17 @@ class ParameterOffload:
         """
         if self.window is not None:
             self.window.expose()
+
+    def bring_gradients(self) -> None:
+        """Has all gradients in memory until the optimizer's step, for whoever looks at them.
+
+        For `clip_grad_norm_` it is not needed.
+
+        Raises:
+            LostStateError: some could not be read back.
+        """
+        if self.window is not None and self.window.gradients is not None:
+            self.window.gradients.bring()
 
     def close(self, *, restore: bool = True) -> None:
         """Leaves the model as it was.
@@ -157,6 +184,8 @@ class ParameterOffload:
             window.use(number, -1 if in_backward else 1)
 
         def before_backward(_: torch.Tensor) -> None:
+            if window.gradients is not None:
+                window.gradients.check_is_told()
             window.use(number, -1)
 
         def after_forward(_: torch.nn.Module, __: Any, result: Any) -> None:
@@ -177,12 +206,21 @@ class ParameterOffload:
         self._undo += [hook.remove for hook in hooks]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """All parameters of an optimizer that does not step by units are to be there."""
+        """All parameters of an optimizer that does not step by units are to be there.
+
+        Raises:
+            ConfigurationError: its step would copy them to the host before they are.
+        """
         window = self.window
-        if window is None or hasattr(optimizer.step, "_offloads_states"):
+        if window is None:
             return
         params = [p for group in optimizer.param_groups for p in group["params"] if window.has(p)]
-        if params:
+        if params and getattr(optimizer.step, "_runs_on_host", False):
+            raise _refusal(
+                "a step on the host (step_on, --optimizer-step-on cpu) copies parameters of an "
+                "accelerator before they are brought to it; with parameters on a tier use device"
+            )
+        if params and not hasattr(optimizer.step, "_offloads_states"):
             self._step = contextlib.ExitStack()
             self._step.enter_context(window.changing(params))
 
@@ -206,6 +244,12 @@ def changing(params: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
 
 
+def unit_of(param: torch.Tensor) -> int:
+    """Number of the unit that a parameter comes in with where it is offloaded; -1: it stays."""
+    numbers = [window.number_of(param) for window in _windows]
+    return max((number for number in numbers if number is not None), default=-1)
+
+
 def by_units(
     params: Sequence[torch.Tensor],
     stands_for: Callable[[torch.Tensor], torch.Tensor] = lambda param: param,
@@ -224,6 +268,21 @@ def by_units(
             place = place if number is None else (index, number)
         pieces.setdefault(place, []).append(param)
     return [pieces[place] for place in sorted(pieces)]
+
+
+@contextlib.contextmanager
+def unit_backward(params: Sequence[torch.Tensor], *, is_last: bool) -> Iterator[None]:
+    """Around a backward pass of a layer-major step's unit: gradients that are offloaded hear of it.
+
+    Args:
+        params: whose gradients are complete behind the last pass of the unit.
+        is_last: of the micro-batches.
+    """
+    with contextlib.ExitStack() as contexts:
+        for window in _windows:
+            if window.gradients is not None:
+                contexts.enter_context(window.gradients.backward(params, is_last=is_last))
+        yield
 
 
 def offload_parameters(
@@ -254,10 +313,12 @@ def offload_parameters(
         device: where layers compute. Default: where they are. A model that does not fit on an
             accelerator is made on the CPU: `offload_parameters(model, ..., device="cuda")`, then
             `model.to("cuda")`, which moves what is outside of layers.
-        settings: any other field of `ParametersConfig` by its name: `live_units=3`.
+        settings: any other field of `ParametersConfig` by its name: `live_units=3`;
+            `gradients="on"`: with `LayerMajor`, those of these layers wait there too.
 
     Returns:
-        A handle with `statistics`, `report()`, `expose()` and `close()`, also a context manager.
+        A handle with `statistics`, `report()`, `expose()`, `bring_gradients()` and `close()`, also
+        a context manager.
 
     Raises:
         ConfigurationError: the directory, a setting or the model cannot work; says why.

@@ -32,6 +32,7 @@ class ProjectedStates:
         update_s: of the optimizer alone.
         between_s: of a step, all but the optimizer.
         tokens: of a step of one model copy.
+        read_beside_bytes: read with them, and not written: gradients.
     """
 
     num_bytes: int
@@ -40,6 +41,7 @@ class ProjectedStates:
     update_s: float
     between_s: float
     tokens: int
+    read_beside_bytes: int = 0
 
     @functools.cached_property
     def profile(self) -> StatesProfile:
@@ -47,9 +49,10 @@ class ProjectedStates:
         number = min(max(round(self.num_bytes / _BUCKET_BYTES), 1), _MOST_BUCKETS)
         shared = self.tier.shared_bytes_per_s
         most = shared / 2 if shared is not None else float("inf")
+        part = self.num_bytes / max(self.num_bytes + self.read_beside_bytes, 1)  # of what is read
         return StatesProfile(
             bucket_bytes=(max(self.num_bytes // number, 1),) * number,
-            read_bytes_per_s=min(self.tier.read_bytes_per_s, most),
+            read_bytes_per_s=min(self.tier.read_bytes_per_s, most) * part,
             write_bytes_per_s=min(self.tier.write_bytes_per_s, most),
             update_s_per_byte=self.update_s / max(self.num_bytes, 1),
             between_s=self.between_s,

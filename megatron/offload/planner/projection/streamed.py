@@ -13,6 +13,7 @@ from megatron.offload.planner.profile.stage_profile import LayerProfile, StagePr
 from megatron.offload.planner.projection.projection import GRADIENT_BYTES, Projection, project
 from megatron.offload.planner.projection.states import ProjectedStates
 from megatron.offload.planner.simulator.streamed_step import (
+    GRADIENTS,
     KEPT,
     PARAMETERS,
     StreamedCost,
@@ -34,6 +35,7 @@ class StreamedProjection:
         recomputes: layers keep their inputs alone.
         activations_on: the tier of these, or of all that layers keep; None: device memory.
         divided: parameters and gradients are divided among data-parallel ranks, as ZeRO-3 does.
+        gradients_leave: those of layers wait there too, in layer-major steps.
     """
 
     of: Projection
@@ -43,6 +45,7 @@ class StreamedProjection:
     recomputes: bool = True
     activations_on: str | None = None
     divided: bool = False
+    gradients_leave: bool = False
 
     def cost(self, micro_batches: int, *, layer_major: bool) -> ScheduleCost:
         """What a step of so many micro-batches costs."""
@@ -58,14 +61,16 @@ class StreamedProjection:
                 num_bytes=int(of.state_bytes) + streamed_bytes // step.shares,
                 window_bytes=of.states_window_bytes,
                 tier=of.hardware.tier(of.states_on),
+                read_beside_bytes=passes.gradient_bytes,
                 update_s=profile.step_fixed_s,
                 between_s=passes.passes_s,
                 tokens=tokens,
             ).predicted
             optimizer_s, moved_bytes = states.optimizer_s, int(states.moved_bytes)
         layer, element_bytes = profile.layers[0], of.model.element_bytes
+        gradients_stay = int(of.parameters * GRADIENT_BYTES / step.shares) - passes.gradient_bytes
         peak = dict(passes.peak) | {
-            "gradients": int(of.parameters * GRADIENT_BYTES / step.shares),
+            GRADIENTS: gradients_stay + self._gradients_at_once(step, passes),
             "parameters outside of layers": int(of.parameters * element_bytes) - streamed_bytes,
             "optimizer states": int(of.state_bytes) * stays,
             "working memory": profile.transient_bytes
@@ -77,22 +82,30 @@ class StreamedProjection:
             micro_batches, tokens, passes, optimizer_s, profile.step_fixed_s, moved_bytes, peak
         )
 
+    def _gradients_at_once(self, step: StreamedStep, passes: StreamedCost) -> int:
+        """The most of those that leave: in the passes, or of live units in the optimizer's step."""
+        live_bytes = self.live_units * max(unit.gradient_bytes for unit in step.units)
+        return max(passes.peak.get(GRADIENTS, 0), live_bytes)
+
     def step(self, micro_batches: int, *, layer_major: bool) -> StreamedStep:
         """What a step of so many micro-batches is made of."""
         of, profile = self.of, self._profile
         parameter_bytes = of.model.layer_parameters * of.model.element_bytes // of.parallel.tensor
+        shares = of.parallel.data if self.divided else 1
+        gradient_bytes = of.model.layer_parameters * GRADIENT_BYTES // of.parallel.tensor // shares
         layers = range(len(profile.layers))
         unit_of = units_of(layers, self.num_units if layer_major else None)
         units = [UnitWork(0, 0.0, 0.0)] * (unit_of[layers[-1]] + 1)
         for number, layer in enumerate(profile.layers):
             kept, moved = self._activations(layer)
             backward_s = layer.backward_s + (layer.recompute_s or 0.0) * self.recomputes
-            work = UnitWork(parameter_bytes, layer.forward_s, backward_s, kept, moved)
+            leaving = gradient_bytes * (self.gradients_leave and layer_major)
+            work = UnitWork(parameter_bytes, layer.forward_s, backward_s, kept, moved, leaving)
             units[unit_of[number]] = _sum(units[unit_of[number]], work)
         units[0] = _sum(units[0], UnitWork(0, profile.before_s[0], profile.backward_after_s[0]))
         head = UnitWork(0, profile.after_s[0], profile.backward_before_s[0])
         units[-1] = _sum(units[-1], head._replace(kept_bytes=profile.pass_fixed_bytes[0]))
-        gpu, shares = of.hardware.gpu, of.parallel.data if self.divided else 1
+        gpu = of.hardware.gpu
         return StreamedStep(
             units=tuple(units),
             micro_batches=micro_batches,
@@ -155,7 +168,8 @@ class ScheduleCost:
         """Read and written by this rank's tiers in a step."""
         passes = self.passes
         parameters = passes.read_bytes + passes.all_in_bytes + passes.written_bytes
-        return parameters + 2 * (passes.activation_bytes + self.optimizer_bytes)
+        twice = passes.activation_bytes + passes.gradient_bytes + self.optimizer_bytes
+        return parameters + 2 * twice
 
     @property
     def waits_s(self) -> dict[str, float]:
@@ -164,6 +178,7 @@ class ScheduleCost:
         return {
             "parameters": waits[PARAMETERS],
             "activations": waits[KEPT],
+            "gradients": waits[GRADIENTS],
             "optimizer": self.optimizer_s - self.update_s,
         }
 

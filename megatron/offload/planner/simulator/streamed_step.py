@@ -9,6 +9,8 @@ memory, which are read ahead and which leave follows `parameters/window.py`, Not
 for line. Reads go one after the other at the tier's rate, and so do writes; on a tier whose rate is
 shared a read holds up the writes. Activations that move are written when their visit ends and read
 back one visit ahead, in the same two queues; those of a visit whose backward follows at once stay.
+Gradients of a unit that leave do so when its backward has ended for all micro-batches, in the
+parameters' queue; those of the unit before have been written by then, or compute waits.
 An optimizer that goes from bucket to bucket leaves the first units in memory and is no part of
 this, see `ProjectedStates`. Any other has all parameters in memory: they are read before it, and
 written when the next step begins. The second of two steps counts.
@@ -31,6 +33,7 @@ from megatron.offload.parameters.unit import Where
 from megatron.offload.planner.profile.stage_profile import TierProfile
 
 PARAMETERS, KEPT, MOVING = "parameters", "kept by layers", "activations on their way"
+GRADIENTS = "gradients"
 WAITING = "hidden states that wait", "gradients that wait"
 
 
@@ -41,6 +44,8 @@ class UnitWork(NamedTuple):
         backward_s: with what is recomputed.
         kept_bytes: activations in memory until its backward has ended.
         moved_bytes: activations on the tier meanwhile.
+        gradient_bytes: of all micro-batches together; they leave when they are complete. Those
+            that stay do not count here.
     """
 
     parameter_bytes: int
@@ -48,6 +53,7 @@ class UnitWork(NamedTuple):
     backward_s: float
     kept_bytes: int = 0
     moved_bytes: int = 0
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,12 +92,13 @@ class StreamedCost:
     Attributes:
         passes_s: with all waits.
         compute_s: without them.
-        waits_s: for `PARAMETERS` and for activations, `KEPT`.
+        waits_s: for `PARAMETERS`, for activations, `KEPT`, and for `GRADIENTS`.
         all_in_s: after that, until an optimizer has all parameters that wants them.
         all_in_bytes: that are read in it.
         read_bytes: of parameters.
         written_bytes: of parameters.
         activation_bytes: written; as many are read, but for those that are needed before.
+        gradient_bytes: written; the optimizer reads as many.
         peak: most bytes in memory at once, by term.
     """
 
@@ -103,6 +110,7 @@ class StreamedCost:
     read_bytes: int
     written_bytes: int
     activation_bytes: int
+    gradient_bytes: int
     peak: Mapping[str, int]
 
 
@@ -146,7 +154,8 @@ class _Unit:
 class _Write:
     tier: TierProfile
     ends_s: float
-    what: _Unit | int  # a unit's parameters, or bytes of activations
+    what: _Unit | int  # a unit's parameters, or bytes of activations or gradients
+    term: str = MOVING  # of these bytes
 
 
 class _Run:
@@ -168,7 +177,7 @@ class _Run:
 
     def step(self, *, layer_major: bool) -> StreamedCost:
         self._sums: collections.Counter[str] = collections.Counter()
-        self._waits_s, self._compute_s = {PARAMETERS: 0.0, KEPT: 0.0}, 0.0
+        self._waits_s, self._compute_s = {PARAMETERS: 0.0, KEPT: 0.0, GRADIENTS: 0.0}, 0.0
         self._peak = dict(self._levels)
         began_s, step = self._now_s, self._step
         order = list(visits(len(self._units), step.micro_batches, layer_major=layer_major))
@@ -187,6 +196,7 @@ class _Run:
             sums["read"],
             sums["written"],
             sums["moved"],
+            sums["gradients"],
             dict(self._peak),
         )
 
@@ -198,6 +208,7 @@ class _Run:
         comes, goes = (unit < last, unit > 0) if is_backward else (unit > 0, unit < last)
         self._hold(WAITING[is_backward], -handed_bytes * comes)
         if is_backward:
+            self._hold(GRADIENTS, work.gradient_bytes * (batch == 0))
             self._fetch(visit)
             self._wait(self._moved.pop((unit, batch), 0.0), KEPT)
             if following.is_backward:
@@ -212,6 +223,8 @@ class _Run:
         if is_backward:
             self._hold(KEPT, -work.kept_bytes)
             self._hold(MOVING, -work.moved_bytes)
+            if work.gradient_bytes and batch == self._step.micro_batches - 1:
+                self._leave(work.gradient_bytes)
         elif work.moved_bytes and following != (unit, batch, True):
             assert self._step.activations_on is not None
             write = self._write(self._step.activations_on, work.moved_bytes, work.moved_bytes)
@@ -219,6 +232,13 @@ class _Run:
             self._sums["moved"] += work.moved_bytes
             while self._writes and self._levels[MOVING] > self._step.inflight_bytes:
                 self._wait(self._writes[0], KEPT)
+
+    def _leave(self, num_bytes: int) -> None:
+        """A unit's gradients are complete: they are written once those before are."""
+        for write in [write for write in self._writes if write.term == GRADIENTS]:
+            self._wait(write, GRADIENTS)
+        self._write(self._step.parameters_on, num_bytes, num_bytes, GRADIENTS)
+        self._sums["gradients"] += num_bytes
 
     def _fetch(self, visit: Visit) -> None:
         """Begins to read a visit's activations; those that are being written are still there."""
@@ -299,11 +319,14 @@ class _Run:
                 write.ends_s += seconds
         return self._read_until_s
 
-    def _write(self, tier: TierProfile, num_bytes: int, what: _Unit | int) -> _Write:
+    def _write(
+        self, tier: TierProfile, num_bytes: int, what: _Unit | int, term: str = MOVING
+    ) -> _Write:
         begin_s = max([self._now_s, *(one.ends_s for one in self._writes)])
         if tier.shared_bytes_per_s is not None:
             begin_s = max(begin_s, self._read_until_s)
-        write = _Write(tier, begin_s + tier.latency_s + num_bytes / tier.write_bytes_per_s, what)
+        ends_s = begin_s + tier.latency_s + num_bytes / tier.write_bytes_per_s
+        write = _Write(tier, ends_s, what, term)
         self._writes.append(write)
         return write
 
@@ -316,9 +339,10 @@ class _Run:
         """The clock goes on; writes that end meanwhile free their memory."""
         self._now_s = then_s
         while self._writes and self._writes[0].ends_s <= then_s:
-            what = self._writes.popleft().what
+            write = self._writes.popleft()
+            what = write.what
             if isinstance(what, int):
-                self._hold(MOVING, -what)
+                self._hold(write.term, -what)
             else:
                 what.where, what.changed = Where.AWAY, False
                 self._hold(PARAMETERS, -what.work.parameter_bytes)

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of layers between their unit's backward pass and the optimizer's step: `Gradients`.
+
+In a layer-major step the gradients of a unit's layers are complete when its backward pass has run
+for all micro-batches. Then they leave, and each comes back once, when the optimizer updates its
+parameter; behind that it is dropped.
+
+Note [What leaves, and who owns it]
+A large gradient leaves as it is, small ones of a unit are packed together: a piece (`Bucket`). In
+the place of a gradient that is away there is an `AwayGradient`, and it alone refers to the piece.
+So `zero_grad` drops the bytes with it, memory and space on the tier, wherever they are. What no
+tier takes stays where it was.
+
+Note [How much is in memory]
+While one unit's gradients are made, those of the unit before are written; compute waits for these
+before it hands over more. In the optimizer's step what is read ahead takes no more than the
+parameters' window lets live of units.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from megatron.offload.device.allocator import return_freed_memory
+from megatron.offload.device.device import Device
+from megatron.offload.errors import GRADIENTS_PREFIX, LostStateError, OffloadError
+from megatron.offload.parameters.away_gradient import AwayGradient, piece_of
+from megatron.offload.sizes import format_size
+from megatron.offload.states.bucket import Bucket, Where
+from megatron.offload.states.layout import Layout, dense_stride
+from megatron.offload.tiers.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+_KEY = "grad"  # in the names of a layout
+ALONE_BYTES = 1 << 20  # a gradient that is as large is a piece by itself
+
+
+class Gradients:
+    """Gradients of units of layers, which leave when they are complete.
+
+    Args:
+        units: parameters of the layers, in the order in which these run.
+        tiers: where gradients go; the first that takes a piece has it. Not closed here.
+        device: where layers compute.
+        live_units: that may be in memory in the optimizer's step.
+
+    Attributes:
+        peak_bytes: the most of them in memory, looked at when a unit's are complete and when the
+            optimizer updates parameters.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Sequence[torch.nn.Parameter]],
+        tiers: Sequence[Tier],
+        device: Device,
+        live_units: int,
+    ) -> None:
+        self.peak_bytes = 0
+        self._units = [list(params) for params in units]
+        self._numbers = {id(p): n for n, params in enumerate(self._units) for p in params}
+        self._tiers = tiers
+        self._device = device
+        sizes = [sum(param.nbytes for param in params) for params in self._units]
+        self._live_bytes = live_units * max(sizes)
+        self._pieces: weakref.WeakSet[Bucket] = weakref.WeakSet()
+        self._in_layer_major = False
+        self._at, self._direction = 0, 1  # the unit that was updated last, and where to from there
+        self._has_warned = False
+
+    # -- While layers compute -------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def backward(self, params: Iterable[torch.Tensor], *, is_last: bool) -> Iterator[None]:
+        """Around a backward pass of a unit.
+
+        Args:
+            params: whose gradients are complete behind the last pass. Those that are away from a
+                step before come back: they are added to.
+            is_last: of the micro-batches.
+
+        Raises:
+            LostStateError: one could not be read back.
+            OffloadError: an optimizer has used them, and nobody has said that they are zero now.
+        """
+        own = [param for param in params if id(param) in self._numbers]
+        for param in own:
+            if isinstance(param.grad, AwayGradient) and param.grad.piece is None:
+                raise OffloadError(
+                    f"{GRADIENTS_PREFIX}a backward pass would add to gradients that the "
+                    "optimizer's step has used and dropped; call zero_grad() after the step"
+                )
+            self._bring(param)
+        self._in_layer_major = True
+        try:
+            yield
+        finally:
+            self._in_layer_major = False
+        if is_last:
+            self._leave(own)
+
+    def check_is_told(self) -> None:
+        """Raises OffloadError where a backward pass of layers runs that nobody has told of."""
+        if not self._in_layer_major:
+            raise OffloadError(
+                f"{GRADIENTS_PREFIX}a backward pass of layers ran that is no part of a "
+                "layer-major step, so nobody knows when gradients are complete; run steps with "
+                "LayerMajor, or leave --gradient-offload off"
+            )
+
+    def _leave(self, params: Sequence[torch.Tensor]) -> None:
+        self._note_peak()
+        for piece in list(self._pieces):  # of the unit before
+            piece.wait_for_write()
+        if self._device.is_host:
+            return_freed_memory()  # an allocator keeps much of what it cannot use for the next unit
+        moving = [param for param in params if _can_leave(param.grad)]
+        small = [param for param in moving if _bytes_of(param) < ALONE_BYTES]
+        for param in moving:
+            if _bytes_of(param) >= ALONE_BYTES:
+                self._put_away([param])
+        if small:
+            self._put_away(small)
+
+    def _put_away(self, params: Sequence[torch.Tensor]) -> None:
+        """Starts to write the gradients of some parameters as one piece."""
+        gradients = {param: param.grad for param in params if param.grad is not None}
+        tensors = {(i, _KEY): gradient for i, gradient in enumerate(gradients.values())}
+        layout = Layout(tensors)
+        if len(tensors) == 1:
+            storage = tensors[0, _KEY].untyped_storage()
+        else:
+            storage = layout.new_storage(self._device.device)
+            layout.store(tensors.items(), storage)
+        piece = Bucket(params, lambda: None)
+        piece.fill(layout, storage)
+        event = None if self._device.is_host else self._device.record_event()
+        if not any(piece.begin_write(tier, event) for tier in self._tiers):
+            self._warn_of_full_tiers(piece)
+            return
+        self._pieces.add(piece)
+        for param, gradient in gradients.items():
+            param.grad = AwayGradient(gradient, piece)
+
+    def _warn_of_full_tiers(self, piece: Bucket) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%sno tier takes %s; they stay in memory until the optimizer's step and nothing "
+                "is lost, but more memory is needed; make room, and resume from a checkpoint if "
+                "memory runs short",
+                GRADIENTS_PREFIX,
+                format_size(piece.num_bytes),
+            )
+
+    # -- While the optimizer steps --------------------------------------------------------------
+
+    def begin_reads(self, params: Iterable[torch.Tensor]) -> None:
+        """These are needed now: starts to bring them, and reads ahead in the step's direction."""
+        own = [param for param in params if id(param) in self._numbers]
+        for param in own:
+            self._begin_read(param)
+        if not own:
+            return
+        at = self._numbers[id(own[-1])]
+        if at != self._at:
+            self._at, self._direction = at, 1 if at > self._at else -1
+        for number in (at, at + self._direction):
+            for param in self._units[number] if 0 <= number < len(self._units) else ():
+                piece = piece_of(param)
+                if piece is not None and piece.where is Where.ON_TIER:
+                    if self.memory_bytes + piece.num_bytes > self._live_bytes:
+                        return
+                    self._begin_read(param)
+
+    @contextlib.contextmanager
+    def used(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Around the update of some parameters: has their gradients in memory, and drops them.
+
+        Raises:
+            LostStateError: one could not be read back.
+        """
+        own = [param for param in params if id(param) in self._numbers]
+        for param in own:
+            self._bring(param)
+        self._note_peak()
+        yield
+        for param in own:
+            if param.grad is not None and _can_leave(param.grad):
+                param.grad = AwayGradient(param.grad, None)
+
+    def bring(self) -> None:
+        """Has all gradients in memory, until the optimizer's step.
+
+        Raises:
+            LostStateError: one could not be read back.
+        """
+        for params in self._units:
+            for param in params:
+                self._bring(param)
+
+    def _begin_read(self, param: torch.Tensor) -> None:
+        piece = piece_of(param)
+        if piece is not None and piece.where is Where.ON_TIER:
+            with contextlib.suppress(Exception):  # whoever needs it tries again, and says so
+                piece.begin_read()
+
+    def _bring(self, param: torch.Tensor) -> None:
+        """Has a parameter's gradient in its place, and those that are in one piece with it."""
+        piece = piece_of(param)
+        if piece is None:
+            return
+        piece.take_back()
+        if piece.where is not Where.IN_MEMORY:
+            self._read(piece, self._numbers[id(param)])
+        views = piece.views
+        for index, one in enumerate(piece.params):
+            away, view = one.grad, views[index, _KEY]
+            if isinstance(away, AwayGradient) and away.piece is piece:
+                one.grad = away.brought(view if len(views) == 1 else view.clone())
+        self._pieces.discard(piece)
+
+    def _read(self, piece: Bucket, number: int) -> None:
+        try:
+            events = piece.read()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            logger.warning("%sa read failed (%s); trying once more", GRADIENTS_PREFIX, error)
+            try:
+                events = piece.read()
+            except Exception as again:
+                raise LostStateError(
+                    f"{GRADIENTS_PREFIX}those of unit {number + 1} of "
+                    f"{len(self._units)} ({format_size(piece.num_bytes)}; {piece.block}) could not "
+                    f"be read back: {again}; there is no other copy, so training stops; check the "
+                    "disk and resume from the last checkpoint"
+                ) from again
+        if events is not None:
+            assert piece.storage is not None
+            self._device.use_after(piece.storage, events)
+
+    # -- Where they are -------------------------------------------------------------------------
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of these gradients that are in memory now."""
+        there = 0
+        for params in self._units:
+            for param in params:
+                if param.grad is not None and not isinstance(param.grad, AwayGradient):
+                    there += param.grad.nbytes
+        return there + sum(piece.memory_bytes for piece in self._pieces)
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
+
+    def close(self, *, restore: bool) -> None:
+        """Ends it, before the tiers.
+
+        Args:
+            restore: brings all gradients back before; else those that are away are gone.
+
+        Raises:
+            LostStateError: some could not be read back.
+        """
+        try:
+            if restore:
+                self.bring()
+        finally:
+            for params in self._units:
+                for param in params:
+                    if isinstance(param.grad, AwayGradient):
+                        param.grad = None
+            self._units = []
+
+
+def _bytes_of(param: torch.Tensor) -> int:
+    return 0 if param.grad is None else param.grad.nbytes
+
+
+def _can_leave(gradient: torch.Tensor | None) -> bool:
+    """Whether memory is given back when a gradient is: it is no part of something larger."""
+    return (
+        type(gradient) is torch.Tensor
+        and gradient.layout is torch.strided
+        and gradient.nbytes > 0
+        and gradient.stride() == dense_stride(gradient)
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
+    )

@@ -1,0 +1,627 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of layers that leave when their unit's backward is over: the same bits, less memory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron.offload import (
+    ConfigurationError,
+    LayerMajor,
+    offload_activations,
+    offload_optimizer,
+    offload_parameters,
+)
+from megatron.offload.device.open import open_device
+from megatron.offload.errors import InterruptedStepError, LostStateError, OffloadError
+from megatron.offload.integration.torch.layer_major import _params_by_unit
+from megatron.offload.integration.torch.parameter_offload import ParameterOffload
+from megatron.offload.parameters import gradients as gradients_file
+from megatron.offload.parameters.away_gradient import AwayGradient, piece_of
+from megatron.offload.parameters.gradients import Gradients
+from megatron.offload.states.bucket import Bucket, Where
+from megatron.offload.tiers.drive import Drive
+from megatron.offload.tiers.file import UnlinkedFile
+from tests.behaviour.test_layer_major_steps import HIDDEN, LAYERS, VOCABULARY, Language
+from tests.support.layer_major import failing_at, one_by_one
+
+MICRO_BATCHES = 8
+
+
+@pytest.fixture(autouse=True)
+def weights_leave_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is smaller together, as in a model that is not that small."""
+    monkeypatch.setattr(gradients_file, "ALONE_BYTES", 1 << 12)
+
+
+class Recomputed(Language):
+    """Recomputes its layers, and scales what each has made by a parameter of the whole model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(HIDDEN))
+
+    def run(self, layer: torch.nn.Module, x: torch.Tensor) -> Any:
+        return checkpoint(layer, x, use_reentrant=False)
+
+    def loss(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return super().loss(x * self.scale, tokens)
+
+
+def batches_of(step: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return [torch.randint(VOCABULARY, (2, 16), generator=draw) for _ in range(MICRO_BATCHES)]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, foreach=False)
+
+
+def fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
+class Trained:
+    """A model after some steps.
+
+    Args:
+        directory: for whatever moves; None: nothing does.
+        make: the model.
+        optimizer: of it, and `clip`, the norm of its gradients at most.
+        in_units: of a layer-major step; None: one micro-batch after the other.
+        calls: steps of micro-batches before one of the optimizer.
+        offloads_states: else the optimizer has all parameters in memory.
+        settings: of the parameters.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        make: Callable[[], torch.nn.Module] = Language,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = fused,
+        *,
+        clip: float | None = None,
+        in_units: int | None = LAYERS,
+        calls: int = 1,
+        offloads_states: bool = True,
+        moves_activations: bool = False,
+        steps: int = 2,
+        **settings: Any,
+    ) -> None:
+        model = make()
+        steps_by = optimizer(model.parameters())
+        self.used: list[tuple[int, torch.Tensor]] = []
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.resident_bytes: list[int] = []
+        torch.manual_seed(7)
+        with contextlib.ExitStack() as handles:
+            activations = self.handle = None
+            if directory is not None:
+                if moves_activations:
+                    activations = offload_activations(model, directory, min_bytes=1)
+                    handles.enter_context(activations)
+                settings = {"gradients": "on", **settings}
+                self.handle = offload_parameters(model, directory, **settings)
+                handles.enter_context(self.handle)
+                if offloads_states:
+                    sizes = {"bucket_bytes": 1 << 15, "window_bytes": 1 << 17}
+                    handles.enter_context(offload_optimizer(steps_by, directory, **sizes))
+            layer_major = LayerMajor(model, in_units, offload=activations) if in_units else None
+            self._watch(steps_by)
+            for number in range(steps):
+                steps_by.zero_grad()
+                for call in range(calls):
+                    batches = batches_of(number * calls + call)
+                    if layer_major is None:
+                        losses = one_by_one(model, batches)
+                    else:
+                        losses = layer_major.step(batches, model)
+                    self.losses += [float(loss) for loss in losses]
+                self.resident_bytes.append(resident_bytes(model))
+                if clip is not None:
+                    self.norms.append(
+                        float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+                    )
+                steps_by.step()
+            self.counted = self.handle.statistics if self.handle is not None else {}
+            self.states = copy.deepcopy(steps_by.state_dict()["state"])
+        self.weights = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keeps the gradients that each step uses, in the order of the parameters."""
+        order = [p for group in optimizer.param_groups for p in group["params"]]
+        kind, used = type(optimizer), self.used
+
+        def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        number = next(i for i, one in enumerate(order) if one is param)
+                        used.append((number, param.grad.clone()))
+            return kind.step.__wrapped__(self, closure)
+
+        hooked = torch.optim.Optimizer.profile_hook_step(step)
+        hooked.hooked = True  # type: ignore[attr-defined]  # as torch marks those of its classes
+        optimizer.__class__ = type("Watched", (kind,), {"step": hooked})
+
+    def assert_is(self, other: Trained) -> None:
+        assert (self.losses, self.norms) == (other.losses, other.norms)
+        in_order = [sorted(one.used, key=lambda pair: pair[0]) for one in (self, other)]
+        assert [n for n, _ in in_order[0]] == [n for n, _ in in_order[1]]
+        # A parameter's gradients of several steps stay in their order.
+        for (_, ours), (_, theirs) in zip(*in_order, strict=True):
+            assert torch.equal(ours, theirs)
+        for name, weight in other.weights.items():
+            assert torch.equal(self.weights[name], weight), name
+        assert self.states.keys() == other.states.keys()
+        for number, state in other.states.items():
+            for key, value in state.items():
+                assert torch.equal(
+                    torch.as_tensor(self.states[number][key]), torch.as_tensor(value)
+                )
+
+
+def resident_bytes(model: torch.nn.Module) -> int:
+    """Of the gradients of its layers."""
+    params = [p for layer in model.layers for p in layer.parameters()]  # type: ignore[union-attr]
+    there = [p.grad for p in params if p.grad is not None and piece_of(p) is None]
+    pieces = {id(piece): piece for p in params if (piece := piece_of(p)) is not None}
+    return sum(g.nbytes for g in there) + sum(p.memory_bytes for p in pieces.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer", "clip", "settings"),
+    [
+        (Language, fused, None, {}),
+        (Language, adamw, 0.1, {"mode": "host", "in_units": 3, "units": 2}),
+        (Language, fused, 0.1, {"in_units": 2, "units": 3, "live_units": 3, "io": "buffered"}),
+        (Recomputed, fused, 0.1, {"moves_activations": True}),
+        (Recomputed, adamw, None, {"offloads_states": False}),
+        (
+            Language,
+            fused,
+            0.1,
+            {"offloads_states": False, "mode": "tiered", "host_budget": 1 << 16},
+        ),
+        (Language, fused, 0.1, {"calls": 2}),
+    ],
+)
+def test_all_bits_are_the_same(
+    make: Callable[[], torch.nn.Module],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    clip: float | None,
+    settings: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    calls = settings.get("calls", 1)
+    expected = Trained(None, make, optimizer, clip=clip, in_units=None, calls=calls)
+    found = Trained(tmp_path, make, optimizer, clip=clip, **settings)
+    found.assert_is(expected)
+
+
+class Tied(Language):
+    """Layers that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[5].up.weight = self.layers[4].up.weight
+
+
+class Partial(Language):
+    """Parameters that are frozen, and that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+        self.layers[2].up.weight.requires_grad_(False)
+        self.layers[3].unused = torch.nn.Parameter(torch.ones(HIDDEN, HIDDEN))
+
+
+@pytest.mark.parametrize("make", [Tied, Partial])
+def test_what_has_no_gradient_or_one_of_several_units_is_left_alone(
+    make: Callable[[], torch.nn.Module], tmp_path: Path
+) -> None:
+    expected = Trained(None, make, clip=0.1)
+    found = Trained(tmp_path, make, clip=0.1, units=2)
+    found.assert_is(expected)
+
+
+def test_an_optimizer_of_two_groups_updates_all_bits_the_same(tmp_path: Path) -> None:
+    """Small parameters of all units are in one bucket, as those without weight decay often are."""
+
+    def two_groups(params: Any) -> torch.optim.Optimizer:
+        params = list(params)
+        groups = [
+            {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    expected = Trained(None, optimizer=two_groups, clip=0.1)
+    Trained(tmp_path, optimizer=two_groups, clip=0.1).assert_is(expected)
+
+
+@pytest.mark.parametrize("mode", ["ssd", "host"])
+def test_no_more_than_two_units_gradients_are_in_memory(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is made while the one before is written, on however slow a disk; all others are away."""
+    write = UnlinkedFile.write
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.005)
+        return write(*arguments)
+
+    monkeypatch.setattr(UnlinkedFile, "write", slow)
+    trained = Trained(tmp_path, clip=0.1, mode=mode)
+    each = trained.counted["parameter_bytes"] / LAYERS
+    assert each < trained.counted["gradient_peak_bytes"] <= 2.5 * each
+    assert max(trained.resident_bytes) <= each  # the first unit's, which is still written
+    assert trained.counted["gradient_memory_bytes"] == 0
+    assert max(Trained(None, clip=0.1).resident_bytes) > (LAYERS - 1) * each
+
+
+def test_memory_goes_back_to_the_system(tmp_path: Path) -> None:
+    """Not only to an allocator, which cannot give it to the next unit."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1 << 10, 1 << 10) for _ in range(16)))
+    device = open_device(torch.device("cpu"))
+    most: list[int] = []
+    settings: dict[str, Any] = {"layers": [torch.nn.Linear], "gradients": "on"}
+    with offload_parameters(model, tmp_path, **settings) as handle:
+        layer_major = LayerMajor(model, layers=[torch.nn.Linear])
+        model[0].weight.register_post_accumulate_grad_hook(
+            lambda _: most.append(device.allocated_bytes())
+        )
+        device.return_freed_memory()
+        before_bytes = device.allocated_bytes()
+        x = torch.randn(4, 4, 1 << 10)
+        layer_major.step(x.unbind(), lambda one: model(one).square().mean())
+        each = handle.statistics["parameter_bytes"] / 16
+        # Two units of parameters live; gradients of one are made, in two steps, of another written.
+        assert max(most) - before_bytes < 7 * each
+
+
+def test_parameters_of_several_units_or_outside_of_layers_are_no_units() -> None:
+    model = Tied()
+    model.register_parameter("beside", model.layers[1].up.weight)
+    layers = {layer: number for number, layer in enumerate(model.layers)}
+    found = _params_by_unit(model, layers)
+    names = {id(param): name for name, param in model.named_parameters()}
+    units = {names[id(param)]: unit for unit, params in found.items() for param in params}
+    assert units["layers.3.up.weight"] == 3 and units["layers.5.down.bias"] == 5
+    assert not {"beside", "layers.1.up.weight", "layers.4.up.weight"} & units.keys()
+    assert not {"embedding.weight", "output.weight"} & units.keys()
+
+
+class Session:
+    """A model, what moves it, and its steps one by one."""
+
+    def __init__(self, directory: Path, *, offloads_states: bool = False, **settings: Any) -> None:
+        self.model = Language()
+        settings = {"gradients": "on", **settings}
+        self.handle: ParameterOffload = offload_parameters(self.model, directory, **settings)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if offloads_states:
+            sizes = {"bucket_bytes": 1 << 15, "window_bytes": 1 << 17}
+            self.states = offload_optimizer(self.optimizer, directory, **sizes)
+        self.layer_major = LayerMajor(self.model)
+        torch.manual_seed(7)
+
+    def passes(self, number: int = 0) -> None:
+        self.layer_major.step(batches_of(number), self.model)
+
+    @property
+    def gradients(self) -> Gradients:
+        assert self.handle.window is not None and self.handle.window.gradients is not None
+        return self.handle.window.gradients
+
+    @property
+    def tier(self) -> Any:
+        assert self.handle.window is not None
+        return self.handle.window.tiers[0]
+
+    def pieces(self) -> list[Bucket]:
+        """Of all gradients, none of which is still written."""
+        found = {id(p): p for one in self.model.parameters() if (p := piece_of(one)) is not None}
+        for piece in found.values():
+            piece.wait_for_write()
+        return list(found.values())
+
+    @property
+    def param(self) -> torch.nn.Parameter:
+        """One whose gradient leaves."""
+        return self.model.layers[2].up.weight
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    made = Session(tmp_path)
+    yield made
+    made.handle.close(restore=False)
+
+
+@pytest.fixture(scope="module")
+def of_one_step() -> Language:
+    """A model with the gradients of one step."""
+    model = Language()
+    torch.manual_seed(7)
+    LayerMajor(model).step(batches_of(0), model)
+    return model
+
+
+def in_list(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+    return [gradient, torch.ones(2)]
+
+
+LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "add": lambda g: g + 1,
+    "abs of a list": lambda g: torch._foreach_abs(in_list(g)),
+    "an element": lambda g: g[0, 0].item(),
+    "a copy": lambda g: g.clone(),
+    "in place": lambda g: g.add_(1),
+    "zeros": lambda g: g.zero_(),
+    "another norm": lambda g: torch.linalg.vector_norm(g, 1.0),
+    "a norm by rows": lambda g: torch.linalg.vector_norm(g, 2.0, dim=0),
+    "scaled by rows": lambda g: g.mul_(torch.ones(HIDDEN)),
+    "as a factor": lambda g: torch.ones(4 * HIDDEN, HIDDEN).mul_(g),
+    "as a factor of a list": lambda g: torch._foreach_mul_([torch.ones(4)], g),
+    "the norm of what is scaled": lambda g: torch.linalg.vector_norm(g.mul_(2.0)),
+    "data": lambda g: g.data,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_at_a_gradient_that_is_away_gets_an_error(
+    look: str, session: Session
+) -> None:
+    session.passes()
+    gradient = session.param.grad
+    assert gradient is not None and gradient.shape == session.param.shape
+    with pytest.raises(OffloadError, match=r"^gradients: .* is on a tier until the optimizer's"):
+        LOOKS[look](gradient)
+
+
+def test_unscaling_and_clipping_by_value_are_errors(session: Session) -> None:
+    session.passes()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(OffloadError, match="unscale"):
+        scaler.unscale_(session.optimizer)
+    with pytest.raises(OffloadError, match="clamp"):
+        torch.nn.utils.clip_grad_value_(session.model.parameters(), 1.0)
+    with pytest.raises(OffloadError, match="set_to_none=True"):
+        session.optimizer.zero_grad(set_to_none=False)
+
+
+def test_the_gradients_themselves_come_back_for_who_looks(
+    session: Session, of_one_step: Language
+) -> None:
+    session.passes()
+    factor = torch.tensor(0.25)
+    torch._foreach_mul_([p.grad for p in session.model.parameters()], factor)
+    factor.zero_()  # it has been used
+    torch._foreach_mul_([p.grad for p in session.model.parameters()], 3.0)
+    session.handle.bring_gradients()
+    for ours, theirs in zip(session.model.parameters(), of_one_step.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad * torch.tensor(0.25) * 3.0)
+    session.optimizer.step()
+
+
+def test_the_norm_of_a_step_is_there_without_a_read(
+    session: Session, of_one_step: Language
+) -> None:
+    session.passes()
+    session.pieces()
+    read_bytes = session.handle.statistics["read_bytes"]
+    norm = torch.nn.utils.clip_grad_norm_(session.model.parameters(), 0.1)
+    gradients = [p.grad for p in of_one_step.parameters() if p.grad is not None]
+    assert torch.equal(norm, torch.nn.utils.get_total_norm(gradients))
+    assert session.handle.statistics["read_bytes"] == read_bytes
+
+
+def test_each_gradient_is_written_and_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: dict[str, list[int]] = {"begin_write": [], "begin_read": []}
+    for name, sizes in moved.items():
+        right = getattr(Bucket, name)
+
+        def counted(self: Bucket, *args: Any, right: Any = right, sizes: Any = sizes) -> Any:
+            if (0, "grad") in self.layout.slots:  # type: ignore[union-attr]  # it has bytes
+                sizes.append(self.num_bytes)
+            return right(self, *args)
+
+        monkeypatch.setattr(Bucket, name, counted)
+    session = Session(tmp_path, offloads_states=True)
+    session.passes()
+    session.pieces()
+    torch.nn.utils.clip_grad_norm_(session.model.parameters(), 0.1)
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+    assert sorted(moved["begin_write"]) == sorted(moved["begin_read"])
+    num_bytes = sum(p.nbytes for p in session.model.layers.parameters())
+    assert num_bytes <= sum(moved["begin_read"]) < 1.1 * num_bytes  # in whole pages
+    session.states.close(restore=False)
+    session.handle.close(restore=False)
+
+
+def test_zero_grad_drops_them_with_their_space(session: Session) -> None:
+    used_bytes = session.tier.used_bytes
+    session.passes()
+    assert session.pieces() and session.tier.used_bytes > used_bytes
+    session.optimizer.zero_grad()
+    assert session.tier.used_bytes == used_bytes
+    assert session.gradients.memory_bytes == 0
+
+
+def test_a_step_that_nobody_zeroed_the_gradients_before_is_an_error(session: Session) -> None:
+    session.passes()
+    session.optimizer.step()
+    gradient = session.param.grad
+    assert isinstance(gradient, AwayGradient)
+    with pytest.raises(OffloadError, match="after the optimizer's step, which has used this"):
+        gradient.sum()
+    with pytest.raises(OffloadError, match=r"call zero_grad\(\) after the step"):
+        session.passes()
+    with pytest.raises(OffloadError, match="which has used this gradient and dropped it"):
+        session.optimizer.step()
+    session.optimizer.zero_grad()
+    session.passes()
+
+
+def test_a_backward_pass_beside_layer_major_steps_is_an_error(session: Session) -> None:
+    with pytest.raises(OffloadError, match="is no part of a layer-major step"):
+        session.model(batches_of(0)[0]).backward()
+
+
+def test_a_gradient_that_is_a_view_of_others_stays(session: Session) -> None:
+    """Somebody keeps all of them in one buffer, which would not be freed with it."""
+    buffer = torch.zeros(2, *session.param.shape)
+    session.param.grad = buffer[1]
+    session.passes()
+    assert session.param.grad is not None and session.param.grad.data_ptr() == buffer[1].data_ptr()
+    assert buffer[1].any()
+    session.optimizer.step()
+    assert session.param.grad.data_ptr() == buffer[1].data_ptr()
+
+
+def test_after_closing_gradients_are_where_they_were(tmp_path: Path, of_one_step: Language) -> None:
+    session = Session(tmp_path)
+    session.passes()
+    session.handle.close()
+    for ours, theirs in zip(session.model.parameters(), of_one_step.parameters(), strict=True):
+        assert type(ours.grad) is torch.Tensor and theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_without_a_place_they_cannot_leave(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"gradients on needs a place .* give mode"):
+        offload_parameters(Language(), tmp_path, mode="off", gradients="on")
+
+
+# -- What goes wrong ------------------------------------------------------------------------------
+
+
+class Full:
+    """A tier without room."""
+
+    def begin_write(self, *_: Any) -> None:
+        return None
+
+
+def test_what_no_tier_takes_stays_in_memory(
+    session: Session, of_one_step: Language, caplog: pytest.LogCaptureFixture
+) -> None:
+    session.gradients._tiers = [Full()]  # type: ignore[list-item]
+    with caplog.at_level(logging.WARNING):
+        session.passes()
+    assert caplog.text.count("gradients: no tier takes ") == 1
+    gradient = of_one_step.layers[2].up.weight.grad
+    assert gradient is not None and session.param.grad is not None
+    assert torch.equal(session.param.grad, gradient)
+    session.optimizer.step()
+    assert isinstance(session.param.grad, AwayGradient)
+
+
+def test_what_could_not_be_written_is_still_there(
+    session: Session,
+    of_one_step: Language,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(type(session.tier.drives[0].file), "write", broken)
+    with caplog.at_level(logging.WARNING):
+        session.passes()
+        pieces = session.pieces()
+    assert any(piece.where is Where.IN_MEMORY for piece in pieces)
+    assert "a write failed" in caplog.text and "nothing is lost" in caplog.text
+    session.handle.bring_gradients()
+    for ours, theirs in zip(session.model.parameters(), of_one_step.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_read_that_fails_once_is_tried_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    session.passes()
+    session.pieces()
+    right = Drive.begin_read
+    monkeypatch.setattr(Drive, "begin_read", failing_once(right))
+    with caplog.at_level(logging.WARNING):
+        session.handle.bring_gradients()
+    assert caplog.text.count("gradients: a read failed ([Errno 5] Input/output error)") == 1
+
+
+def failing_once(right: Callable[..., Any]) -> Callable[..., Any]:
+    fail = failing_at(1, OSError(5, "Input/output error"))
+
+    def read(self: Drive, *args: Any) -> Any:
+        fail()
+        return right(self, *args)
+
+    return read
+
+
+def test_a_flipped_bit_ends_the_training_and_no_step_goes_on(tmp_path: Path) -> None:
+    session = Session(tmp_path, offloads_states=True)
+    session.passes()
+    session.pieces()
+    piece = piece_of(session.param)
+    assert piece is not None and piece.where is Where.ON_TIER
+    extent = piece.block.extents[0]
+    file = os.open(f"/proc/self/fd/{extent.drive.file.fd}", os.O_WRONLY)  # buffered
+    os.pwrite(file, b"\xff" * 64, extent.offset)
+    os.fsync(file)
+    os.close(file)
+    sentence = r"^gradients: those of unit 3 of 6 .* checksum mismatch.* no other copy"
+    with pytest.raises(LostStateError, match=sentence):
+        session.optimizer.step()
+    with pytest.raises(InterruptedStepError):
+        session.optimizer.step()
+    session.states.close(restore=False)
+    with pytest.raises(LostStateError):
+        session.handle.close()
+
+
+def test_after_an_error_in_a_step_training_goes_on(tmp_path: Path) -> None:
+    """With the weights of a training that had the same error."""
+    ours, theirs = Session(tmp_path), Language()
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    layer_major = LayerMajor(theirs)
+    for model, steps_by, run in (
+        (ours.model, ours.optimizer, ours.layer_major),
+        (theirs, optimizer, layer_major),
+    ):
+        torch.manual_seed(7)
+        for number in range(3):
+            if number == 1:
+                fail = failing_at(3, RuntimeError("an error of the user's"))
+                hook = model.layers[2].up.weight.register_hook(fail)
+                with pytest.raises(RuntimeError, match="of the user's"):
+                    run.step(batches_of(9), model)
+                hook.remove()
+                torch.manual_seed(8)
+                steps_by.zero_grad()
+            run.step(batches_of(number), model)
+            steps_by.step()
+            steps_by.zero_grad()
+    ours.handle.close()
+    for one, other in zip(ours.model.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
