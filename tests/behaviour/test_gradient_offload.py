@@ -184,19 +184,20 @@ def resident_bytes(model: torch.nn.Module) -> int:
 @pytest.mark.parametrize(
     ("make", "optimizer", "clip", "settings"),
     [
-        (Language, fused, None, {}),
         (Language, adamw, 0.1, {"mode": "host", "in_units": 3, "units": 2}),
-        (Language, fused, 0.1, {"in_units": 2, "units": 3, "live_units": 3, "io": "buffered"}),
         (Recomputed, fused, 0.1, {"moves_activations": True}),
         (Recomputed, adamw, None, {"offloads_states": False}),
-        (
-            Language,
-            fused,
-            0.1,
-            {"offloads_states": False, "mode": "tiered", "host_budget": 1 << 16},
-        ),
         (Language, fused, 0.1, {"calls": 2}),
+        *(
+            pytest.param(Language, fused, clip, settings, marks=pytest.mark.slow)
+            for clip, settings in (
+                (None, {}),
+                (0.1, {"in_units": 2, "units": 3, "live_units": 3, "io": "buffered"}),
+                (0.1, {"offloads_states": False, "mode": "tiered", "host_budget": 1 << 16}),
+            )
+        ),
     ],
+    ids=["host", "recomputed", "states in memory", "two calls of a step", "1", "2", "3"],
 )
 def test_all_bits_are_the_same(
     make: Callable[[], torch.nn.Module],
