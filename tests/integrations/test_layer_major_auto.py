@@ -22,6 +22,16 @@ HIDDEN, NUM_LAYERS, UNITS, MICRO_BATCHES = 64, 6, 3, 4
 UNIT_OF = {f"blocks.{number}": number // 2 for number in range(NUM_LAYERS)}
 
 
+class Counted(Block):
+    """A block that counts how often it runs, also in backward."""
+
+    runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counted.runs += 1
+        return super().forward(x)
+
+
 class Stack(torch.nn.Module):
     """Blocks with attention, norms and dropout, and a loss."""
 
@@ -29,7 +39,7 @@ class Stack(torch.nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.first = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.blocks = torch.nn.ModuleList(Block(HIDDEN) for _ in range(NUM_LAYERS))
+        self.blocks = torch.nn.ModuleList(Counted(HIDDEN) for _ in range(NUM_LAYERS))
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.first(x)
@@ -118,9 +128,11 @@ def test_a_plan_is_followed_also_where_a_unit_begins(tmp_path: Path) -> None:
     everything = Trained(3, tmp_path, mode="ssd").statistics[-1]["offloaded_bytes"]
     for placements in ([ssd, keep, recompute, keep, recompute, ssd], [keep] * 5 + [recompute]):
         save_plans(plan_file, [plan_of(placements)])
+        before = Counted.runs
         found = Trained(3, tmp_path, mode="auto", plan_file=plan_file)
-        found.assert_is(Trained(3))
         again = placements.count(recompute) * MICRO_BATCHES
+        assert Counted.runs - before == 3 * (NUM_LAYERS * MICRO_BATCHES + again)
+        found.assert_is(Trained(3))
         assert [step["recomputed_layers"] for step in found.statistics] == [again] * 3
         moved = found.statistics[-1]["offloaded_bytes"] / everything
         assert moved == pytest.approx(placements.count(ssd) / NUM_LAYERS, abs=0.07)

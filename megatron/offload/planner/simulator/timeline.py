@@ -23,6 +23,8 @@ Note [What is simulated]
               until its backward ends.
     Pipeline  A pass begins when its input arrives. All stages follow Megatron's order of passes and
               take as long for a pass as this one, with its recomputation and without its waits.
+    Layer-major  Units are the chunks of the only stage, and all micro-batches are simulated. What a
+              unit hands to the next one waits in memory for its turn, in backward its gradient.
 
 Note [Where it approximates]
     A piece is a storage of the part's average size, or several where a step has very many;
