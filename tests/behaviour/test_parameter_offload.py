@@ -142,6 +142,28 @@ def test_no_more_units_are_in_memory_than_may_live(tmp_path: Path) -> None:
     assert 2 * each <= trained.counted["peak_bytes"] <= 3 * each
 
 
+def test_a_bucket_of_all_layers_brings_one_unit_at_a_time(tmp_path: Path) -> None:
+    """Of biases and norms, as a rule: they have a group of their own, without weight decay."""
+    model, expected = Language(), Language()
+    handle = offload_parameters(model, tmp_path)
+    for one in (model, expected):
+        groups = [
+            {"params": [p for p in one.parameters() if (p.dim() > 1) is is_weight]}
+            for is_weight in (True, False)
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        if one is model:
+            offload_optimizer(optimizer, tmp_path, bucket_bytes=1 << 30)
+        torch.manual_seed(5)
+        one(micro_batches(0)[0]).backward()
+        optimizer.step()
+    each = handle.statistics["parameter_bytes"] / LAYERS
+    assert 2 * each <= handle.statistics["peak_bytes"] <= 3 * each
+    handle.close()
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(param, other)
+
+
 @pytest.fixture
 def offloaded(tmp_path: Path) -> tuple[Language, ParameterOffload]:
     model = Language().eval()

@@ -178,6 +178,7 @@ def read_and_load(training: Training, window: ParameterWindow | None) -> dict[st
         if window is not None:
             for number in (0, LAYERS - 1):  # nothing is shown any more, and all has been away
                 window.use(number, 1)
+    training.chunks[0].start_param_sync()  # outside of any step
     return found
 
 
@@ -202,28 +203,28 @@ def fail_to_read(number: int, window: ParameterWindow) -> None:
         tier.begin_read = functools.partial(begin_read, tier, tier.begin_read)  # type: ignore
 
 
-def interrupted(case: Case) -> dict[str, Any]:
-    """What happens behind a step that ends while ranks gather."""
+def interrupted(case: Case, owner: Any, name: str) -> list[str]:
+    """What happens behind a step that ends in the second call of a function."""
     training, parameters, end = case.start("ssd")
     training.step(0)
-    broadcast, told = dist.broadcast, []
+    function, told = getattr(owner, name), []
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
-        if len(told) == 3:
+        if told:
             raise KeyboardInterrupt
         told.append(args)
-        return broadcast(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    dist.broadcast = interrupt
+    setattr(owner, name, interrupt)
     errors = []
     for attempt in (training.step, lambda _: parameters.expose(), training.step):
         try:
             attempt(1)
         except (KeyboardInterrupt, InterruptedStepError) as error:
             errors.append(type(error).__name__)
-        dist.broadcast = broadcast
+        setattr(owner, name, function)
     end()
-    return {"errors": errors}
+    return errors
 
 
 def main() -> None:
@@ -242,7 +243,10 @@ def main() -> None:
             moves_states=moved == "states",
         )
         if special == ["interrupted"]:
-            results[name] = interrupted(case)
+            results[name] = {
+                "updates": interrupted(case, ParameterWindow, "changing"),
+                "gathers": interrupted(case, dist, "broadcast"),
+            }
             continue
         before = {"full": fill_a_drive, "lost": fail_to_read}.get("".join(special))
         off = case.run("off")

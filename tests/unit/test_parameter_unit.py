@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.offload.parameters.unit import ParameterUnit, Where, can_take_place
+from megatron.offload.parameters.unit import ParameterUnit, Part, Where, can_take_place
 from megatron.offload.parameters.unit_memory import open_unit_memory
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.host import HostTier
@@ -76,6 +76,54 @@ def test_what_was_changed_while_it_was_shown_comes_back_to_the_device(
     assert values(unit) == [0, 7, 3]
     unit.give_back()
     assert unit._memory.storage._cdata not in {p.untyped_storage()._cdata for p in unit.params}
+
+
+@pytest.fixture
+def part(tier: HostTier) -> tuple[ParameterUnit, torch.Tensor]:
+    """A unit that is away, and a tensor that is the second half of its second parameter."""
+    params = [torch.nn.Parameter(torch.full((4, 4), float(n))) for n in range(3)]
+    half = params[1].detach().view(-1)[8:]
+    unit = ParameterUnit("layers", params, SimulatedDevice(), {params[1]: Part(half, 8, 16)})
+    assert unit.put_away([tier])
+    unit.wait_for_write()
+    return unit, half
+
+
+def test_a_part_is_where_its_parameter_is(part: tuple[ParameterUnit, torch.Tensor]) -> None:
+    unit, half = part
+    assert half.shape == (8,) and half.isnan().all()
+    unit.show()
+    assert half.tolist() == [1] * 8
+    unit.hide()
+    assert half.isnan().all()
+    unit.bring()
+    unit.params[1].detach()[3] = 5
+    assert half.tolist() == [1] * 4 + [5] * 4
+
+
+def test_a_part_that_was_replaced_is_taken_over(part: tuple[ParameterUnit, torch.Tensor]) -> None:
+    unit, half = part
+    unit.show()
+    before = unit.versions()
+    half.data = torch.full((8,), 9.0)
+    assert unit.versions() != before
+    unit.adopt()
+    assert unit.params[1].tolist() == [[1] * 4] * 2 + [[9] * 4] * 2
+    assert half.untyped_storage()._cdata == unit._memory.storage._cdata
+
+
+def test_what_is_not_read_is_nan_until_it_was_written(unit: ParameterUnit, tier: HostTier) -> None:
+    """And its block is not its bytes any more."""
+    unit.make_room()
+    assert unit.where is Where.IN_MEMORY and unit.block is None
+    assert all(torch.tensor(values(unit)).isnan())
+    unit.bytes[unit.bytes_of(1, 0, 32 * 16)].view(torch.float32).fill_(6)
+    unit.bring()
+    assert values(unit)[1] == 6
+    assert unit.put_away([tier])
+    unit.wait_for_write()
+    unit.bring()
+    assert values(unit)[1] == 6
 
 
 def test_tensors_of_the_cpu_take_the_place_of_their_like() -> None:

@@ -171,6 +171,7 @@ class ParameterWindow:
         self.conceal()
         for number in numbers:
             self._bring(self.units[number])
+        self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
         try:
             yield
         finally:
