@@ -330,6 +330,21 @@ def test_states_with_types_of_their_own_are_counted_by_these_types(kind: torch.d
     states.close()
 
 
+def test_buckets_follow_the_model_and_not_the_groups() -> None:
+    """Of weights and of biases, as Megatron makes them: a layer's come to lie side by side."""
+    params = [torch.nn.Parameter(torch.zeros(8)) for _ in range(6)]
+    gradients = torch.zeros(6, 8)
+    for param, gradient in zip(params, gradients, strict=True):
+        param.main_grad = gradient  # type: ignore[attr-defined]
+    groups = [{"params": params[::2]}, {"params": params[1::2]}]
+    config = dataclasses.replace(HOST, bucket_bytes=4 * 8 * 4)
+    states = offload_model_states(config, FP32Optimizer(torch.optim.Adam(groups)))
+    (moved,) = states.states
+    found = [[*map(id, bucket.params)] for bucket in moved.buckets]
+    assert found == [[*map(id, params[n : n + 2])] for n in (0, 2, 4)]
+    states.close()
+
+
 def test_optimizers_of_a_chain_share_the_window(tmp_path: Path) -> None:
     members = [FP32Optimizer(torch.optim.Adam(weights()[index:])) for index in (0, 2)]
     sizes = [45 * 4, 16 * 4]
