@@ -83,7 +83,7 @@ def test_shards_of_what_is_away_are_nan(found: Found) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_reads_and_writes_no_more_than_it_must(rank: int, found: Found) -> None:
-    """The first one updates the last layers and a part of the second one, the other one the rest."""
+    """The first one updates the last layers and a part of the second; the other one the rest."""
     one = found[rank]["bf16 one-by-one none"]
     assert one["unread"] == ([0], [2, 3])[rank]
     each = one["parameter_bytes"] / LAYERS
