@@ -113,6 +113,9 @@ class Case:
         num_steps = NUM_STEPS[self.dtype]
         found: dict[str, Any] = {}
         window = window_of(parameters)
+        unread: set[int] = set()
+        if window is not None:
+            note_unread(window, unread)
         for number in range(num_steps):
             if window is not None:
                 before(number, window)
@@ -121,7 +124,7 @@ class Case:
         tensors = training.tensors()
         if window is not None:
             window.use(0, 1)  # ends `expose`
-            found = self._found(parameters, window, training)
+            found = {**self._found(parameters, window, training), "unread": sorted(unread)}
         tensors |= read_and_load(training, window)
         end()
         training.step(num_steps)
@@ -180,6 +183,17 @@ def read_and_load(training: Training, window: ParameterWindow | None) -> dict[st
                 window.use(number, 1)
     training.chunks[0].start_param_sync()  # outside of any step
     return found
+
+
+def note_unread(window: ParameterWindow, unread: set[int]) -> None:
+    """Adds the units that are to get memory and are not read."""
+    own = window.use
+
+    def use(number: int, direction: int, **settings: Any) -> None:
+        unread.update(settings.get("unread", ()))
+        own(number, direction, **settings)
+
+    window.use = use  # type: ignore[method-assign]
 
 
 def fill_a_drive(number: int, window: ParameterWindow) -> None:
