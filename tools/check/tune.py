@@ -183,11 +183,9 @@ def _judge(
         look_up,
     )
     fit = [one for one in judges if one.device_bytes <= budget]
+    most = budget / (1.0 + MEMORY_MARGIN)
     sure = [
-        one
-        for one in fit
-        if max(one.device_bytes, by_setting[one.setting].device_bytes) * (1.0 + MEMORY_MARGIN)
-        <= budget
+        one for one in judges if max(one.device_bytes, by_setting[one.setting].device_bytes) <= most
     ]
     best = min(sure, key=lambda one: one.step_s, default=None)
     best_of_any = min(fit, key=lambda one: one.step_s)

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         text = as_json(conditions, limits, measured, model, predicted, chosen, tried)
         write_atomically(args.json, text)
     if chosen is None:
-        raise RunError(_nothing_fits(found, limits))
+        raise RunError(_nothing_fits(found, space))
     flags = shlex.join(chosen.setting.flags(request.data_parallel_size))
     print(f"\n{flags}")
     if args.output is not None:
@@ -217,7 +217,7 @@ def _place(request: Request) -> Path:
     return directories[0] if directories else request.output.parent
 
 
-def _nothing_fits(candidates: Sequence[Candidate], limits: Limits) -> str:
+def _nothing_fits(candidates: Sequence[Candidate], space: Space) -> str:
     """The candidate that takes the least, and what to do."""
     if not candidates:
         return (
@@ -234,13 +234,13 @@ def _nothing_fits(candidates: Sequence[Candidate], limits: Limits) -> str:
         "SSD": "make room on --activation-offload-dir, or allow fewer tokens in a step",
     }
     takes = {
-        "device memory": least.device_bytes,
+        "device memory": least.device_bytes * (1.0 + space.memory_margin),
         "host memory": least.predicted.host_bytes,
         "SSD": least.predicted.ssd_bytes,
     }
     parts = ", ".join(f"{format_size(takes[name])} of {name}" for name in least.over)
     return (
-        f"no candidate keeps to the limits ({limits_text(limits)}): {least.setting.name}, which "
+        f"no candidate keeps to the limits ({limits_text(space.limits)}): {least.setting.name}, which "
         f"takes the least, needs {parts}; {'; '.join(advice[name] for name in least.over)}"
     )
 
