@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--only {args.only}: {', '.join(one.name for one in MODELS)}")
     args.directory.mkdir(parents=True, exist_ok=True)
     phases = ["fits", "candidates"]
-    found = {"machine": machine_facts(args.directory), "measured": {}}
+    found: dict[str, Any] = {"machine": machine_facts(args.directory), "measured": {}}
     if args.source is not None:
         found = json.loads(args.source.read_text())
         phases = ["again"] if args.again else []

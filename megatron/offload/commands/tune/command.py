@@ -240,8 +240,8 @@ def _nothing_fits(candidates: Sequence[Candidate], space: Space) -> str:
     }
     parts = ", ".join(f"{format_size(takes[name])} of {name}" for name in least.over)
     return (
-        f"no candidate keeps to the limits ({limits_text(space.limits)}): {least.setting.name}, which "
-        f"takes the least, needs {parts}; {'; '.join(advice[name] for name in least.over)}"
+        f"no candidate keeps to the limits ({limits_text(space.limits)}): {least.setting.name}, "
+        f"which takes the least, needs {parts}; {'; '.join(advice[name] for name in least.over)}"
     )
 
 
