@@ -474,6 +474,27 @@ def test_what_runs_out_of_memory_while_it_is_measured_ends_nothing(
     assert "--micro-batch-size 4 --global-batch-size 16 --layer-major-units off" in printed
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_said"),
+    [
+        ("", True),
+        ("--activation-offload-inflight 9MiB", False),
+        ("--activation-offload off", False),
+    ],
+)
+def test_activations_that_may_wait_in_device_memory_are_said(
+    tmp_path: Path,
+    trainer: Path,
+    flags: str,
+    is_said: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drive = f"--activation-offload ssd --activation-offload-dir {tmp_path}"
+    flags = f"--global-batch-size 4 --device-memory-budget 190MiB {drive} {flags}"
+    assert tune(tmp_path, trainer, "--units off", flags) == 0
+    assert ("note: a slow drive" in capsys.readouterr().out) == is_said
+
+
 def test_tokens_of_a_step_may_be_free(
     tmp_path: Path, trainer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

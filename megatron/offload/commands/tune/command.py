@@ -38,12 +38,14 @@ from megatron.offload.commands.tune.text import (
     settings_text,
     tried_table,
 )
-from megatron.offload.commands.tune.training_command import CommandTrainer
+from megatron.offload.commands.tune.training_command import CommandTrainer, TrainingCommand
+from megatron.offload.config import DEFAULT_INFLIGHT_BYTES
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.placement.atomic_file import check_place, write_atomically
 from megatron.offload.sizes import format_size
 
 _MOST_ROWS = 12
+_MUCH = 0.05  # of a memory budget
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
@@ -67,6 +69,12 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     tuning = _Tuning(request, args, limits)
     print(in_a_line(machine))
     print(f"limits of a rank: {limits_text(limits)}")
+    if _much_is_in_flight(request.command, limits):
+        print(
+            "note: a slow drive makes activations wait in device memory, up to "
+            "--activation-offload-inflight of them (512MiB if it is not given), which a short "
+            "training may not show; give the training command some percent of the budget"
+        )
     if request.command.left_out:
         print(f"left out of what is measured: {shlex.join(request.command.left_out)}")
     measured = tuning.measure(request.to_measure)
@@ -215,6 +223,12 @@ class _Tuning:
 def _place(request: Request) -> Path:
     directories = request.command.offload.directories
     return directories[0] if directories else request.output.parent
+
+
+def _much_is_in_flight(command: TrainingCommand, limits: Limits) -> bool:
+    """Whether waiting for a drive may take a large part of the memory budget."""
+    most = command.offload.inflight_bytes or DEFAULT_INFLIGHT_BYTES
+    return command.offload.enabled and most > _MUCH * limits.device_bytes
 
 
 def _nothing_fits(candidates: Sequence[Candidate], space: Space) -> str:
