@@ -40,8 +40,8 @@ from megatron.offload.commands.tune.setting import Setting
 
 # Two candidates whose speeds are this close are equally fast.
 NOISE = 0.01
-# Of predicted device memory, by which it may be too high. On a CPU, of 27 settings that were not
-# measured for the fits, two were so by more (docs/results/tune.json).
+# A part of predicted device memory, by which it may be too high: on a CPU of 27 candidates 10 % at
+# most (docs/results/tune.json), those whose micro-batch is far from what the fits are made of.
 TOO_HIGH = 0.12
 
 
