@@ -180,7 +180,7 @@ def test_a_relative_fit_is_near_the_short_steps_too() -> None:
 
 # -- The search -----------------------------------------------------------------------------------
 
-MARGIN = 0.03
+MARGIN = 0.04
 
 
 class Machine:
@@ -427,7 +427,7 @@ def test_the_best_of_a_step_is_found_and_checked(
         assert one["measured"]["step_s"] == pytest.approx(one["predicted"]["step_s"])
         assert one["measured"]["device_bytes"] == pytest.approx(one["predicted"]["device_bytes"])
     (found,) = (one for one in values["tried"] if one["setting"] == values["chosen"]["setting"])
-    assert found["measured"]["device_bytes"] * 1.03 <= 212 * MIB
+    assert found["measured"]["device_bytes"] * 1.04 <= 212 * MIB
     assert printed.index("and up to 6 more") < printed.index("measuring 1 more")
     assert " chosen\n" in printed
 
@@ -459,7 +459,7 @@ def test_what_was_predicted_too_low_is_said_and_not_chosen(
     assert tune(tmp_path, trainer, own, flags) == 0
     printed = capsys.readouterr().out
     row = next(line for line in printed.splitlines() if line.endswith("over: device memory"))
-    assert row.split()[:3] == ["8", "2", "off"] and "230 MiB" in row and "236.9 MiB" in row
+    assert row.split()[:3] == ["8", "2", "off"] and "230 MiB" in row and "239.2 MiB" in row
     assert "--micro-batch-size 4 --global-batch-size 16 --layer-major-units off" in printed
 
 
@@ -531,7 +531,7 @@ def test_tokens_of_a_step_may_be_free(
         (
             "--units off",
             "--global-batch-size 8 --device-memory-budget 64MiB",
-            "needs 113.3 MiB of device memory; raise --device-memory-budget",
+            "needs 114.4 MiB of device memory; raise --device-memory-budget",
         ),
         (
             "--units off",
