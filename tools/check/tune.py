@@ -14,7 +14,7 @@ adds a second measurement of every candidate, of which the search sees nothing: 
 one the first judges itself.
 
 For each budget the choice is compared with the fastest candidate that keeps to it: `sure` are those
-that do so in both measurements with --memory-margin to spare, `any` those that do so for the judge.
+that do so in all measurements with --memory-margin to spare, `any` those that do so for the judge.
 A promise is broken if a candidate that the search took for one that keeps to the budget took more
 than it for the judge. --from judges what was measured before, by this checkout.
 
@@ -50,7 +50,6 @@ from megatron.offload.commands.tune.training_command import CommandTrainer, Trai
 from megatron.offload.sizes import format_size
 
 LEAST_SHARE = 0.95  # of the best candidate's tokens a second
-_NUM_BUDGETS = 6  # and none
 _SAMPLES = 16  # of a step
 
 
@@ -151,14 +150,14 @@ def measure(
     return found
 
 
-def judge(model: Model, measured: dict[str, Any]) -> list[Row]:
+def judge(model: Model, measured: dict[str, Any], num_budgets: int) -> list[Row]:
     """What `tune` chooses for each budget, beside the best."""
     to_fit, seen, judges = (
         [Measurement(**{**one, "setting": Setting(**one["setting"])}) for one in measured[phase]]
         for phase in ("fits", "candidates", "again" if "again" in measured else "candidates")
     )
     least, most = (f(one.device_bytes for one in judges) for f in (min, max))
-    parts = [(number + 0.5) / _NUM_BUDGETS for number in range(_NUM_BUDGETS)]
+    parts = [(number + 0.5) / num_budgets for number in range(num_budgets)]
     budgets = [*(least + part * (most - least) for part in parts), math.inf]
     return [_judge(model, one, to_fit, seen, judges) for one in budgets]
 
@@ -185,9 +184,8 @@ def _judge(
     )
     fit = [one for one in judges if one.device_bytes <= budget]
     most = budget / (1.0 + MEMORY_MARGIN)
-    sure = [
-        one for one in judges if max(one.device_bytes, by_setting[one.setting].device_bytes) <= most
-    ]
+    over = {one.setting for one in [*to_fit, *seen, *judges] if one.device_bytes > most}
+    sure = [one for one in judges if one.setting not in over]
     best = min(sure, key=lambda one: one.step_s, default=None)
     best_of_any = min(fit, key=lambda one: one.step_s)
     ours = None if chosen is None else truth[chosen.setting]
@@ -254,6 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="judge this again")
     parser.add_argument("--again", action="store_true", help="with --from: measure the judge")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured")
+    parser.add_argument(
+        "--budgets", type=int, default=6, metavar="N", help="of each model, and none; default: 6"
+    )
     parser.add_argument("--directory", type=Path, default=Path("runs/offload"), help="on the SSD")
     args = parser.parse_args(argv)
     models = [one for one in MODELS if args.only in (None, one.name)]
@@ -276,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"tune.py: error: {error}", file=sys.stderr)
         return 2
-    rows = [row for one in models for row in judge(one, found["measured"][one.name])]
+    rows = [row for one in models for row in judge(one, found["measured"][one.name], args.budgets)]
     print(f"{in_a_line(found['machine'])}\n\n{table(rows)}\n")
     for one in models:
         measured = found["measured"][one.name]
