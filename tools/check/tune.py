@@ -289,10 +289,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     held = sum(one.holds for one in rows)
     known = [one.share for one in rows if one.share is not None]
+    of_any = sum(one.share_of_any >= LEAST_SHARE for one in rows)
     print(
         f"{held} of {len(rows)} choices reach {LEAST_SHARE:.0%} of the best sure candidate without "
-        f"a broken promise; the least reaches {min(known):.3f}, of the best of any "
-        f"{min(one.share_of_any for one in rows):.3f}"
+        f"a broken promise, {len(rows) - len(known)} of them because there is none; the least "
+        f"reaches {min(known):.3f}. Of the best of any {of_any} reach {LEAST_SHARE:.0%}; trainings "
+        f"at most: {max(one.trainings for one in rows)}"
     )
     if args.json is not None:
         found["rows"] = [
