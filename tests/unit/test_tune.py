@@ -330,7 +330,7 @@ def test_the_last_training_is_of_what_takes_the_least() -> None:
         return Figures(plain.step_s, 1e5 + plain.device_bytes + above, 0.0, 0.0, 0.0)
 
     machine = Machine(more, units=(0,))
-    chosen, _ = machine.search(1.05e5, samples=240)
+    chosen, _ = machine.search(1.065e5, samples=240)
     assert machine.num_trainings == MOST_TRAININGS
     assert chosen is not None and chosen.setting == smallest == machine.asked[-1][0]
 
