@@ -3,17 +3,23 @@
 """Compares what `megatron-offload tune` chooses with the best of all candidates, all measured.
 
     tools/check/tune.py --json docs/results/tune.json
-    tools/check/tune.py --only small --seconds 2
+    tools/check/tune.py --from docs/results/tune.json --again --json docs/results/tune.json
     tools/check/tune.py --from docs/results/tune.json
 
 For each of three model sizes the short trainings of `tune` are measured and then, in trainings of
 their own, every candidate: all of a size take turns, a step each. So one measurement serves every
 memory budget: the budgets are those between what the least and the most of the candidates take, and
-none. For each of them `tune`'s choice is compared with the fastest candidate that kept to it.
---from judges what was measured before, by the fits and the choice of this checkout.
+none. `tune`'s search plays against it: what it asks to be measured it is told from there. --again
+adds a second measurement of every candidate, of which the search sees nothing: it judges. Without
+one the first judges itself.
 
-Exit code: 0 if every choice reaches 95 % of the best and no candidate that was promised took more
-than its budget, 1 if not, 2 if a training failed.
+For each budget the choice is compared with the fastest candidate that keeps to it: `sure` are those
+that do so in all measurements with --memory-margin to spare, `any` those that do so for the judge.
+A promise is broken if a candidate that the search took for one that keeps to the budget took more
+than it for the judge. --from judges what was measured before, by this checkout.
+
+Exit code: 0 if every choice reaches 95 % of the best sure one and no promise was broken, 1 if not,
+2 if a training failed.
 """
 
 from __future__ import annotations
@@ -35,16 +41,15 @@ from tqdm import tqdm
 from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.trainer import TRAINER
-from megatron.offload.commands.tune.candidates import Limits, StepSize, best_of, candidates_of
+from megatron.offload.commands.tune.candidates import MEMORY_MARGIN, Limits, Space, StepSize
 from megatron.offload.commands.tune.runs import HowLong, Runs
+from megatron.offload.commands.tune.search import search
 from megatron.offload.commands.tune.setting import Setting, settings_to_measure
 from megatron.offload.commands.tune.step_model import Measurement, StepModel
 from megatron.offload.commands.tune.training_command import CommandTrainer, TrainingCommand
 from megatron.offload.sizes import format_size
 
 LEAST_SHARE = 0.95  # of the best candidate's tokens a second
-MARGIN = 0.05  # the default of --memory-margin
-_NUM_BUDGETS = 6  # and none
 _SAMPLES = 16  # of a step
 
 
@@ -63,6 +68,7 @@ class Model:
             f"--num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads "
             f"{self.hidden // 64} --seq-length {self.sequence} --vocab-size 1024 --mock-data "
             f"--activation-offload ssd --activation-offload-min-bytes 64KiB --cpu-threads 1 "
+            f"--activation-offload-inflight 16MiB "
             f"--activation-offload-dir {shlex.quote(str(directory))}"
         )
 
@@ -76,25 +82,30 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One choice. Tokens a second and bytes, as measured."""
+    """One choice. Seconds and bytes are those of the judge.
+
+    Attributes:
+        share: of the best sure candidate's speed that the choice reaches; None: there is none.
+        share_of_any: the same of the best that keeps to the budget.
+        trainings: that the search asked for.
+        broken: candidates that were promised and took more than the budget.
+    """
 
     model: str
     budget_bytes: float
     chosen: str | None
-    chosen_tokens_per_s: float
-    best: str
-    best_tokens_per_s: float
-    broken: tuple[str, ...]  # promised, and took more than the budget
-
-    @property
-    def share(self) -> float:
-        """What the choice reaches of the best."""
-        return self.chosen_tokens_per_s / self.best_tokens_per_s
+    chosen_bytes: float
+    best: str | None
+    share: float | None
+    best_of_any: str
+    share_of_any: float
+    trainings: int
+    broken: tuple[str, ...]
 
     @property
     def holds(self) -> bool:
         """Whether it is close enough, and no promise was broken."""
-        return self.share >= LEAST_SHARE and not self.broken
+        return (self.share is None or self.share >= LEAST_SHARE) and not self.broken
 
 
 def candidates(model: Model) -> list[Setting]:
@@ -102,8 +113,13 @@ def candidates(model: Model) -> list[Setting]:
     return StepSize(_SAMPLES, _SAMPLES, _SAMPLES).settings((0, model.layers))
 
 
-def measure(model: Model, seconds: float, directory: Path, output: Path) -> dict[str, Any]:
+def measure(
+    model: Model, phases: Sequence[str], seconds: float, directory: Path, output: Path
+) -> dict[str, Any]:
     """Measures what `tune` measures, and every candidate.
+
+    Args:
+        phases: `fits`, `candidates`, or `again`, the candidates once more.
 
     Raises:
         RunError: a training failed.
@@ -113,7 +129,7 @@ def measure(model: Model, seconds: float, directory: Path, output: Path) -> dict
     trainer = CommandTrainer(command.script, command.flags, directory)
     to_fit = settings_to_measure((1, 4), (2, 4), (0, model.layers))
     found = {}
-    for phase, settings in (("fits", to_fit), ("candidates", candidates(model))):
+    for phase in phases:
         runs = Runs(
             trainer,
             HowLong(2, 4, seconds),
@@ -123,6 +139,7 @@ def measure(model: Model, seconds: float, directory: Path, output: Path) -> dict
             both_allocators=True,
             whole_memory=True,
         )
+        settings = to_fit if phase == "fits" else candidates(model)
         bar = tqdm(settings, desc=f"{model.name}, {phase}", unit="training", disable=None)
         try:
             for one in bar:
@@ -133,64 +150,96 @@ def measure(model: Model, seconds: float, directory: Path, output: Path) -> dict
     return found
 
 
-def judge(model: Model, measured: dict[str, Any]) -> list[Row]:
+def judge(model: Model, measured: dict[str, Any], num_budgets: int) -> list[Row]:
     """What `tune` chooses for each budget, beside the best."""
-    to_fit, every = (
+    to_fit, seen, judges = (
         [Measurement(**{**one, "setting": Setting(**one["setting"])}) for one in measured[phase]]
-        for phase in ("fits", "candidates")
+        for phase in ("fits", "candidates", "again" if "again" in measured else "candidates")
     )
-    by_setting = {one.setting: one for one in every}
-    prediction = StepModel(to_fit, num_layers=model.layers, host_budget_bytes=math.inf)
-    least, most = (f(one.device_bytes for one in every) for f in (min, max))
-    parts = [(number + 0.5) / _NUM_BUDGETS for number in range(_NUM_BUDGETS)]
-    rows = []
-    for budget in [*(least + part * (most - least) for part in parts), math.inf]:
-        choices = candidates_of(
-            candidates(model),
-            prediction,
-            Limits(device_bytes=budget),
-            margin=MARGIN,
-            tokens_per_sample=model.sequence,
-        )
-        chosen = best_of(choices)
-        fit = [one for one in every if one.device_bytes <= budget]
-        best = min(fit, key=lambda one: one.step_s)
-        tokens = _SAMPLES * model.sequence
-        rows.append(
-            Row(
-                model.name,
-                budget,
-                None if chosen is None else chosen.setting.name,
-                0.0 if chosen is None else tokens / by_setting[chosen.setting].step_s,
-                best.setting.name,
-                tokens / best.step_s,
-                tuple(
-                    one.setting.name
-                    for one in choices
-                    if one.is_promised and by_setting[one.setting].device_bytes > budget
-                ),
-            )
-        )
-    return rows
+    least, most = (f(one.device_bytes for one in judges) for f in (min, max))
+    parts = [(number + 0.5) / num_budgets for number in range(num_budgets)]
+    budgets = [*(least + part * (most - least) for part in parts), math.inf]
+    return [_judge(model, one, to_fit, seen, judges) for one in budgets]
+
+
+def _judge(
+    model: Model,
+    budget: float,
+    to_fit: Sequence[Measurement],
+    seen: Sequence[Measurement],
+    judges: Sequence[Measurement],
+) -> Row:
+    by_setting, truth = ({one.setting: one for one in found} for found in (seen, judges))
+    asked: list[Setting] = []
+
+    def look_up(settings: Sequence[Setting]) -> dict[Setting, Measurement | None]:
+        asked.extend(settings)
+        return {one: by_setting[one] for one in settings}
+
+    chosen, found = search(
+        Space(candidates(model), Limits(device_bytes=budget), MEMORY_MARGIN, model.sequence),
+        to_fit,
+        lambda known: StepModel(known, num_layers=model.layers),
+        look_up,
+    )
+    fit = [one for one in judges if one.device_bytes <= budget]
+    most = budget / (1.0 + MEMORY_MARGIN)
+    over = {one.setting for one in [*to_fit, *seen, *judges] if one.device_bytes > most}
+    sure = [one for one in judges if one.setting not in over]
+    best = min(sure, key=lambda one: one.step_s, default=None)
+    best_of_any = min(fit, key=lambda one: one.step_s)
+    ours = None if chosen is None else truth[chosen.setting]
+    return Row(
+        model.name,
+        budget,
+        None if ours is None else ours.setting.name,
+        0.0 if ours is None else ours.device_bytes,
+        None if best is None else best.setting.name,
+        None if best is None else 0.0 if ours is None else best.step_s / ours.step_s,
+        best_of_any.setting.name,
+        0.0 if ours is None else best_of_any.step_s / ours.step_s,
+        len(asked),
+        tuple(
+            one.setting.name
+            for one in found
+            if one.measured and one.is_possible and truth[one.setting].device_bytes > budget
+        ),
+    )
+
+
+def noise(measured: dict[str, Any]) -> float:
+    """How much more one measurement of device memory was than the other of the same, at most."""
+    pairs = zip(measured["candidates"], measured["again"], strict=True)
+    ratios = [one["device_bytes"] / again["device_bytes"] for one, again in pairs]
+    return max(max(one, 1.0 / one) for one in ratios) - 1.0
 
 
 def table(rows: Sequence[Row]) -> str:
     """For people."""
-    headers = ("model", "budget", "chosen", "tokens/s", "best", "tokens/s", "share", "broken")
+    headers = (
+        *("model", "budget", "chosen", "takes", "trainings"),
+        *("best sure", "share", "best of any", "share", "broken"),
+    )
     cells = [
         (
             one.model,
             "none" if one.budget_bytes == math.inf else format_size(one.budget_bytes),
             one.chosen or "nothing",
-            f"{one.chosen_tokens_per_s:,.0f}",
-            one.best,
-            f"{one.best_tokens_per_s:,.0f}",
-            f"{one.share:.3f}{'' if one.share >= LEAST_SHARE else ' !'}",
+            format_size(one.chosen_bytes) if one.chosen else "-",
+            str(one.trainings),
+            one.best or "none",
+            _share(one.share),
+            one.best_of_any,
+            _share(one.share_of_any),
             ", ".join(one.broken) or "-",
         )
         for one in rows
     ]
     return tabulate(cells, headers, tablefmt="plain", disable_numparse=True)
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.3f}{'' if share >= LEAST_SHARE else ' !'}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -201,34 +250,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="NAME", help="one of the models")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each training; default: 3")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="judge this again")
+    parser.add_argument("--again", action="store_true", help="with --from: measure the judge")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured")
+    parser.add_argument(
+        "--budgets", type=int, default=6, metavar="N", help="of each model, and none; default: 6"
+    )
     parser.add_argument("--directory", type=Path, default=Path("runs/offload"), help="on the SSD")
     args = parser.parse_args(argv)
     models = [one for one in MODELS if args.only in (None, one.name)]
     if not models:
         parser.error(f"--only {args.only}: {', '.join(one.name for one in MODELS)}")
+    args.directory.mkdir(parents=True, exist_ok=True)
+    phases = ["fits", "candidates"]
+    found: dict[str, Any] = {"machine": machine_facts(args.directory), "measured": {}}
     if args.source is not None:
         found = json.loads(args.source.read_text())
+        phases = ["again"] if args.again else []
         models = [one for one in models if one.name in found["measured"]]
-    else:
-        args.directory.mkdir(parents=True, exist_ok=True)
-        output = Path("runs") / f"tune-check-{time.strftime('%Y%m%d-%H%M%S')}"
-        found = {"machine": machine_facts(args.directory), "measured": {}}
-        try:
-            for one in models:
-                one_found = measure(one, args.seconds, args.directory, output)
-                found["measured"][one.name] = one_found
-                if args.json is not None:  # minutes are not lost
-                    args.json.write_text(json.dumps(found, indent=1) + "\n")
-        except RunError as error:
-            print(f"tune.py: error: {error}", file=sys.stderr)
-            return 2
-    rows = [row for one in models for row in judge(one, found["measured"][one.name])]
+    output = Path("runs") / f"tune-check-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        for one in models if phases else []:
+            new = measure(one, phases, args.seconds, args.directory, output)
+            found["measured"].setdefault(one.name, {}).update(new)
+            if args.json is not None:  # minutes are not lost
+                args.json.write_text(json.dumps(found, indent=1) + "\n")
+    except RunError as error:
+        print(f"tune.py: error: {error}", file=sys.stderr)
+        return 2
+    rows = [row for one in models for row in judge(one, found["measured"][one.name], args.budgets)]
     print(f"{in_a_line(found['machine'])}\n\n{table(rows)}\n")
+    for one in models:
+        measured = found["measured"][one.name]
+        print(
+            f"{one.name}: two measurements of a candidate's memory differ by up to "
+            f"{noise(measured):.1%}"
+            if "again" in measured
+            else f"{one.name}: there is one measurement, which judges itself"
+        )
     held = sum(one.holds for one in rows)
+    known = [one.share for one in rows if one.share is not None]
+    of_any = sum(one.share_of_any >= LEAST_SHARE for one in rows)
     print(
-        f"{held} of {len(rows)} choices reach {LEAST_SHARE:.0%} of the best measured candidate "
-        f"without a broken promise; the least reaches {min(one.share for one in rows):.3f}"
+        f"{held} of {len(rows)} choices reach {LEAST_SHARE:.0%} of the best sure candidate without "
+        f"a broken promise, {len(rows) - len(known)} of them because there is none; the least "
+        f"reaches {min(known):.3f}. Of the best of any {of_any} reach {LEAST_SHARE:.0%}; trainings "
+        f"at most: {max(one.trainings for one in rows)}"
     )
     if args.json is not None:
         found["rows"] = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.offload.commands.training_runs.trainer import CHECKOUT, TRAINER
-from megatron.offload.commands.tune.candidates import StepSize
+from megatron.offload.commands.tune.candidates import MEMORY_MARGIN, StepSize
 from megatron.offload.commands.tune.runs import HowLong
 from megatron.offload.commands.tune.setting import Setting, settings_to_measure
 from megatron.offload.commands.tune.training_command import TrainingCommand
@@ -36,8 +36,10 @@ Behind -- is the command that you train with. Its limits are taken from it: --de
 --tokens-per-step, or its --global-batch-size. Its --micro-batch-size and --layer-major-units are
 replaced, flags of checkpoints and of the schedule left out.
 
-Exit code: 0 done, 1 with --check: a training took more memory than was promised, 2 it could not be
-measured, or nothing keeps to the limits."""
+With a --device-memory-budget the best candidates are measured too, one after the other, until one
+keeps to it: six trainings at most. Only what was measured is chosen then.
+
+Exit code: 0 done, 2 it could not be measured, or nothing keeps to the limits."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choose.add_argument(
         "--memory-margin",
         type=_fraction,
-        default=0.05,
+        default=MEMORY_MARGIN,
         metavar="FRACTION",
-        help="of the device memory that a setting adds to weights and states, that has to be left; "
-        "default: %(default)s",
+        help="of measured device memory: another training of the same may take so much more, and "
+        "has to keep to the budget; default: %(default)s",
     )
     measure = parser.add_argument_group("what is measured")
     measure.add_argument(
@@ -141,8 +143,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_argument(
         "--check",
         action="store_true",
-        help="run the best candidate and its neighbours, show predicted beside measured, and "
-        "choose by what was measured",
+        help="measure the best candidate and its neighbours, six trainings at most, show predicted "
+        "beside measured, and choose by what was measured",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--output", type=Path, metavar="FILE", help="the best's flags, in one line")

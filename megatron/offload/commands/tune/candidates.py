@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings to choose from, and the choice: `candidates_of`, `best_of`, `neighbours_of`.
+"""The settings to choose from, and the best of them: `Space`, `best_of`, `neighbours_of`.
 
-A candidate is *promised* when everything that it should take is within its limit. Only promised
-ones are ever chosen or run.
+A candidate is *possible* as long as nothing that it takes is known to be over its limit. Which of
+them are measured, and when one is chosen, is in `search.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.offload.commands.tune.setting import Setting
-from megatron.offload.commands.tune.step_model import NOISE, Figures, StepModel
+from megatron.offload.commands.tune.step_model import (
+    NOISE,
+    TOO_HIGH,
+    Figures,
+    Measurement,
+    StepModel,
+)
+
+MEMORY_MARGIN = 0.04  # the default; of measured device memory, see `Space`
+FAILED = "its training failed"  # in place of the name of a limit
 
 
 @dataclass(frozen=True)
@@ -32,31 +41,36 @@ class Limits:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with what it should take.
+    """A setting with what it takes.
 
     Attributes:
         predicted: what the fits say.
-        promised_device_bytes: device memory that it should not exceed; the budget is compared with
-            this.
         tokens: of a step, of all ranks.
-        over: names of the limits that it exceeds; none: it is promised.
+        measured: what a training of it took; None: there was none.
+        over: names of the limits that it exceeds, or that its training failed; none: it is
+            possible.
     """
 
     setting: Setting
     predicted: Figures
-    promised_device_bytes: float
     tokens: float
+    measured: Measurement | None = None
     over: tuple[str, ...] = ()
 
     @property
-    def is_promised(self) -> bool:
-        """Whether it keeps to all limits."""
+    def is_possible(self) -> bool:
+        """Whether it is not known to exceed a limit."""
         return not self.over
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second that it should reach."""
-        return self.predicted.tokens_per_s(self.tokens)
+        """Tokens a second, measured or else predicted."""
+        return self.tokens / (self.measured or self.predicted).step_s
+
+    @property
+    def device_bytes(self) -> float:
+        """Device memory, measured or else predicted."""
+        return (self.measured or self.predicted).device_bytes
 
 
 @dataclass(frozen=True)
@@ -98,77 +112,86 @@ class StepSize:
         ]
 
 
-def candidates_of(
-    settings: Iterable[Setting],
-    model: StepModel,
-    limits: Limits,
-    *,
-    margin: float,
-    tokens_per_sample: float,
-) -> list[Candidate]:
-    """The settings with what they should take, the fastest first.
+@dataclass(frozen=True)
+class Space:
+    """All settings to choose from, and what each is held against.
 
-    Args:
-        margin: of device memory: a part of what is predicted that has to be left.
+    Attributes:
+        limits: of a rank.
+        memory_margin: of device memory: a part of what was measured, by which another training of
+            the same may take more.
         tokens_per_sample: of a rank's samples, times the ranks that have samples of their own.
     """
-    found = []
-    for setting in settings:
-        predicted = model.predict(setting)
-        promised_bytes = model.promised_device_bytes(setting, margin)
-        over = (
-            ("device memory", promised_bytes > limits.device_bytes),
-            ("host memory", predicted.host_bytes > limits.host_bytes),
-            ("SSD", predicted.ssd_bytes > limits.ssd_bytes),
-        )
-        found.append(
-            Candidate(
-                setting,
-                predicted,
-                promised_bytes,
-                setting.samples * tokens_per_sample,
-                tuple(name for name, is_over in over if is_over),
+
+    settings: Sequence[Setting]
+    limits: Limits
+    memory_margin: float
+    tokens_per_sample: float
+
+    def candidates(
+        self, model: StepModel, measured: Mapping[Setting, Measurement | None]
+    ) -> list[Candidate]:
+        """The settings with what they take, the fastest first.
+
+        Args:
+            measured: those that have been; None: the training failed.
+        """
+        found = []
+        for setting in self.settings:
+            predicted, known = model.predict(setting), measured.get(setting)
+            device_bytes = (
+                known.device_bytes * (1.0 + self.memory_margin)
+                if known is not None
+                else predicted.device_bytes * (1.0 - TOO_HIGH)
             )
-        )
-    return sorted(found, key=lambda one: (-one.tokens_per_s, *_modesty(one)))
+            over = (
+                (FAILED, setting in measured and known is None),
+                ("device memory", device_bytes > self.limits.device_bytes),
+                ("host memory", predicted.host_bytes > self.limits.host_bytes),
+                ("SSD", predicted.ssd_bytes > self.limits.ssd_bytes),
+            )
+            names = tuple(name for name, is_over in over if is_over)
+            tokens = setting.samples * self.tokens_per_sample
+            found.append(Candidate(setting, predicted, tokens, known, names))
+        return sorted(found, key=lambda one: (-one.tokens_per_s, *_modesty(one)))
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The promised one with the most tokens a second; None: none is promised.
+    """The possible one with the most tokens a second; None: none is possible.
 
     Of those within `NOISE` of the fastest the one with the largest micro-batch: what each takes
     however small it is, is what short runs see worst, and it can only be more than nothing. Then
     the one that takes the least device memory, the least room on tiers, the fewest units.
     """
-    promised = [one for one in candidates if one.is_promised]
-    if not promised:
+    possible = [one for one in candidates if one.is_possible]
+    if not possible:
         return None
-    enough = max(one.tokens_per_s for one in promised) * (1.0 - NOISE)
+    enough = max(one.tokens_per_s for one in possible) * (1.0 - NOISE)
     return min(
-        (one for one in promised if one.tokens_per_s >= enough),
+        (one for one in possible if one.tokens_per_s >= enough),
         key=lambda one: (-one.setting.micro_batch_size, *_modesty(one)),
     )
 
 
 def neighbours_of(best: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Promised candidates that a wrong prediction would most easily have put behind the best one.
+    """Possible candidates that a wrong prediction would most easily have put behind the best one.
 
     The fastest with the next smaller and the next larger micro-batch size in the same order, and
     the fastest of every other number of units.
     """
-    promised = sorted(
-        (one for one in candidates if one.is_promised and one != best),
+    possible = sorted(
+        (one for one in candidates if one.is_possible and one != best),
         key=lambda one: (-one.tokens_per_s, *_modesty(one)),
     )
     own = best.setting
-    sizes = {one.setting.micro_batch_size for one in promised if one.setting.units == own.units}
+    sizes = {one.setting.micro_batch_size for one in possible if one.setting.units == own.units}
     near = {
         (own.units, max((size for size in sizes if size < own.micro_batch_size), default=0)),
         (own.units, min((size for size in sizes if size > own.micro_batch_size), default=0)),
     }
     found: list[Candidate] = []
     seen: set[tuple[int, int]] = set()
-    for one in promised:
+    for one in possible:
         units, size = one.setting.units, one.setting.micro_batch_size
         key = (units, size if units == own.units else 0)
         if key not in seen and (units != own.units or key in near):
@@ -179,7 +202,7 @@ def neighbours_of(best: Candidate, candidates: Sequence[Candidate]) -> list[Cand
 
 def _modesty(one: Candidate) -> tuple[float, float, Setting]:
     return (
-        one.promised_device_bytes,
+        one.device_bytes,
         one.predicted.host_bytes + one.predicted.ssd_bytes,
         one.setting,
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-offload tune`, from flags to what is printed and written: `run`. The CLI calls it.
 
-It says what it will measure, measures, fits, prints the candidates, and with --check runs the best
-and its neighbours.
+It says what it will measure, measures, fits, prints the candidates, and with a memory budget or
+--check measures those of them that `search.py` asks for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +23,29 @@ from megatron.offload.commands.training_runs.machine import in_a_line, machine_f
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.trainer import CHECKOUT
 from megatron.offload.commands.tune.arguments import Request, request_of, step_size_of
-from megatron.offload.commands.tune.candidates import (
-    Candidate,
-    Limits,
-    best_of,
-    candidates_of,
-    neighbours_of,
-)
+from megatron.offload.commands.tune.candidates import FAILED, Candidate, Limits, Space, best_of
 from megatron.offload.commands.tune.fit import Fit
 from megatron.offload.commands.tune.limits import limits_of
 from megatron.offload.commands.tune.runs import Duration, Runs
+from megatron.offload.commands.tune.search import MOST_TRAININGS, search
 from megatron.offload.commands.tune.setting import Setting
-from megatron.offload.commands.tune.step_model import NOISE, Measurement, StepModel
+from megatron.offload.commands.tune.step_model import Measurement, StepModel
 from megatron.offload.commands.tune.text import (
     candidates_table,
-    checked_table,
     duration_text,
     limits_text,
     measured_table,
     settings_text,
+    tried_table,
 )
-from megatron.offload.commands.tune.training_command import CommandTrainer
+from megatron.offload.commands.tune.training_command import CommandTrainer, TrainingCommand
+from megatron.offload.config import DEFAULT_INFLIGHT_BYTES
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.placement.atomic_file import check_place, write_atomically
 from megatron.offload.sizes import format_size
 
 _MOST_ROWS = 12
-
-Checked = list[tuple[Candidate, Measurement]]
+_MUCH = 0.05  # of a memory budget
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
@@ -74,62 +69,58 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     tuning = _Tuning(request, args, limits)
     print(in_a_line(machine))
     print(f"limits of a rank: {limits_text(limits)}")
+    if _much_is_in_flight(request.command, limits):
+        print(
+            "note: a slow drive makes activations wait in device memory, up to "
+            "--activation-offload-inflight of them (512MiB if it is not given), which a short "
+            "training may not show; give the training command some percent of the budget"
+        )
     if request.command.left_out:
         print(f"left out of what is measured: {shlex.join(request.command.left_out)}")
     measured = tuning.measure(request.to_measure)
-    model = StepModel(
-        measured,
-        num_layers=request.command.num_layers,
-        host_budget_bytes=limits.host_bytes,
-    )
     tokens_per_sample = measured[0].tokens / (
         measured[0].setting.samples * request.data_parallel_size
     )
-    candidates = candidates_of(
+    space = Space(
         step_size_of(args, request, tokens_per_sample).settings(request.units),
-        model,
         limits,
-        margin=args.memory_margin,
-        tokens_per_sample=tokens_per_sample * request.data_parallel_size,
+        args.memory_margin,
+        tokens_per_sample * request.data_parallel_size,
     )
-    best = best_of(candidates)
+
+    def model_of(known: Sequence[Measurement]) -> StepModel:
+        return StepModel(
+            known, num_layers=request.command.num_layers, host_budget_bytes=limits.host_bytes
+        )
+
+    model = model_of(measured)
+    predicted = space.candidates(model, {})
+    measures = args.check or limits.device_bytes < math.inf
     print(f"\n{measured_table(measured, model)}\n")
-    print(candidates_table(candidates, best, most_rows=_MOST_ROWS))
-    checked: Checked = []
-    chosen = best
-    if best is not None and args.check:
-        checked = tuning.check([best, *neighbours_of(best, candidates)])
-        chosen = choice_of(checked, limits)
-        print(f"\n{checked_table(checked, chosen.setting)}")
+    print(
+        candidates_table(predicted, None if measures else best_of(predicted), most_rows=_MOST_ROWS)
+    )
+    chosen, found = search(space, measured, model_of, tuning.try_out, neighbours=args.check)
+    known = {one.setting: one.measured for one in found if one.measured is not None}
+    tried = [
+        (one, known[one.setting])
+        for one in sorted(predicted, key=lambda one: -one.tokens_per_s)
+        if one.setting in known
+    ]
+    if measures:
+        of_choice = None if chosen is None else chosen.setting
+        print(f"\n{tried_table(tried, of_choice, space)}")
     if args.json is not None:
         conditions = {"command": shlex.join(command), "machine": machine}
-        text = as_json(conditions, limits, measured, model, candidates, chosen, checked)
+        text = as_json(conditions, limits, measured, model, predicted, chosen, tried)
         write_atomically(args.json, text)
     if chosen is None:
-        raise RunError(_nothing_fits(candidates, limits))
+        raise RunError(_nothing_fits(found, space))
     flags = shlex.join(chosen.setting.flags(request.data_parallel_size))
     print(f"\n{flags}")
     if args.output is not None:
         write_atomically(args.output, flags + "\n")
-    broken = [one for one, found in checked if found.device_bytes > limits.device_bytes]
-    for one in broken:
-        print(
-            f"{one.setting.name} took more than {format_size(limits.device_bytes)} of device "
-            "memory; give a larger --memory-margin, or measure larger --micro-batch-sizes"
-        )
-    return 1 if broken else 0
-
-
-def choice_of(checked: Checked, limits: Limits) -> Candidate:
-    """The fastest one as measured of those that kept to the memory budget; the first if none did.
-
-    Within `NOISE` of the fastest the first one of the list, which the predictions prefer.
-    """
-    fit = [(one, found) for one, found in checked if found.device_bytes <= limits.device_bytes]
-    if not fit:
-        return checked[0][0]
-    fastest = max(one.tokens / found.step_s for one, found in fit)
-    return next(one for one, found in fit if one.tokens / found.step_s >= fastest * (1.0 - NOISE))
+    return 0
 
 
 class _Tuning:
@@ -158,16 +149,30 @@ class _Tuning:
             f"{settings_text(settings)}",
             flush=True,
         )
+        if self._limits.device_bytes < math.inf:
+            print(f"and up to {MOST_TRAININGS} more, to be sure of the memory budget", flush=True)
         return self._run(settings, "fit")
 
-    def check(self, candidates: list[Candidate]) -> Checked:
-        """Runs candidates as they are."""
-        settings = [one.setting for one in candidates]
-        print(f"\nchecking {len(settings)} settings:\n{settings_text(settings)}", flush=True)
-        self._say_duration(settings, "this takes")
-        return list(zip(candidates, self._run(settings, "check"), strict=True))
+    def try_out(self, settings: Sequence[Setting]) -> Mapping[Setting, Measurement | None]:
+        """Runs candidates as they are; None: its training failed.
 
-    def _run(self, settings: list[Setting], phase: str) -> list[Measurement]:
+        With a memory budget each runs by itself: that is what the budget is for.
+        """
+        print(f"\nmeasuring {len(settings)} more:\n{settings_text(settings)}", flush=True)
+        self._say_duration(settings, "this takes")
+        if self._limits.device_bytes == math.inf:
+            return dict(zip(settings, self._run(settings, "more"), strict=True))
+        self._turns = False
+        found: dict[Setting, Measurement | None] = {}
+        for one in settings:
+            try:
+                (found[one],) = self._run([one], "more")
+            except RunError as error:  # it may have run out of memory
+                tqdm.write(f"not chosen: {error}")
+                found[one] = None
+        return found
+
+    def _run(self, settings: Sequence[Setting], phase: str) -> list[Measurement]:
         request = self._request
         runs = Runs(
             self._trainer,
@@ -208,7 +213,7 @@ class _Tuning:
     def _watch(self, setting: Setting, num_steps: int) -> None:
         self._bar.set_postfix_str(f"step {num_steps}")
 
-    def _say_duration(self, settings: list[Setting], what: str) -> None:
+    def _say_duration(self, settings: Sequence[Setting], what: str) -> None:
         assert self._first is not None
         setting, duration = self._first
         seconds = duration.of_others(settings, setting, self._request.how_long)
@@ -220,28 +225,37 @@ def _place(request: Request) -> Path:
     return directories[0] if directories else request.output.parent
 
 
-def _nothing_fits(candidates: Sequence[Candidate], limits: Limits) -> str:
+def _much_is_in_flight(command: TrainingCommand, limits: Limits) -> bool:
+    """Whether waiting for a drive may take a large part of the memory budget."""
+    most = command.offload.inflight_bytes or DEFAULT_INFLIGHT_BYTES
+    return command.offload.enabled and most > _MUCH * limits.device_bytes
+
+
+def _nothing_fits(candidates: Sequence[Candidate], space: Space) -> str:
     """The candidate that takes the least, and what to do."""
     if not candidates:
         return (
             "there is nothing to choose from: layer-major steps need two micro-batches; add off to "
             "--units, or allow more tokens in a step"
         )
-    least = min(candidates, key=lambda one: (len(one.over), one.promised_device_bytes))
+    over = [one for one in candidates if one.over and FAILED not in one.over]
+    if not over:
+        return "the training of each candidate that was measured failed; the ends are above"
+    least = min(over, key=lambda one: (len(one.over), one.device_bytes))
     advice = {
         "device memory": "raise --device-memory-budget, or move more with --activation-offload ssd",
         "host memory": "raise --activation-offload-host-budget, or use tiered",
         "SSD": "make room on --activation-offload-dir, or allow fewer tokens in a step",
     }
     takes = {
-        "device memory": least.promised_device_bytes,
+        "device memory": least.device_bytes * (1.0 + space.memory_margin),
         "host memory": least.predicted.host_bytes,
         "SSD": least.predicted.ssd_bytes,
     }
     parts = ", ".join(f"{format_size(takes[name])} of {name}" for name in least.over)
     return (
-        f"no candidate keeps to the limits ({limits_text(limits)}): {least.setting.name}, which "
-        f"takes the least, needs {parts}; {'; '.join(advice[name] for name in least.over)}"
+        f"no candidate keeps to the limits ({limits_text(space.limits)}): {least.setting.name}, "
+        f"which takes the least, needs {parts}; {'; '.join(advice[name] for name in least.over)}"
     )
 
 
@@ -252,7 +266,7 @@ def as_json(
     model: StepModel,
     candidates: Sequence[Candidate],
     chosen: Candidate | None,
-    checked: Checked,
+    tried: Sequence[tuple[Candidate, Measurement]],
 ) -> str:
     """All of it; bytes and seconds, null for a limit that there is not."""
     values = {
@@ -274,8 +288,8 @@ def as_json(
         },
         "candidates": [_candidate(one) for one in candidates],
         "chosen": None if chosen is None else _candidate(chosen),
-        "checked": [
-            {**_candidate(one), "measured": dataclasses.asdict(found)} for one, found in checked
+        "tried": [
+            {**_candidate(one), "measured": dataclasses.asdict(found)} for one, found in tried
         ],
     }
     # Paths relative to the checkout, so that a committed file names no machine's folders.

@@ -67,7 +67,7 @@ class Duration:
     start_s: float
     step_s: float
 
-    def of_others(self, settings: list[Setting], this: Setting, how_long: HowLong) -> float:
+    def of_others(self, settings: Sequence[Setting], this: Setting, how_long: HowLong) -> float:
         """Seconds that others should take, steps in proportion to their tokens."""
         steps = (self.step_s * one.samples / this.samples for one in settings)
         return sum(self.start_s + how_long.expected_s(step_s) for step_s in steps)

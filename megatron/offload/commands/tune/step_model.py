@@ -38,8 +38,11 @@ from dataclasses import dataclass
 from megatron.offload.commands.tune.fit import Fit, fit
 from megatron.offload.commands.tune.setting import Setting
 
-# Two measurements this close could be of the same: the process, its allocator, other work.
+# Two candidates whose speeds are this close are equally fast.
 NOISE = 0.01
+# A part of predicted device memory, by which it may be too high: on a CPU of 27 candidates 10 % at
+# most (docs/results/tune.json), those whose micro-batch is far from what the fits are made of.
+TOO_HIGH = 0.12
 
 
 @dataclass(frozen=True)
@@ -115,15 +118,12 @@ class StepModel:
         self._host_share = in_host / moved if moved else 0.0
         self.seconds: dict[bool, Fit] = {}  # by whether it is layer-major
         self.moved: dict[bool, Fit] = {}
-        self._device_above: dict[bool, float] = {}  # how far measurements were above at most
         self.device = fit(
             _device_terms(num_layers, {one.setting.units for one in measured}),
             {one.setting: one.device_bytes for one in measured},
         )
         for layer_major in sorted({bool(one.setting.units) for one in measured}):
             own = [one for one in measured if bool(one.setting.units) == layer_major]
-            above = (one.device_bytes - self.device.at(one.setting) for one in own)
-            self._device_above[layer_major] = max(*above, 0.0)
             terms = _terms(layer_major)
             self.seconds[layer_major] = fit(
                 terms["seconds"], {one.setting: one.step_s for one in own}, relative=True
@@ -143,22 +143,6 @@ class StepModel:
             self._host_share,
             tokens=0.0,
         ).figures(self.num_layers, self._host_budget_bytes)
-
-    def promised_device_bytes(self, setting: Setting, margin: float) -> float:
-        """Device memory that a step with this setting should not exceed.
-
-        What is there whatever the setting, weights and states (on a CPU the process), is measured
-        and not extrapolated, so what two measurements of it differ by is enough on top of it.
-
-        Args:
-            margin: a part of what the setting adds, on top. Where a measurement of its order was
-                further above the fit than that, its distance counts.
-        """
-        predicted = self.device.at(setting)
-        added = predicted - self.device.coefficients["1"]
-        return predicted * (1.0 + NOISE) + max(
-            margin * added, self._device_above[bool(setting.units)]
-        )
 
 
 def _terms(layer_major: bool) -> dict[str, Mapping[str, Callable[[Setting], float]]]:

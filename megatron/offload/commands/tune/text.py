@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person reads: `measured_table`, `candidates_table`, `checked_table`, `duration_text`."""
+"""What a person reads: `measured_table`, `candidates_table`, `tried_table`, `duration_text`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from megatron.offload.commands.tune.candidates import Candidate, Limits
+from megatron.offload.commands.tune.candidates import Candidate, Limits, Space
 from megatron.offload.commands.tune.setting import Setting
 from megatron.offload.commands.tune.step_model import Measurement, StepModel
 from megatron.offload.sizes import format_size
@@ -50,7 +50,7 @@ def candidates_table(
             _size(one.predicted.host_bytes),
             _size(one.predicted.ssd_bytes),
             _size(one.predicted.moved_bytes),
-            "best" if one == best else "" if one.is_promised else f"over: {', '.join(one.over)}",
+            "best" if one == best else "" if one.is_possible else f"over: {', '.join(one.over)}",
         )
         for one in shown
     ]
@@ -62,25 +62,30 @@ def candidates_table(
     return _table(headings, rows) + (f"\nand {more} slower ones" if more > 0 else "")
 
 
-def checked_table(checked: Sequence[tuple[Candidate, Measurement]], chosen: Setting) -> str:
-    """Predictions beside what runs of them showed."""
-    rows = [
-        (
-            *_setting(one.setting),
-            f"{one.predicted.step_s:.3f}",
-            f"{found.step_s:.3f}",
-            f"{one.tokens_per_s:,.0f}",
-            f"{one.tokens / found.step_s:,.0f}",
-            format_size(one.predicted.device_bytes),
-            format_size(one.promised_device_bytes),
-            format_size(found.device_bytes),
-            "chosen" if one.setting == chosen else "",
+def tried_table(
+    tried: Sequence[tuple[Candidate, Measurement]], chosen: Setting | None, space: Space
+) -> str:
+    """Predictions beside what trainings of them took."""
+    rows = []
+    for one, found in tried:
+        with_margin = found.device_bytes * (1.0 + space.memory_margin)
+        over = "over: device memory" if with_margin > space.limits.device_bytes else ""
+        rows.append(
+            (
+                *_setting(one.setting),
+                f"{one.predicted.step_s:.3f}",
+                f"{found.step_s:.3f}",
+                f"{one.tokens_per_s:,.0f}",
+                f"{one.tokens / found.step_s:,.0f}",
+                format_size(one.predicted.device_bytes),
+                format_size(found.device_bytes),
+                format_size(with_margin),
+                "chosen" if one.setting == chosen else over,
+            )
         )
-        for one, found in checked
-    ]
     headings = (
         *(*_SETTING, "s/step\npredicted", "\nmeasured", "tokens/s\npredicted", "\nmeasured"),
-        *("device memory\npredicted", "\npromised", "\nmeasured", ""),
+        *("device memory\npredicted", "\nmeasured", "\nand margin", ""),
     )
     return _table(headings, rows)
 
