@@ -214,6 +214,14 @@ STEPS = (
         f"{UNITS} --activation-offload auto",
         "--layer-major-units cannot be combined with --activation-offload auto",
     ),
+    Row(
+        f"{UNITS} --layer-major-boundary host",
+        "--layer-major-boundary host needs --activation-offload ssd, host or tiered, got off",
+    ),
+    Row(
+        "--activation-offload host --layer-major-boundary host",
+        "is for what waits between the units of --layer-major-units",
+    ),
     Row("--layer-major-units 0", "'0' is neither off, auto nor a number of units"),
     Row(UNITS, "megatron-core 0.99.0 is not supported", patches=OTHER_VERSION),
 )

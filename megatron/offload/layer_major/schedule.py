@@ -162,7 +162,6 @@ class LayerMajorSchedule:
         results: dict[int, T] = {}
 
         def run_last(batch: _MicroBatch[T], *, is_last: bool) -> None:
-            self._look_ahead(batches, last, batch.number)
             self._forward(batch, last, is_last=is_last)
             result = results[batch.number] = batch.call.take_result()
             batch.cuts.check(last, _nodes_of(result))
@@ -178,6 +177,7 @@ class LayerMajorSchedule:
                 batch.is_next = True  # it goes on at once
                 for unit in range(last):
                     self._forward(batch, unit, is_last=True)
+                batch.is_next = False
                 run_last(batch, is_last=batch is batches[-1])
             self._random.count(begins, [one.random for one in batches])
         else:
@@ -190,6 +190,7 @@ class LayerMajorSchedule:
                     self._forward(batches[number], unit, is_last=number == order[-1])
             order = self._order(last, len(batches))
             for number in order:
+                self._look_ahead(batches, last, number)
                 run_last(batches[number], is_last=number == order[-1])
             self._check_random(batches, starts)
         self._random.generators.set_states(batches[-1].random)

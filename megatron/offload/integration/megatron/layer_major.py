@@ -219,15 +219,23 @@ def _tracker() -> Any:
     return get_cuda_rng_tracker()
 
 
-def check_layer_major(config: LayerMajorConfig, settings: Any, *, plans: bool) -> None:
+def check_layer_major(
+    config: LayerMajorConfig, settings: Any, *, plans: bool, boundary: str
+) -> None:
     """Raises ConfigurationError for what cannot run layer-major steps.
 
     Args:
         config: what the flags ask for.
         settings: the model's `TransformerConfig`.
         plans: whether placements are `auto`'s.
+        boundary: where tensors wait between units.
     """
     if not config.enabled:
+        if boundary != "keep":
+            raise refusal(
+                f"--layer-major-boundary {boundary} is for what waits between the units of "
+                "--layer-major-units; give that as well, or leave it out"
+            )
         return
     if plans:
         raise refusal(
