@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.offload import OffloadEngine
 from megatron.offload.capture.set_aside import SetAside
 from megatron.offload.errors import ChangedInPlaceError, ConfigurationError
+from megatron.offload.saved.record import State
 from megatron.offload.saved.scope import Scope
+from megatron.offload.saved.view import SavedView
+from megatron.offload.tiers.file import UnlinkedFile
 from tests.support.models import settle
 
 SCOPE = Scope(2, 3)
@@ -164,3 +169,86 @@ def test_a_pytorch_that_does_not_count_is_refused(
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     with pytest.raises(ConfigurationError, match="counts the users of a storage"):
         make_engine(boundary="ssd")
+
+
+def test_a_part_of_a_storage_stays(engine: OffloadEngine) -> None:
+    whole = torch.randn(100, 100)
+    assert aside(engine).put(whole[1:], SCOPE) is None
+    assert aside(engine).put(whole, SCOPE) is not None
+
+
+@contextlib.contextmanager
+def held_writes(engine: OffloadEngine) -> Iterator[None]:
+    """What is submitted meanwhile is not begun."""
+    go_on = threading.Event()
+    engine.dispatcher.submit(lambda: go_on.wait(10) and None)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_is_wanted_again_is_written_all_the_same(engine: OffloadEngine, ahead: bool) -> None:
+    """The next layer is going to save it."""
+    tensor, expected = made()
+    with held_writes(engine):
+        emptied = aside(engine).empty(tensor, SCOPE)
+        assert emptied is not None
+        if ahead:
+            aside(engine).read_ahead(emptied)
+        held = aside(engine).fill(emptied)
+    assert held is not None and torch.equal(tensor, expected)
+    settle(engine)
+    assert held.saved.state is State.ON_TIER
+
+
+def test_what_is_being_read_is_waited_for(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, go_on = UnlinkedFile.read, threading.Event()
+
+    def late(self: UnlinkedFile, body: memoryview, offset: int) -> None:
+        assert go_on.wait(10)
+        read(self, body, offset)
+
+    tensor, expected = made()
+    emptied = aside(engine).empty(tensor, SCOPE)
+    assert emptied is not None
+    settle(engine)
+    monkeypatch.setattr(UnlinkedFile, "read", late)
+    aside(engine).read_ahead(emptied)
+    engine.dispatcher.drain()
+    aside(engine).read_ahead(emptied)  # once more, by the turn after
+    assert emptied.memory is None
+    threading.Timer(0.01, go_on.set).start()
+    aside(engine).fill(emptied)
+    assert torch.equal(tensor, expected)
+
+
+def test_what_is_built_late_is_not_of_memory_that_was_handed_over(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dispatcher builds a tensor for backward while the pass goes on."""
+    with engine.step(), engine.forward(SCOPE):
+        with engine.saved_tensors_hooks():
+            tensor = made()[0].exp()
+        emptied = aside(engine).empty(tensor, SCOPE)
+        assert emptied is not None
+        settle(engine)
+        rebuild, record = SavedView.rebuild, emptied.view.saved
+        memory, transfer = record.block.tier.begin_read(record.block)
+        record.begin_read(memory, transfer)
+        transfer.wait()
+        inside: list[bool] = []
+
+        def handed_over_meanwhile(self: SavedView, restored: torch.UntypedStorage) -> torch.Tensor:
+            built = rebuild(self, restored)
+            if not inside:
+                inside.append(True)
+                record.hand_over(restored)
+            return built
+
+        monkeypatch.setattr(SavedView, "rebuild", handed_over_meanwhile)
+        record.build_views(transfer)
+        assert inside and not any(view.built for ref in record._views if (view := ref()))

@@ -59,6 +59,7 @@ _STREAMING = {
     "layer_major_units": None,
     "activation_recompute_layers": "all",
     "activation_offload": "off",
+    "layer_major_boundary": "keep",
     "data_parallel_sharding_strategy": "no_shard",
     "plot": None,
 }
@@ -273,6 +274,13 @@ def _add_streaming(group: Any) -> None:
         choices=("off", "host", "ssd"),
         default="off",
         help="where these inputs wait, or all that layers keep. Default: off, in device memory",
+    )
+    group.add_argument(
+        "--layer-major-boundary",
+        choices=("keep", "host", "ssd"),
+        default="keep",
+        help="where hidden states and their gradients wait between units. Default: keep, in device "
+        "memory",
     )
     group.add_argument(
         "--data-parallel-sharding-strategy",
