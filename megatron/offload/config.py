@@ -92,7 +92,7 @@ class OffloadConfig(Settings):
         choices=("keep", "host", "ssd", "tiered"),
     )
     boundary: str = flag(
-        "--layer-major-boundary",
+        "--activation-boundary",
         "keep",
         "where hidden states wait between two units of a layer-major step, and their gradients in "
         "backward. keep: in device memory, those of all micro-batches. host, ssd, tiered: as with "
@@ -258,7 +258,7 @@ class OffloadConfig(Settings):
         if self.uses_ssd and not self.directories:
             asks = f"--activation-recompute-input {self.recompute_input}"
             if self.boundary in _ON_SSD:
-                asks = f"--layer-major-boundary {self.boundary}"
+                asks = f"--activation-boundary {self.boundary}"
             if self.mode in _ON_SSD:
                 asks = f"--activation-offload {self.mode}"
             raise ConfigurationError(
@@ -351,8 +351,8 @@ class OffloadConfig(Settings):
             )
         if self.boundary != "keep" and (self.plans or not self.enabled):
             raise ConfigurationError(
-                f"--layer-major-boundary {self.boundary} needs --activation-offload ssd, host or "
-                f"tiered, got {self.mode}; give one of them, or --layer-major-boundary keep"
+                f"--activation-boundary {self.boundary} needs --activation-offload ssd, host or "
+                f"tiered, got {self.mode}; give one of them, or --activation-boundary keep"
             )
         if self.memory_budget_bytes == 0:
             raise ConfigurationError(

@@ -215,11 +215,11 @@ STEPS = (
         "--layer-major-units cannot be combined with --activation-offload auto",
     ),
     Row(
-        f"{UNITS} --layer-major-boundary host",
-        "--layer-major-boundary host needs --activation-offload ssd, host or tiered, got off",
+        f"{UNITS} --activation-boundary host",
+        "--activation-boundary host needs --activation-offload ssd, host or tiered, got off",
     ),
     Row(
-        "--activation-offload host --layer-major-boundary host",
+        "--activation-offload host --activation-boundary host",
         "is for what waits between the units of --layer-major-units",
     ),
     Row("--layer-major-units 0", "'0' is neither off, auto nor a number of units"),

@@ -59,7 +59,7 @@ def test_layer_major_steps_change_no_bit(layout: str, moves: bool, tmp_path: Pat
         one_by_one = train(flags, where, world_size=world_size)
     else:
         one_by_one = train_once(flags, world_size=world_size)
-    boundary = "--layer-major-boundary ssd" if (layout, moves) == ("TP2+SP", True) else ""
+    boundary = "--activation-boundary ssd" if (layout, moves) == ("TP2+SP", True) else ""
     in_units = train(flags, where, UNITS, boundary, world_size=world_size)
     assert_same_bits(in_units, one_by_one, STEPS)
     assert bool(in_units.metrics[-1]["offload"]) is moves
@@ -86,7 +86,7 @@ def test_what_waits_between_units_on_a_tier_changes_no_bit(layout: str, tmp_path
     world_size, flags, one = CROSSING[layout]
     flags = f"{UNTIED} --train-iters 3 --global-batch-size 8 --layer-major-units 4 {flags}"
     kept = train(flags, ssd(tmp_path), world_size=world_size)
-    moved = train(flags, ssd(tmp_path), "--layer-major-boundary ssd", world_size=world_size)
+    moved = train(flags, ssd(tmp_path), "--activation-boundary ssd", world_size=world_size)
     assert_same_bits(moved, kept, 3)
     theirs, mine = kept.metrics[-1]["offload"], moved.metrics[-1]["offload"]
     num_bytes = 3 * 8 * one

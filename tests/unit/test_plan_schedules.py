@@ -85,7 +85,7 @@ def test_what_layers_keep_decides_time_and_memory() -> None:
 def test_what_waits_between_units_may_wait_on_a_tier() -> None:
     line = f"{SSD} --activation-offload ssd --global-batch-size 256"
     kept, away = (
-        schedules(line + more).pairs[-1][1] for more in ("", " --layer-major-boundary ssd")
+        schedules(line + more).pairs[-1][1] for more in ("", " --activation-boundary ssd")
     )
     one = 1024 * 2048 * 2
     more_bytes = away.moved_bytes - kept.moved_bytes
@@ -95,7 +95,7 @@ def test_what_waits_between_units_may_wait_on_a_tier() -> None:
     assert 0 < away.passes.boundary_bytes <= (3 * 7 + 1) * 256 * one
     assert kept.passes.boundary_bytes == 0 and away.peak_bytes < kept.peak_bytes
     with pytest.raises(ConfigurationError, match="boundary ssd needs --activation-offload"):
-        schedules(f"{SSD} --layer-major-boundary ssd")
+        schedules(f"{SSD} --activation-boundary ssd")
 
 
 def test_states_in_device_memory_have_all_parameters_come_in() -> None:

@@ -180,7 +180,7 @@ def _counter_of_users() -> Callable[[torch.UntypedStorage], int]:
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         raise ConfigurationError(
-            f"--layer-major-boundary needs a PyTorch that counts the users of a storage, which "
-            f"{torch.__version__} does not; use a newer one, or --layer-major-boundary keep"
+            f"--activation-boundary needs a PyTorch that counts the users of a storage, which "
+            f"{torch.__version__} does not; use a newer one, or --activation-boundary keep"
         )
     return lambda storage: int(count(storage._cdata))

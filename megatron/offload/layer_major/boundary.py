@@ -96,7 +96,7 @@ class HiddenStates:
         if self._boundary is not None and any(map(self._boundary.is_empty, _with_graph(arguments))):
             raise refusal(
                 "a layer takes a tensor with a gradient that another micro-batch has as well, and "
-                "that waits outside of memory; use --layer-major-boundary keep"
+                "that waits outside of memory; use --activation-boundary keep"
             )
 
 

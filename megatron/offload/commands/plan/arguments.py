@@ -59,7 +59,7 @@ _STREAMING = {
     "layer_major_units": None,
     "activation_recompute_layers": "all",
     "activation_offload": "off",
-    "layer_major_boundary": "keep",
+    "activation_boundary": "keep",
     "data_parallel_sharding_strategy": "no_shard",
     "plot": None,
 }
@@ -276,7 +276,7 @@ def _add_streaming(group: Any) -> None:
         help="where these inputs wait, or all that layers keep. Default: off, in device memory",
     )
     group.add_argument(
-        "--layer-major-boundary",
+        "--activation-boundary",
         choices=("keep", "host", "ssd"),
         default="keep",
         help="where hidden states and their gradients wait between units. Default: keep, in device "

@@ -49,10 +49,10 @@ def schedules_of(args: argparse.Namespace) -> Schedules:
         raise ConfigurationError(
             "--parameter-offload-live-units 1 leaves no room to read ahead; give at least 2"
         )
-    if args.layer_major_boundary != "keep" and args.activation_offload == "off":
+    if args.activation_boundary != "keep" and args.activation_offload == "off":
         raise ConfigurationError(
-            f"--layer-major-boundary {args.layer_major_boundary} needs --activation-offload ssd or "
-            "host; give one of them, or --layer-major-boundary keep"
+            f"--activation-boundary {args.activation_boundary} needs --activation-offload ssd or "
+            "host; give one of them, or --activation-boundary keep"
         )
     divided = args.data_parallel_sharding_strategy == "optim_grads_params"
     if divided:
@@ -70,7 +70,7 @@ def schedules_of(args: argparse.Namespace) -> Schedules:
         live_units=args.parameter_offload_live_units,
         recomputes=args.activation_recompute_layers == "all",
         activations_on=None if args.activation_offload == "off" else args.activation_offload,
-        boundary_on=None if args.layer_major_boundary == "keep" else args.layer_major_boundary,
+        boundary_on=None if args.activation_boundary == "keep" else args.activation_boundary,
         divided=divided,
     )
     return Schedules(of, pairs_of(of))

@@ -233,7 +233,7 @@ def check_layer_major(
     if not config.enabled:
         if boundary != "keep":
             raise refusal(
-                f"--layer-major-boundary {boundary} is for what waits between the units of "
+                f"--activation-boundary {boundary} is for what waits between the units of "
                 "--layer-major-units; give that as well, or leave it out"
             )
         return
