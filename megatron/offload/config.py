@@ -91,6 +91,14 @@ class OffloadConfig(Settings):
         "--activation-offload says; with auto, which only takes keep, where the plan says.",
         choices=("keep", "host", "ssd", "tiered"),
     )
+    boundary: str = flag(
+        "--activation-boundary",
+        "keep",
+        "where hidden states wait between two units of a layer-major step, and their gradients in "
+        "backward. keep: in device memory, those of all micro-batches. host, ssd, tiered: as with "
+        "--activation-offload, and those of a few micro-batches in device memory.",
+        choices=("keep", "host", "ssd", "tiered"),
+    )
     memory_budget_bytes: int | None = flag(
         "--activation-memory-budget",
         None,
@@ -249,6 +257,8 @@ class OffloadConfig(Settings):
         self._check_recomputation()
         if self.uses_ssd and not self.directories:
             asks = f"--activation-recompute-input {self.recompute_input}"
+            if self.boundary in _ON_SSD:
+                asks = f"--activation-boundary {self.boundary}"
             if self.mode in _ON_SSD:
                 asks = f"--activation-offload {self.mode}"
             raise ConfigurationError(
@@ -339,6 +349,11 @@ class OffloadConfig(Settings):
                 f"--activation-recompute-input {self.recompute_input} chooses where inputs wait, "
                 "and so does --activation-offload auto; leave it out, or give keep: they stay"
             )
+        if self.boundary != "keep" and (self.plans or not self.enabled):
+            raise ConfigurationError(
+                f"--activation-boundary {self.boundary} needs --activation-offload ssd, host or "
+                f"tiered, got {self.mode}; give one of them, or --activation-boundary keep"
+            )
         if self.memory_budget_bytes == 0:
             raise ConfigurationError(
                 "--activation-memory-budget is less than a byte, which leaves no memory to compute "
@@ -376,7 +391,7 @@ class OffloadConfig(Settings):
     @property
     def uses_ssd(self) -> bool:
         """Whether activations may go to an SSD."""
-        return not _ON_SSD.isdisjoint((self.mode, self.recompute_input)) or (
+        return not _ON_SSD.isdisjoint((self.mode, self.recompute_input, self.boundary)) or (
             self.plans and bool(self.directories)
         )
 
@@ -385,4 +400,4 @@ class OffloadConfig(Settings):
         """Whether activations may go to host memory."""
         if self.plans:
             return not self.directories or self.host_budget is not None
-        return not _ON_HOST.isdisjoint((self.mode, self.recompute_input))
+        return not _ON_HOST.isdisjoint((self.mode, self.recompute_input, self.boundary))

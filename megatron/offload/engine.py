@@ -19,6 +19,7 @@ import torch
 from megatron.offload.capture.context import SavingContext
 from megatron.offload.capture.hooks import SavedTensorHooks
 from megatron.offload.capture.layer import LayerCapture
+from megatron.offload.capture.set_aside import SetAside
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES, OffloadConfig
 from megatron.offload.device.allocator import (
     START_WITH_ENVIRONMENT,
@@ -64,6 +65,7 @@ class OffloadEngine:
         hooks: `pack` and `unpack` for single tensors; layers and contexts use them.
         writer: the way out, `reader`: the way back, `dispatcher`: whose thread starts both.
         cache: which saved tensors are the same bytes, and which never move.
+        set_aside: takes what waits between two units of layers; None: that stays in memory.
         memory_report: what peaks are made of; None: nobody asked for it.
 
     Args:
@@ -129,6 +131,17 @@ class OffloadEngine:
             moves_foreign=device.is_host,
         )
         self._layers = LayerCapture(self.hooks, self.cache, self.writer, step)
+        self.set_aside: SetAside | None = None
+        if config.boundary != "keep":
+            self.set_aside = SetAside(
+                self.cache,
+                self._tiers[Placement(config.boundary)],
+                config.min_bytes,
+                self.writer,
+                self.hooks,
+                self.reader,
+                moves_foreign=device.is_host,
+            )
         if config.trace_file is not None:
             names = {placement.value: tier for placement, tier in self.tiers.items()}
             step.tracer = Tracer(config.trace_file, rank, names, self._memory)

@@ -8,6 +8,7 @@ none that a new thread stands on.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from megatron.offload import LayerMajor, offload_activations
+from megatron.offload.capture.set_aside import Emptied, SetAside
 from megatron.offload.device.platform import register_platform
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers import ssd as ssd_tier
@@ -110,6 +112,60 @@ def test_all_bits_are_the_same(
             hook.remove()
         assert torch.equal(torch.get_rng_state(), state)
         lag.reset()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))])
+def test_what_waits_between_units_comes_back_before_it_is_used(
+    accelerator: LagModule,
+    mode: str,
+    seed: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Read back while streams lag; the memory that it leaves is used again meanwhile."""
+    monkeypatch.setattr(sys.modules[__name__], "MICRO_BATCHES", 5)
+    lag, model = accelerator, Stack().to(DEVICE)
+    side, inputs = lag.Stream(DEVICE), [micro_batches(number) for number in range(STEPS)]
+    filled: list[bool] = []  # whether each hidden state had left
+    taken: list[bool] = []  # and each gradient
+    fill, take = SetAside.fill, SetAside.take
+
+    def noted_take(aside: SetAside, waiting: Any) -> Any:
+        taken.append(waiting.saved.block is not None)
+        return take(aside, waiting)
+
+    def noted_fill(aside: SetAside, emptied: Emptied) -> Any:
+        filled.append(emptied.memory is None)
+        return fill(aside, emptied)
+
+    monkeypatch.setattr(SetAside, "fill", noted_fill)
+    monkeypatch.setattr(SetAside, "take", noted_take)
+    with lag.device(DEVICE), lag.stream(side):
+        lag.synchronize(DEVICE)
+        torch.manual_seed(7)
+        expected = [results(lag, model, one_by_one(model, one)) for one in inputs]
+        torch.manual_seed(7)
+        with offload_activations(
+            model, tmp_path, min_bytes=1, boundary=mode, **MODES[mode]
+        ) as offload:
+            layer_major = LayerMajor(model, None, offload=offload)
+
+            def wait(*_: object) -> None:
+                assert not waits or (offload.engine and offload.engine.wait_for_writes(30))
+
+            for layer in model.layers:
+                layer.register_forward_hook(wait)
+            for number, (batches, theirs) in enumerate(zip(inputs, expected, strict=True)):
+                lag.set_delays(*DELAYS[number], seed=seed)
+                lag.late(side, LATE_S)
+                waits = number == 1  # else what is written late is still there, all of it perhaps
+                mine = results(lag, model, layer_major.step(batches, model))
+                for place, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+                    assert torch.equal(one, other), (number, place)
+            layer_major.close()
+        lag.reset()
+    assert any(filled) and any(taken), "none had left"
 
 
 def test_forward_passes_run_on_the_caller_s_stream_and_device(accelerator: LagModule) -> None:

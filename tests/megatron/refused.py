@@ -210,6 +210,14 @@ STEPS = (
     ),
     Row(f"{UNITS} {PP2}", "--layer-major-units needs a model on one pipeline stage", 2),
     Row(f"{UNITS} {FULL}", "checkpoints hide the layers; use --activation-recompute-layers"),
+    Row(
+        f"{UNITS} --activation-boundary host",
+        "--activation-boundary host needs --activation-offload ssd, host or tiered, got off",
+    ),
+    Row(
+        "--activation-offload host --activation-boundary host",
+        "is for what waits between the units of --layer-major-units",
+    ),
     Row("--layer-major-units 0", "'0' is neither off, auto nor a number of units"),
     Row(UNITS, "megatron-core 0.99.0 is not supported", patches=OTHER_VERSION),
 )

@@ -62,9 +62,39 @@ def test_layer_major_steps_change_no_bit(layout: str, moves: bool, tmp_path: Pat
         one_by_one = train(flags, where, world_size=world_size)
     else:
         one_by_one = train_once(flags, world_size=world_size)
-    in_units = train(flags, where, UNITS, world_size=world_size)
+    boundary = "--activation-boundary ssd" if (layout, moves) == ("TP2+SP", True) else ""
+    in_units = train(flags, where, UNITS, boundary, world_size=world_size)
     assert_same_bits(in_units, one_by_one, STEPS)
     assert bool(in_units.metrics[-1]["offload"]) is moves
+
+
+# Of what waits between units: processes, flags, and the bytes of a micro-batch's hidden states.
+CROSSING = {
+    "fp32": (1, "", 32 * 64 * 4),
+    "recomputed": (
+        1,
+        "--activation-recompute-layers 1-4 --activation-recompute-input ssd",
+        32 * 64 * 4,
+    ),
+    "TP2": (2, "--tensor-model-parallel-size 2", 32 * 64 * 4),
+    "TP2+SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel", 16 * 64 * 4),
+    "DP2 distributed": (2, f"{SHARDED} --bf16 --global-batch-size 16", 32 * 64 * 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", CROSSING)
+def test_what_waits_between_units_on_a_tier_changes_no_bit(layout: str, tmp_path: Path) -> None:
+    """And costs what its gradients are to write: hidden states are saved by the next layer too."""
+    world_size, flags, one = CROSSING[layout]
+    flags = f"{UNTIED} --train-iters 3 --global-batch-size 8 --layer-major-units 4 {flags}"
+    kept = train(flags, ssd(tmp_path), world_size=world_size)
+    moved = train(flags, ssd(tmp_path), "--activation-boundary ssd", world_size=world_size)
+    assert_same_bits(moved, kept, 3)
+    theirs, mine = kept.metrics[-1]["offload"], moved.metrics[-1]["offload"]
+    num_bytes = 3 * 8 * one
+    assert mine["offloaded_bytes"] - theirs["offloaded_bytes"] == num_bytes
+    assert mine["deduplicated_bytes"] - theirs["deduplicated_bytes"] == num_bytes
 
 
 def near(one: Outcome, other: Outcome) -> None:

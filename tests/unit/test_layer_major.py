@@ -25,6 +25,7 @@ from megatron.offload.layer_major.pausable_call import PausableCall, running_cal
 from megatron.offload.layer_major.random_numbers import TorchGenerators, advanced, num_drawn
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
 from megatron.offload.layer_major.units import units_of
+from megatron.offload.saved.scope import Scope
 from tests.support.models import settle, ssd
 
 CPU = torch.device("cpu")
@@ -282,3 +283,88 @@ def test_offsets_of_a_counter_are_counted() -> None:
     assert num_drawn(state(3, 8), state(3, 20)) == 12
     assert torch.equal(advanced(state(3, 8), 12), state(3, 20))
     assert num_drawn(state(3, 8), state(4, 20)) is None
+
+
+class NotedBoundary:
+    """Keeps everything, and notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def put(self, tensor: torch.Tensor, scope: Scope) -> Any:
+        self.asked.append(f"put {scope.micro_batch}")
+        return (tensor, scope)
+
+    def take(self, waiting: Any) -> torch.Tensor:
+        return waiting[0]  # type: ignore[no-any-return]
+
+    def empty(self, tensor: torch.Tensor, scope: Scope) -> Any:
+        self.asked.append(f"empty {scope.micro_batch}")
+        return (tensor, scope)
+
+    def fill(self, waiting: Any) -> Any:
+        self.asked.append(f"fill {waiting[1].micro_batch}")
+
+    def is_empty(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def read_ahead(self, waiting: Any) -> None:
+        self.asked.append(f"ahead {waiting[1].micro_batch}")
+
+
+def noted_step(num_batches: int, *, alternates: bool = False) -> list[str]:
+    """Of a step of two units: what its boundary is asked for until the second unit begins."""
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    boundary = NotedBoundary()
+
+    class Noted(EnginePasses):
+        @property
+        def boundary(self) -> Any:
+            return boundary
+
+    passes = Noted(None, hooks_tensors=True)
+    units = {layer: n for n, layer in enumerate(layers)}
+    schedule = LayerMajorSchedule(units, CPU, TorchGenerators(CPU), alternates=alternates)
+
+    def forward() -> torch.Tensor:
+        x = torch.ones(4)
+        mask = torch.ones(4)
+        for layer in layers:
+            entered, _ = schedule.enter_layer(layer, (x, mask))
+            x = layer(entered)
+        return x.sum()
+
+    for _ in range(2):
+        boundary.asked.clear()
+        schedule.run([forward] * num_batches, torch.Tensor.backward, passes)
+    return boundary.asked
+
+
+def test_what_waits_is_read_while_the_micro_batches_before_compute() -> None:
+    forward = [one for one in noted_step(4) if not one.startswith("put")]
+    first = forward.index("fill 0")
+    assert forward[: first + 2] == [
+        "empty 0",
+        "empty 1",
+        "ahead 0",
+        "empty 2",
+        "ahead 0",
+        "ahead 1",
+        "empty 3",
+        "ahead 1",
+        "ahead 2",
+        "fill 0",
+        "ahead 2",
+    ]
+
+
+def test_whose_turns_are_next_stay_between_units() -> None:
+    assert not [one for one in noted_step(2) if one.startswith(("empty", "put"))]
+    left = [one for one in noted_step(4, alternates=True) if one.startswith("empty")]
+    assert left == ["empty 0", "empty 1", "empty 2"]  # the next unit begins with the last one
+
+
+def test_what_has_no_graph_does_not_leave_between_units() -> None:
+    """Masks and tables, which micro-batches may share: one tensor of two leaves."""
+    asked = noted_step(3)
+    assert asked.count("empty 0") == asked.count("empty 1") == asked.count("empty 2") == 1

@@ -13,7 +13,7 @@ from bench.layer_major import WAYS, make_parser
 from check.layer_major_prediction import Model
 from check.layer_major_prediction import main as prediction_main
 
-from megatron.offload import cli
+from megatron.offload import ConfigurationError, cli
 from megatron.offload.commands.plan.arguments import add_arguments
 from megatron.offload.commands.plan.schedules import Schedules, schedules_of
 from megatron.offload.commands.plan.schedules_picture import published_of
@@ -80,6 +80,22 @@ def test_what_layers_keep_decides_time_and_memory() -> None:
     assert moved.passes.activation_bytes > inputs_moved.passes.activation_bytes > 0
     # The inputs of 7 of 8 layers, of all micro-batches; those of the last are needed at once.
     assert inputs_moved.passes.activation_bytes == 6 * 7 * 1024 * 2048 * 2
+
+
+def test_what_waits_between_units_may_wait_on_a_tier() -> None:
+    line = f"{SSD} --activation-offload ssd --global-batch-size 256"
+    kept, away = (
+        schedules(line + more).pairs[-1][1] for more in ("", " --activation-boundary ssd")
+    )
+    one = 1024 * 2048 * 2
+    more_bytes = away.moved_bytes - kept.moved_bytes
+    assert more_bytes == away.passes.boundary_bytes + 2 * (
+        away.passes.activation_bytes - kept.passes.activation_bytes
+    )
+    assert 0 < away.passes.boundary_bytes <= (3 * 7 + 1) * 256 * one
+    assert kept.passes.boundary_bytes == 0 and away.peak_bytes < kept.peak_bytes
+    with pytest.raises(ConfigurationError, match="boundary ssd needs --activation-offload"):
+        schedules(f"{SSD} --activation-boundary ssd")
 
 
 def test_states_in_device_memory_have_all_parameters_come_in() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.layer_major.boundary import AHEAD
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.planner.profile.stage_profile import TierProfile
 from megatron.offload.planner.simulator.streamed_step import (
@@ -212,3 +213,38 @@ def test_gradients_that_leave_are_one_units_that_is_made_and_one_that_is_written
     assert slow.passes_s == pytest.approx(slow.compute_s + sum(slow.waits_s.values()))
     stays = simulate(step(6, 2, UnitWork(1, 1.0, 3.0)), layer_major=True)
     assert stays.gradient_bytes == 0 and not stays.peak.get(GRADIENTS)
+
+
+def test_what_waits_between_units_is_of_a_few_micro_batches() -> None:
+    """Bytes by hand: a hidden state is read, a gradient written and read, at each boundary."""
+    units, micro_batches, one = 4, 10, 5
+    work = UnitWork(1, 1.0, 3.0, 0, 7)
+    fast = {"parameters_on": tier(1e9), "activations_on": tier(1e9), "boundary_bytes": one}
+    kept = step(units, micro_batches, work, **fast)
+    away = dataclasses.replace(kept, boundary_on=tier(1e9))
+    before, after = (simulate(of, layer_major=True) for of in (kept, away))
+    assert before.boundary_bytes == 0 and before.activation_bytes == after.activation_bytes
+    crossing = (units - 1) * micro_batches * one
+    # The last unit's activations are needed at once and not written: its hidden states are.
+    assert after.boundary_bytes == 3 * crossing + micro_batches * one
+    for term in WAITING:
+        assert before.peak.get(term, 0) in (0, micro_batches * one)
+        assert after.peak.get(term, 0) <= (AHEAD + 1) * one
+    assert after.passes_s == pytest.approx(before.passes_s, rel=1e-6)
+
+
+def test_of_few_micro_batches_and_one_after_the_other_nothing_leaves_between_units() -> None:
+    work = UnitWork(1, 1.0, 3.0)
+    for micro_batches, layer_major in ((AHEAD, True), (8, False)):
+        of = step(3, micro_batches, work, boundary_bytes=5, boundary_on=tier())
+        assert simulate(of, layer_major=layer_major).boundary_bytes == 0
+
+
+def test_a_slow_tier_between_units_holds_compute_up() -> None:
+    work, one = UnitWork(0, 1.0, 3.0), 10
+    of = step(3, 8, work, boundary_bytes=one, boundary_on=tier(2.0), inflight_bytes=one)
+    cost = simulate(of, layer_major=True)
+    assert cost.waits_s[KEPT] > 0
+    assert cost.passes_s >= 2 * 8 * one / 2.0, "all hidden states of two boundaries are written"
+    quick = dataclasses.replace(of, boundary_on=tier(1e9))
+    assert simulate(quick, layer_major=True).waits_s[KEPT] == pytest.approx(0, abs=1e-4)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.offload.engine import OffloadEngine
+from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.saved.scope import Scope
@@ -52,6 +53,11 @@ class EnginePasses:
             lambda unit, is_last: contextlib.nullcontext()
         )
         self._save_orders: dict[tuple[int, int], SaveOrder] = {}
+
+    @property
+    def boundary(self) -> Boundary | None:
+        """Where tensors wait between units; None: in memory."""
+        return None if self._engine is None else self._engine.set_aside
 
     @contextlib.contextmanager
     def forward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:

@@ -26,7 +26,9 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
+from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.layer_major.config import refusal
+from megatron.offload.saved.scope import Scope
 
 
 @dataclass
@@ -35,32 +37,72 @@ class Crossing:
 
     Attributes:
         edge: where it is made.
-        gradient: the sum of those that have come back so far.
+        scope: the same, for people.
+        boundary: where gradients may wait; None: in memory.
+        gradient: the sum of those that have come back so far, if it is in memory.
+        waiting: of the boundary, if it is there.
     """
 
     edge: GradientEdge
+    scope: Scope
+    boundary: Boundary | None = None
     gradient: torch.Tensor | None = None
+    waiting: Any = None
 
     def add(self, gradient: torch.Tensor) -> None:
         """Another consumer's gradient has come."""
-        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+        before = self.take()
+        self.gradient = gradient if before is None else before + gradient
+
+    def take(self) -> torch.Tensor | None:
+        """The sum, which is not kept here: the entry refers to this as long as the loss's graph is
+        there."""
+        gradient, self.gradient = self.gradient, None
+        waiting, self.waiting = self.waiting, None
+        if waiting is not None:
+            assert self.boundary is not None
+            gradient = self.boundary.take(waiting)
+        return gradient
+
+    def put(self) -> None:
+        """No backward pass is under way: the sum so far may wait outside of memory.
+
+        Not before: autograd gives a gradient that nobody else refers to away, to be added to.
+        """
+        if self.boundary is not None and self.gradient is not None:
+            self.waiting = self.boundary.put(self.gradient, self.scope)
+            if self.waiting is not None:
+                self.gradient = None
+
+    def read_ahead(self) -> None:
+        """The sum is needed soon."""
+        if self.boundary is not None and self.waiting is not None:
+            self.boundary.read_ahead(self.waiting)
 
 
 class GraphCuts:
     """The parts of one forward pass's graph, a part for each unit.
 
     Only nodes that the thread of the forward pass makes count: autograd numbers them by thread.
+
+    Args:
+        micro_batch: whose pass it is.
+        boundary: where gradients may wait; None: in memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, micro_batch: int = 0, boundary: Boundary | None = None) -> None:
+        self._micro_batch = micro_batch
+        self._boundary = boundary
         self._begins: list[int] = []  # autograd's number of the first node of each part
         self._crossings: list[dict[Any, Crossing]] = []  # of tensors made in each, by their edges
+        self._entered_in: list[list[Crossing]] = []  # what layers of each have taken
 
     def begin(self) -> None:
         """The next unit begins."""
         autograd: Any = torch._C._autograd
         self._begins.append(autograd._get_sequence_nr())
         self._crossings.append({})
+        self._entered_in.append([])
 
     def enter(self, values: Any) -> Any:
         """A layer's arguments, with entries in place of what earlier units have made."""
@@ -80,14 +122,29 @@ class GraphCuts:
         number = edge.node._sequence_nr()
         part = max(i for i, begins in enumerate(self._begins) if begins <= number or not i)
         key = (edge.node, edge.output_nr)
-        crossing = self._crossings[part].setdefault(key, Crossing(edge))
+        made = Crossing(edge, Scope(part, self._micro_batch), self._boundary)
+        crossing = self._crossings[part].setdefault(key, made)
+        self._entered_in[-1].append(crossing)
         marker = torch.empty(0, requires_grad=True)
         entered: torch.Tensor = _Entry.apply(marker, tensor.detach(), crossing)
         return entered
 
     def has_gradients(self, unit: int) -> bool:
         """Whether later units have handed gradients back to this one."""
-        return any(one.gradient is not None for one in self._crossings[unit].values())
+        return any(
+            one.gradient is not None or one.waiting is not None
+            for one in self._crossings[unit].values()
+        )
+
+    def put_gradients(self) -> None:
+        """A backward pass has ended: gradients may wait outside of memory."""
+        for one in (one for crossings in self._crossings for one in crossings.values()):
+            one.put()
+
+    def read_ahead(self, unit: int) -> None:
+        """Backward of a unit comes soon: it begins with gradients, and adds to others."""
+        for one in (*self._crossings[unit].values(), *self._entered_in[unit]):
+            one.read_ahead()
 
     def roots(self, unit: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Where the backward pass of a unit begins, and with which gradients. Asked once.
@@ -97,10 +154,9 @@ class GraphCuts:
         """
         edges, gradients = [], []
         for one in self._crossings[unit].values():
-            if one.gradient is not None:
+            if (gradient := one.take()) is not None:
                 edges.append(one.edge)
-                gradients.append(one.gradient)
-                one.gradient = None  # the entry refers to this as long as the loss's graph is there
+                gradients.append(gradient)
         self._crossings[unit] = {}
         self.check(unit, [edge.node for edge in edges])
         return edges, gradients

@@ -29,11 +29,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron.offload.errors import STEPS_PREFIX
+from megatron.offload.layer_major.boundary import AHEAD, Boundary, HiddenStates
 from megatron.offload.layer_major.config import refusal
 from megatron.offload.layer_major.graph_cuts import GraphCuts
 from megatron.offload.layer_major.order import micro_batch_order
 from megatron.offload.layer_major.pausable_call import PausableCall, running_call
 from megatron.offload.layer_major.random_numbers import Generators, RandomNumbers
+from megatron.offload.saved.scope import Scope
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,11 @@ _Context = contextlib.AbstractContextManager[Any]
 
 class Passes(Protocol):
     """What is around the passes of a micro-batch through a unit; entered by who runs the step."""
+
+    @property
+    def boundary(self) -> Boundary | None:
+        """Where tensors wait between two units; None: in memory."""
+        ...
 
     def forward(self, unit: int, micro_batch: int, *, is_last: bool) -> _Context:
         """Around a forward pass; after the last one another unit comes next."""
@@ -118,7 +125,8 @@ class LayerMajorSchedule:
         try:
             results = self._run_forwards(batches, starts, backward)
             for turn, unit in enumerate(reversed(range(self.num_units - 1)), self.num_units):
-                self._run_backwards([batches[n] for n in self._order(turn, len(batches))], unit)
+                ordered = [batches[n] for n in self._order(turn, len(batches))]
+                self._run_backwards(ordered, unit, turn)
         finally:
             for one in batches:
                 one.call.abandon()
@@ -137,7 +145,8 @@ class LayerMajorSchedule:
         if unit is None or batch is None or not torch.is_grad_enabled():
             return arguments
         if unit != batch.unit:
-            batch.pause_before(unit)
+            batch.pause_before(unit, arguments)
+        batch.hidden.check(arguments)
         entered: T = batch.cuts.enter(arguments) if unit else arguments
         return entered
 
@@ -159,14 +168,17 @@ class LayerMajorSchedule:
             batch.cuts.check(last, _nodes_of(result))
             with batch.passes.backward(last, batch.number, is_last=is_last):
                 backward(result)
+            batch.end_backward()
 
         if starts is None:  # see Note [Random numbers as before]
             begins = []
             for batch in batches:
                 batch.random = self._random.generators.states()
                 begins.append(batch.random)
+                batch.is_next = True  # it goes on at once
                 for unit in range(last):
                     self._forward(batch, unit, is_last=True)
+                batch.is_next = False
                 run_last(batch, is_last=batch is batches[-1])
             self._random.count(begins, [one.random for one in batches])
         else:
@@ -175,9 +187,11 @@ class LayerMajorSchedule:
             for unit in range(last):
                 order = self._order(unit, len(batches))
                 for number in order:
+                    self._look_ahead(batches, unit, number)
                     self._forward(batches[number], unit, is_last=number == order[-1])
             order = self._order(last, len(batches))
             for number in order:
+                self._look_ahead(batches, last, number)
                 run_last(batches[number], is_last=number == order[-1])
             self._check_random(batches, starts)
         self._random.generators.set_states(batches[-1].random)
@@ -217,15 +231,29 @@ class LayerMajorSchedule:
 
     # -- Backward -------------------------------------------------------------------------------
 
-    def _run_backwards(self, batches: Sequence[_MicroBatch[Any]], unit: int) -> None:
+    def _run_backwards(self, batches: Sequence[_MicroBatch[Any]], unit: int, turn: int) -> None:
         """Backward of a unit that is not the last one, for all micro-batches."""
+        of_step = sorted(batches, key=lambda one: one.number)
         batches = [one for one in batches if one.cuts.has_gradients(unit)]
         for batch in batches:
+            self._look_ahead(of_step, turn, batch.number)
             batch.passes.prepare_backward(unit, batch.number)
             roots, gradients = batch.cuts.roots(unit)
             is_last = batch is batches[-1]
             with batch.passes.backward(unit, batch.number, is_last=is_last):
                 torch.autograd.backward(roots, gradients)
+            del roots, gradients
+            batch.end_backward()
+
+    def _look_ahead(self, batches: Sequence[_MicroBatch[Any]], turn: int, micro_batch: int) -> None:
+        """A micro-batch runs in a turn: has back what those need that come after it."""
+        orders = [(s, n) for s in (turn, turn + 1) for n in self._order(s, len(batches))]
+        begin = orders.index((turn, micro_batch)) + 1
+        for batch in batches:
+            batch.is_next = False
+        for then, number in orders[begin : begin + AHEAD]:
+            batches[number].is_next = True
+            batches[number].read_ahead(then, self.num_units)
 
     def _order(self, turn: int, num_micro_batches: int) -> Sequence[int]:
         return micro_batch_order(turn, num_micro_batches, alternates=self._alternates)
@@ -239,7 +267,9 @@ class _MicroBatch(Generic[T]):
     ) -> None:
         self.number = number
         self.unit = 0
-        self.cuts = GraphCuts()
+        self.cuts = GraphCuts(number, passes.boundary)
+        self.hidden = HiddenStates(passes.boundary)
+        self.is_next = False  # its turn comes so soon that what waits for it stays in memory
         self.random: dict[str, torch.Tensor] = {}  # states of the generators where it stands
         self._forward = forward
         self.passes = passes
@@ -251,7 +281,7 @@ class _MicroBatch(Generic[T]):
             self.cuts.begin()
             return self._forward()
 
-    def pause_before(self, unit: int) -> None:
+    def pause_before(self, unit: int, arguments: Any) -> None:
         """A layer of another unit comes next: waits for its turn."""
         if unit != self.unit + 1:
             raise refusal(
@@ -259,9 +289,24 @@ class _MicroBatch(Generic[T]):
                 "step needs models that run their layers in one order, each once"
             )
         self._before_pause()
+        if not self.is_next:
+            self.hidden.leave(arguments, Scope(self.unit, self.number))
         self.call.pause()
+        self.hidden.come_back()
         self.unit = unit
         self.cuts.begin()
+
+    def read_ahead(self, turn: int, num_units: int) -> None:
+        """What it needs in a turn of the step is to be in memory soon."""
+        if turn < num_units:
+            self.hidden.read_ahead()
+        elif turn < 2 * num_units - 1:
+            self.cuts.read_ahead(2 * num_units - 2 - turn)
+
+    def end_backward(self) -> None:
+        """A backward pass has ended."""
+        if not self.is_next:
+            self.cuts.put_gradients()
 
 
 def _nodes_of(result: Any) -> list[Any]:

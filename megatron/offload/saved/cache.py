@@ -135,6 +135,18 @@ class TensorCache:
         )
         return record
 
+    def moved(self, record: SavedStorage, tensor: torch.Tensor) -> None:
+        """A tensor that was saved as a whole has another storage now, with the same bytes.
+
+        Args:
+            record: of the bytes.
+            tensor: all of the new storage.
+        """
+        storage = tensor.untyped_storage()
+        self._entries[storage._cdata, None] = _Entry(
+            StorageWeakRef(storage), weakref.ref(record), tensor.dtype, tensor.shape, record.scope
+        )
+
     def live_records(self) -> Iterator[SavedStorage]:
         """The records that autograd still has views of, each for a moment."""
         for entry in list(self._entries.values()):

@@ -288,6 +288,30 @@ class SavedStorage:
             pending.cancel()
         return memory
 
+    @property
+    def memory_not_left_yet(self) -> torch.UntypedStorage | None:
+        """The bytes in memory if they have not left it; a write under way goes on."""
+        with self._lock:
+            is_there = self.state in (State.IN_MEMORY, State.QUEUED, State.WRITING)
+            return self._memory if is_there else None
+
+    def hand_over(self, memory: torch.UntypedStorage) -> None:
+        """What was read goes to whoever had saved it: it is his storage, and not kept here.
+
+        Args:
+            memory: that the bytes were read into, all of them.
+        """
+        restored, late = None, []  # freed when this frame ends, outside the lock
+        with self._lock:
+            if self._memory is not memory or self.state is not State.RESTORED:
+                return
+            self.state, restored, self._memory = State.ON_TIER, self._memory, None
+            self.origin, self._origin_place = StorageWeakRef(memory), _place_of(memory)
+            for view in [view for weak in self._views if (view := weak()) is not None]:
+                late.append(view.built)
+                view.built = []
+        del restored, late
+
     def begin_read(
         self, memory: torch.UntypedStorage, pending: Pending, ready: Sequence[Any] | None = None
     ) -> None:
@@ -374,7 +398,7 @@ class SavedStorage:
             if not view.is_used:
                 tensor = view.rebuild(memory)
                 with self._lock:
-                    if not view.is_used:
+                    if not view.is_used and self._memory is memory:
                         view.ready = ready
                         view.built.append(tensor)
 

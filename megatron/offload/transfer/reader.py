@@ -30,6 +30,7 @@ from megatron.offload.transfer.prefetcher import Prefetcher
 from megatron.offload.transfer.run_ahead import RunAhead
 
 _NOW = float("-inf")  # the deadline of a read that compute waits for
+_SOON = 0.0  # of one that it will wait for next; what it reads ahead itself counts from 1
 _NOTICEABLE_S = 0.0002  # a shorter wait is the hand-over between threads
 
 
@@ -74,6 +75,16 @@ class Reader:
         """The backward pass is over: nothing more is read ahead."""
         self._dispatcher.submit(self.prefetcher.stop)
 
+    def read_ahead(self, record: SavedStorage) -> None:
+        """A record is needed soon, outside of the order in which backward needs what was saved."""
+        self._dispatcher.submit(functools.partial(self._read_soon, weakref.ref(record)))
+
+    # Runs in the dispatcher's thread.
+    def _read_soon(self, reference: SavedReference) -> None:
+        record = reference()
+        if record is not None:
+            self.begin_read(record, _SOON)
+
     def begin_read(self, record: SavedStorage, deadline: float) -> bool:
         """Starts the read of a record, unless somebody else has; whether it did.
 
@@ -106,15 +117,19 @@ class Reader:
 
     # -- In the thread that computes ------------------------------------------------------------
 
-    def wait_for_read(self, record: SavedStorage) -> torch.UntypedStorage:
+    def wait_for_read(self, record: SavedStorage, *, for_good: bool = True) -> torch.UntypedStorage:
         """The record's bytes in memory: still there (forwarded), read ahead, or read now.
+
+        Args:
+            record: whose bytes are needed.
+            for_good: they are not needed on the tier any more, so a write under way is given up.
 
         Raises:
             StorageError: they could not be read.
         """
         forwarded = record.state not in (State.READING, State.RESTORED)
         ready = record.ready
-        memory = record.cancel_write()
+        memory = record.cancel_write() if for_good else record.memory_not_left_yet
         if memory is not None and forwarded:
             self._step.statistics.forwarded_bytes += record.num_bytes
         try:

@@ -60,6 +60,7 @@ _STREAMING = {
     "layer_major_units": None,
     "activation_recompute_layers": "all",
     "activation_offload": "off",
+    "activation_boundary": "keep",
     "data_parallel_sharding_strategy": "no_shard",
     "plot": None,
 }
@@ -280,6 +281,13 @@ def _add_streaming(group: Any) -> None:
         choices=("off", "host", "ssd"),
         default="off",
         help="where these inputs wait, or all that layers keep. Default: off, in device memory",
+    )
+    group.add_argument(
+        "--activation-boundary",
+        choices=("keep", "host", "ssd"),
+        default="keep",
+        help="where hidden states and their gradients wait between units. Default: keep, in device "
+        "memory",
     )
     group.add_argument(
         "--data-parallel-sharding-strategy",

@@ -54,6 +54,11 @@ def schedules_of(args: argparse.Namespace) -> Schedules:
             "--gradient-offload on has all gradients in memory in the step of an optimizer whose "
             "states stay there; give --optimizer-state-offload"
         )
+    if args.activation_boundary != "keep" and args.activation_offload == "off":
+        raise ConfigurationError(
+            f"--activation-boundary {args.activation_boundary} needs --activation-offload ssd or "
+            "host; give one of them, or --activation-boundary keep"
+        )
     divided = args.data_parallel_sharding_strategy == "optim_grads_params"
     if divided:
         args.use_distributed_optimizer = True
@@ -70,6 +75,7 @@ def schedules_of(args: argparse.Namespace) -> Schedules:
         live_units=args.parameter_offload_live_units,
         recomputes=args.activation_recompute_layers == "all",
         activations_on=None if args.activation_offload == "off" else args.activation_offload,
+        boundary_on=None if args.activation_boundary == "keep" else args.activation_boundary,
         divided=divided,
         gradients_leave=args.gradient_offload == "on",
     )
@@ -112,13 +118,14 @@ def _heading(streamed: StreamedProjection) -> list[str]:
     activations = "inputs of layers" if streamed.recomputes else "activations"
     gradients = f"; gradients on {streamed.parameters_on}" if streamed.gradients_leave else ""
     where = f"on {streamed.activations_on}" if streamed.activations_on else "in device memory"
+    boundary = f"; what waits between units on {streamed.boundary_on}" * bool(streamed.boundary_on)
     return [
         f"projected for {of.parallel.num_ranks} x {of.hardware.gpu.title}",
         f"model   {of.model.parameters / 1e9:.3g} G parameters, {layers} layers; "
         f"micro-batches of {of.parallel.micro_batch_size * of.model.seq_length:,} tokens a rank",
         f"moves   parameters on {streamed.parameters_on}{divided}: "
         f"{tier.write_bytes_per_s / 1e9:.1f} GB/s to write, {tier.read_bytes_per_s / 1e9:.1f} to "
-        f"read; {streamed.live_units} units live; {activations} {where}{gradients}",
+        f"read; {streamed.live_units} units live; {activations} {where}{boundary}{gradients}",
         f"units   {num_units} in layer-major steps, {layers} in the others",
     ]
 

@@ -217,7 +217,7 @@ def install(
     check_version()
     check_wrappers(model_chunks)
     settings = _transformer_config(model_chunks)
-    check_layer_major(layer_major, settings)
+    check_layer_major(layer_major, settings, boundary=config.boundary)
 
     def units(
         engine: OffloadEngine | None, run_layer: Any, profiler: Profiler | None
@@ -293,9 +293,10 @@ def check(
     Raises:
         ConfigurationError: the version, a setting or the directory cannot work.
     """
-    if layer_major is not None and layer_major.enabled:
+    layer_major = layer_major or LayerMajorConfig()
+    if layer_major.enabled:
         check_version()
-        check_layer_major(layer_major, settings)
+    check_layer_major(layer_major, settings, boundary=config.boundary)
     if config.chunks_loss:
         check_version()
         check_chunked_loss(settings)

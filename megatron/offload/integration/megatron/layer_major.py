@@ -228,14 +228,20 @@ def _tracker() -> Any:
     return get_cuda_rng_tracker()
 
 
-def check_layer_major(config: LayerMajorConfig, settings: Any) -> None:
+def check_layer_major(config: LayerMajorConfig, settings: Any, *, boundary: str) -> None:
     """Raises ConfigurationError for what cannot run layer-major steps.
 
     Args:
         config: what the flags ask for.
         settings: the model's `TransformerConfig`.
+        boundary: where tensors wait between units.
     """
     if not config.enabled:
+        if boundary != "keep":
+            raise refusal(
+                f"--activation-boundary {boundary} is for what waits between the units of "
+                "--layer-major-units; give that as well, or leave it out"
+            )
         return
     if settings.pipeline_model_parallel_size > 1:
         raise refusal(

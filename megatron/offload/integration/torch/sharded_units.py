@@ -31,6 +31,7 @@ import torch
 
 from megatron.offload.integration.process_groups import ProcessGroupConsensus
 from megatron.offload.integration.torch.parameters import fsdp2_state, parameter_groups
+from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.layer_major.config import refusal
 from megatron.offload.layer_major.schedule import Passes
 
@@ -97,6 +98,11 @@ class ShardedUnits:
         with torch.no_grad():
             for root in self._roots:
                 root._root_post_backward_final_callback()
+
+    @property
+    def boundary(self) -> Boundary | None:
+        """See `Passes`."""
+        return self._passes.boundary
 
     @contextlib.contextmanager
     def forward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:

@@ -34,6 +34,7 @@ class StreamedProjection:
         live_units: in memory at a time.
         recomputes: layers keep their inputs alone.
         activations_on: the tier of these, or of all that layers keep; None: device memory.
+        boundary_on: the tier of what waits between units; None: device memory.
         divided: parameters and gradients are divided among data-parallel ranks, as ZeRO-3 does.
         gradients_leave: those of layers wait there too, in layer-major steps.
     """
@@ -44,6 +45,7 @@ class StreamedProjection:
     live_units: int = 2
     recomputes: bool = True
     activations_on: str | None = None
+    boundary_on: str | None = None
     divided: bool = False
     gradients_leave: bool = False
 
@@ -113,6 +115,7 @@ class StreamedProjection:
             activations_on=of.hardware.tier(self.activations_on) if self.activations_on else None,
             live_units=self.live_units,
             boundary_bytes=profile.layers[0].input_bytes,
+            boundary_on=of.hardware.tier(self.boundary_on) if self.boundary_on else None,
             inflight_bytes=profile.inflight_bytes,
             updates_all=of.states_on == "off",
             shares=shares,
@@ -169,7 +172,7 @@ class ScheduleCost:
         passes = self.passes
         parameters = passes.read_bytes + passes.all_in_bytes + passes.written_bytes
         twice = passes.activation_bytes + passes.gradient_bytes + self.optimizer_bytes
-        return parameters + 2 * twice
+        return parameters + 2 * twice + passes.boundary_bytes
 
     @property
     def waits_s(self) -> dict[str, float]:

@@ -11,6 +11,8 @@ shared a read holds up the writes. Activations that move are written when their 
 back one visit ahead, in the same two queues; those of a visit whose backward follows at once stay.
 Gradients of a unit that leave do so when its backward has ended for all micro-batches, in the
 parameters' queue; those of the unit before have been written by then, or compute waits.
+What a micro-batch hands from unit to unit may be written and read there too, by the rule of
+`layer_major/boundary.py`: those whose turns are next have it in memory.
 An optimizer that goes from bucket to bucket leaves the first units in memory and is no part of
 this, see `ProjectedStates`. Any other has all parameters in memory: they are read before it, and
 written when the next step begins. The second of two steps counts.
@@ -25,10 +27,11 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.offload.layer_major.boundary import AHEAD
 from megatron.offload.parameters.unit import Where
 from megatron.offload.planner.profile.stage_profile import TierProfile
 
@@ -66,7 +69,8 @@ class StreamedStep:
         parameters_on: the tier.
         activations_on: the tier of those that move.
         live_units: in memory at a time.
-        boundary_bytes: what a micro-batch hands from unit to unit; it stays in memory.
+        boundary_bytes: what a micro-batch hands from unit to unit.
+        boundary_on: the tier where that waits; None: it stays in memory.
         inflight_bytes: most activations being written; compute waits beyond it.
         updates_all: the optimizer has all parameters in memory.
         shares: ranks that divide the parameters; each reads a share and gathers the others.
@@ -79,6 +83,7 @@ class StreamedStep:
     activations_on: TierProfile | None = None
     live_units: int = 2
     boundary_bytes: int = 0
+    boundary_on: TierProfile | None = None
     inflight_bytes: int = 512 << 20
     updates_all: bool = False
     shares: int = 1
@@ -92,13 +97,16 @@ class StreamedCost:
     Attributes:
         passes_s: with all waits.
         compute_s: without them.
-        waits_s: for `PARAMETERS`, for activations, `KEPT`, and for `GRADIENTS`.
+        waits_s: for `PARAMETERS`, for activations, `KEPT`, with what waits between units, and for
+            `GRADIENTS`.
         all_in_s: after that, until an optimizer has all parameters that wants them.
         all_in_bytes: that are read in it.
         read_bytes: of parameters.
         written_bytes: of parameters.
         activation_bytes: written; as many are read, but for those that are needed before.
         gradient_bytes: written; the optimizer reads as many.
+        boundary_bytes: written and read of what waits between units, but for hidden states that are
+            written as the next unit's activations.
         peak: most bytes in memory at once, by term.
     """
 
@@ -111,6 +119,7 @@ class StreamedCost:
     written_bytes: int
     activation_bytes: int
     gradient_bytes: int
+    boundary_bytes: int
     peak: Mapping[str, int]
 
 
@@ -154,8 +163,8 @@ class _Unit:
 class _Write:
     tier: TierProfile
     ends_s: float
-    what: _Unit | int  # a unit's parameters, or bytes of activations or gradients
-    term: str = MOVING  # of these bytes
+    what: _Unit | int  # a unit's parameters, or bytes of a term of memory
+    term: str
 
 
 class _Run:
@@ -174,6 +183,8 @@ class _Run:
         self._used = (0, -1)
         # Activations by unit and micro-batch: being written, or when their read ends.
         self._moved: dict[tuple[int, int], _Write | float] = {}
+        # Likewise what a unit has handed over, by the visit that takes it.
+        self._handed: dict[Visit, _Write | float] = {}
 
     def step(self, *, layer_major: bool) -> StreamedCost:
         self._sums: collections.Counter[str] = collections.Counter()
@@ -181,8 +192,10 @@ class _Run:
         self._peak = dict(self._levels)
         began_s, step = self._now_s, self._step
         order = list(visits(len(self._units), step.micro_batches, layer_major=layer_major))
-        for visit, following in zip(order, [*order[1:], order[0]], strict=True):
-            self._visit(visit, following)
+        for number, visit in enumerate(order):
+            then = order[number + 1 : number + 1 + 2 * AHEAD]
+            taking = [one for one in then if one.unit < len(self._units) - 1 or not one.is_backward]
+            self._visit(visit, order[(number + 1) % len(order)], taking[:AHEAD])
         passes_s, waits_s, sums = self._now_s - began_s, dict(self._waits_s), self._sums.copy()
         for unit in self._units if step.updates_all else ():
             self._bring(unit)
@@ -197,16 +210,28 @@ class _Run:
             sums["written"],
             sums["moved"],
             sums["gradients"],
+            sums["handed"],
             dict(self._peak),
         )
 
-    def _visit(self, visit: Visit, following: Visit) -> None:
+    def _visit(self, visit: Visit, following: Visit, soon: Sequence[Visit]) -> None:
+        """Computes.
+
+        Args:
+            following: the next visit.
+            soon: the next ones that take what a unit has handed over.
+        """
         unit, batch, is_backward = visit
         work, last = self._units[unit].work, len(self._units) - 1
         self._use(unit, -1 if is_backward else 1)
-        handed_bytes = self._step.boundary_bytes
         comes, goes = (unit < last, unit > 0) if is_backward else (unit > 0, unit < last)
-        self._hold(WAITING[is_backward], -handed_bytes * comes)
+        if comes:
+            self._call_back(visit)
+            was_away = visit in self._handed
+            self._wait(self._handed.pop(visit, 0.0), KEPT)
+            self._hold(WAITING[is_backward], -self._step.boundary_bytes)
+        for one in soon:
+            self._call_back(one)
         if is_backward:
             self._hold(GRADIENTS, work.gradient_bytes * (batch == 0))
             self._fetch(visit)
@@ -219,7 +244,8 @@ class _Run:
         seconds = work.backward_s if is_backward else work.forward_s
         self._compute_s += seconds
         self._go_on_until(self._now_s + seconds)
-        self._hold(WAITING[is_backward], handed_bytes * goes)
+        if goes:
+            self._hand_over(Visit(unit + (-1 if is_backward else 1), batch, is_backward), soon)
         if is_backward:
             self._hold(KEPT, -work.kept_bytes)
             self._hold(MOVING, -work.moved_bytes)
@@ -227,11 +253,50 @@ class _Run:
                 self._leave(work.gradient_bytes)
         elif work.moved_bytes and following != (unit, batch, True):
             assert self._step.activations_on is not None
-            write = self._write(self._step.activations_on, work.moved_bytes, work.moved_bytes)
-            self._moved[unit, batch] = write
+            num_bytes = work.moved_bytes - self._input_bytes(unit) * (comes and was_away)
+            tier = self._step.activations_on
+            self._moved[unit, batch] = self._write(tier, num_bytes, work.moved_bytes, MOVING)
             self._sums["moved"] += work.moved_bytes
-            while self._writes and self._levels[MOVING] > self._step.inflight_bytes:
-                self._wait(self._writes[0], KEPT)
+            self._bound_writes()
+
+    def _bound_writes(self) -> None:
+        """Waits while more is being written than may be."""
+        while self._writes and self._step.inflight_bytes < self._levels[MOVING] + sum(
+            one.what for one in self._writes if isinstance(one.what, int) and one.term in WAITING
+        ):
+            self._wait(self._writes[0], KEPT)
+
+    def _hand_over(self, to: Visit, soon: Sequence[Visit]) -> None:
+        """What the next unit takes in a visit: it waits."""
+        step, term = self._step, WAITING[to.is_backward]
+        self._hold(term, step.boundary_bytes)
+        if step.boundary_on is None or to in soon:
+            return
+        num_bytes = step.boundary_bytes
+        self._handed[to] = self._write(step.boundary_on, num_bytes, num_bytes, term)
+        if to.is_backward or not self._input_bytes(to.unit):
+            self._sums["handed"] += num_bytes
+        self._bound_writes()
+
+    def _call_back(self, visit: Visit) -> None:
+        """Begins to read what a visit takes; what is being written is still there."""
+        write = self._handed.get(visit)
+        if not isinstance(write, _Write):
+            return
+        if write in self._writes:
+            write.what = 0
+            del self._handed[visit]
+            return
+        num_bytes = self._step.boundary_bytes
+        self._hold(write.term, num_bytes)
+        self._handed[visit] = self._read(write.tier, num_bytes)
+        self._sums["handed"] += num_bytes
+
+    def _input_bytes(self, unit: int) -> int:
+        """Of what a unit's layers save and move, what the unit before has handed over."""
+        step, moved_bytes = self._step, self._units[unit].work.moved_bytes
+        is_written = unit < len(self._units) - 1 and step.activations_on is not None
+        return step.boundary_bytes if is_written and moved_bytes >= step.boundary_bytes else 0
 
     def _leave(self, num_bytes: int) -> None:
         """A unit's gradients are complete: they are written once those before are."""
@@ -278,7 +343,7 @@ class _Run:
         num_bytes = unit.work.parameter_bytes
         if unit.changed:
             share = num_bytes // self._step.shares
-            self._write(self._step.parameters_on, share, unit)
+            self._write(self._step.parameters_on, share, unit, PARAMETERS)
             self._sums["written"] += share
         else:
             self._hold(PARAMETERS, -num_bytes)
@@ -319,9 +384,7 @@ class _Run:
                 write.ends_s += seconds
         return self._read_until_s
 
-    def _write(
-        self, tier: TierProfile, num_bytes: int, what: _Unit | int, term: str = MOVING
-    ) -> _Write:
+    def _write(self, tier: TierProfile, num_bytes: int, what: _Unit | int, term: str) -> _Write:
         begin_s = max([self._now_s, *(one.ends_s for one in self._writes)])
         if tier.shared_bytes_per_s is not None:
             begin_s = max(begin_s, self._read_until_s)
