@@ -43,16 +43,16 @@ def measured(**changes: dict[str, Any]) -> dict[str, Any]:
 def test_a_machine_that_keeps_to_the_fits_is_tuned_well(tmp_path: Path) -> None:
     file = tmp_path / "tune.json"
     file.write_text(json.dumps({"machine": {}, "measured": {SMALL.name: measured()}}))
-    rows = check.judge(SMALL, measured())
+    rows = check.judge(SMALL, measured(), 6)
     assert len(rows) == 7 and rows[-1].chosen == rows[-1].best == "1x16-micro-batch-major"
-    assert all(not one.broken and one.share <= 1.0 for one in rows)
+    assert all(not one.broken and (one.share or 0.0) <= 1.0 for one in rows)
     assert rows[-1].holds
 
 
 @pytest.mark.parametrize(
     ("change", "broken"),
     [
-        ({"device_bytes": 900 * MIB}, True),  # promised far less
+        ({"device_bytes": 900 * MIB}, True),  # as the judge finds, far more than was promised
         ({"step_s": 9.0}, False),  # and chosen as the fastest
     ],
 )
@@ -65,7 +65,8 @@ def test_a_choice_that_is_bad_or_breaks_its_promise_fails(
 ) -> None:
     monkeypatch.setattr(check, "in_a_line", lambda machine: "a machine")
     source, result = tmp_path / "tune.json", tmp_path / "judged.json"
-    found = measured(at_1x16_micro_batch_major=change)
+    found = measured(**({} if broken else {"at_1x16_micro_batch_major": change}))
+    found["again"] = measured(at_1x16_micro_batch_major=change)["candidates"]
     source.write_text(json.dumps({"machine": {}, "measured": {SMALL.name: found}}))
     assert check.main(["--from", str(source), "--json", str(result)]) == 1
     rows = json.loads(result.read_text())["rows"]

@@ -13,6 +13,7 @@ from plot import scaling
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.plan import Plan
+from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.projection.hardware import (
     DriveSpec,
@@ -282,7 +283,7 @@ class TestProfiles:
         profile = project(second)
         places = [(layer.chunk, layer.name) for layer in profile.layers]
         assert places == [(0, "decoder.3"), (0, "decoder.4"), (1, "decoder.7"), (1, "decoder.8")]
-        assert profile.position == (2, 1, 2, 2)
+        assert profile.position == PipelinePosition(2, 1, 2, 2)
         assert profile.after_s[0] == 0 < profile.after_s[1] and profile.before_s == (0, 0)
         assert profile.pass_fixed_bytes[0] == 0 < profile.pass_fixed_bytes[1]
 

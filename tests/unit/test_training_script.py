@@ -343,7 +343,7 @@ def test_steps_in_units_need_no_offload(
         ([], {}, {"recompute_granularity": "full"}, "checkpoints hide the layers"),
         ([], {}, {"fp8": "hybrid"}, "cannot be combined with fp8"),
         ([], {"use_megatron_fsdp": True}, {}, "--use-megatron-fsdp cannot be combined"),
-        (["--activation-offload", "auto"], {}, {}, "with --activation-offload auto"),
+        (["--activation-boundary", "host"], {}, {}, "needs --activation-offload ssd"),
     ],
 )
 def test_steps_in_units_that_cannot_be_are_refused_before_a_model_is_built(
