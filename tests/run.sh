@@ -42,12 +42,14 @@ tests() {
     local run=("$PYTHON" -m pytest --durations=10 "$@") status=0 others_status=0
     others_output="$(mktemp)"
     "${run[@]}" --ignore-glob='tests/megatron/test_[a-q]*' \
-        --ignore-glob='tests/integrations/test_[a-s]*' >"$others_output" 2>&1 &
+        --ignore-glob='tests/integrations/test_[a-s]*' \
+        --ignore-glob='tests/integrations/test_torch_d*' >"$others_output" 2>&1 &
     others_pid=$!
     trap 'kill "$others_pid" 2>/dev/null' INT EXIT # in the background it does not hear Ctrl-C
     "${run[@]}" --ignore=tests/autograd --ignore=tests/behaviour --ignore=tests/lag \
         --ignore=tests/unit --ignore-glob='tests/megatron/test_[r-z]*' \
-        --ignore-glob='tests/integrations/test_[t-z]*' || status=$?
+        --ignore-glob='tests/integrations/test_t[p-z]*' \
+        --ignore-glob='tests/integrations/test_torch_[!d]*' || status=$?
     wait "$others_pid" || others_status=$?
     trap - INT EXIT
     cat "$others_output"

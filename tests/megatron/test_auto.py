@@ -217,7 +217,7 @@ def test_encoder_and_decoder_may_be_recomputed_from_inputs_on_the_ssd(
         assert record["offload"]["offloaded_storages"] == 5 * 2
 
 
-@pytest.mark.parametrize("position", ["TP2", "PP2"])
+@pytest.mark.parametrize("position", [pytest.param("TP2", marks=pytest.mark.slow), "PP2"])
 def test_a_budget_that_cannot_be_met_ends_all_ranks_with_one_sentence(
     position: str, tmp_path: Path
 ) -> None:

@@ -57,7 +57,13 @@ def trained_like_off(layout: str, directory: Path, lists: str) -> list[dict[str,
     return found.values("offload")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+REPEATS = ("TP2", "TP2 bf16 llama-like")  # what TP2+SP and bf16 show
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(one, marks=pytest.mark.slow) if one in REPEATS else one for one in LAYOUTS],
+)
 def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[layout]
     flags += f" --train-iters {STEPS}"

@@ -77,7 +77,6 @@ CASES = {
 QUICK = (
     "gelu",
     "swiglu bf16",
-    "swiglu TP2+SP",
     "cheap gelu",
     "cheap gelu TP2+SP bf16",
     "cheap swiglu",
