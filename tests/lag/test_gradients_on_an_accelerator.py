@@ -116,13 +116,15 @@ def test_device_memory_holds_no_more_than_what_is_made_and_written(
     wide.optimizer.zero_grad()
     wide.settle()
     lag.synchronize(DEVICE)
-    lag.empty_cache()
-    before = lag.memory_reserved(DEVICE)
+    lag.reset_peak_memory_stats(DEVICE)
+    before = lag.memory_stats(DEVICE)["active_bytes.all.current"]
     lag.set_delays(3000, 100, seed=1)
     wide.passes()
+    # What is reserved says less: pieces that earlier tests have cut the allocator's segments into.
+    peak = lag.memory_stats(DEVICE)["active_bytes.all.peak"]
     # Parameters as without: two that live, two that the allocator has not taken back yet. Of
     # gradients one that is made, one that is added to it, one that is written and its successor.
-    assert lag.memory_reserved(DEVICE) - before <= 6 * wide.layer_bytes
+    assert peak - before <= 6 * wide.layer_bytes
     lag.reset()
     wide.settle()
     assert all(p.grad is not None for p in wide.model.parameters())
