@@ -42,7 +42,7 @@ class Memcpy:
         places = range(index, self._num_blocks, len(self._buffers))
         num_copied = 0
         for place in places if end is None else itertools.cycle(places):
-            if end is not None and time.perf_counter() >= end:
+            if num_copied and end is not None and time.perf_counter() >= end:
                 break
             memory = start + place * self._block_bytes
             is_read = operation == "read" or (operation == "mixed" and num_copied % 2 == 1)
