@@ -49,7 +49,7 @@ def bytes_at(address: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
     return _bytes_type(num_bytes).from_address(address)
 
 
-# Python makes a type for each length and soon forgets it; to make one takes as long as a transfer.
+# Python makes a type for each length and soon forgets it; to make one takes longer than its use.
 @functools.lru_cache(maxsize=1024)
 def _bytes_type(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * num_bytes
