@@ -182,6 +182,12 @@ def _add_parallel_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--use-distributed-optimizer", action="store_true")
     group.add_argument("--overlap-grad-reduce", action="store_true")
     group.add_argument("--overlap-param-gather", action="store_true")
+    group.add_argument(
+        "--ddp-bucket-size",
+        type=positive,
+        help="parameters whose gradients are reduced together with --overlap-grad-reduce; "
+        "default: 40 M, or 1 M a data-parallel rank",
+    )
 
 
 def _add_data_args(parser: argparse.ArgumentParser) -> None:

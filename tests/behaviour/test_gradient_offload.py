@@ -21,7 +21,7 @@ from megatron.offload import (
     offload_parameters,
 )
 from megatron.offload.device.open import open_device
-from megatron.offload.integration.torch.layer_major import _params_by_unit
+from megatron.offload.layer_major.units import params_by_unit
 from megatron.offload.parameters import gradients as gradients_file
 from megatron.offload.parameters.away_gradient import piece_of
 from megatron.offload.tiers.file import UnlinkedFile
@@ -290,7 +290,7 @@ def test_parameters_of_several_units_or_outside_of_layers_are_no_units() -> None
     model = Tied()
     model.register_parameter("beside", model.layers[1].up.weight)
     layers = {layer: number for number, layer in enumerate(model.layers)}
-    found = _params_by_unit(model, layers)
+    found = params_by_unit(model, layers)
     names = {id(param): name for name, param in model.named_parameters()}
     units = {names[id(param)]: unit for unit, params in found.items() for param in params}
     assert units["layers.3.up.weight"] == 3 and units["layers.5.down.bias"] == 5

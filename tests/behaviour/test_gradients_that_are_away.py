@@ -105,7 +105,9 @@ LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
     "as a factor": lambda g: torch.ones(4 * HIDDEN, HIDDEN).mul_(g),
     "as a factor of a list": lambda g: torch._foreach_mul_([torch.ones(4)], g),
     "the norm of what is scaled": lambda g: torch.linalg.vector_norm(g.mul_(2.0)),
-    "data": lambda g: g.data,
+    "data": lambda g: g.data.abs(),
+    "a part": lambda g: g.view(-1)[:2],
+    "another shape": lambda g: g.view(HIDDEN, -1),
 }
 
 
@@ -257,6 +259,8 @@ def test_what_no_tier_takes_stays_in_memory(
     with caplog.at_level(logging.WARNING):
         session.passes()
     assert caplog.text.count("gradients: no tier takes ") == 1
+    assert all(piece.where is Where.IN_MEMORY for piece in session.pieces())
+    session.handle.bring_gradients()
     gradient = of_one_step.layers[2].up.weight.grad
     assert gradient is not None and session.param.grad is not None
     assert torch.equal(session.param.grad, gradient)

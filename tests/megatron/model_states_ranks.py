@@ -50,6 +50,7 @@ class Training:
         settings: of Megatron's `OptimizerConfig`.
         dtype: of the model's parameters.
         num_layers: of the model.
+        data_parallel: settings of Megatron's `DistributedDataParallelConfig`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Training:
         settings: dict[str, Any],
         dtype: torch.dtype = torch.float16,
         num_layers: int = 2,
+        data_parallel: dict[str, Any] | None = None,
     ) -> None:
         torch.manual_seed(3)
         model_parallel_cuda_manual_seed(5)
@@ -77,7 +79,9 @@ class Training:
             DistributedDataParallel(
                 config,
                 DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=is_distributed,
+                    **(data_parallel or {}),
                 ),
                 model if dtype is torch.float32 else Float16Module(config, model),
             )

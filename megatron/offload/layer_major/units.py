@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's layers in units of consecutive ones: `units_of`."""
+"""A model's layers in units of consecutive ones: `units_of`, `params_by_unit`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
+
+import torch
 
 from megatron.offload.layer_major.config import refusal
 
@@ -29,3 +31,27 @@ def units_of(layers: Sequence[T], num_units: int | None) -> dict[T, int]:
             f"--layer-major-units {wanted}: the model has {len(layers)} layers that can be divided"
         )
     return {layer: index * wanted // len(layers) for index, layer in enumerate(layers)}
+
+
+def params_by_unit(
+    model: torch.nn.Module, units: Mapping[torch.nn.Module, int]
+) -> dict[int, list[torch.Tensor]]:
+    """Parameters whose gradients are complete with their unit: what no other one uses.
+
+    Args:
+        model: whole.
+        units: of its layers.
+    """
+    units_of_module: dict[torch.nn.Module, set[int | None]] = {}
+    for layer, unit in units.items():
+        for module in layer.modules():
+            units_of_module.setdefault(module, set()).add(unit)
+    users: dict[torch.nn.Parameter, set[int | None]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            users.setdefault(param, set()).update(units_of_module.get(module, {None}))
+    found: dict[int, list[torch.Tensor]] = {}
+    for one, (first, *others) in users.items():
+        if first is not None and not others:
+            found.setdefault(first, []).append(one)
+    return found

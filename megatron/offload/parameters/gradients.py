@@ -8,8 +8,8 @@ parameter; behind that it is dropped.
 Note [What leaves, and who owns it]
 A large gradient leaves as it is, small ones of a unit are packed together: a piece (`Bucket`). In
 the place of a gradient that is away there is an `AwayGradient`, and it alone refers to the piece.
-So `zero_grad` drops the bytes with it, memory and space on the tier, wherever they are. What no
-tier takes stays where it was.
+So `zero_grad` drops the bytes with it, memory and space on the tier, wherever they are. A piece
+that no tier takes has its memory until then.
 
 Note [How much is in memory]
 While one unit's gradients are made, those of the unit before are written; compute waits for these
@@ -22,14 +22,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 
 from megatron.offload.device.allocator import return_freed_memory
 from megatron.offload.device.device import Device
 from megatron.offload.errors import GRADIENTS_PREFIX, LostStateError, OffloadError
-from megatron.offload.parameters.away_gradient import AwayGradient, piece_of
+from megatron.offload.parameters.away_gradient import AwayGradient, away, piece_of
 from megatron.offload.sizes import format_size
 from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.layout import Layout, dense_stride
@@ -57,7 +58,7 @@ class Gradients:
 
     def __init__(
         self,
-        units: Sequence[Sequence[torch.nn.Parameter]],
+        units: Sequence[Sequence[torch.Tensor]],
         tiers: Sequence[Tier],
         device: Device,
         live_units: int,
@@ -73,6 +74,10 @@ class Gradients:
         self._in_layer_major = False
         self._at, self._direction = 0, 1  # the unit that was updated last, and where to from there
         self._has_warned = False
+
+    def has(self, param: torch.Tensor) -> bool:
+        """Whether a parameter's gradient may leave."""
+        return id(param) in self._numbers
 
     # -- While layers compute -------------------------------------------------------------------
 
@@ -103,7 +108,7 @@ class Gradients:
         finally:
             self._in_layer_major = False
         if is_last:
-            self._leave(own)
+            self._leave({param: param.grad for param in own if _is_whole(param.grad)})
 
     def check_is_told(self) -> None:
         """Raises OffloadError where a backward pass of layers runs that nobody has told of."""
@@ -114,39 +119,47 @@ class Gradients:
                 "LayerMajor, or leave --gradient-offload off"
             )
 
-    def _leave(self, params: Sequence[torch.Tensor]) -> None:
+    def _leave(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """These are complete: they go to the tiers.
+
+        Args:
+            gradients: by parameter.
+        """
         self._note_peak()
         for piece in list(self._pieces):  # of the unit before
             piece.wait_for_write()
         if self._device.is_host:
             return_freed_memory()  # an allocator keeps much of what it cannot use for the next unit
-        moving = [param for param in params if _can_leave(param.grad)]
-        small = [param for param in moving if _bytes_of(param) < ALONE_BYTES]
-        for param in moving:
-            if _bytes_of(param) >= ALONE_BYTES:
-                self._put_away([param])
+        small: dict[torch.Tensor, torch.Tensor] = {}
+        for param, gradient in gradients.items():
+            if gradient.nbytes >= ALONE_BYTES:
+                self._put_away({param: gradient})
+            else:
+                small[param] = gradient
         if small:
             self._put_away(small)
 
-    def _put_away(self, params: Sequence[torch.Tensor]) -> None:
+    def _put_away(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Starts to write the gradients of some parameters as one piece."""
-        gradients = {param: param.grad for param in params if param.grad is not None}
         tensors = {(i, _KEY): gradient for i, gradient in enumerate(gradients.values())}
         layout = Layout(tensors)
-        if len(tensors) == 1:
+        if len(tensors) == 1 and _is_whole(tensors[0, _KEY]):
             storage = tensors[0, _KEY].untyped_storage()
         else:
             storage = layout.new_storage(self._device.device)
             layout.store(tensors.items(), storage)
-        piece = Bucket(params, lambda: None)
+        piece = Bucket(list(gradients), lambda: None)
         piece.fill(layout, storage)
         event = None if self._device.is_host else self._device.record_event()
         if not any(piece.begin_write(tier, event) for tier in self._tiers):
             self._warn_of_full_tiers(piece)
-            return
         self._pieces.add(piece)
         for param, gradient in gradients.items():
-            param.grad = AwayGradient(gradient, piece)
+            self._stand_in(param, gradient, piece)
+
+    def _stand_in(self, param: torch.Tensor, gradient: torch.Tensor, piece: Bucket) -> None:
+        """Puts something in the place of a gradient that has left."""
+        param.grad = away(gradient, piece)
 
     def _warn_of_full_tiers(self, piece: Bucket) -> None:
         if not self._has_warned:
@@ -187,13 +200,14 @@ class Gradients:
             LostStateError: one could not be read back.
         """
         own = [param for param in params if id(param) in self._numbers]
+        were_away = {param for param in own if piece_of(param) is not None}
         for param in own:
             self._bring(param)
         self._note_peak()
         yield
         for param in own:
-            if param.grad is not None and _can_leave(param.grad):
-                param.grad = AwayGradient(param.grad, None)
+            if param.grad is not None and (param in were_away or _is_whole(param.grad)):
+                param.grad = away(param.grad, None)
 
     def bring(self) -> None:
         """Has all gradients in memory, until the optimizer's step.
@@ -281,11 +295,7 @@ class Gradients:
             self._units = []
 
 
-def _bytes_of(param: torch.Tensor) -> int:
-    return 0 if param.grad is None else param.grad.nbytes
-
-
-def _can_leave(gradient: torch.Tensor | None) -> bool:
+def _is_whole(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Whether memory is given back when a gradient is: it is no part of something larger."""
     return (
         type(gradient) is torch.Tensor

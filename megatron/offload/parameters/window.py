@@ -39,6 +39,7 @@ class ParameterWindow:
     Attributes:
         device: where layers compute.
         units: in the order in which layers run.
+        live_units: in memory at a time.
         gradients: of these parameters, where they wait on the tiers too.
         stall_s: seconds that compute has waited for parameters.
         is_whole: false while parameters are brought together from several ranks, and for good once
@@ -53,18 +54,13 @@ class ParameterWindow:
         self.peak_bytes = 0  # of parameters in memory
         self.is_whole = True
         self.device = device
-        self._live_units = live_units
+        self.live_units = live_units
         self._used = 0  # the unit that was used last
         # Of units, by the identity of their parameters and of parts of these.
         self._numbers: dict[int, int] = {}
         self._direction = 1
         self._shown: dict[int, list[tuple[int, int]]] = {}  # versions of what is shown, by unit
         self._has_warned = False
-
-    def offload_gradients(self) -> None:
-        """Gradients of all units wait on the tiers too; after the last unit was added."""
-        units = [unit.params for unit in self.units]
-        self.gradients = Gradients(units, self.tiers, self.device, self._live_units)
 
     def add(
         self,
@@ -110,12 +106,12 @@ class ParameterWindow:
             unit.use_here()  # perhaps on another stream
             return
         self.conceal()
-        ahead = range(number, number + direction * self._live_units, direction)
+        ahead = range(number, number + direction * self.live_units, direction)
         wanted = [n for n in ahead if 0 <= n < len(self.units)]
         # Where a direction ends, room is left: what is nearest stays, for the way back.
         others = [n for n in range(len(self.units)) if n not in wanted and self._is_here(n)]
         others.sort(key=lambda n: abs(n - number))
-        for other in others[self._live_units - len(wanted) :]:
+        for other in others[self.live_units - len(wanted) :]:
             self._put_away(self.units[other])
         # What still has to be written is in memory until then: of that no more than one unit.
         for one in [one for one in self.units if one.where is Where.WRITING][:-1]:
@@ -182,7 +178,7 @@ class ParameterWindow:
             self.gradients.begin_reads(params)
             used = self.gradients.used(params)
         numbers = sorted({n for p in params if (n := self._numbers.get(id(p))) is not None})
-        if len(numbers) <= self._live_units:
+        if len(numbers) <= self.live_units:
             for number in numbers:
                 self.use(number, -1 if number < self._used else 1)
         self.conceal()
@@ -200,8 +196,9 @@ class ParameterWindow:
         return self._numbers.get(id(param))
 
     def has(self, param: torch.Tensor) -> bool:
-        """Whether a parameter, or a part of one, belongs to a unit."""
-        return id(param) in self._numbers
+        """Whether a parameter, or a part of one, belongs to a unit, or its gradient does."""
+        gradients = self.gradients
+        return id(param) in self._numbers or (gradients is not None and gradients.has(param))
 
     def check_whole(self) -> None:
         """Raises InterruptedStepError where parameters were brought together only in part."""

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron.offload.integration.megatron.bucket_group import all_of
 from megatron.offload.parameters.unit import ParameterUnit, Part
 from megatron.offload.parameters.window import ParameterWindow
 
@@ -53,9 +54,9 @@ class GatheredParameters:
     """
 
     def __init__(self, model_chunks: Sequence[Any], optimizers: Sequence[Any]) -> None:
-        self._buffers = [buffer for chunk in model_chunks for buffer in _all_of(chunk, "buffers")]
+        self._buffers = [buffer for chunk in model_chunks for buffer in all_of(chunk, "buffers")]
         self._bucket_groups = [
-            group for chunk in model_chunks for group in _all_of(chunk, "bucket_groups")
+            group for chunk in model_chunks for group in all_of(chunk, "bucket_groups")
         ]
         self._places: dict[torch.nn.Parameter, _Place] = {}
         for buffer in self._buffers:
@@ -308,8 +309,3 @@ class _BucketInUnits:
         start, end, param = self._spans[bisect.bisect_right(self._starts, where.start) - 1]
         assert start <= where.start <= where.stop <= end, "this is not of one parameter"
         return param.data.view(-1)[where.start - start : where.stop - start]
-
-
-def _all_of(chunk: Any, name: str) -> list[Any]:
-    """Of a chunk, and of its experts."""
-    return [*getattr(chunk, name), *getattr(chunk, f"expert_parallel_{name}")]

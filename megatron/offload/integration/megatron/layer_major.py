@@ -21,10 +21,11 @@ import torch
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.megatron.decorators import Function
+from megatron.offload.integration.torch.parameter_offload import unit_backward
 from megatron.offload.layer_major.config import LayerMajorConfig, refusal
 from megatron.offload.layer_major.random_numbers import TorchGenerators
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
-from megatron.offload.layer_major.units import units_of
+from megatron.offload.layer_major.units import params_by_unit, units_of
 from megatron.offload.planner.profile.profiler import Profiler
 
 _MEGATRON = "megatron::"  # before the names of Megatron's generators, among torch's
@@ -90,6 +91,10 @@ class LayerMajorHooks:
             for layer in units
         ]
         self._passes = _Passes(engine, settings, first_unit, profiler)
+        params = params_by_unit(model, units)
+        self._passes.around_backward = lambda unit, is_last: unit_backward(
+            params.get(unit, ()), is_last=is_last
+        )
         self._signature: inspect.Signature | None = None  # of Megatron's forward step
         # Of the step under way: forward steps, each with the list that it adds what it reports to.
         self._noted: list[tuple[Callable[[], Any], list[Any]]] = []

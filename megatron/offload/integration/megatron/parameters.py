@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 
-from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.errors import GRADIENTS_PREFIX, PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.integration.megatron.bucket_gradients import BucketGradients
 from megatron.offload.integration.megatron.gathered_parameters import GatheredParameters
 from megatron.offload.integration.megatron.main_weights import optimizers_in
 from megatron.offload.integration.megatron.model_states import LOADING, READING
+from megatron.offload.integration.megatron.scaling import scale_in_place
 from megatron.offload.integration.megatron.unit_steps import check_steps_by_units, step_by_units
 from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload, changing
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
+from megatron.offload.parameters.unit import Part
 
 # What the distributed optimizer cannot do, of Megatron's flags or settings of data parallelism.
 _REFUSED = {
@@ -41,6 +44,22 @@ _REFUSED = {
 }
 
 
+# What gradients on a tier cannot do, of Megatron's flags and settings.
+_REFUSED_WITH_GRADIENTS = {
+    "fp16": "its loss scaling divides all gradients at once; use --bf16, which needs none",
+    "grad_reduce_in_bf16": "gradients must be fp32; drop --grad-reduce-in-bf16",
+    "calculate_per_token_loss": (
+        "it divides all gradients once all of them are there; drop --calculate-per-token-loss"
+    ),
+    "log_num_zeros_in_grad": "it looks at all of them; drop --log-num-zeros-in-grad",
+    "check_for_large_grads": "it has not been tried; drop --check-for-large-grads",
+}
+
+
+def _nothing() -> None:
+    pass
+
+
 class ModelParameters:
     """Offload of a Megatron model's parameters, from `offload_model_parameters` until `close`.
 
@@ -54,11 +73,20 @@ class ModelParameters:
         self,
         offload: ParameterOffload | None = None,
         undo: Sequence[Callable[[], None]] = (),
-        restored: Callable[[], None] = lambda: None,
+        restored: Callable[[], None] = _nothing,
     ) -> None:
         self._offload = offload
         self._undo = list(undo)
         self._restored = restored
+
+    def bring_gradients(self) -> None:
+        """Has all gradients in `main_grad` until the optimizer's step, for whoever looks at them.
+
+        Raises:
+            LostStateError: some could not be read back.
+        """
+        if self._offload is not None:
+            self._offload.bring_gradients()
 
     @property
     def statistics(self) -> dict[str, int | float]:
@@ -112,10 +140,7 @@ def check_model_parameters(config: ParametersConfig, settings: Any) -> None:
             "captured graph has the addresses that parameters had then; drop one"
         )
     if config.offloads_gradients:
-        raise ConfigurationError(
-            f"{PARAMETERS_PREFIX}--gradient-offload on cannot be used with Megatron, whose "
-            "gradients are in one buffer that is never given back; leave it off"
-        )
+        _check_gradient_flags(settings)
     if not getattr(settings, "use_distributed_optimizer", False):
         return
     for name, reason in _REFUSED.items():
@@ -128,6 +153,47 @@ def check_model_parameters(config: ParametersConfig, settings: Any) -> None:
         raise ConfigurationError(
             f"{PARAMETERS_PREFIX}--num-distributed-optimizer-instances above 1 cannot be combined "
             "with --parameter-offload: it has not been tried; drop one"
+        )
+
+
+def _check_gradient_flags(settings: Any) -> None:
+    for name, reason in _REFUSED_WITH_GRADIENTS.items():
+        if getattr(settings, name, False):
+            raise ConfigurationError(
+                f"{GRADIENTS_PREFIX}--gradient-offload on cannot be combined with {name}: {reason}"
+            )
+    if not getattr(settings, "overlap_grad_reduce", True):
+        raise ConfigurationError(
+            f"{GRADIENTS_PREFIX}--gradient-offload on needs --overlap-grad-reduce: without, "
+            "Megatron has all gradients in one bucket, and reduces it when backward is over"
+        )
+
+
+def check_gradients(ddp_config: Any, layer_major: LayerMajorConfig | None) -> None:
+    """Raises ConfigurationError where gradients of a built model cannot leave.
+
+    Args:
+        ddp_config: of DistributedDataParallel; None: the model is not wrapped in it.
+        layer_major: how steps run.
+    """
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    if ddp_config is None:
+        raise ConfigurationError(
+            f"{GRADIENTS_PREFIX}--gradient-offload on needs a model wrapped in Megatron's "
+            "DistributedDataParallel, which adds gradients up; wrap it, or leave it off"
+        )
+    if layer_major is None or not layer_major.enabled:
+        raise ConfigurationError(
+            f"{GRADIENTS_PREFIX}--gradient-offload on needs --layer-major-units: in other steps "
+            "gradients are complete when the last micro-batch's backward is over; give both"
+        )
+    if clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm:
+        raise ConfigurationError(
+            f"{GRADIENTS_PREFIX}--gradient-offload on cannot be combined with the norm kernel of "
+            "Transformer Engine or Apex, which wants all gradients in memory at once; uninstall "
+            "both, or leave it off"
         )
 
 
@@ -166,8 +232,10 @@ def offload_model_parameters(
     num_units = layer_major.num_units if layer_major is not None and layer_major.enabled else None
     layers = list(layer_names(model_chunks))
     units = units_of(layers, num_units)
-    if getattr(ddp_config, "use_distributed_optimizer", False):
-        return _with_shards(config, units, model_chunks, optimizer, updates_by_units)
+    if config.offloads_gradients:
+        check_gradients(ddp_config, layer_major)
+    if config.offloads_gradients or getattr(ddp_config, "use_distributed_optimizer", False):
+        return _by_units(config, units, model_chunks, optimizer, updates_by_units)
     offload = ParameterOffload(units, config)
     if updates_by_units:
         return ModelParameters(offload)
@@ -183,26 +251,52 @@ def offload_model_parameters(
     return ModelParameters(offload, [functools.partial(optimizer.__dict__.pop, "step", None)])
 
 
-def _with_shards(
+def _by_units(
     config: ParametersConfig,
     units: Mapping[torch.nn.Module, int],
     model_chunks: Sequence[torch.nn.Module],
     optimizer: Any,
     updates_by_units: bool,
 ) -> ModelParameters:
-    """The same for the distributed optimizer, whose ranks update shards and bring them together."""
+    """The same where the optimizer's step goes unit by unit, and gradients perhaps too.
+
+    With the distributed optimizer ranks update shards and bring them together.
+    """
     optimizers = optimizers_in(optimizer)
     for one in optimizers:
         check_steps_by_units(one)
-    gathered = GatheredParameters(model_chunks, optimizers)
-    offload = ParameterOffload(units, config, parts=gathered.parts)
+    gathered: GatheredParameters | None = None
+    if model_chunks[0].ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
+        gathered = GatheredParameters(model_chunks, optimizers)
+    parts = {} if gathered is None else gathered.parts
+    offload = ParameterOffload(
+        units,
+        config,
+        parts=parts,
+        gradients=functools.partial(BucketGradients, model_chunks, optimizers, parts),
+        gradient_bytes=_gradient_bytes(units, None if gathered is None else parts),
+    )
     assert offload.window is not None
-    gathered.connect(offload.window, optimizer)
-    undo = [gathered.disconnect]
+    undo: list[Callable[[], None]] = []
+    if gathered is not None:
+        gathered.connect(offload.window, optimizer)
+        undo.append(gathered.disconnect)
+    if config.offloads_gradients:
+        undo.append(scale_in_place())
     for one in optimizers:
         undo += [] if updates_by_units else [step_by_units(one)]
         undo += [_show_before(offload, one, name) for name in (*READING, *LOADING)]
-    return ModelParameters(offload, undo, gathered.restore)
+    return ModelParameters(offload, undo, gathered.restore if gathered is not None else _nothing)
+
+
+def _gradient_bytes(
+    units: Mapping[torch.nn.Module, int], parts: Mapping[torch.Tensor, Part] | None
+) -> int:
+    """Bytes of the layers' gradients on this rank, in fp32."""
+    params = {param for layer in units for param in layer.parameters()}
+    if parts is None:
+        return sum(4 * param.numel() for param in params)
+    return sum(4 * (parts[one].end - parts[one].start) for one in params if one in parts)
 
 
 def _show_before(offload: ParameterOffload, optimizer: Any, name: str) -> Callable[[], None]:

@@ -32,4 +32,7 @@ def scale_in_place() -> Callable[[], None]:
 def _scale(_: int, __: Any, tensors: Sequence[Sequence[torch.Tensor]], scale: Any) -> None:
     """Takes the arguments of `amp_C.multi_tensor_scale`: sources and targets, of equal types."""
     for source, target in zip(tensors[0], tensors[1], strict=True):
-        torch.mul(source, scale, out=target)
+        if source is target:
+            target.mul_(scale)
+        else:
+            torch.mul(source, scale, out=target)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
-from megatron.offload.integration.megatron.main_weights import COPY, MainWeights
+from megatron.offload.integration.megatron.main_weights import COPY, PAIRS, MainWeights
 from megatron.offload.integration.torch.parameter_offload import by_units, changing
 from megatron.offload.states.optimizer_slice import OptimizerSlice
 
@@ -22,19 +22,20 @@ _KNOWN_KINDS = ("Adam", "AdamW", "FusedAdam")
 
 
 def check_steps_by_units(optimizer: Any) -> None:
-    """Raises ConfigurationError for what may not update shards unit by unit.
+    """Raises ConfigurationError for what may not update parameters unit by unit.
 
     Args:
-        optimizer: Megatron's, of shards.
+        optimizer: Megatron's, that consists of no others.
     """
     kind = type(optimizer).__name__
-    if kind == "DistributedOptimizer":
+    if kind in PAIRS:
         kind = type(optimizer.optimizer).__name__
     if kind not in _KNOWN_KINDS or getattr(optimizer.optimizer, "capturable", False):
         raise ConfigurationError(
-            f"{PARAMETERS_PREFIX}{kind} with --use-distributed-optimizer cannot be combined with "
-            "--parameter-offload: it is not known to update each parameter by its gradient and "
-            "state alone; use --optimizer adam, not capturable, or drop one"
+            f"{PARAMETERS_PREFIX}{kind} cannot be combined with --parameter-offload where that has "
+            "it go unit by unit (--use-distributed-optimizer, --gradient-offload on): it is not "
+            "known to update each parameter by its gradient and state alone; use --optimizer adam, "
+            "not capturable, or drop one"
         )
 
 

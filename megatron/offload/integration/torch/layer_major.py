@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from megatron.offload.integration.torch.sharded_units import ShardedUnits
 from megatron.offload.layer_major.config import refusal
 from megatron.offload.layer_major.random_numbers import TorchGenerators
 from megatron.offload.layer_major.schedule import LayerMajorSchedule, Passes
-from megatron.offload.layer_major.units import units_of
+from megatron.offload.layer_major.units import params_by_unit, units_of
 
 B = TypeVar("B")
 
@@ -111,7 +111,7 @@ class LayerMajor:
                 own = contexts.enter_context(self._offload.layer_major_step())
                 if self._offload.engine is not None:
                     self._offload.engine.exclude(tensors_in(batches))
-            params = _params_by_unit(self._model, self.units)
+            params = params_by_unit(self._model, self.units)
             own.around_backward = lambda unit, is_last: unit_backward(
                 params.get(unit, ()), is_last=is_last
             )
@@ -158,25 +158,6 @@ class LayerMajor:
     def _enter(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         assert self._schedule is not None
         return self._schedule.enter_layer(layer, (args, kwargs))
-
-
-def _params_by_unit(
-    model: torch.nn.Module, units: Mapping[torch.nn.Module, int]
-) -> dict[int, list[torch.Tensor]]:
-    """Parameters whose gradients are complete with their unit: what no other one uses."""
-    units_of_module: dict[torch.nn.Module, set[int | None]] = {}
-    for layer, unit in units.items():
-        for module in layer.modules():
-            units_of_module.setdefault(module, set()).add(unit)
-    users: dict[torch.nn.Parameter, set[int | None]] = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            users.setdefault(param, set()).update(units_of_module.get(module, {None}))
-    found: dict[int, list[torch.Tensor]] = {}
-    for one, (first, *others) in users.items():
-        if first is not None and not others:
-            found.setdefault(first, []).append(one)
-    return found
 
 
 def _check(model: torch.nn.Module, layers: dict[torch.nn.Module, str]) -> None:

@@ -28,6 +28,7 @@ from megatron.offload.integration.torch.passes import computed_in
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
+from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.open import open_parameter_tiers
 from megatron.offload.parameters.unit import Part, can_take_place
 from megatron.offload.parameters.window import ParameterWindow
@@ -44,6 +45,9 @@ class ParameterOffload:
         config: with mode `off` nothing is touched.
         device: where layers compute. None: where their parameters are.
         parts: of parameters, which come and go with them.
+        gradients: opens the offload of gradients, once the window has all units; None: those of
+            these parameters.
+        gradient_bytes: of all of them.
 
     Raises:
         ConfigurationError: a parameter cannot move, or the tiers cannot be opened.
@@ -55,6 +59,8 @@ class ParameterOffload:
         config: ParametersConfig,
         device: torch.device | str | None = None,
         parts: Mapping[torch.Tensor, Part] | None = None,
+        gradients: Callable[[ParameterWindow], Gradients] | None = None,
+        gradient_bytes: int | None = None,
     ) -> None:
         self.window: ParameterWindow | None = None
         self._undo: list[Callable[[], None]] = []
@@ -64,10 +70,13 @@ class ParameterOffload:
         units = _params_of(layers)
         computes_on = open_device(_device_of(units, device))
         sizes = [sum(param.nbytes for param in params) for params in units]
+        gradient_sizes: list[int] = []
+        if config.offloads_gradients:
+            gradient_sizes = sizes if gradient_bytes is None else [gradient_bytes]
         tiers = open_parameter_tiers(
             config,
             computes_on,
-            num_bytes=_with_pages(sizes) * (2 if config.offloads_gradients else 1),
+            num_bytes=_with_pages(sizes) + _with_pages(gradient_sizes),
             largest_bytes=max(sizes) + _SLACK,
             num_local_ranks=local_world_size(),
         )
@@ -77,7 +86,7 @@ class ParameterOffload:
             for number, params in enumerate(units):
                 window.add(f"unit {number + 1} of {len(units)}", params, parts)
             if config.offloads_gradients:
-                window.offload_gradients()
+                window.gradients = (gradients or _of_parameters)(window)
         except BaseException:
             window.close()
             raise
@@ -339,6 +348,11 @@ def offload_parameters(
         )
     except ConfigurationError as error:
         raise ConfigurationError(ParametersConfig.in_settings(str(error))) from None
+
+
+def _of_parameters(window: ParameterWindow) -> Gradients:
+    units = [unit.params for unit in window.units]
+    return Gradients(units, window.tiers, window.device, window.live_units)
 
 
 _SLACK = 1 << 20  # bytes of a unit beyond its parameters: they are aligned, in whole pages

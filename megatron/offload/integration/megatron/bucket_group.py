@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets of Megatron's gradients in memory that comes and goes: `BucketGroup`."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.offload.device.device import Device
+from megatron.offload.errors import GRADIENTS_PREFIX, ConfigurationError, OffloadError
+from megatron.offload.parameters.unit_memory import open_unit_memory
+
+_GRADIENT = "main_grad"  # of a parameter of Megatron's
+
+
+class Where(enum.Enum):
+    """Where the gradients of a group of buckets are. Members name the transitions into them."""
+
+    NOWHERE = "nowhere"  # at first; `zero`
+    IN_MEMORY = "in memory"  # `begin` from NOWHERE; Megatron adds to them and reduces them
+    AWAY = "away"  # `leave` from IN_MEMORY: they have been reduced
+
+
+class BucketGroup:
+    """Some buckets that Megatron reduces together, in memory that comes and goes.
+
+    Args:
+        group: Megatron's.
+        device: of the gradients.
+
+    Attributes:
+        places: of the gradients, by the model's parameters; valid for good.
+        where: they are.
+    """
+
+    def __init__(self, group: Any, device: Device) -> None:
+        self.group = group
+        self.where = Where.NOWHERE
+        self.places: dict[torch.Tensor, torch.Tensor] = {}
+        self._device = device
+        self._memory = []
+        self._finish = group.finish_grad_sync
+        for bucket in group.buckets:
+            memory = open_unit_memory(bucket.grad_data.nbytes, device)
+            whole = torch.empty(0, dtype=bucket.grad_data.dtype, device=device.device)
+            whole.set_(memory.storage, 0, bucket.grad_data.shape, (1,))
+            move_bucket(bucket, whole)
+            self.places |= {param: main_grad_of(param) for param in bucket.params_list}
+            memory.release()
+            self._memory.append(memory)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that it takes now."""
+        if self.where is not Where.IN_MEMORY:
+            return 0
+        return sum(bucket.grad_data.nbytes for bucket in self.group.buckets)
+
+    def begin(self) -> None:
+        """Has memory; at first gradients are zero.
+
+        Raises:
+            OffloadError: they have left, and nobody has said that they are zero.
+        """
+        if self.where is Where.IN_MEMORY:
+            return
+        if self.where is Where.AWAY:
+            raise OffloadError(
+                f"{GRADIENTS_PREFIX}a backward pass would add to gradients that have been reduced; "
+                "call zero_grad_buffer() of the model before each step's first one"
+            )
+        for memory, bucket in zip(self._memory, self.group.buckets, strict=True):
+            memory.obtain()
+            self._device.use_after(memory.storage, [self._device.restored_is_free()])
+            bucket.grad_data.zero_()
+        self.where = Where.IN_MEMORY
+
+    def begin_to_reduce(self) -> None:
+        """Their sums are complete on this rank."""
+        if self.group.grad_reduce_handle is None:
+            self.group.start_grad_sync()
+
+    def finish_to_reduce(self, *args: Any, **kwargs: Any) -> None:
+        """Waits until they are reduced; with the arguments of Megatron's `finish_grad_sync`."""
+        self._finish(*args, **kwargs)
+
+    def leave(self) -> None:
+        """Gives the memory back; somebody else has what is in it."""
+        self.where = Where.AWAY
+        for memory in self._memory:
+            memory.release()
+
+    def zero(self) -> None:
+        """They are zero, and take no memory."""
+        if self.where is Where.IN_MEMORY:
+            self.leave()
+        self.where = Where.NOWHERE
+        for param, place in self.places.items():
+            set_main_grad(param, place)
+
+
+def main_grad_of(param: torch.Tensor) -> Any:
+    return getattr(param, _GRADIENT)
+
+
+def set_main_grad(param: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    setattr(param, _GRADIENT, gradient)
+
+
+def move_bucket(bucket: Any, whole: torch.Tensor) -> None:
+    """Has a bucket in other memory, whatever is in it."""
+    start = bucket.grad_data.storage_offset()
+    for param in bucket.params_list:
+        place = main_grad_of(param).storage_offset() - start
+        set_main_grad(param, whole[place : place + param.numel()].view(param.shape))
+    bucket.grad_data = whole
+
+
+def forget_shards(groups: Sequence[Any]) -> None:
+    """Has Megatron find its shards of buckets anew: it keeps them, in memory of before."""
+    for group in groups:
+        group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
+
+
+def check_bucket(bucket: Any) -> None:
+    if bucket.grad_data.dtype is not torch.float32:
+        raise ConfigurationError(
+            f"{GRADIENTS_PREFIX}with --gradient-offload on Megatron's gradients must be fp32; "
+            f"these are {bucket.grad_data.dtype}; drop --grad-reduce-in-bf16"
+        )
+
+
+def all_of(chunk: Any, name: str) -> list[Any]:
+    """Of a chunk wrapped in DistributedDataParallel, and of its experts: buffers, bucket groups."""
+    return [*getattr(chunk, name), *getattr(chunk, f"expert_parallel_{name}")]
