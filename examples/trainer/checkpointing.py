@@ -79,6 +79,29 @@ class TrainingState:
         return {name: getattr(self.args, name) for name in names}
 
 
+def check_buckets(chunks: list[DistributedDataParallel]) -> None:
+    """Looks for what would make checkpoints wrong.
+
+    Megatron-core 0.16.1 gathers the states of a distributed optimizer without the padding between
+    buckets, and then looks for them at the places that they have with it.
+
+    Raises:
+        UserError: A bucket of gradients that another one comes after is padded.
+    """
+    for chunk in chunks:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            for bucket in buffer.buckets[:-1]:
+                if bucket.grad_data.numel() != bucket.numel_unpadded:
+                    raise UserError(
+                        f"--save: megatron-core would save wrong optimizer states, because a "
+                        f"bucket of {bucket.numel_unpadded} gradients is padded to "
+                        f"{bucket.grad_data.numel()}; choose another --ddp-bucket-size, or leave "
+                        "out --overlap-grad-reduce"
+                    )
+
+
 def find_checkpoint(directory: Path) -> Path:
     """The latest checkpoint in a directory.
 

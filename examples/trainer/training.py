@@ -170,6 +170,8 @@ class _Run:
             args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
         )
         self.chunks = model.build_model_chunks(args, settings, self.task, vocab_size)
+        if args.save is not None:
+            checkpointing.check_buckets(self.chunks)
         self.optimizer = optimizer.build_optimizer(args, self.chunks)
         self.scheduler = optimizer.build_scheduler(args, self.optimizer)
         self.states = offload_model_states(states_config, self.optimizer)

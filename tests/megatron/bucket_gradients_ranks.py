@@ -52,11 +52,13 @@ class Trained:
 
     def __init__(self, directory: Path | None, name: str, *, fills: bool = False) -> None:
         dtype, optimizer, moved = name.split()
+        is_sharded = optimizer == "sharded"
         self.training = Training(
-            {"use_distributed_optimizer": optimizer == "sharded"},
+            {"use_distributed_optimizer": is_sharded},
             DTYPES[dtype],
             LAYERS,
-            {"overlap_grad_reduce": True, "bucket_size": LAYER // 2},
+            # Some weights to a bucket, or one, which then has all of the bucket's memory.
+            {"overlap_grad_reduce": True, "bucket_size": LAYER // 2 if is_sharded else 1},
         )
         self.buffers = [
             StorageWeakRef(buffer.grad_data.untyped_storage())

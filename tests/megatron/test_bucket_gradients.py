@@ -37,6 +37,7 @@ FULL = "fp32 sharded none full"
 # A bucket is about a layer of the trainer's tiny model.
 BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 40000"
 UNITS = "--layer-major-units auto --train-iters 3"
+UNPADDED = "--hidden-size 128 --ddp-bucket-size 150000"  # what a checkpoint needs
 STATES = "--optimizer-state-offload ssd --optimizer-state-bucket 32KiB --optimizer-state-window 0B"
 MOVED = "--parameter-offload ssd --gradient-offload on"
 
@@ -142,7 +143,7 @@ def test_no_bit_changes_in_the_trainer(world_size: int, layout: str, tmp_path: P
 @pytest.mark.parametrize("then", [MOVED, ""], ids=["moved", "in memory"])
 def test_a_run_goes_on_from_its_checkpoint(then: str, tmp_path: Path) -> None:
     """Evaluated and saved with gradients away."""
-    flags = f"--use-distributed-optimizer {BUCKETS} {UNITS} {ssd(tmp_path)}"
+    flags = f"--use-distributed-optimizer {BUCKETS} {UNITS} {ssd(tmp_path)} {UNPADDED}"
     flags += " --eval-interval 2 --eval-iters 1"
     whole = train(flags, MOVED, f"--save {tmp_path} --save-interval 2", world_size=2)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2\n")

@@ -6,10 +6,15 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from trainer.checkpointing import check_buckets
+from trainer.errors import UserError
 from trainer.gpt import GPT
 from trainer.training import pretrain
 
@@ -182,3 +187,24 @@ def test_what_a_run_writes_must_have_a_place(flags: str, words: str, tmp_path: P
     outcome = run_trainer(TINY, flags.format(**places))
     assert outcome.exit_codes == [2]
     assert words.format(**places) in outcome.errors and "Traceback" not in outcome.output
+
+
+def chunk_of(*buckets: tuple[int, int], is_sharded: bool = True) -> Any:
+    """A model chunk with buckets of so many elements, and so many with padding."""
+    made = [
+        SimpleNamespace(numel_unpadded=own, grad_data=torch.empty(padded))
+        for own, padded in buckets
+    ]
+    return SimpleNamespace(
+        ddp_config=SimpleNamespace(use_distributed_optimizer=is_sharded),
+        buffers=[SimpleNamespace(buckets=made)],
+        expert_parallel_buffers=[],
+    )
+
+
+def test_a_checkpoint_of_padded_buckets_is_refused() -> None:
+    """Megatron-core would save states at the wrong places, without a word."""
+    check_buckets([chunk_of((256, 256), (100, 128))])  # nothing comes after the padding
+    check_buckets([chunk_of((100, 128), (256, 256), is_sharded=False)])
+    with pytest.raises(UserError, match="100 gradients is padded to 128; choose another"):
+        check_buckets([chunk_of((100, 128), (256, 256))])

@@ -39,7 +39,7 @@ class ParametersConfig(Settings):
         "off",
         "on: with layer-major steps, the gradients of a unit of layers go where its parameters "
         "wait when its backward pass has run for all micro-batches, and come back for the "
-        "optimizer's step. off: they stay in memory.",
+        "optimizer's step; with Megatron give --overlap-grad-reduce too. off: they stay in memory.",
         choices=("off", "on"),
     )
     directories: tuple[Path, ...] = flag(

@@ -56,6 +56,8 @@ class Gradients:
             optimizer updates parameters.
     """
 
+    _copies = False  # whether the memory of gradients is somebody else's, who wants to have it back
+
     def __init__(
         self,
         units: Sequence[Sequence[torch.Tensor]],
@@ -143,7 +145,7 @@ class Gradients:
         """Starts to write the gradients of some parameters as one piece."""
         tensors = {(i, _KEY): gradient for i, gradient in enumerate(gradients.values())}
         layout = Layout(tensors)
-        if len(tensors) == 1 and _is_whole(tensors[0, _KEY]):
+        if len(tensors) == 1 and not self._copies:
             storage = tensors[0, _KEY].untyped_storage()
         else:
             storage = layout.new_storage(self._device.device)

@@ -64,6 +64,8 @@ class BucketGradients(Gradients):
         ConfigurationError: gradients have another type than fp32.
     """
 
+    _copies = True
+
     def __init__(
         self,
         model_chunks: Sequence[Any],
