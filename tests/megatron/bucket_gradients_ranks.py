@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.offload import OffloadConfig
 from megatron.offload.errors import OffloadError
 from megatron.offload.integration.megatron import (
-    ModelParameters,
     cpu_runtime,
     install,
     offload_model_parameters,

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core")
 
@@ -17,6 +18,7 @@ from megatron.core.optimizer import clip_grads
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron import check_model_parameters
+from megatron.offload.integration.megatron.bucket_gradients import changes_later
 from megatron.offload.integration.megatron.parameters import check_gradients
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.parameters.config import ParametersConfig
@@ -150,6 +152,13 @@ def test_a_run_goes_on_from_its_checkpoint(then: str, tmp_path: Path) -> None:
     rest = train(flags, then, f"--load {tmp_path}", world_size=2)
     assert rest.model == whole.model
     assert rest.values("loss") == whole.values("loss")[2:]
+
+
+def test_what_megatron_changes_later_stays() -> None:
+    """Norms, biases and routers: it adds them up over tensor-parallel ranks."""
+    weight, router, bias = torch.empty(4, 4), torch.empty(4, 4), torch.empty(4)
+    router.sequence_parallel = True  # type: ignore[attr-defined]
+    assert [changes_later(one) for one in (weight, router, bias)] == [False, True, True]
 
 
 # ------------------------------------------------------------------ what is refused

@@ -69,9 +69,3 @@ def test_captured_graphs_are_refused(settings: dict[str, Any], tmp_path: Path) -
     with pytest.raises(ConfigurationError, match="parameters: CUDA graphs cannot be combined"):
         check_model_parameters(config, SimpleNamespace(**settings))
     check_model_parameters(ParametersConfig(), SimpleNamespace(**settings))
-
-
-def test_gradients_cannot_leave_megatrons_buffer(tmp_path: Path) -> None:
-    config = ParametersConfig(mode="ssd", directories=(tmp_path,), gradients="on")
-    with pytest.raises(ConfigurationError, match="gradients are in one buffer that is never given"):
-        check_model_parameters(config, SimpleNamespace())

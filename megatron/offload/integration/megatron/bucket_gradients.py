@@ -151,7 +151,7 @@ class BucketGradients(Gradients):
         one.finish_to_reduce(*args, **kwargs)
         gradients: dict[torch.Tensor, torch.Tensor] = {}
         for param, gradient in one.places.items():
-            if _changes_later(param):
+            if changes_later(param):
                 set_main_grad(param, gradient.clone())
                 continue
             set_main_grad(param, None)  # another rank has it
@@ -288,7 +288,7 @@ class _InBuckets:
         )
 
 
-def _changes_later(param: torch.Tensor) -> bool:
+def changes_later(param: torch.Tensor) -> bool:
     """Whether Megatron changes a gradient once all are reduced."""
     names = ("sequence_parallel", "average_gradients_across_tp_domain")
     return param.dim() < 2 or any(getattr(param, name, False) for name in names)
