@@ -200,3 +200,19 @@ def test_parameters_that_move_with_the_distributed_optimizer_change_no_bit(
     )
     assert len(moved.losses()) == 8 and moved.losses() == expected.losses()
     assert moved.checkpoints() == expected.checkpoints()
+
+
+@pytest.mark.parametrize("states", ["off", "ssd"])
+def test_gradients_that_move_in_buckets_change_no_bit(
+    runs: Runs, states: str, tmp_path: Path
+) -> None:
+    more = "--untie-embeddings-and-output-weights --global-batch-size 8 --overlap-grad-reduce"
+    more += " --ddp-bucket-size 50000"
+    expected = runs("sharded", "off", more)
+    flags = ["--layer-major-units", "4", "--gradient-offload", "on", *more.split()]
+    flags += ["--parameter-offload", "ssd", "--optimizer-state-offload", states]
+    moved = pretrain(
+        "sharded", tmp_path, *flags, "--save", str(tmp_path), *offload("ssd", tmp_path)
+    )
+    assert len(moved.losses()) == 8 and moved.losses() == expected.losses()
+    assert moved.checkpoints() == expected.checkpoints()
