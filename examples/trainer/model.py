@@ -24,6 +24,10 @@ from megatron.core.distributed import (
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.offload.integration.megatron.arguments import (
+    config_from_args,
+    layer_major_config_from_args,
+)
 from megatron.offload.integration.megatron.estimate import activation_bytes
 
 from .data import Batch, DatasetSource
@@ -71,7 +75,13 @@ class Task(DatasetSource, Protocol):
     ) -> int:
         """Most bytes of activations on a rank of a stage, for the reservation on the SSD."""
         return activation_bytes(
-            config, args.seq_length, args.micro_batch_size, args.num_microbatches, stage
+            config,
+            args.seq_length,
+            args.micro_batch_size,
+            args.num_microbatches,
+            stage,
+            config=config_from_args(args),
+            layer_major=layer_major_config_from_args(args),
         )
 
     def tokens_per_sample(self, args: argparse.Namespace) -> int:

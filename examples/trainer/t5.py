@@ -25,6 +25,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.offload.integration.megatron.arguments import (
+    config_from_args,
+    layer_major_config_from_args,
+)
 from megatron.offload.integration.megatron.estimate import encoder_decoder_bytes
 
 from .arguments import positive
@@ -161,6 +165,8 @@ class T5(MaskedTask):
             (args.seq_length, args.decoder_seq_length),
             args.micro_batch_size,
             args.num_microbatches,
+            config=config_from_args(args),
+            layer_major=layer_major_config_from_args(args),
         )
 
     def tokens_per_sample(self, args: argparse.Namespace) -> int:

@@ -193,7 +193,7 @@ class _Run:
             num_local_ranks=args.local_world_size,
             run_directory=args.metrics_file.parent if args.metrics_file is not None else None,
         )
-        if offload_config.enabled or states_config.enabled:
+        if offload_config.enabled or states_config.enabled or parameters_config.enabled:
             table = where_memory_is(
                 offload_config,
                 self.chunks,

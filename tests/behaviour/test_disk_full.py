@@ -28,18 +28,9 @@ from tests.support.mounts import MountedDisk, mounted_ext4, small_tmpfs
 from tests.support.processes import finish, start_python
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_compute_thread")]
 
 STEP_BYTES = 15 * MIB  # what a step of `model_and_input` offloads, about
-
-
-@pytest.fixture(autouse=True)
-def one_compute_thread() -> Iterator[None]:
-    """Small matrices: more threads only wait for each other, and for the I/O threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass

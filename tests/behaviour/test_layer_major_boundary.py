@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,7 @@ from tests.behaviour.test_layer_major_steps import (
 from tests.support.full_disk import one_warning_about
 from tests.support.layer_major import failing_at, one_by_one, waiting_threads
 
-
-@pytest.fixture(autouse=True)
-def _one_thread_for_each_pass_and_none_left() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    assert not waiting_threads()
+pytestmark = pytest.mark.usefixtures("one_thread_for_each_pass")
 
 
 def moved(model: torch.nn.Module, directory: Path, **settings: Any) -> Any:

@@ -21,6 +21,8 @@ from megatron.offload.layer_major import random_numbers
 from tests.support.layer_major import failing_at, one_by_one, waiting_threads
 from tests.support.models import Block
 
+pytestmark = pytest.mark.usefixtures("one_thread_for_each_pass")
+
 HIDDEN, LAYERS, MICRO_BATCHES = 16, 4, 4
 
 
@@ -110,15 +112,6 @@ class Checkpointed(Plain):
 class Reentrant(Plain):
     def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(layer, x, use_reentrant=True)  # type: ignore[no-any-return]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_for_each_pass_and_none_left() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    assert not waiting_threads()
 
 
 def micro_batches(step: int) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import copy
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron.offload import ConfigurationError, LayerMajor, offload_activations
 from tests.support.layer_major import failing_at, one_by_one, waiting_threads
 from tests.support.models import Block
+
+pytestmark = pytest.mark.usefixtures("one_thread_for_each_pass")
 
 HIDDEN, VOCABULARY, MICRO_BATCHES, LAYERS = 32, 64, 5, 6
 LossOf = Callable[[torch.Tensor], torch.Tensor]
@@ -159,15 +161,6 @@ def unit_by_unit(
 ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     layer_major = LayerMajor(model, units, **settings)
     return lambda batches: layer_major.step(batches, model)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # else each forward pass's thread starts a team of its own
-    yield
-    torch.set_num_threads(before)
-    assert not waiting_threads()
 
 
 @pytest.mark.parametrize("units", [1, 2, 3, 4, None])

@@ -18,18 +18,9 @@ from tests.conftest import Gate
 from tests.support.models import Model, assert_same, run_step, settle, ssd
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_compute_thread")]
 
 Engines = Callable[..., OffloadEngine]
-
-
-@pytest.fixture(autouse=True)
-def one_compute_thread() -> Iterator[None]:
-    """Small matrices: more threads only wait for each other, and for the I/O threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Interrupted(Exception):

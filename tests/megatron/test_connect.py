@@ -23,6 +23,8 @@ from megatron.offload.integration.megatron.estimate import (
     stage_of,
 )
 from megatron.offload.integration.megatron.versions import check_version
+from megatron.offload.layer_major.config import LayerMajorConfig
+from megatron.offload.layer_set import LayerSet
 
 
 def hooked() -> tuple[Any, ...]:
@@ -138,6 +140,38 @@ def test_a_stage_holds_fewer_passes_the_later_it_is(
     for stage, count in enumerate(passes):
         reserve = activation_bytes(layout, 512, 4, num_microbatches, stage)
         assert reserve == pytest.approx(count * one_pass, rel=1e-6)
+
+
+@pytest.mark.parametrize("order", ["ascending", "alternating"])
+def test_a_layer_major_step_holds_all_micro_batches_of_all_units_but_the_last(order: str) -> None:
+    layout, steps = settings(), LayerMajorConfig(units=5, order=order)
+    sizes = [5, 5, 5, 5, 4]  # layers of units
+    layers = 8 * sum(sizes[:-1]) + sizes[-1]
+    found = activation_bytes(layout, 512, 4, 8, layer_major=steps)
+    assert found == int(MARGIN * layers * layer_bytes(layout, 512 * 4))
+    one_unit = activation_bytes(layout, 512, 4, 8, layer_major=LayerMajorConfig(units=1))
+    assert one_unit == activation_bytes(layout, 512, 4, 8)
+    with pytest.raises(ConfigurationError, match="--layer-major-units 25: the model has 24 layers"):
+        activation_bytes(layout, 512, 4, 8, layer_major=LayerMajorConfig(units=25))
+
+
+def test_layers_that_put_nothing_on_a_tier_do_not_count_in_a_layer_major_step(
+    tmp_path: Path,
+) -> None:
+    layout, tokens = settings(), 512 * 4
+
+    def found(**flags: Any) -> int:
+        config = OffloadConfig(mode="ssd", directories=(tmp_path,), **flags)
+        steps = LayerMajorConfig(units=24)
+        return activation_bytes(layout, 512, 4, 8, config=config, layer_major=steps)
+
+    layers, inputs = layer_bytes(layout, tokens), tokens * 1024 * 2
+    upper = LayerSet.parse("1-12")
+    assert found(offload_layers=upper) == int(MARGIN * 8 * 12 * layers)
+    rest = 8 * 11 * layers + layers
+    assert found(recompute_layers=upper) == int(MARGIN * rest)
+    both = found(recompute_layers=upper, recompute_input="ssd")
+    assert both == int(MARGIN * (rest + 8 * 12 * inputs))
 
 
 def test_context_parallel_ranks_share_a_sample() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,8 @@ def test_parameters_that_move_change_no_bit(layout: str, tmp_path: Path) -> None
     counted = found.metrics[-1]["parameters"]
     # A rank with two layers keeps both of them, but for the time of the optimizer's step.
     assert counted["read_bytes"] >= counted["parameter_bytes"] > 0
+    table = re.search(r"memory of this rank .*\nweights .*", found.output)
+    assert table is not None and not table[0].endswith("-")  # the column of SSDs
 
 
 @pytest.mark.parametrize("mode", ["ssd", pytest.param("host", marks=pytest.mark.slow)])

@@ -344,3 +344,18 @@ class PoisoningPool(StagingPool):
             finally:
                 if buffer.event is None:
                     ctypes.memset(buffer.address, POISON, self.piece_bytes)
+
+
+class GatedDevice(SimulatedDevice):
+    """Its copies wait at a gate, and fail with `error` where it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    def _take_a_while(self) -> None:
+        assert self.gate.wait(timeout=10)
+        if self.error is not None:
+            raise self.error

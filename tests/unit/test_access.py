@@ -16,21 +16,15 @@ import torch
 
 from megatron.offload.tiers.access import InPlace, Staged, View
 from megatron.offload.tiers.direct_io import Alignment, Cut, aligned_storage
-from tests.support.simulated_device import POISON, Event, PoisoningPool, SimulatedDevice
+from tests.support.simulated_device import (
+    POISON,
+    Event,
+    GatedDevice,
+    PoisoningPool,
+    SimulatedDevice,
+)
 
 PAGE = 4096
-
-
-class GatedDevice(SimulatedDevice):
-    """Its copies wait at a gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def _take_a_while(self) -> None:
-        assert self.gate.wait(timeout=10)
 
 
 def fill_with_anything(storage: torch.UntypedStorage) -> None:

@@ -13,25 +13,10 @@ import torch
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.transfer import Transfer
-from tests.support.simulated_device import POISON, Event, SimulatedDevice
+from tests.support.simulated_device import POISON, Event, GatedDevice
 from tests.support.waiting import wait_until
 
 PAGE = 4096
-
-
-class GatedDevice(SimulatedDevice):
-    """Its copies wait at a gate, and fail with `error` where it is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-        self.gate.set()
-        self.error: Exception | None = None
-
-    def _take_a_while(self) -> None:
-        assert self.gate.wait(timeout=10)
-        if self.error is not None:
-            raise self.error
 
 
 @pytest.fixture

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from megatron.offload import offload_optimizer
+from megatron.offload import LayerMajor, offload_optimizer, offload_parameters
 from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.integration.torch.parameter_offload import gradient_tier_of, tier_of
 from megatron.offload.sizes import MIB
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.stats.endurance import Endurance
@@ -45,6 +47,72 @@ def test_gradients_count_before_the_first_backward_pass_and_as_they_are_after_it
     assert [one.device_bytes for one in held_by_parameters(params)] == [MIB + 28, MIB]
     params[0].main_grad = torch.zeros(256, 512, dtype=torch.float64)
     assert held_by_parameters(params)[1].device_bytes == MIB + MIB // 2
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(512, 512, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+class Layers(torch.nn.Module):
+    """Three of 1 MiB each, and a weight that is none of a layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+        self.scale = torch.nn.Parameter(torch.ones(512))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.scale).sum()
+
+
+def of_model(model: torch.nn.Module) -> list[Held]:
+    return held_by_parameters(model.parameters(), tier_of, gradient_tier_of)
+
+
+@pytest.mark.parametrize("on_ssd", [True, False])
+def test_weights_and_gradients_that_wait_on_a_tier_are_there(on_ssd: bool, tmp_path: Path) -> None:
+    model, scale = Layers(), 512 * 4
+
+    def away(name: str, *, layers: int) -> Held:
+        in_memory, on_tier = (3 - layers) * MIB + scale, layers * MIB
+        return Held(name, in_memory, 0 if on_ssd else on_tier, on_tier if on_ssd else 0)
+
+    steps_by = torch.optim.AdamW(model.parameters())
+    where = {"directory": tmp_path} if on_ssd else {"mode": "host", "host_budget": 16 * MIB}
+    with offload_parameters(model, **where, gradients="on") as handle:
+        assert of_model(model) == [away("weights", layers=3), away("gradients", layers=3)]
+        with offload_optimizer(steps_by, **where) as states:
+            layer_major = LayerMajor(model)
+            layer_major.step([torch.randn(2, 512) for _ in range(2)], model)
+            # Two units live.
+            assert of_model(model) == [away("weights", layers=1), away("gradients", layers=3)]
+            table = states.report().splitlines()
+            assert table[1].split() == ["weights", "2.002", "MiB", *column("1 MiB", on_ssd)]
+            assert table[2].split() == ["gradients", "2", "KiB", *column("3 MiB", on_ssd)]
+            handle.bring_gradients()
+            assert of_model(model)[1] == away("gradients", layers=0)
+            states.states.wait_for_writes()
+            steps_by.step()  # they are dropped, and the next ones will leave again
+            assert of_model(model)[1] == away("gradients", layers=3)
+    assert of_model(model) == [away("weights", layers=0), Held("gradients", 3 * MIB + scale)]
+
+
+def column(size: str, on_ssd: bool) -> list[str]:
+    """Of host memory and SSD."""
+    return ["-", *size.split()] if on_ssd else [*size.split(), "-"]
+
+
+def test_what_no_tier_takes_of_the_weights_counts_as_memory() -> None:
+    model = Layers()
+    with offload_parameters(model, mode="host", host_budget=5 * MIB // 2):
+        assert of_model(model)[0] == Held("weights", MIB + 512 * 4, 2 * MIB)
 
 
 def test_states_are_where_they_will_be_before_the_first_step(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.commands.plan.arguments import Request, add_arguments, request_of
+from megatron.offload.commands.plan.arguments import add_arguments
+from megatron.offload.commands.plan.request import Request, request_of
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.projection.projection import project
 

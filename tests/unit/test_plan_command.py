@@ -15,8 +15,9 @@ import pytest
 
 from megatron.offload import cli
 from megatron.offload.commands.plan import command
-from megatron.offload.commands.plan.arguments import add_arguments, request_of
+from megatron.offload.commands.plan.arguments import add_arguments
 from megatron.offload.commands.plan.comparison import PlanComparison
+from megatron.offload.commands.plan.request import request_of
 from megatron.offload.placement.plan import Plan, Prediction
 from megatron.offload.placement.plan_file import load_plans
 from megatron.offload.placement.policy import Placement

@@ -12,7 +12,7 @@ import torch
 from megatron.offload import OffloadConfig
 from megatron.offload.device.cuda_allocator import EXPANDABLE_ENVIRONMENT
 from megatron.offload.planner.online.consensus import SingleRank
-from megatron.offload.planner.online.plan_maker import budget_bytes_of
+from megatron.offload.planner.online.memory_budget import budget_bytes_of
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from tests.support.simulated_device import SimulatedDevice

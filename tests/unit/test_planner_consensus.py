@@ -163,10 +163,11 @@ def test_what_is_free_is_shared_by_the_ranks_of_a_machine_and_the_least_in_the_g
     poorer = Group(one=lambda own: [max(*own, -300.0 * MIB)] if own[0] < 0 else own)
     for consensus in (SingleRank(), poorer):
         run = Run(config(tmp_path, memory_budget_bytes=None))
-        run.planner._stage = planned.Stage(
+        stage = planned.Stage(
             run.planner._stage.position, run.planner._stage.layers, num_local_ranks=4
         )
-        run.planner._consensus = consensus
+        for one in (run.planner, run.planner._budget):
+            one._stage, one._consensus = stage, consensus
         run.steps(3)
         budgets.append(run.solver.asked[0][1])
         run.engine.close()

@@ -231,6 +231,13 @@ class ParameterUnit:
         """Bytes of memory that it takes now."""
         return 0 if self.where is Where.AWAY else self.num_bytes
 
+    @property
+    def tier(self) -> Tier | None:
+        """Which has its bytes, at the end of a write that is under way; None: memory has them."""
+        with self._lock:
+            is_leaving = self.where in (Where.AWAY, Where.WRITING)
+            return self.block.tier if is_leaving else None
+
     # -- For whoever looks between steps --------------------------------------------------------
 
     def show(self) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX, InterruptedStepError, LostStateError
+from megatron.offload.parameters.away_gradient import AwayGradient, piece_of
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.unit import ParameterUnit, Part, Where
 from megatron.offload.sizes import format_size
@@ -199,6 +200,21 @@ class ParameterWindow:
         """Whether a parameter, or a part of one, belongs to a unit, or its gradient does."""
         gradients = self.gradients
         return id(param) in self._numbers or (gradients is not None and gradients.has(param))
+
+    def tier_of(self, param: torch.Tensor) -> Tier | None:
+        """Which has a parameter's bytes when writes have ended; None: memory has them."""
+        number = self._numbers.get(id(param))
+        return None if number is None else self.units[number].tier
+
+    def gradient_tier_of(self, param: torch.Tensor) -> Tier | None:
+        """The same of its gradient; of one that is not there yet, where it is to wait."""
+        if self.gradients is None or not self.has(param):
+            return None
+        piece = piece_of(param)
+        if piece is not None:
+            return piece.tier
+        is_there = param.grad is not None and not isinstance(param.grad, AwayGradient)
+        return None if is_there else self.tiers[0]
 
     def check_whole(self) -> None:
         """Raises InterruptedStepError where parameters were brought together only in part."""

@@ -61,6 +61,13 @@ class Bucket:
         return 0 if self.storage is None else self.num_bytes
 
     @property
+    def tier(self) -> Tier | None:
+        """Which has its bytes, at the end of a write that is under way; None: memory has them."""
+        with self._lock:
+            is_leaving = self.where in (Where.ON_TIER, Where.WRITING)
+            return self.block.tier if is_leaving else None
+
+    @property
     def views(self) -> dict[Name, torch.Tensor]:
         """Its tensors, by name; it is in memory, or has none."""
         if self.layout is None:

@@ -7,7 +7,7 @@ often nothing of the optimizer's states: these are what the first steps will fil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,12 +55,47 @@ def memory_table(rows: Sequence[Held], *, heading: str) -> str:
     ).rstrip()
 
 
-def held_by_parameters(params: Iterable[torch.Tensor]) -> list[Held]:
-    """Weights and their gradients, those that will be among them."""
+TierOf = Callable[[torch.Tensor], Tier | None]
+
+
+def _in_memory(_: torch.Tensor) -> None:
+    return None
+
+
+def held_by_parameters(
+    params: Iterable[torch.Tensor],
+    tier_of: TierOf = _in_memory,
+    gradient_tier_of: TierOf = _in_memory,
+) -> list[Held]:
+    """Weights and their gradients, those that will be among them.
+
+    Args:
+        params: of a model or an optimizer.
+        tier_of: gives the tier that has a parameter's bytes; None: they are in memory.
+        gradient_tier_of: the same of its gradient.
+    """
     params = list(params)
-    weights = sum(param.nbytes for param in params)
-    gradients = [_gradient_bytes(param) for param in params if param.requires_grad]
-    return [Held("weights", weights), Held("gradients", sum(gradients))]
+    trained = [param for param in params if param.requires_grad]
+    return [
+        _held("weights", [(param.nbytes, tier_of(param)) for param in params]),
+        _held("gradients", [(_gradient_bytes(p), gradient_tier_of(p)) for p in trained]),
+    ]
+
+
+def _held(name: str, sizes: Iterable[tuple[int, Tier | None]]) -> Held:
+    """Bytes with the tier that each is on; what has no room there is in memory."""
+    device, on_tiers = 0, dict[Tier, int]()
+    for num_bytes, tier in sizes:
+        if tier is None:
+            device += num_bytes
+        else:
+            on_tiers[tier] = on_tiers.get(tier, 0) + num_bytes
+    host = ssd = 0
+    for tier, num_bytes in on_tiers.items():
+        on_host, on_ssd = _divided(tier, num_bytes)
+        host, ssd = host + on_host, ssd + on_ssd
+        device += num_bytes - on_host - on_ssd
+    return Held(name, device, host, ssd)
 
 
 def held_by_states(parts: Iterable[OptimizerStates]) -> Held:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron.offload.commands.plan.arguments import Request
+from megatron.offload.commands.plan.request import Request
 from megatron.offload.errors import InfeasibleBudgetError
 from megatron.offload.placement.plan import Plan, Prediction
 from megatron.offload.placement.policy import Placement

@@ -15,7 +15,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from megatron.offload.commands.plan.arguments import flag_of, projections_of
+from megatron.offload.commands.plan.request import flag_of, projections_of
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.planner.projection.streamed import (

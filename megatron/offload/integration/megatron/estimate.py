@@ -7,14 +7,27 @@ before training. The count follows Korthikanti et al., "Reducing Activation Reco
 Transformer Models" (2022), section 4: per layer the inputs of every operation that needs them in
 backward, here term by term for any element size, GQA and gated MLPs, without the s x s attention
 scores that fused attention does not save. Of layers that Megatron recomputes only inputs count.
+
+Note [All micro-batches at a time]
+In a layer-major step every unit but the last keeps what it saves of all micro-batches. What a model
+then takes is far more than one pass saves, so layers that save nothing on a tier, because flags
+recompute them or leave them out, do not count there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from megatron.offload.config import OffloadConfig
 from megatron.offload.integration.megatron.recomputable import recomputes_fully
-from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition, pipeline_schedule
+from megatron.offload.layer_major.config import LayerMajorConfig
+from megatron.offload.layer_major.units import units_of
+from megatron.offload.planner.profile.pipeline_schedule import (
+    PipelinePosition,
+    layer_major_position,
+    pipeline_schedule,
+)
 
 MARGIN = 1.15  # statistics of norms, log-sum-exp of attention, rounding to file-system blocks
 
@@ -75,11 +88,61 @@ def passes_in_flight(settings: Any, num_microbatches: int, stage: int = 0) -> in
     stages = settings.pipeline_model_parallel_size
     chunks = settings.virtual_pipeline_model_parallel_size or 1
     group = settings.microbatch_group_size_per_vp_stage or stages
+    position = PipelinePosition(stages, stage, chunks, group)
+    return _most_in_flight(position, num_microbatches, [1] * chunks)
+
+
+def _most_in_flight(
+    position: PipelinePosition, num_microbatches: int, of_chunks: Sequence[int]
+) -> int:
+    """The most of a step in flight, where a pass of each chunk (or unit) is worth so much."""
     in_flight = most = 0
-    for one in pipeline_schedule(PipelinePosition(stages, stage, chunks, group), num_microbatches):
-        in_flight += -1 if one.is_backward else 1
+    for one in pipeline_schedule(position, num_microbatches):
+        in_flight += -of_chunks[one.chunk] if one.is_backward else of_chunks[one.chunk]
         most = max(most, in_flight)
     return most
+
+
+def _layer_major_bytes(
+    layers: Sequence[int], num_microbatches: int, layer_major: LayerMajorConfig
+) -> int:
+    """The most of a step whose layers save so many bytes of a micro-batch, run unit by unit.
+
+    Raises:
+        ConfigurationError: there are more units than layers.
+    """
+    units = units_of(range(len(layers)), layer_major.num_units)
+    position = layer_major_position(units.values(), alternates=layer_major.alternates)
+    of_units = [0] * position.num_chunks
+    for index, unit in units.items():
+        of_units[unit] += layers[index]
+    return _most_in_flight(position, num_microbatches, of_units)
+
+
+def _saved_by_layers(
+    settings: Any, tokens: int, config: OffloadConfig | None, blocks: Sequence[str], more: int = 0
+) -> list[int]:
+    """Bytes that each layer saves of a micro-batch on a tier: see the second Note.
+
+    Args:
+        settings: a `TransformerConfig`.
+        tokens: of a micro-batch.
+        config: says which layers save nothing there; None: all save.
+        blocks: names that their block may have.
+        more: bytes that each of them saves beyond `layer_bytes`.
+    """
+    config = config or OffloadConfig()
+    saved = []
+    for number in range(1, settings.num_layers + 1):
+        names = [f"{block}.{number}" for block in blocks]
+        if config.recompute_layers and any(one in config.recompute_layers for one in names):
+            moves = config.recompute_input not in (None, "keep")
+            saved.append(_inputs_bytes(settings, 1, tokens) if moves else 0)
+        elif config.offload_layers and not any(one in config.offload_layers for one in names):
+            saved.append(0)
+        else:
+            saved.append(layer_bytes(settings, tokens) + more)
+    return saved
 
 
 def stage_of(rank: int, world_size: int, settings: Any) -> int:
@@ -93,6 +156,9 @@ def activation_bytes(
     micro_batch_size: int,
     num_microbatches: int,
     stage: int = 0,
+    *,
+    config: OffloadConfig | None = None,
+    layer_major: LayerMajorConfig | None = None,
 ) -> int:
     """Bytes that a rank keeps on its SSD at the worst moment of a step.
 
@@ -102,12 +168,20 @@ def activation_bytes(
         micro_batch_size: samples of one micro-batch.
         num_microbatches: micro-batches of one step on each data-parallel rank.
         stage: pipeline rank; the first one needs most.
+        config: what the flags ask for; heard in layer-major steps.
+        layer_major: in which order steps run.
+
+    Raises:
+        ConfigurationError: there are more units than layers.
     """
     chunks = settings.virtual_pipeline_model_parallel_size or 1
     layers = -(-settings.num_layers // (settings.pipeline_model_parallel_size * chunks))
     tokens = (
         seq_length * micro_batch_size // (getattr(settings, "context_parallel_size", None) or 1)
     )
+    if layer_major is not None and layer_major.enabled:
+        saved = _saved_by_layers(settings, tokens, config, ("decoder", "encoder"))
+        return int(MARGIN * _layer_major_bytes(saved, num_microbatches, layer_major))
     recomputed = _num_recomputed(settings, layers)
     per_pass = (layers - recomputed) * layer_bytes(settings, tokens)
     per_pass += _inputs_bytes(settings, recomputed, tokens)
@@ -120,6 +194,9 @@ def encoder_decoder_bytes(
     seq_lengths: tuple[int, int],
     micro_batch_size: int,
     num_microbatches: int,
+    *,
+    config: OffloadConfig | None = None,
+    layer_major: LayerMajorConfig | None = None,
 ) -> int:
     """Like `activation_bytes` for T5, whose decoder layers also attend to the encoder's output.
 
@@ -129,18 +206,33 @@ def encoder_decoder_bytes(
         seq_lengths: tokens of one sample in the encoder and in the decoder.
         micro_batch_size: samples of one micro-batch.
         num_microbatches: micro-batches of one step on each data-parallel rank.
+        config: what the flags ask for; heard in layer-major steps.
+        layer_major: in which order steps run.
+
+    Raises:
+        ConfigurationError: there are more units than layers.
     """
+    cross, once = _cross_attention_bytes(decoder, seq_lengths, micro_batch_size)
+    if layer_major is not None and layer_major.enabled:
+        of_encoder, of_decoder = (length * micro_batch_size for length in seq_lengths)
+        layers = [
+            *_saved_by_layers(encoder, of_encoder, config, ("encoder",)),
+            *_saved_by_layers(decoder, of_decoder, config, ("decoder",), more=cross),
+        ]
+        most = _layer_major_bytes(layers, num_microbatches, layer_major)
+        return int(MARGIN * (most + num_microbatches * once))
     own = sum(
         activation_bytes(settings, length, micro_batch_size, num_microbatches)
         for settings, length in zip((encoder, decoder), seq_lengths, strict=True)
     )
-    return own + _cross_attention_bytes(decoder, seq_lengths, micro_batch_size)
+    num_layers = decoder.num_layers - _num_recomputed(decoder, decoder.num_layers)
+    return own + int(MARGIN * (num_layers * cross + once))
 
 
 def _cross_attention_bytes(
     settings: Any, seq_lengths: tuple[int, int], micro_batch_size: int
-) -> int:
-    """Bytes that the decoder's cross attentions save for one micro-batch, term by term.
+) -> tuple[int, int]:
+    """Bytes that each cross attention of the decoder saves of a micro-batch, and all of them once.
 
     Of the decoder's tokens: both sides of the norm, its dropout mask, the query and the attention's
     output. Of the encoder's: keys and values, and once for all layers its output.
@@ -155,5 +247,4 @@ def _cross_attention_bytes(
     of_encoder, of_decoder = seq_lengths
     per_layer = of_decoder * decoder_token + of_encoder * encoder_token
     once = element * hidden * of_encoder / shared
-    layers = settings.num_layers - _num_recomputed(settings, settings.num_layers)
-    return int(MARGIN * micro_batch_size * (layers * per_layer + once))
+    return int(micro_batch_size * per_layer), int(micro_batch_size * once)

@@ -378,22 +378,22 @@ def _request(flags: argparse.Namespace) -> _Request:
     if not moves:
         return request
     settings = _MODEL_SETTINGS.find()(flags)
-    reserve_bytes = _reserve_bytes(flags, settings) if config.enabled else 0
-    return dataclasses.replace(request, settings=settings, reserve_bytes=reserve_bytes)
+    request = dataclasses.replace(request, settings=settings)
+    reserve_bytes = _reserve_bytes(flags, request) if config.enabled else 0
+    return dataclasses.replace(request, reserve_bytes=reserve_bytes)
 
 
-def _reserve_bytes(flags: argparse.Namespace, settings: Any) -> int:
+def _reserve_bytes(flags: argparse.Namespace, request: _Request) -> int:
     """Disk space that this rank needs; that of its pipeline stage."""
     micro_batch_size, length = flags.micro_batch_size, flags.seq_length
     samples = micro_batch_size * flags.data_parallel_size
     num_microbatches = max(1, flags.global_batch_size // samples)
+    settings, sizes = request.settings, (micro_batch_size, num_microbatches)
+    kinds: Any = {"config": request.config, "layer_major": request.layer_major}
     decoder_length = getattr(flags, "decoder_seq_length", None)
     if decoder_length is not None:  # T5: as many layers twice
-        lengths = (length, decoder_length)
-        return encoder_decoder_bytes(
-            settings, settings, lengths, micro_batch_size, num_microbatches
-        )
-    return activation_bytes(settings, length, micro_batch_size, num_microbatches, _stage())
+        return encoder_decoder_bytes(settings, settings, (length, decoder_length), *sizes, **kinds)
+    return activation_bytes(settings, length, *sizes, _stage(), **kinds)
 
 
 def _stage() -> int:

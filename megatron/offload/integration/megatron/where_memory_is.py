@@ -10,6 +10,7 @@ import torch
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.integration.megatron.model_states import ModelStates
+from megatron.offload.integration.torch.parameter_offload import gradient_tier_of, tier_of
 from megatron.offload.stats.memory_by_tier import (
     Held,
     held_by_parameters,
@@ -45,7 +46,8 @@ def where_memory_is(
     held = held_by_states(states.states) if states.parts else Held("optimizer states")
     if not states.parts:
         held = Held("optimizer states", _state_bytes(optimizer, model))
-    rows = [*held_by_parameters(model), held, _activations(config, activation_bytes)]
+    of_model = held_by_parameters(model, tier_of, gradient_tier_of)
+    rows = [*of_model, held, _activations(config, activation_bytes)]
     return memory_table(rows, heading="memory of this rank")
 
 

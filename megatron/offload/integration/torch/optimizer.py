@@ -18,7 +18,13 @@ import torch
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.torch.parameter_offload import by_units, changing, unit_of
+from megatron.offload.integration.torch.parameter_offload import (
+    by_units,
+    changing,
+    gradient_tier_of,
+    tier_of,
+    unit_of,
+)
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.auto_window import AutoWindow
 from megatron.offload.states.config import StatesConfig
@@ -156,7 +162,8 @@ class OptimizerOffload:
     def report(self) -> str:
         """Where weights, gradients and states are, and what the steps took, as lines of text."""
         groups = self._optimizer.param_groups
-        rows = held_by_parameters(param for group in groups for param in group["params"])
+        params = [param for group in groups for param in group["params"]]
+        rows = held_by_parameters(params, tier_of, gradient_tier_of)
         if self.states is None:
             rows.append(Held("optimizer states", state_bytes([self._optimizer])))
             return memory_table(rows, heading="memory")

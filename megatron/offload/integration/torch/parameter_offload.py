@@ -33,6 +33,7 @@ from megatron.offload.parameters.open import open_parameter_tiers
 from megatron.offload.parameters.unit import Part, can_take_place
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import format_size
+from megatron.offload.tiers.tier import Tier
 
 _windows: weakref.WeakSet[ParameterWindow] = weakref.WeakSet()
 
@@ -257,6 +258,18 @@ def unit_of(param: torch.Tensor) -> int:
     """Number of the unit that a parameter comes in with where it is offloaded; -1: it stays."""
     numbers = [window.number_of(param) for window in _windows]
     return max((number for number in numbers if number is not None), default=-1)
+
+
+def tier_of(param: torch.Tensor) -> Tier | None:
+    """The tier that has a parameter's bytes when writes have ended; None: memory has them."""
+    found = (window.tier_of(param) for window in _windows)
+    return next((tier for tier in found if tier is not None), None)
+
+
+def gradient_tier_of(param: torch.Tensor) -> Tier | None:
+    """The same of its gradient; of one that is not there yet, where it is to wait."""
+    found = (window.gradient_tier_of(param) for window in _windows)
+    return next((tier for tier in found if tier is not None), None)
 
 
 def by_units(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes plans from profiles, within the budget of a run: `PlanMaker`, `budget_bytes_of`.
+"""Makes plans from profiles, within the budget of a run: `PlanMaker`.
 
 The planner asks it between steps and follows what comes of it. It measures nothing; the same
 arguments give the same plan on all ranks.
@@ -15,24 +15,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron.offload.config import OffloadConfig
-from megatron.offload.device.cuda_allocator import keeps_fragments
-from megatron.offload.device.device import Device
 from megatron.offload.errors import InfeasibleBudgetError
 from megatron.offload.placement.plan import Plan, Prediction
-from megatron.offload.planner.online.consensus import RankConsensus
-from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.calibration import calibrated
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.solver.process import SolverProcess
-from megatron.offload.sizes import format_size
 
 logger = logging.getLogger(__name__)
 
 _WORTHWHILE = 0.03  # of time or memory, for another plan to take the place of the present one
 # Of the budget, that later plans stay below it for each one that was to keep to it and did not.
 _HEADROOM, _MOST_HEADROOM = 0.01, 0.05
-_FREE_SHARE = 0.9  # of a GPU's free memory: fragments and what libraries take later
-_FREE_SHARE_OF_HOST = 0.5
 
 
 class WholeSteps(NamedTuple):
@@ -156,44 +149,3 @@ class PlanMaker:
         if self.budget_bytes is not None and plan.predicted.peak_bytes <= self.budget_bytes:
             least_bytes = self.budget_bytes  # no use in less, and no more will do
         return present.step_s > least_s or present.peak_bytes > least_bytes
-
-
-def budget_bytes_of(
-    config: OffloadConfig,
-    device: Device,
-    stage: Stage,
-    consensus: RankConsensus,
-    *,
-    fragmented_bytes: int,
-) -> int | None:
-    """The most bytes that activations of a rank may take; None: only time is limited.
-
-    Args:
-        config: without a budget and a slowdown it is a part of the memory that is free now.
-        device: whose memory that is.
-        stage: says how many ranks share a CPU's memory.
-        consensus: the least of the group counts.
-        fragmented_bytes: of what the allocator holds, what the last measured step did not use at
-            once. It counts as taken where its pieces need not fit anything, which is too careful
-            where an earlier step or the optimizer used more.
-    """
-    if config.memory_budget_bytes is not None or config.max_slowdown is not None:
-        return config.memory_budget_bytes
-    free, left_out = device.free_bytes(), ""
-    if keeps_fragments(device.device):
-        free = max(free - fragmented_bytes, 0)
-        left_out = f", without {format_size(fragmented_bytes)} in pieces"
-    ranks = stage.num_local_ranks if device.is_host else 1
-    share = _FREE_SHARE_OF_HOST if device.is_host else _FREE_SHARE
-    (negative,) = consensus.largest([-float(int(free * share) // ranks)])
-    budget_bytes = -int(negative)
-    logger.info(
-        "activation offload: no --activation-memory-budget is given; activations may take %s, "
-        "%.0f %% of the %s that are free%s%s",
-        format_size(budget_bytes),
-        100 * share,
-        format_size(free),
-        left_out,
-        f", shared by {ranks} ranks" if ranks > 1 else "",
-    )
-    return budget_bytes

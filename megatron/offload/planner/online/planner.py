@@ -50,15 +50,10 @@ from megatron.offload.planner.online.consensus import (
     check_same,
     raise_first,
 )
-from megatron.offload.planner.online.drift import (
-    OVER_BUDGET,
-    Drift,
-    Expectation,
-    MeasuredStep,
-    Reason,
-)
-from megatron.offload.planner.online.plan_maker import PlanMaker, WholeSteps, budget_bytes_of
-from megatron.offload.planner.online.shared_memory import Beside, divided_budget
+from megatron.offload.planner.online.drift import Drift, Expectation, MeasuredStep, Reason
+from megatron.offload.planner.online.memory_budget import MemoryBudget
+from megatron.offload.planner.online.plan_maker import PlanMaker, WholeSteps
+from megatron.offload.planner.online.shared_memory import Beside
 from megatron.offload.planner.online.shared_plan_file import SharedPlanFile
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.online.step_meter import StepMeter
@@ -66,7 +61,6 @@ from megatron.offload.planner.online.step_order import StepOrder
 from megatron.offload.planner.profile.pipeline_schedule import Pass
 from megatron.offload.planner.profile.stage_profile import StageProfile, TierProfile, tokens_of
 from megatron.offload.planner.solver.process import SolverProcess
-from megatron.offload.sizes import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +128,6 @@ class Planner:
             is_layer_major=bool(stage.position.units),
             in_order=self._in_order if stage.position.units else None,
         )
-        self._config = config
         self._engine = engine
         self._device = device
         self._policy = policy
@@ -143,12 +136,11 @@ class Planner:
         self._order = StepOrder(stage.position, consensus)
         self._directory = directory
         self._maker = PlanMaker(config, solver)
-        self._beside = beside
+        self._budget = MemoryBudget(config, engine, device, stage, consensus, beside)
         self._own_tiers: tuple[TierProfile, ...] = ()  # this rank's, in the present profile
         self._drift = Drift()
         self._reason: Reason | None = None  # for the next plan
         self._adapts = True
-        self._has_warned = False
         self._is_refined = False
         self._measured: list[MeasuredStep] = []  # in detail, for the next plan
         self._file: SharedPlanFile | None = None
@@ -183,11 +175,11 @@ class Planner:
         if self.phase is Phase.WARMING_UP:
             self.phase = Phase.MEASURING
         elif self.phase is Phase.FOLLOWING:
-            self._return_what_is_over_budget()
+            self._budget.return_excess(self.meter.last)
             if self._adapts:
                 self._compare()
             else:
-                self._warn_if_over_budget()
+                self._budget.warn_of_excess(self.meter.last)
         elif self.meter.num_detailed >= num_wanted:
             if self.phase is Phase.MEASURING:
                 self._make_first_plan()
@@ -259,7 +251,9 @@ class Planner:
             )
         try:
             profile = self._measured_profile(None)
-            self._set_budget(profile, whole)
+            seconds_of = functools.partial(self._maker.seconds, profile, whole)
+            self._budget.decide(whole.peak_bytes, seconds_of)
+            self._maker.budget_bytes = self._budget.num_bytes
             self.profile, plan = self._maker.first(profile, whole)
         except OffloadError as error:
             message = str(error).removeprefix(PREFIX)
@@ -281,28 +275,6 @@ class Planner:
             if self._file is not None:
                 self._file.save(plans)
 
-    def _set_budget(self, profile: StageProfile, whole: WholeSteps) -> None:
-        """What plans keep to; memory is divided with whoever else takes some, if somebody does."""
-        divided_bytes = None
-        if self._beside is not None:
-            divided_bytes = divided_budget(
-                self._beside,
-                self._consensus,
-                functools.partial(self._maker.seconds, profile, whole),
-                activation_bytes=whole.peak_bytes,
-                given_bytes=self._config.memory_budget_bytes,
-            )
-        if divided_bytes is not None:
-            self._maker.budget_bytes = divided_bytes
-            return
-        self._maker.budget_bytes = budget_bytes_of(
-            self._config,
-            self._device,
-            self._stage,
-            self._consensus,
-            fragmented_bytes=self._engine.statistics.fragmented_bytes,
-        )
-
     def _follow(self, plan: Plan) -> None:
         self.plan = plan
         self.num_plans += 1
@@ -312,7 +284,7 @@ class Planner:
         self._device.return_freed_memory()  # it fitted what was kept until now
         expected = None
         if self.profile is not None and plan.predicted is not None:
-            sizes, budget_bytes = self.profile.sizes, self._maker.budget_bytes
+            sizes, budget_bytes = self.profile.sizes, self._budget.num_bytes
             expected = Expectation(plan.predicted, sizes, self._own_tiers, budget_bytes)
         self._drift.follow(expected)
 
@@ -433,26 +405,3 @@ class Planner:
         if self._stage.speaks:
             text = self._stage.table(plan) if changed else "the plan stays as it is"
             logger.info("activation offload: planned again: %s", text)
-
-    # -- The budget -----------------------------------------------------------------------------
-
-    def _return_what_is_over_budget(self) -> None:
-        """A resident set also has what the allocator keeps for reuse, more of it step by step."""
-        budget_bytes, last = self._maker.budget_bytes, self.meter.last
-        if budget_bytes is not None and last is not None and last.peak_bytes > budget_bytes:
-            self._device.return_freed_memory()
-
-    def _warn_if_over_budget(self) -> None:
-        """Once: a plan from a file is followed as it is."""
-        budget_bytes, last = self._config.memory_budget_bytes, self.meter.last
-        if budget_bytes is None or last is None or self._has_warned:
-            return
-        if last.peak_bytes > budget_bytes * OVER_BUDGET:
-            self._has_warned = True
-            logger.warning(
-                "activation offload: activations took %s, more than the budget of %s; the plan %s "
-                "is followed as it is: remove the file to have another one made",
-                format_size(last.peak_bytes),
-                format_size(budget_bytes),
-                self._config.plan_file,
-            )

@@ -24,43 +24,24 @@ Note [The program]
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
 
 from megatron.offload.planner.profile.pipeline_schedule import pipeline_schedule
-from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
-from megatron.offload.planner.simulator.arrays import Floats, Ints
-from megatron.offload.planner.simulator.instructions import (
-    FIRST_TIER,
-    INPUT_OFFSET,
-    KEEP,
-    RECOMPUTE_PART,
-    SELECTIVE_OFFSET,
+from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.planner.simulator.arrays import Ints
+from megatron.offload.planner.simulator.options import Choices
+from megatron.offload.planner.solver.layer_options import (
+    ALL,
+    LayerOption,
+    Place,
+    average,
+    option_of,
+    parts_of,
+    places_of,
 )
-from megatron.offload.planner.simulator.options import Choices, is_selective
 from megatron.offload.planner.solver.milp import Rows
 
 _MOST_BLOCKS = 16
-_ALL = -1
-
-
-class _Place(NamedTuple):
-    """A choice for a part of a layer, or for all of them."""
-
-    part: int  # among the layer's, or `_ALL`
-    choice: int
-
-
-@dataclass(frozen=True)
-class _Option:
-    """What a choice means for a layer, in seconds and bytes of a micro-batch."""
-
-    resident: float
-    live: float  # all bytes, while it is computed
-    recompute_s: float
-    moved: Floats  # by tier
 
 
 class Program:
@@ -77,7 +58,7 @@ class Program:
         layers = max(len(profile.layers), 1)
         self._unit_bytes = max(sum(one.movable_bytes for one in profile.layers) / layers, 1.0)
         self._unit_s = sum(one.forward_s for one in profile.layers) / layers or 1.0
-        self._options = [_places(choices, layer) for layer in profile.layers]
+        self._options = [places_of(choices, layer) for layer in profile.layers]
         self._spans = choices.spans
         self._blocks = self._make_blocks()
         self._others = _others_in_flight(profile)
@@ -107,11 +88,11 @@ class Program:
         ]
         for block, of_block in zip(self._blocks, counts, strict=True):
             places = self._options[block[0]]
-            for part in _parts(places):
+            for part in parts_of(places):
                 terms = [
                     (int(n), 1.0)
                     for n, place in zip(of_block, places, strict=True)
-                    if place.part in (part, _ALL)
+                    if place.part in (part, ALL)
                 ]
                 rows.add(terms, len(block), len(block))
         slower = self._add_passes(rows, peak, counts)
@@ -132,10 +113,10 @@ class Program:
         """Spreads what the layers of a block get over them."""
         places = self._options[block[0]]
         of_part = np.array([place.part for place in places], np.int64)
-        ways = np.where(of_part == _ALL, numbers, 0)
+        ways = np.where(of_part == ALL, numbers, 0)
         together = int(ways.sum())
         kinds = _spread(np.array([len(block) - together, together]))
-        for part in _parts(places):
+        for part in parts_of(places):
             options = _spread(np.where(of_part == part, numbers, 0))
             apart = (layer for layer, kind in zip(block, kinds, strict=True) if kind == 0)
             for layer, option in zip(apart, options, strict=True):
@@ -197,7 +178,7 @@ class Program:
         rows: Rows,
         peak: int,
         counts: list[Ints],
-        options_of_blocks: list[list[_Option]],
+        options_of_blocks: list[list[LayerOption]],
         mine: list[int],
         others: dict[int, float],
         fixed_bytes: float,
@@ -242,7 +223,7 @@ class Program:
         self,
         rows: Rows,
         counts: list[Ints],
-        options_of_blocks: list[list[_Option]],
+        options_of_blocks: list[list[LayerOption]],
         mine: list[int],
         waits: list[int],
         before: Ints | None,
@@ -274,7 +255,7 @@ class Program:
         rows: Rows,
         peak: int,
         counts: list[Ints],
-        options_of_blocks: list[list[_Option]],
+        options_of_blocks: list[list[LayerOption]],
         mine: list[int],
         others: dict[int, float],
         fixed_bytes: float,
@@ -328,53 +309,14 @@ class Program:
             default=0.0,
         )
 
-    def _options_of(self, block: list[int]) -> list[_Option]:
+    def _options_of(self, block: list[int]) -> list[LayerOption]:
         """Of each option, the average of a block's layers."""
+        tiers = len(self._profile.tiers)
         each = [
-            [self._option(self._profile.layers[n], option) for option in self._options[n]]
+            [option_of(self._profile.layers[n], place, tiers) for place in self._options[n]]
             for n in block
         ]
-        return [
-            _Option(
-                float(np.mean([one.resident for one in same])),
-                float(np.mean([one.live for one in same])),
-                float(np.mean([one.recompute_s for one in same])),
-                np.stack([one.moved for one in same]).mean(axis=0),
-            )
-            for same in zip(*each, strict=True)
-        ]
-
-    def _option(self, layer: LayerProfile, place: _Place) -> _Option:
-        moved = np.zeros(len(self._profile.tiers))
-        choice = place.choice
-        of = layer if place.part == _ALL else layer.parts[place.part]
-        stays = float(of.input_bytes)
-        if choice >= INPUT_OFFSET:
-            stays -= of.movable_input_bytes
-            moved[choice // INPUT_OFFSET - 1] += of.movable_input_bytes
-        if place.part == _ALL:
-            live = float(sum(part.movable_bytes + part.resident_bytes for part in layer.parts))
-            live += layer.input_bytes
-            return _Option(stays, live, layer.recompute_s or 0.0, moved)
-        part = layer.parts[place.part]
-        everything = float(part.movable_bytes + part.resident_bytes)
-        if choice % SELECTIVE_OFFSET == RECOMPUTE_PART:
-            resident = float(part.resident_bytes + stays)
-            # While backward runs through the parts after it, nothing of it is there.
-            is_last = place.part == len(layer.parts) - 1
-            live = everything if is_last else resident
-            return _Option(resident, live, part.recompute_s or 0.0, moved)
-        resident, size = float(part.resident_bytes), float(part.movable_bytes)
-        if is_selective(choice):
-            size -= part.selective_bytes
-        if choice % SELECTIVE_OFFSET == KEEP:
-            resident += size
-        else:
-            moved[choice % SELECTIVE_OFFSET - FIRST_TIER] += size
-        if not is_selective(choice):
-            return _Option(resident, everything, 0.0, moved)
-        live = everything + part.selective_extra_bytes
-        return _Option(resident, live, part.selective_s or 0.0, moved)
+        return [average(same) for same in zip(*each, strict=True)]
 
     def _make_blocks(self) -> list[list[int]]:
         """Neighbours of the same chunk, as few blocks as it takes.
@@ -393,7 +335,7 @@ class Program:
                 windows.append([n])
         blocks: list[list[int]] = []
         for window in windows:
-            alike: dict[tuple[_Place, ...], list[int]] = {}
+            alike: dict[tuple[Place, ...], list[int]] = {}
             for n in window:
                 alike.setdefault(tuple(self._options[n]), []).append(n)
             blocks += alike.values()
@@ -408,21 +350,6 @@ class Program:
             for n in window:
                 self._options[n] = common
         return windows
-
-
-def _places(choices: Choices, layer: LayerProfile) -> list[_Place]:
-    """What there is to choose for a layer."""
-    places = [
-        _Place(part, choice)
-        for part in range(len(layer.parts))
-        for choice in choices.of_part(layer, part)
-    ]
-    return [*places, *(_Place(_ALL, choice) for choice in choices.of_layer(layer))]
-
-
-def _parts(places: list[_Place]) -> list[int]:
-    """That these are choices for."""
-    return sorted({place.part for place in places} - {_ALL})
 
 
 def _spread(numbers: Ints) -> list[int]:

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What there is to choose for a layer, and what that means: `Place`, `LayerOption`.
+
+`formulation.py` counts how many layers take which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.offload.planner.profile.stage_profile import LayerProfile
+from megatron.offload.planner.simulator.arrays import Floats
+from megatron.offload.planner.simulator.instructions import (
+    FIRST_TIER,
+    INPUT_OFFSET,
+    KEEP,
+    RECOMPUTE_PART,
+    SELECTIVE_OFFSET,
+)
+from megatron.offload.planner.simulator.options import Choices, is_selective
+
+ALL = -1  # parts of a layer
+
+
+class Place(NamedTuple):
+    """A choice for a part of a layer, or for all of them."""
+
+    part: int  # among the layer's, or `ALL`
+    choice: int
+
+
+@dataclass(frozen=True)
+class LayerOption:
+    """What a choice means for a layer, in seconds and bytes of a micro-batch."""
+
+    resident: float
+    live: float  # all bytes, while it is computed
+    recompute_s: float
+    moved: Floats  # by tier
+
+
+def places_of(choices: Choices, layer: LayerProfile) -> list[Place]:
+    """What there is to choose for a layer."""
+    places = [
+        Place(part, choice)
+        for part in range(len(layer.parts))
+        for choice in choices.of_part(layer, part)
+    ]
+    return [*places, *(Place(ALL, choice) for choice in choices.of_layer(layer))]
+
+
+def parts_of(places: list[Place]) -> list[int]:
+    """The parts of a layer that these are choices for."""
+    return sorted({place.part for place in places} - {ALL})
+
+
+def option_of(layer: LayerProfile, place: Place, num_tiers: int) -> LayerOption:
+    """What a choice means for a layer that may move to so many tiers."""
+    moved = np.zeros(num_tiers)
+    choice = place.choice
+    of = layer if place.part == ALL else layer.parts[place.part]
+    stays = float(of.input_bytes)
+    if choice >= INPUT_OFFSET:
+        stays -= of.movable_input_bytes
+        moved[choice // INPUT_OFFSET - 1] += of.movable_input_bytes
+    if place.part == ALL:
+        live = float(sum(part.movable_bytes + part.resident_bytes for part in layer.parts))
+        live += layer.input_bytes
+        return LayerOption(stays, live, layer.recompute_s or 0.0, moved)
+    part = layer.parts[place.part]
+    everything = float(part.movable_bytes + part.resident_bytes)
+    if choice % SELECTIVE_OFFSET == RECOMPUTE_PART:
+        resident = float(part.resident_bytes + stays)
+        # While backward runs through the parts after it, nothing of it is there.
+        is_last = place.part == len(layer.parts) - 1
+        live = everything if is_last else resident
+        return LayerOption(resident, live, part.recompute_s or 0.0, moved)
+    resident, size = float(part.resident_bytes), float(part.movable_bytes)
+    if is_selective(choice):
+        size -= part.selective_bytes
+    if choice % SELECTIVE_OFFSET == KEEP:
+        resident += size
+    else:
+        moved[choice % SELECTIVE_OFFSET - FIRST_TIER] += size
+    if not is_selective(choice):
+        return LayerOption(resident, everything, 0.0, moved)
+    live = everything + part.selective_extra_bytes
+    return LayerOption(resident, live, part.selective_s or 0.0, moved)
+
+
+def average(options: Sequence[LayerOption]) -> LayerOption:
+    """Of what the same choice means for several layers."""
+    return LayerOption(
+        float(np.mean([one.resident for one in options])),
+        float(np.mean([one.live for one in options])),
+        float(np.mean([one.recompute_s for one in options])),
+        np.stack([one.moved for one in options]).mean(axis=0),
+    )
