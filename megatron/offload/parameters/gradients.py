@@ -264,6 +264,16 @@ class Gradients:
 
     # -- Where they are -------------------------------------------------------------------------
 
+    def tier_of(self, param: torch.Tensor) -> Tier | None:
+        """Which has a gradient's bytes; of one that is not there yet, where it is to wait."""
+        if not self.has(param):
+            return None
+        piece = piece_of(param)
+        if piece is not None:
+            return piece.tier
+        is_there = param.grad is not None and not isinstance(param.grad, AwayGradient)
+        return None if is_there else self._tiers[0]
+
     @property
     def memory_bytes(self) -> int:
         """Bytes of these gradients that are in memory now."""

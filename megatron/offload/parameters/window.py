@@ -20,7 +20,6 @@ import torch
 
 from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX, InterruptedStepError, LostStateError
-from megatron.offload.parameters.away_gradient import AwayGradient, piece_of
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.unit import ParameterUnit, Part, Where
 from megatron.offload.sizes import format_size
@@ -208,13 +207,7 @@ class ParameterWindow:
 
     def gradient_tier_of(self, param: torch.Tensor) -> Tier | None:
         """The same of its gradient; of one that is not there yet, where it is to wait."""
-        if self.gradients is None or not self.has(param):
-            return None
-        piece = piece_of(param)
-        if piece is not None:
-            return piece.tier
-        is_there = param.grad is not None and not isinstance(param.grad, AwayGradient)
-        return None if is_there else self.tiers[0]
+        return None if self.gradients is None else self.gradients.tier_of(param)
 
     def check_whole(self) -> None:
         """Raises InterruptedStepError where parameters were brought together only in part."""

@@ -48,6 +48,7 @@ from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.unit import Part
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.states.bucket import Bucket
+from megatron.offload.tiers.tier import Tier
 
 
 class BucketGradients(Gradients):
@@ -179,6 +180,15 @@ class BucketGradients(Gradients):
         self._under_way = [one for one in self._under_way if one not in groups]
 
     # -- Where they are -------------------------------------------------------------------------
+
+    def tier_of(self, param: torch.Tensor) -> Tier | None:
+        """Where a gradient, or this rank's part of it, is to wait.
+
+        Args:
+            param: of the model.
+        """
+        moves = param in self._updated and any(param in one.places for one in self._groups)
+        return self._tiers[0] if moves and not changes_later(param) else None
 
     @property
     def memory_bytes(self) -> int:
