@@ -192,7 +192,7 @@ class _Lateness:
             if result.requires_grad:
                 result.register_hook(lambda _: self.hold_back())
 
-        layer.register_forward_pre_hook(lambda *_: self.hold_back())
+        layer.register_forward_pre_hook(lambda *_: self.hold_back(), prepend=True)
         layer.register_forward_hook(after_forward)
 
     def hold_back(self) -> None:
@@ -200,6 +200,8 @@ class _Lateness:
         if self._chance is None:
             return
         late_s = _LATE_S * (1 + self._chance.random())
+        if self.parameters is not None:
+            late_s *= 4  # more than a unit computes: the next one is read meanwhile
         devices = list(self._devices())
         if self._what in ("compute", "uses"):
             self._lag.late(self._lag.current_stream(DEVICE), late_s)
