@@ -5,10 +5,11 @@
     python tests/ordering.py [--runs 100] [--wrong-runs 10] [--only WORDS] [--json FILE]
 
 `tests/support/ordering_stress.py` says what is trained with activations on tiers,
-`states_stress.py` what with optimizer states there, `ordering_mistakes.py` what can be wrong. A run
-has new delays and one of the modes, in turn; with a mistake one of those in which that shows. Loss
-and gradients, or weights and states, are compared with those without offload, bit by bit. Each
-mistake has a process of its own, since it may end it. About 12 minutes.
+`states_stress.py` what with optimizer states there, `layer_major_stress.py` what in layer-major
+steps with hidden states, or parameters and gradients, there, `ordering_mistakes.py` what can be
+wrong. A run has new delays and one of the modes, in turn; with a mistake one of those in which that
+shows. Loss and gradients, or weights and states, are compared with those without offload, bit by
+bit. Each mistake has a process of its own, since it may end it. About 20 minutes.
 
 It shows that work is done in the right order. It shows nothing of a GPU's driver.
 
@@ -41,13 +42,24 @@ from tabulate import tabulate  # noqa: E402
 from megatron.offload.commands.training_runs.machine import machine_facts  # noqa: E402
 from tests.support.lag import load  # noqa: E402
 from tests.support.lag.build import build, why_not  # noqa: E402
+from tests.support.layer_major_stress import (  # noqa: E402
+    LAYER_MAJOR_MODES,
+    LayerMajorStress,
+)
 from tests.support.ordering_mistakes import MISTAKES, Mistake, made  # noqa: E402
 from tests.support.ordering_stress import MODES, OrderingStress, Outcome  # noqa: E402
 from tests.support.states_stress import STATES_MODES, StatesStress  # noqa: E402
 
+Stress = OrderingStress | StatesStress | LayerMajorStress
 LEAST_FOUND = 0.9  # of the runs with a mistake
 _ALONE = "no offload"
 _ALLOWED_S = 60.0  # for all runs with a mistake; those that are left then count as hanging
+_MODES_OF: dict[type[Stress], list[str]] = {
+    OrderingStress: list(MODES),
+    StatesStress: list(STATES_MODES),
+    LayerMajorStress: list(LAYER_MAJOR_MODES),
+}
+_STRESS_OF = {mode: stress for stress, modes in _MODES_OF.items() for mode in modes}
 _HANGS, _ENDED = "it hangs", "the process ended"
 
 
@@ -82,13 +94,13 @@ def kind_of(found: str) -> str:
 
 def right_runs(num_runs: int, first_seed: int) -> list[Found]:
     """Runs of the model without offload, and of every mode; nothing may be found."""
-    rows = {name: Found(name) for name in (_ALONE, *MODES, *STATES_MODES)}
+    rows = {name: Found(name) for name in (_ALONE, *_STRESS_OF)}
     with tempfile.TemporaryDirectory() as directory:
-        stress = OrderingStress(load(), Path(directory))
-        states = StatesStress(load(), Path(directory))
+        stresses = [kind(load(), Path(directory)) for kind in _MODES_OF]
+        alone = next(one for one in stresses if isinstance(one, OrderingStress))
         for seed in range(first_seed, first_seed + num_runs):
-            rows[_ALONE].add(stress.run_without_offload(seed))
-            for one, modes in ((stress, list(MODES)), (states, list(STATES_MODES))):
+            rows[_ALONE].add(alone.run_without_offload(seed))
+            for one, modes in zip(stresses, _MODES_OF.values(), strict=True):
                 mode = modes[seed % len(modes)]
                 outcome = one.run(mode, seed)
                 rows[mode].add(outcome)
@@ -124,8 +136,7 @@ def run_mistake(what: str, first_seed: int, num_runs: int) -> None:
     """In a process of its own: prints the outcome of each run."""
     mistake = next(one for one in MISTAKES if one.what == what)
     with tempfile.TemporaryDirectory() as directory:
-        of_states = mistake.modes[0] in STATES_MODES
-        stress = (StatesStress if of_states else OrderingStress)(load(), Path(directory))
+        stress = _STRESS_OF[mistake.modes[0]](load(), Path(directory))
         with made(mistake):
             for seed in range(first_seed, first_seed + num_runs):
                 mode = mistake.modes[seed % len(mistake.modes)]

@@ -126,14 +126,14 @@ def micro_batches(step: int) -> list[torch.Tensor]:
     return [torch.randint(VOCABULARY, (2, 16), generator=draw) for _ in range(MICRO_BATCHES)]
 
 
-def train(model: Any, step: Step) -> dict[str, Any]:
+def train(model: Any, step: Step, num_steps: int = STEPS) -> dict[str, Any]:
     """Digests of losses, gradients and weights of a few steps; what happened in the last."""
     torch.manual_seed(7 + dist.get_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: dict[str, Any] = {"losses": [], "gradients": []}
     unreduced: list[int] = []
     ON_REDUCTION[:] = [lambda: unreduced.append(unreduced_bytes(model))]
-    for number in range(STEPS):
+    for number in range(num_steps):
         for counter in PASSES.values():
             counter.clear()
         found["losses"].append([digest(loss) for loss in step(micro_batches(number))])
@@ -188,11 +188,12 @@ def compared(
     *,
     folder: Path | None = None,
     wraps_first: bool = True,
+    num_steps: int = STEPS,
     **settings: Any,
 ) -> dict[str, Any]:
     """A training in the usual order, and the same in units."""
     usual = new(wrap, kind)
-    expected = train(usual, one_by_one(usual))
+    expected = train(usual, one_by_one(usual), num_steps)
     for module in usual.modules():
         if hasattr(module, "set_requires_gradient_sync"):
             module.set_requires_gradient_sync(True)
@@ -209,8 +210,8 @@ def compared(
             step = unit_by_unit(model)
         if not wraps_first:
             wrap(model)
-        after = train(model, step)
-        moved = offload.statistics["offloaded_bytes"] if folder is not None else 0
+        after = train(model, step, num_steps)
+        statistics = dict(offload.statistics) if folder is not None else {}
     ours, usuals = after.pop("passes"), expected.pop("passes")
     first, usual_first = after["gradients"][0], expected["gradients"][0]
     return {
@@ -220,7 +221,8 @@ def compared(
         "gathered": [ours["gathered"], usuals["gathered"]],
         "reduced": [ours["reduced"], usuals["reduced"]],
         "unreduced": [ours["unreduced"], usuals["unreduced"]],
-        "moved": moved,
+        "moved": statistics.get("offloaded_bytes", 0),
+        "plans": statistics.get("plans", 0),
     }
 
 
@@ -352,6 +354,8 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "layers and root": {"wrap": fsdp},
     "offload": {"wrap": fsdp, "mode": "ssd"},
+    "boundary": {"wrap": fsdp, "mode": "ssd", "boundary": "ssd"},
+    "auto": {"wrap": fsdp, "mode": "auto", "max_slowdown": 1.0, "num_steps": 6},
     "recomputed": {"wrap": fsdp, "mode": "ssd", "recompute_layers": "2-4"},
     "checkpointed": {"wrap": fsdp, "kind": Checkpointed},
     "bf16": {"wrap": with_settings(mp_policy=BF16)},

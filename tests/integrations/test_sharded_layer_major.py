@@ -15,10 +15,11 @@ from tests.support.ranks import run_ranks
 
 SCRIPT = Path(__file__).parent / "sharded_layer_major.py"
 MICRO_BATCHES = 8
-SETTINGS = ["layers and root", "offload", "bf16"]
+SETTINGS = ["layers and root", "offload", "boundary", "bf16"]
 TIED = ["tied, together"]
 SCENARIOS = ["other random numbers", "after errors", "accumulating", "root around"]
 MORE = [
+    "auto",
     "recomputed",
     "checkpointed",
     "not resharded",
@@ -86,8 +87,12 @@ def test_only_one_unit_and_the_root_have_gradients_that_wait(found: dict[str, An
     assert 0 < ours < usual / 2
 
 
-def test_activations_move(found: dict[str, Any]) -> None:
-    assert found["offload"][0]["moved"] > 1_000_000
+def test_activations_move_and_what_waits_between_units_where_that_is_to_move(
+    found: dict[str, Any],
+) -> None:
+    """Of gradients those that wait; hidden states are saved by the next layer too."""
+    moved = found["offload"][0]["moved"]
+    assert found["boundary"][0]["moved"] > moved > 1_000_000
 
 
 @pytest.mark.parametrize("setting", TIED)
@@ -125,6 +130,8 @@ def test_more_ways_to_shard(num_ranks: int, settings: list[str], tmp_path: Path)
     for setting in settings:
         assert_same(found[setting])
         assert_gathered_once_a_pass(found[setting])
+    for one in found.get("auto", ()):
+        assert one["plans"] > 0
     for one in found.get("embedding and output alone", ()):
         reductions = list(one["reduced"][0])  # in the order of the first
         assert (reductions[0], reductions[-1]) == ("output.weight", "embedding.weight")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.lag.module import LagModule
+from tests.support.layer_major_stress import LAYER_MAJOR_MODES, LayerMajorStress
 from tests.support.ordering_mistakes import MISTAKES, made
 from tests.support.ordering_stress import OrderingStress
 from tests.support.states_stress import STATES_MODES, StatesStress
@@ -26,6 +27,10 @@ WRONG_STATES = (
     "states are copied to the host before they are updated",
     "gradients arrive in the memory of those that the step works on",
     "parameters are copied back on a stream that nobody waits for",
+)
+WRONG_LAYER_MAJOR = (
+    "a unit takes a gradient that has not come back",
+    "memory of gradients is reused while the optimizer is still to read it",
 )
 
 
@@ -81,3 +86,34 @@ def test_what_is_wrong_with_states_is_found(states_stress: StatesStress, what: s
     mistake = next(one for one in MISTAKES if one.what == what)
     with made(mistake):
         assert any(states_stress.run(mistake.modes[0], seed).found for seed in range(3))
+
+
+@pytest.fixture(scope="module")
+def layer_major_stress(
+    prepared: OrderingStress, loaded_lag: LagModule, tmp_path_factory: pytest.TempPathFactory
+) -> LayerMajorStress:
+    return LayerMajorStress(loaded_lag, tmp_path_factory.mktemp("units"))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=[pytest.mark.slow] if mode.endswith("ssd") else [])
+        for mode in LAYER_MAJOR_MODES
+    ],
+)
+def test_losses_norms_and_weights_are_equal(
+    lag: LagModule, layer_major_stress: LayerMajorStress, mode: str
+) -> None:
+    outcome = layer_major_stress.run(mode, seed=1)
+    assert not outcome.found
+    assert outcome.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("what", WRONG_LAYER_MAJOR)
+def test_what_is_wrong_with_layer_major_steps_is_found(
+    lag: LagModule, layer_major_stress: LayerMajorStress, what: str
+) -> None:
+    mistake = next(one for one in MISTAKES if one.what == what)
+    with made(mistake):
+        assert any(layer_major_stress.run(mistake.modes[0], seed).found for seed in range(3))

@@ -229,6 +229,35 @@ def test_a_stream_beside_the_one_that_had_it_brought_waits_for_it_too(
     wide.handle.close()
 
 
+@pytest.mark.parametrize("who", ["who makes room", "a new unit"])
+def test_memory_that_a_copy_is_still_to_fill_is_filled_after_that(
+    lag: LagModule, who: str, tmp_path: Path
+) -> None:
+    """A read that nobody wants any more has ended for the host, and the device has yet to make its
+    copy; whoever is given that memory meanwhile keeps what he writes there."""
+    wide = Wide(tmp_path, mode="host")
+    wide.settle()
+    assert wide.handle.window is not None
+    first, device = wide.units[0], wide.handle.window.device
+    others = torch.full((512, 512), 7.0).to(DEVICE)
+    lag.synchronize(DEVICE)
+    lag.late(device._load, 0.1)
+    first.begin_read()
+    place = first._memory.storage.data_ptr()
+    assert first.put_away(wide.handle.window.tiers) and first.where is Where.AWAY
+    if who == "a new unit":
+        taker = ParameterUnit("another", [torch.nn.Parameter(others)], device)
+    else:
+        taker = first
+        taker.make_room()
+        taker.bytes.view(torch.float32).fill_(7)
+    assert taker._memory.storage.data_ptr() == place
+    taker.bring()
+    lag.synchronize(DEVICE)
+    assert taker.params[0].unique().cpu().tolist() == [7]
+    wide.handle.close(restore=False)
+
+
 def test_a_read_that_fails_ends_the_training(
     lag: LagModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,8 @@ CROSSING = {
     "TP2": (2, "--tensor-model-parallel-size 2", 32 * 64 * 4),
     "TP2+SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel", 16 * 64 * 4),
     "DP2 distributed": (2, f"{SHARDED} --bf16 --global-batch-size 16", 32 * 64 * 2),
+    "MoE": (1, MOE, 32 * 64 * 4),
+    "EP2": (2, f"{MOE} --expert-model-parallel-size 2 --global-batch-size 16", 32 * 64 * 4),
 }
 
 
@@ -122,6 +124,17 @@ def test_bert_and_t5(model: str, tiny: dict[str, str], tmp_path: Path) -> None:
     near(train(flags, UNITS, tiny=tiny[model], model=model), one_by_one)
 
 
+@pytest.mark.slow
+def test_what_t5_has_between_units_waits_on_a_tier(tiny: dict[str, str], tmp_path: Path) -> None:
+    """With the encoder's output, which all later units take."""
+    flags = f"--train-iters 3 --global-batch-size 8 --layer-major-units 4 {ssd(tmp_path)}"
+    kept = train(flags, tiny=tiny["t5"], model="t5")
+    moved = train(flags, "--activation-boundary ssd", tiny=tiny["t5"], model="t5")
+    assert_same_bits(moved, kept, 3)
+    theirs, mine = kept.metrics[-1]["offload"], moved.metrics[-1]["offload"]
+    assert mine["offloaded_bytes"] > theirs["offloaded_bytes"]
+
+
 def test_evaluation_and_resume(tmp_path: Path) -> None:
     """Trained in units, evaluated, saved and gone on from; and the other way round."""
     flags = f"{UNTIED} --train-iters {STEPS}"
@@ -135,11 +148,18 @@ def test_evaluation_and_resume(tmp_path: Path) -> None:
         assert rest.values("loss") == whole.values("loss")[2:]
 
 
-@pytest.mark.parametrize("layout", ["fp32", pytest.param("TP2+SP", marks=pytest.mark.slow)])
-def test_units_are_planned(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "batches"),
+    [
+        ("fp32", 4),
+        pytest.param("TP2+SP", 4, marks=pytest.mark.slow),
+        pytest.param("DP2 distributed", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_units_are_planned(layout: str, batches: int, tmp_path: Path) -> None:
     """The first step counts random numbers, two are measured; then each unit has its plan."""
     world_size, flags = LAYOUTS[layout]
-    flags += f" --train-iters {STEPS}"
+    flags += f" --train-iters {STEPS} --global-batch-size {batches}"
     run, path = tmp_path / "run", tmp_path / "plan.json"
     planned = train(
         flags,

@@ -23,6 +23,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _DRIVE, _POOL = ("ssd", "tiered"), ("ssd, pinned", "tiered, pinned")
 _WHOLE = ("host", *_POOL)  # storages that are copied in one piece
 _ALL = (*_WHOLE, *_DRIVE)
+_BOUNDARY = ("boundary, ssd", "boundary, host")
+_PARAMETERS = ("parameters, ssd", "parameters, host")
 _STATES, _TWINS = ("states, ssd", "states, host"), ("states, step on the host",)
 
 Change = tuple[str, str, str, str]  # file, function, old text, new text, as in `Mutation`
@@ -94,6 +96,8 @@ _ACCELERATOR, _ACCESS = "device/accelerator.py", "tiers/access.py"
 _READER, _WRITER, _BOUNCE = "transfer/reader.py", "transfer/writer.py", "tiers/bounce.py"
 _WINDOW = "states/window.py"
 _STEP_ON_HOST = "states/step_on_host.py"
+_ASIDE, _GRADIENTS = "capture/set_aside.py", "parameters/gradients.py"
+_UNIT = "parameters/unit.py"
 _COPY_TO_HOST = (
     "_bytes_at(address, content.nbytes).copy_(content, non_blocking=True)\n"
     "        return self.record_event(stream)"
@@ -556,6 +560,189 @@ MISTAKES: tuple[Mistake, ...] = (
                 "param.copy_(self._views[index, _VALUE], non_blocking=True)",
                 "with self._device.use_stream(self._device._load):\n"
                 "                param.copy_(self._views[index, _VALUE], non_blocking=True)",
+            ),
+        ),
+    ),
+    # -- What waits between two units of a layer-major step ----------------------------------------
+    Mistake(
+        "what waits between two units is written before it is computed",
+        _BOUNDARY,
+        (
+            (
+                _ASIDE,
+                "SetAside.put",
+                "self._writer.submit([self._writer.write(record, self._tier)])",
+                "with self._writer._device.use_stream(self._writer._device._load):\n"
+                "            self._writer.submit([self._writer.write(record, self._tier)])",
+            ),
+        ),
+    ),
+    Mistake(
+        "a unit takes hidden states that have not come back",
+        _BOUNDARY,
+        (
+            (
+                _ASIDE,
+                "SetAside.fill",
+                "memory = self._reader.wait_for_read(record, for_good=False)",
+                "with self._writer._device.use_stream(self._writer._device._load):\n"
+                "                memory = self._reader.wait_for_read(record, for_good=False)",
+            ),
+        ),
+    ),
+    Mistake(
+        "memory of hidden states is reused while a unit is still to read it",
+        _BOUNDARY,
+        (
+            (
+                _ASIDE,
+                "SetAside.fill",
+                "memory = self._reader.wait_for_read(record, for_good=False)",
+                "with self._writer._device.use_stream(self._writer._device._load):\n"
+                "                memory = self._reader.wait_for_read(record, for_good=False)\n"
+                "            for event in record.ready or ():\n"
+                "                self._writer._device.current_stream().wait_event(event)",
+            ),
+        ),
+    ),
+    Mistake(
+        "a unit takes a gradient that has not come back",
+        _BOUNDARY,
+        (
+            (
+                _ASIDE,
+                "SetAside.take",
+                "return self._hooks.unpack(waiting)",
+                "with self._writer._device.use_stream(self._writer._device._load):\n"
+                "        return self._hooks.unpack(waiting)",
+            ),
+        ),
+    ),
+    # -- Parameters of units ----------------------------------------------------------------------
+    Mistake(
+        "layers compute before their parameters have arrived",
+        _PARAMETERS,
+        (
+            (
+                _UNIT,
+                "ParameterUnit.use_here",
+                "self._device.use_after(self._memory.storage, self._events)",
+                "pass",
+            ),
+        ),
+    ),
+    Mistake(
+        "a unit is written before the device has updated it",
+        _PARAMETERS,
+        ((_UNIT, "ParameterUnit.put_away", "after = self._device.record_event()", "after = None"),),
+    ),
+    Mistake(
+        "the event of a unit's update is recorded in the stream of copies",
+        _PARAMETERS,
+        (
+            (
+                _UNIT,
+                "ParameterUnit.put_away",
+                "after = self._device.record_event()",
+                "after = self._device.record_event(self._device._load)",
+            ),
+        ),
+    ),
+    Mistake(
+        "a unit is let go before its write has ended",
+        _PARAMETERS,
+        (
+            (
+                _UNIT,
+                "ParameterUnit.put_away",
+                "transfer.add_done_callback(self._write_ended)",
+                "self.where, self._transfer = Where.AWAY, None\n            self._memory.release()",
+            ),
+        ),
+    ),
+    Mistake(
+        "a unit's memory is reused while layers are still to read it",
+        _PARAMETERS,
+        (
+            (
+                _UNIT,
+                "ParameterUnit.use_here",
+                "self._device.use_after(self._memory.storage, self._events)",
+                "for event in self._events:\n"
+                "        self._device.current_stream().wait_event(event)",
+            ),
+            (
+                _UNIT,
+                "ParameterUnit.put_away",
+                "self._device.wait_for_event(self._device.record_event())",
+                "pass",
+            ),
+        ),
+    ),
+    Mistake(
+        "a unit's memory is compute's, and nobody waits for its former use",
+        _PARAMETERS,
+        (
+            (
+                _ACCELERATOR,
+                "AcceleratorDevice.alloc_storage",
+                "self.use_stream(self._load)",
+                "self._on_device()",
+            ),
+        ),
+    ),
+    # -- Gradients of units -----------------------------------------------------------------------
+    Mistake(
+        "gradients are written before the device has made them",
+        _PARAMETERS,
+        ((_GRADIENTS, "Gradients._put_away", "else self._device.record_event()", "else None"),),
+    ),
+    Mistake(
+        "the event of gradients is recorded in the stream of copies",
+        _PARAMETERS,
+        (
+            (
+                _GRADIENTS,
+                "Gradients._put_away",
+                "else self._device.record_event()",
+                "else self._device.record_event(self._device._load)",
+            ),
+        ),
+    ),
+    Mistake(
+        "small gradients are packed on another stream",
+        _PARAMETERS,
+        (
+            (
+                _GRADIENTS,
+                "Gradients._put_away",
+                "layout.store(tensors.items(), storage)",
+                "with self._device.use_stream(self._device._pieces):\n"
+                "            layout.store(tensors.items(), storage)",
+            ),
+        ),
+    ),
+    Mistake(
+        "the optimizer uses gradients before they have arrived",
+        _PARAMETERS,
+        (
+            (
+                _GRADIENTS,
+                "Gradients._read",
+                "self._device.use_after(piece.storage, events)",
+                "pass",
+            ),
+        ),
+    ),
+    Mistake(
+        "memory of gradients is reused while the optimizer is still to read it",
+        _PARAMETERS,
+        (
+            (
+                _GRADIENTS,
+                "Gradients._read",
+                "self._device.use_after(piece.storage, events)",
+                "for event in events:\n            self._device.current_stream().wait_event(event)",
             ),
         ),
     ),

@@ -6,15 +6,17 @@ from __future__ import annotations
 import pytest
 
 from megatron.offload.device.accelerator import AcceleratorDevice
+from tests.support.layer_major_stress import LAYER_MAJOR_MODES
 from tests.support.ordering_mistakes import MISTAKES, Mistake, made, source_of
 from tests.support.ordering_stress import MODES
 from tests.support.states_stress import STATES_MODES
 
+ALL_MODES = (MODES, STATES_MODES, LAYER_MAJOR_MODES)
+
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.what)
 def test_each_can_be_made_in_the_package_as_it_is(mistake: Mistake) -> None:
-    modes = STATES_MODES if mistake.modes[0] in STATES_MODES else MODES
-    assert set(mistake.modes) <= set(modes) and mistake.changes
+    assert any(set(mistake.modes) <= set(modes) for modes in ALL_MODES) and mistake.changes
     for mutation in mistake.mutations():
         source = source_of(mutation)
         assert mutation.apply(source) != source

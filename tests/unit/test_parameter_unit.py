@@ -15,6 +15,7 @@ from megatron.offload.parameters.unit import ParameterUnit, Part, Where, can_tak
 from megatron.offload.parameters.unit_memory import open_unit_memory
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.host import HostTier
+from megatron.offload.tiers.transfer import Transfer
 from tests.support.simulated_device import SimulatedDevice
 
 
@@ -124,6 +125,26 @@ def test_what_is_not_read_is_nan_until_it_was_written(unit: ParameterUnit, tier:
     unit.wait_for_write()
     unit.bring()
     assert values(unit)[1] == 6
+
+
+class UnderWay(Transfer):
+    """A read that ends when somebody waits for it."""
+
+    def wait(self) -> None:
+        self.run()
+        super().wait()
+
+
+def test_memory_is_not_let_go_while_it_is_read_into(
+    unit: ParameterUnit, tier: HostTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, had_ended = UnderWay(lambda: None), []
+    read.set_running_or_notify_cancel()
+    monkeypatch.setattr(tier, "begin_read", lambda block, into: (into, read))
+    monkeypatch.setattr(unit._memory, "release", lambda: had_ended.append(read.done()))
+    unit.begin_read()
+    assert unit.put_away([tier])
+    assert unit.where is Where.AWAY and had_ended == [True]
 
 
 def test_tensors_of_the_cpu_take_the_place_of_their_like() -> None:

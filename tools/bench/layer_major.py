@@ -3,6 +3,7 @@
 """Layer-major steps beside micro-batch by micro-batch, with parameters on an SSD that is too slow.
 
     tools/bench/layer_major.py --json layer-major.json --plot layer-major.png     # about 10 minutes
+    tools/bench/layer_major.py --gradients on       # those of layer-major wait on the SSD as well
 
 A GPT (GPT-2 of transformers, output layer not tied, dropout on), fp32, whose layers are recomputed
 in backward and whose parameters are on the SSD: those of two layers at a time are in memory. Reads
@@ -13,7 +14,8 @@ of a step's time, nor of the bytes.
 
 `identical`: losses and final weights have the same bits in both ways. `speedup`: time of the one
 over that of the other, medians. `parameter_bytes_read`: of a step, over the bytes of parameters.
-Peaks are of the resident set, over what it was before there was a model.
+Peaks are of the resident set, over what it was before there was a model. With `--gradients on`
+those of the unit that runs backward last are still written when a step's time ends.
 
 Exit code: 0 as promised (same bits, 1.5 times as fast at 8 micro-batches), 1 not.
 """
@@ -82,7 +84,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     model = transformers.GPT2LMHeadModel(config).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     activations = offload_activations(model, mode="host", recompute_layers=f"1-{args.layers}")
-    parameters = offload_parameters(model, args.directory)
+    parameters = offload_parameters(
+        model, args.directory, gradients=args.gradients if args.measure == "together" else "off"
+    )
     assert parameters.window is not None
     for unit in parameters.window.units:
         unit.wait_for_write()
@@ -147,7 +151,7 @@ def run(args: argparse.Namespace, way: str, micro_batches: int) -> dict[str, Any
     """
     command = [sys.executable, str(Path(__file__)), "--measure", way]
     command += ["--micro-batches", str(micro_batches)]
-    for name in ("layers", "hidden", "tokens", "batch", "steps", "directory"):
+    for name in ("layers", "hidden", "tokens", "batch", "steps", "directory", "gradients"):
         command += [f"--{name}", str(getattr(args, name))]
     command += ["--rate", f"{args.rate:.0f}B/s"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -235,6 +239,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--counts", default="1,2,4,8", help=f"of micro-batches; {default}")
     parser.add_argument("--steps", type=int, default=3, help=f"that count; {default}")
     parser.add_argument("--rounds", type=int, default=2, help=default)
+    parser.add_argument("--gradients", choices=("off", "on"), default="off", help="wait there too")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs/offload", help=default)
     parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--plot", type=Path, help="a picture: PNG or SVG")

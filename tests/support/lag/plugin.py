@@ -9,6 +9,7 @@ one offload from there, while kernels and copies are late by random parts of wha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -75,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     register_platform("lag", LagPlatform(load()))
     _engines_offload_from_lag()
     _threads_make_tensors_on_lag()
+    _clipping_is_by_foreach()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -85,13 +87,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(autouse=True)
-def on_lag(loaded_lag: LagModule) -> Iterator[None]:
-    """The device that tensors are made on; late by a random part of the delays."""
+@pytest.fixture(scope="module", autouse=True)
+def on_lag() -> Iterator[None]:
+    """The device that tensors are made on, also by fixtures that several tests have in common."""
     torch.set_default_device("lag")
-    loaded_lag.set_delays(KERNEL_DELAY_US, COPY_DELAY_US)
     yield
     torch.set_default_device(None)
+
+
+@pytest.fixture(autouse=True)
+def late(loaded_lag: LagModule) -> Iterator[None]:
+    """By a random part of the delays."""
+    torch.set_default_device("lag")  # should the test before have set another one
+    loaded_lag.set_delays(KERNEL_DELAY_US, COPY_DELAY_US)
+    yield
     loaded_lag.reset()
     loaded_lag.synchronize()
 
@@ -117,3 +126,9 @@ def _threads_make_tensors_on_lag() -> None:
         plain(self)
 
     threading.Thread.run = run  # type: ignore[method-assign]
+
+
+def _clipping_is_by_foreach() -> None:
+    """As whoever has gradients on a tier must ask for it on an accelerator."""
+    clip = torch.nn.utils.clip_grad_norm_
+    torch.nn.utils.clip_grad_norm_ = functools.partial(clip, foreach=True)
