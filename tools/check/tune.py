@@ -68,7 +68,7 @@ class Model:
             f"--num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads "
             f"{self.hidden // 64} --seq-length {self.sequence} --vocab-size 1024 --mock-data "
             f"--activation-offload ssd --activation-offload-min-bytes 64KiB --cpu-threads 1 "
-            f"--activation-offload-inflight 16MiB "
+            f"--activation-offload-inflight 8MiB "
             f"--activation-offload-dir {shlex.quote(str(directory))}"
         )
 
