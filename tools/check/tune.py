@@ -63,7 +63,7 @@ class Model:
     sequence: int
 
     def flags(self, directory: Path) -> list[str]:
-        """Of the example trainer."""
+        """Of the trainer; in flight is what `tune` allows with budgets of 400 to 800 MiB."""
         return shlex.split(
             f"--num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads "
             f"{self.hidden // 64} --seq-length {self.sequence} --vocab-size 1024 --mock-data "
