@@ -47,9 +47,14 @@ def test_each_phase_returns_memory_once_in_a_while(
     for now_s, phase, number in (
         (0.0, "step", 1),
         (0.0, "backward", 2),  # has a time of its own
-        (1.9, "step", 2),
-        (2.0, "step", 3),
-        (3.9, "step", 3),  # since the last time, not the first
+        (0.5, "step", 3),  # of the first two steps every phase
+        (0.5, "backward", 4),
+        (0.6, "backward", 5),
+        (2.4, "step", 5),
+        (2.5, "step", 6),
+        (2.5, "backward", 6),
+        (2.6, "backward", 7),
+        (4.4, "step", 7),  # since the last time, not the first
     ):
         clock.now_s = now_s
         device.begin_phase(phase)

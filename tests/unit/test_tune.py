@@ -476,24 +476,44 @@ def test_what_runs_out_of_memory_while_it_is_measured_ends_nothing(
 
 
 @pytest.mark.parametrize(
-    ("flags", "is_said"),
+    ("flags", "added"),
     [
-        ("", True),
-        ("--activation-offload-inflight 9MiB", False),
-        ("--activation-offload off", False),
+        ("--device-memory-budget 20MiB", "4MiB"),  # no less
+        ("--device-memory-budget 799MiB", "8MiB"),
+        ("--device-memory-budget 801MiB", "16MiB"),
+        ("--device-memory-budget 20MiB --activation-offload-min-bytes 9MiB", "16MiB"),
+        ("--device-memory-budget 20GiB", "256MiB"),
+        ("--device-memory-budget 30GiB", None),  # the default is as good
+        ("--device-memory-budget 799MiB --activation-offload-inflight 9MiB", None),
+        ("--device-memory-budget 799MiB --activation-offload off", None),
+        ("", None),
     ],
 )
-def test_activations_that_may_wait_in_device_memory_are_said(
-    tmp_path: Path,
-    trainer: Path,
-    flags: str,
-    is_said: bool,
-    capsys: pytest.CaptureFixture[str],
+def test_what_may_be_in_flight_is_a_small_part_of_the_budget(
+    tmp_path: Path, flags: str, added: str | None
 ) -> None:
-    drive = f"--activation-offload ssd --activation-offload-dir {tmp_path}"
-    flags = f"--global-batch-size 4 --device-memory-budget 190MiB {drive} {flags}"
-    assert tune(tmp_path, trainer, "--units off", flags) == 0
-    assert ("note: a slow drive" in capsys.readouterr().out) == is_said
+    words = ["--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path)]
+    words += flags.split()
+    command = TrainingCommand.of([str(SCRIPTS["gpt"]), *words])
+    expected = ["--activation-offload-inflight", added] if added else []
+    assert command.added == expected and command.flags == [*words, *expected]
+
+
+def test_the_choice_comes_with_the_bound_that_it_was_measured_with(
+    tmp_path: Path, trainer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, result = tmp_path / "best.txt", tmp_path / "tune.json"
+    flags = f"--global-batch-size 4 --activation-offload ssd --activation-offload-dir {tmp_path}"
+    flags += " --device-memory-budget 799MiB"
+    own = f"--units off --output {best} --json {result}"
+    assert tune(tmp_path, trainer, own, flags) == 0
+    printed, flag = capsys.readouterr().out, "--activation-offload-inflight 8MiB"
+    assert f"added to what is measured and to the choice: {flag}\n" in printed
+    assert best.read_text() in printed and best.read_text().endswith(f"units off {flag}\n")
+    assert json.loads(result.read_text())["conditions"]["added"] == flag.split()
+    logs = list((tmp_path / "trainings1").glob("*/*/output.log"))
+    assert {log.parts[-3] for log in logs} == {"fit", "more"}
+    assert all(f" {flag} " in log.read_text().splitlines()[0] for log in logs)
 
 
 def test_tokens_of_a_step_may_be_free(

@@ -63,12 +63,12 @@ class Model:
     sequence: int
 
     def flags(self, directory: Path) -> list[str]:
-        """Of the example trainer."""
+        """Of the trainer; in flight is what `tune` allows with budgets of 400 to 800 MiB."""
         return shlex.split(
             f"--num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads "
             f"{self.hidden // 64} --seq-length {self.sequence} --vocab-size 1024 --mock-data "
             f"--activation-offload ssd --activation-offload-min-bytes 64KiB --cpu-threads 1 "
-            f"--activation-offload-inflight 16MiB "
+            f"--activation-offload-inflight 8MiB "
             f"--activation-offload-dir {shlex.quote(str(directory))}"
         )
 

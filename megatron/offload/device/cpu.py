@@ -21,6 +21,7 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 _RETURNING_S = 2.0  # at least, from one time to the next: pages that come again cost time
+_FIRST_STEPS = 2  # see `CpuDevice.begin_phase`
 
 
 class CpuDevice:
@@ -33,6 +34,7 @@ class CpuDevice:
     def __init__(self) -> None:
         self._keeps_by_size = allocator_name() == MIMALLOC
         self._returned_s: dict[str, float] = {}  # by phase of the step: when the last time
+        self._num_steps = 0
 
     def current_stream(self) -> None:
         """None: operations are done when they return, so a CPU has no streams."""
@@ -107,11 +109,15 @@ class CpuDevice:
     def begin_phase(self, name: str) -> None:
         """Makes mimalloc return what the last phase has left, unless it did so just now.
 
-        It keeps free blocks for others of about their size, which the next phase has few of.
+        It keeps free blocks for others of about their size, which the next phase has few of. In the
+        first steps it always does: states come between what the first step has left, the second
+        takes other blocks, and how much both are together would depend on how long a step takes.
         """
+        self._num_steps += name == "step"
         now_s = time.monotonic()
         last_s = self._returned_s.get(name, -math.inf)
-        if self._keeps_by_size and now_s - last_s >= _RETURNING_S:
+        is_time = self._num_steps <= _FIRST_STEPS or now_s - last_s >= _RETURNING_S
+        if self._keeps_by_size and is_time:
             self._returned_s[name] = now_s
             self.return_freed_memory()
 

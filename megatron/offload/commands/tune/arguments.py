@@ -37,7 +37,9 @@ Behind -- is the command that you train with. Its limits are taken from it: --de
 replaced, flags of checkpoints and of the schedule left out.
 
 With a --device-memory-budget the best candidates are measured too, one after the other, until one
-keeps to it: six trainings at most. Only what was measured is chosen then.
+keeps to it: six trainings at most. Only what was measured is chosen then. What waits for a drive
+is in device memory too: --activation-offload-inflight is set to 1 to 2 % of the budget (4MiB at
+least), unless the command has one; it is measured so and belongs to the choice.
 
 Exit code: 0 done, 2 it could not be measured, or nothing keeps to the limits."""
 

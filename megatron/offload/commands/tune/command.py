@@ -38,14 +38,12 @@ from megatron.offload.commands.tune.text import (
     settings_text,
     tried_table,
 )
-from megatron.offload.commands.tune.training_command import CommandTrainer, TrainingCommand
-from megatron.offload.config import DEFAULT_INFLIGHT_BYTES
+from megatron.offload.commands.tune.training_command import CommandTrainer
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.placement.atomic_file import check_place, write_atomically
 from megatron.offload.sizes import format_size
 
 _MOST_ROWS = 12
-_MUCH = 0.05  # of a memory budget
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
@@ -69,12 +67,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     tuning = _Tuning(request, args, limits)
     print(in_a_line(machine))
     print(f"limits of a rank: {limits_text(limits)}")
-    if _much_is_in_flight(request.command, limits):
-        print(
-            "note: a slow drive makes activations wait in device memory, up to "
-            "--activation-offload-inflight of them (512MiB if it is not given), which a short "
-            "training may not show; give the training command some percent of the budget"
-        )
+    if request.command.added:
+        print(f"added to what is measured and to the choice: {shlex.join(request.command.added)}")
     if request.command.left_out:
         print(f"left out of what is measured: {shlex.join(request.command.left_out)}")
     measured = tuning.measure(request.to_measure)
@@ -111,12 +105,17 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         of_choice = None if chosen is None else chosen.setting
         print(f"\n{tried_table(tried, of_choice, space)}")
     if args.json is not None:
-        conditions = {"command": shlex.join(command), "machine": machine}
+        conditions = {
+            "command": shlex.join(command),
+            "added": list(request.command.added),
+            "machine": machine,
+        }
         text = as_json(conditions, limits, measured, model, predicted, chosen, tried)
         write_atomically(args.json, text)
     if chosen is None:
         raise RunError(_nothing_fits(found, space))
-    flags = shlex.join(chosen.setting.flags(request.data_parallel_size))
+    of_setting = chosen.setting.flags(request.data_parallel_size)
+    flags = shlex.join([*of_setting, *request.command.added])
     print(f"\n{flags}")
     if args.output is not None:
         write_atomically(args.output, flags + "\n")
@@ -223,12 +222,6 @@ class _Tuning:
 def _place(request: Request) -> Path:
     directories = request.command.offload.directories
     return directories[0] if directories else request.output.parent
-
-
-def _much_is_in_flight(command: TrainingCommand, limits: Limits) -> bool:
-    """Whether waiting for a drive may take a large part of the memory budget."""
-    most = command.offload.inflight_bytes or DEFAULT_INFLIGHT_BYTES
-    return command.offload.enabled and most > _MUCH * limits.device_bytes
 
 
 def _nothing_fits(candidates: Sequence[Candidate], space: Space) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.offload.commands.training_runs.trainer import Trainer
-from megatron.offload.config import OffloadConfig
+from megatron.offload.config import DEFAULT_INFLIGHT_BYTES, OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.arguments import (
     add_offload_arguments,
@@ -22,6 +22,11 @@ from megatron.offload.integration.megatron.arguments import (
     layer_major_config_from_args,
     states_config_from_args,
 )
+from megatron.offload.sizes import MIB
+
+# Of a memory budget, what may be on its way to the tiers: two trainings of the same differ by it.
+_IN_FLIGHT = 0.02
+_LEAST_IN_FLIGHT_BYTES = 4 * MIB  # so that drives have something to do at once
 
 # Flags with one value that the trainings which are measured are started without: what is measured,
 # what they would leave behind, and what depends on how long they are.
@@ -40,8 +45,9 @@ class TrainingCommand:
 
     Attributes:
         script: in Python.
-        flags: as given, without those of `LEFT_OUT`.
+        flags: as given, without those of `LEFT_OUT`, with those that were added.
         left_out: those of them that were given.
+        added: belong to the choice: what is measured has them too.
         offload: where its activations go.
         device_budget_bytes: most device memory of a rank; None: nobody has said.
         global_batch_size: of the command; None: it has none.
@@ -54,6 +60,7 @@ class TrainingCommand:
     script: Path
     flags: Sequence[str]
     left_out: Sequence[str]
+    added: Sequence[str]
     offload: OffloadConfig
     device_budget_bytes: int | None
     global_batch_size: int | None
@@ -106,10 +113,12 @@ class TrainingCommand:
                 "other; drop it, or choose by megatron-offload plan"
             )
         kept, left_out = _without(flags, LEFT_OUT)
+        added = _added_flags(offload, states.device_memory_budget_bytes)
         return cls(
             script=script,
-            flags=kept,
+            flags=[*kept, *added],
             left_out=left_out,
+            added=added,
             offload=offload,
             device_budget_bytes=states.device_memory_budget_bytes,
             global_batch_size=args.global_batch_size,
@@ -160,6 +169,21 @@ def _read(flags: Sequence[str]) -> argparse.Namespace:
     except SystemExit:
         sentence = said.getvalue().strip().rpartition("error: ")[2]
         raise ConfigurationError(f"the training command is not understood: {sentence}") from None
+
+
+def _added_flags(offload: OffloadConfig, device_budget_bytes: int | None) -> list[str]:
+    """A bound of what waits for a drive in device memory, where a budget has little room for it.
+
+    It is a power of two, as people would write it; none where the default is not above it.
+    """
+    if device_budget_bytes is None or not offload.enabled or offload.inflight_bytes is not None:
+        return []
+    share = int(device_budget_bytes * _IN_FLIGHT)
+    least = max(_LEAST_IN_FLIGHT_BYTES, offload.min_bytes)
+    most = max(1 << max(share.bit_length() - 1, 0), 1 << (least - 1).bit_length())
+    if most >= DEFAULT_INFLIGHT_BYTES:
+        return []
+    return ["--activation-offload-inflight", f"{most // MIB}MiB"]
 
 
 def _without(flags: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
