@@ -20,7 +20,7 @@ from megatron.offload.commands.tune.step_model import (
     StepModel,
 )
 
-MEMORY_MARGIN = 0.04  # the default; of measured device memory, see `Space`
+MEMORY_MARGIN = 0.05  # the default; of measured device memory, see `Space`
 FAILED = "its training failed"  # in place of the name of a limit
 
 
