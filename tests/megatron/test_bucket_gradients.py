@@ -112,26 +112,20 @@ def test_gradients_that_nobody_has_called_zero_are_an_error(found: Found) -> Non
         assert "call zero_grad_buffer() of the model" in of_rank[FAST[0]]["forgotten"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
         (1, ""),
-        pytest.param(1, f"--bf16 {STATES}", marks=pytest.mark.slow),
-        pytest.param(2, "--use-distributed-optimizer --bf16", marks=pytest.mark.slow),
-        pytest.param(
+        (1, f"--bf16 {STATES}"),
+        (2, "--use-distributed-optimizer --bf16"),
+        (
             2,
             "--use-distributed-optimizer --num-experts 4 --disable-bias-linear "
             "--expert-model-parallel-size 2",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            4,
-            "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow
-        ),
+        (4, "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel"),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     ],
 )
 def test_no_bit_changes_in_the_trainer(world_size: int, layout: str, tmp_path: Path) -> None:
