@@ -5,8 +5,6 @@ test_bucket_gradients.py starts it on two ranks. Prints what came of each.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.states.config import StatesConfig
 from tests.megatron.distributed_parameters_ranks import DTYPES, window_of
 from tests.megatron.model_states_ranks import Training, same
-from tests.support.ranks import init_process_group
+from tests.support.ranks import init_process_group, print_results
 
 LAYERS, STEPS, BROUGHT = 8, 3, 1
 LAYER = 12 * 32 * 32  # elements of a layer's weights
@@ -188,10 +186,7 @@ def main() -> None:
             "num_steps": len(off.training.found),
             **on.found,
         }
-    everybodys: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybodys, results)
-    if int(os.environ["RANK"]) == 0:
-        print(json.dumps(everybodys))
+    print_results(results)
 
 
 if __name__ == "__main__":

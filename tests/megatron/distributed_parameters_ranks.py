@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +31,7 @@ from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.states.config import StatesConfig
 from tests.megatron.model_states_ranks import Training, same
-from tests.support.ranks import init_process_group
+from tests.support.ranks import init_process_group, print_results
 
 LAYERS = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -272,10 +270,7 @@ def main() -> None:
             "num_steps": len(off.steps),
             **on.found,
         }
-    everybodys: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybodys, results)
-    if int(os.environ["RANK"]) == 0:
-        print(json.dumps(everybodys))
+    print_results(results)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,14 @@ def init_process_group() -> None:
     )
 
 
+def print_results(results: Any) -> None:
+    """In a script: prints what all ranks found, a list in their order."""
+    everybodys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybodys, results)
+    if dist.get_rank() == 0:
+        print(json.dumps(everybodys))
+
+
 def run_ranks(script: Path, folder: Path, *arguments: str, num_ranks: int = 2) -> Any:
     """Runs a script on each rank, and gives what the first one prints last.
 

@@ -96,21 +96,30 @@ class Gradients:
             LostStateError: one could not be read back.
             OffloadError: an optimizer has used them, and nobody has said that they are zero now.
         """
-        own = [param for param in params if id(param) in self._numbers]
-        for param in own:
-            if isinstance(param.grad, AwayGradient) and param.grad.piece is None:
-                raise OffloadError(
-                    f"{GRADIENTS_PREFIX}a backward pass would add to gradients that the "
-                    "optimizer's step has used and dropped; call zero_grad() after the step"
-                )
-            self._bring(param)
+        params = list(params)
+        self._begin_backward(params)
         self._in_layer_major = True
         try:
             yield
         finally:
             self._in_layer_major = False
         if is_last:
-            self._leave({param: param.grad for param in own if _is_whole(param.grad)})
+            self._end_unit(params)
+
+    def _begin_backward(self, params: Sequence[torch.Tensor]) -> None:
+        """What is away is there again, to be added to."""
+        for param in [param for param in params if self.has(param)]:
+            if isinstance(param.grad, AwayGradient) and param.grad.piece is None:
+                raise OffloadError(
+                    f"{GRADIENTS_PREFIX}a backward pass would add to gradients that the "
+                    "optimizer's step has used and dropped; call zero_grad() after the step"
+                )
+            self._bring(param)
+
+    def _end_unit(self, params: Sequence[torch.Tensor]) -> None:
+        """Gradients of a unit are complete."""
+        own = [param for param in params if self.has(param)]
+        self._leave({param: param.grad for param in own if _is_whole(param.grad)})
 
     def check_is_told(self) -> None:
         """Raises OffloadError where a backward pass of layers runs that nobody has told of."""

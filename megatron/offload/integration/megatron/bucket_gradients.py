@@ -24,9 +24,8 @@ biases and routers over tensor-parallel ranks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,32 +109,19 @@ class BucketGradients(Gradients):
 
     # -- While layers compute -------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def backward(self, params: Iterable[torch.Tensor], *, is_last: bool) -> Iterator[None]:
-        """Around a backward pass of a unit.
-
-        Args:
-            params: of the unit.
-            is_last: of the micro-batches: their gradients are complete behind it.
+    def _begin_backward(self, params: Sequence[torch.Tensor]) -> None:
+        """Their buckets have memory.
 
         Raises:
             OffloadError: nobody has said that gradients are zero since the last step.
         """
-        own = set(params)
         for one in self._groups:
-            if not own.isdisjoint(one.places):
+            if not one.places.keys().isdisjoint(params):
                 one.begin()
-        self._in_layer_major = True
-        try:
-            yield
-        finally:
-            self._in_layer_major = False
-        if is_last:
-            self._complete |= own
-            self._end_unit()
 
-    def _end_unit(self) -> None:
+    def _end_unit(self, params: Sequence[torch.Tensor]) -> None:
         """What is complete begins to be reduced; what did so a unit ago leaves."""
+        self._complete.update(params)
         under_way, self._under_way = self._under_way, []
         for one in under_way:
             self._finish(one)
