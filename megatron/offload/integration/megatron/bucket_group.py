@@ -103,10 +103,12 @@ class BucketGroup:
 
 
 def main_grad_of(param: torch.Tensor) -> Any:
+    """What stands in the place of a parameter's gradient."""
     return getattr(param, _GRADIENT)
 
 
 def set_main_grad(param: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Puts something there; None: nothing, because this rank does not update the parameter."""
     setattr(param, _GRADIENT, gradient)
 
 
@@ -126,6 +128,7 @@ def forget_shards(groups: Sequence[Any]) -> None:
 
 
 def check_bucket(bucket: Any) -> None:
+    """Raises ConfigurationError where gradients have another type than fp32."""
     if bucket.grad_data.dtype is not torch.float32:
         raise ConfigurationError(
             f"{GRADIENTS_PREFIX}with --gradient-offload on Megatron's gradients must be fp32; "
