@@ -7,7 +7,6 @@ What Megatron does there with NCCL is played; its optimizer is torch's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,18 +31,12 @@ from tests.lag.test_parameters_on_an_accelerator import (
     assert_equal,
     micro_batches,
 )
-from tests.support.accelerators import Lag
 from tests.support.lag.module import LagModule
 
 STEPS = len(DELAYS)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def accelerator(loaded_lag: LagModule) -> Iterator[Lag]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # kernels of several streams have a core each
-    yield Lag(loaded_lag)
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("accelerator")
 
 
 class Group:

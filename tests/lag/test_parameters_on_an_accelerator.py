@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +53,7 @@ class Stack(torch.nn.Module):
         return x.square().mean() / MICRO_BATCHES
 
 
-@pytest.fixture(scope="module", autouse=True)
-def accelerator(loaded_lag: LagModule) -> Iterator[Lag]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # kernels of several streams have a core each
-    yield Lag(loaded_lag)
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("accelerator")
 
 
 def micro_batches(step: int) -> list[torch.Tensor]:
