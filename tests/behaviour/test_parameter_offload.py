@@ -26,6 +26,8 @@ from megatron.offload.device.open import open_device
 from megatron.offload.errors import LostStateError
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.parameters.unit import ParameterUnit, Where
+from megatron.offload.tiers.ssd import SsdTier
+from megatron.offload.tiers.transfer import Transfer
 from tests.behaviour.test_layer_major_steps import (
     LAYERS,
     MICRO_BATCHES,
@@ -311,6 +313,51 @@ def test_what_no_tier_takes_stays_in_memory(
                 steps.zero_grad()
     assert caplog.text.count("parameters: no tier takes those of") == 1
     handle.close()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_a_drive_failed_to_take_at_first_is_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, num_taken = SsdTier.begin_write, 0
+
+    def begin_write(self: SsdTier, storage: Any, after: Any) -> Any:
+        nonlocal num_taken
+        num_taken += 1
+        started = take(self, storage, after)
+        if num_taken > 1 or started is None:
+            return started
+        block, written = started
+        written.wait()
+        failed = Transfer()
+        failed.fail("the first write")
+        return block, failed
+
+    monkeypatch.setattr(SsdTier, "begin_write", begin_write)
+    model, expected = Language().eval(), Language().eval()
+    with offload_parameters(model, tmp_path) as handle, torch.no_grad():
+        assert handle.window is not None and handle.window.units[0].where is Where.IN_MEMORY
+        for number in range(2):
+            (batch,) = micro_batches(number)[:1]
+            assert torch.equal(model(batch), expected(batch))
+
+
+@pytest.mark.parametrize("mode", ["ssd", "host"])
+@pytest.mark.parametrize("num_run", [0, 1], ids=["all away", "some in memory"])
+def test_what_is_changed_through_data_while_it_is_exposed_stays_so(
+    mode: str, num_run: int, tmp_path: Path
+) -> None:
+    model, expected = Language().eval(), Language().eval()
+    directory = tmp_path if mode == "ssd" else None
+    with offload_parameters(model, directory, mode=mode) as handle, torch.no_grad():
+        for batch in micro_batches(0)[:num_run]:
+            model(batch)
+        handle.expose()
+        for param in (*model.parameters(), *expected.parameters()):
+            param.data.mul_(1.5)
+        for batch in micro_batches(1)[:2]:
+            assert torch.equal(model(batch), expected(batch))
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
 

@@ -130,9 +130,9 @@ def test_what_is_not_read_is_nan_until_it_was_written(unit: ParameterUnit, tier:
 class UnderWay(Transfer):
     """A read that ends when somebody waits for it."""
 
-    def wait(self) -> None:
+    def wait_until_done(self) -> None:
         self.run()
-        super().wait()
+        super().wait_until_done()
 
 
 def test_memory_is_not_let_go_while_it_is_read_into(
@@ -145,6 +145,47 @@ def test_memory_is_not_let_go_while_it_is_read_into(
     unit.begin_read()
     assert unit.put_away([tier])
     assert unit.where is Where.AWAY and had_ended == [True]
+
+
+class Interrupted(Transfer):
+    """A read; the first wait for it is interrupted from the keyboard."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+        self.set_running_or_notify_cancel()
+        self.was_interrupted = False
+
+    def wait_until_done(self) -> None:
+        self._interrupt()
+        super().wait_until_done()
+
+    def wait(self) -> None:
+        self._interrupt()
+        super().wait()
+
+    def _interrupt(self) -> None:
+        if not self.was_interrupted:
+            self.was_interrupted = True
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("waits", ["bring", "put_away"])
+def test_an_interrupt_leaves_memory_to_the_read_that_goes_on(
+    waits: str, unit: ParameterUnit, tier: HostTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, had_ended, begin_read = Interrupted(), [], tier.begin_read
+    release = unit._memory.release
+    monkeypatch.setattr(tier, "begin_read", lambda block, into: (into, read))
+    monkeypatch.setattr(unit._memory, "release", lambda: (had_ended.append(read.done()), release()))
+    unit.begin_read()
+    with pytest.raises(KeyboardInterrupt):
+        unit.bring() if waits == "bring" else unit.put_away([tier])
+    assert unit.where is Where.READING and not had_ended
+    monkeypatch.setattr(tier, "begin_read", begin_read)
+    read.run()
+    assert unit.put_away([tier]) and had_ended == [True]
+    unit.bring()
+    assert values(unit) == [0, 1, 2]
 
 
 def test_tensors_of_the_cpu_take_the_place_of_their_like() -> None:

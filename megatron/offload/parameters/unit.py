@@ -17,7 +17,6 @@ unit, against all micro-batches of its layers.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import threading
 from collections.abc import Mapping, Sequence
@@ -85,7 +84,7 @@ class ParameterUnit:
         self.params = list(params)
         self._parts = {n: parts[p] for n, p in enumerate(self.params) if parts and p in parts}
         self.where = Where.IN_MEMORY
-        self.write_error: BaseException | None = None  # of the last write that failed
+        self._is_attached = False  # whether parameters are views of its memory
         self._layout = Layout({(i, _KEY): p.detach() for i, p in enumerate(self.params)})
         self.num_bytes = self._layout.num_bytes
         self._device = device
@@ -112,13 +111,10 @@ class ParameterUnit:
             tiers: the first that takes them has them.
         """
         if self.where is Where.READING:  # nobody wants them any more
-            transfer, self._transfer = self._transfer, None
-            assert transfer is not None
-            transfer.cancel()
-            with contextlib.suppress(BaseException):
-                transfer.wait()
-            self.where = Where.AWAY
-            self._memory.release()
+            assert self._transfer is not None
+            self._transfer.cancel()
+            self._transfer.wait_until_done()
+            self._give_up_read()
         if self.where is not Where.IN_MEMORY:
             return True
         if self.block is not None:
@@ -145,9 +141,8 @@ class ParameterUnit:
             if self._transfer is not transfer:
                 return  # taken back meanwhile
             self._transfer = None
-            if transfer.cancelled() or (error := transfer.exception()) is not None:
-                self.where, self.block = Where.IN_MEMORY, None
-                self.write_error = None if transfer.cancelled() else error
+            if transfer.cancelled() or transfer.exception() is not None:
+                self.where, self.block = Where.IN_MEMORY, None  # not in their places
             else:
                 self.where = Where.AWAY
                 self._memory.release()
@@ -192,17 +187,22 @@ class ParameterUnit:
         self.take_back()
         self.begin_read()
         if self.where is Where.READING:
-            transfer, self._transfer = self._transfer, None
-            assert transfer is not None
+            assert self._transfer is not None
             try:
-                transfer.wait()
+                self._transfer.wait()
             except BaseException:
-                self.where = Where.AWAY
-                self._memory.release()
+                if self._transfer.done():  # else the wait was interrupted, and the read goes on
+                    self._give_up_read()
                 raise
-            self.where, self._events = Where.IN_MEMORY, transfer.events or ()
+            self._events = self._transfer.events or ()
+            self.where, self._transfer = Where.IN_MEMORY, None
         self.use_here()
         self._attach()
+
+    def _give_up_read(self) -> None:
+        """A read has ended, and what it has read is not wanted, or wrong."""
+        self.where, self._transfer = Where.AWAY, None
+        self._memory.release()
 
     def make_room(self) -> None:
         """Has memory for bytes that will all be written: what they were is not read.
@@ -225,6 +225,11 @@ class ParameterUnit:
         """They have other bytes from now on than their block; they are in memory."""
         assert self.where is Where.IN_MEMORY, self.where
         self.block = None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its parameters are in memory and in their places, for whoever computes."""
+        return self.where is Where.IN_MEMORY and self._is_attached
 
     @property
     def memory_bytes(self) -> int:
@@ -277,9 +282,16 @@ class ParameterUnit:
         self._attach()
 
     def hide(self) -> None:
-        """Ends `show` of what is away: NaN again."""
+        """Ends `show`. What was changed in its place stays so, by whatever way it was changed.
+
+        Raises:
+            OSError: the tier could not take what was changed there; `adopt` does.
+        """
         if self.where is Where.AWAY:
+            self.block.tier.renew(self.block)
             self._detach()
+        elif self.where is Where.IN_MEMORY:
+            self.block = None
 
     def give_back(self) -> None:
         """Gives parameters memory of their own again, as they had before."""
@@ -320,6 +332,7 @@ class ParameterUnit:
         self._place([nothing[param.dtype].expand(param.shape) for param in self.params])
 
     def _place(self, values: Sequence[torch.Tensor]) -> None:
+        self._is_attached = values is self._views
         for param, value in zip(self.params, values, strict=True):
             param.data = value
         for index, part in self._parts.items():

@@ -102,7 +102,7 @@ class ParameterWindow:
         """
         unit = self.units[number]
         here = (number, direction) == (self._used, self._direction)
-        if here and unit.where is Where.IN_MEMORY and not self._shown:
+        if here and unit.is_in_place and not self._shown:
             unit.use_here()  # perhaps on another stream
             return
         self.conceal()
@@ -223,8 +223,8 @@ class ParameterWindow:
     def expose(self) -> None:
         """Puts all parameters in their places until the next use: for checkpoints.
 
-        What is on a drive is mapped there, compared with its checksums before; changing it in place
-        changes it for good.
+        What is on a drive is mapped there, compared with its checksums before. Changing it in place
+        changes it for good, through `param.data` too.
 
         Raises:
             LostStateError: parameters could not be read.
@@ -242,15 +242,19 @@ class ParameterWindow:
 
     def conceal(self) -> None:
         """Ends `expose`; what was changed or replaced meanwhile is taken over."""
-        shown, self._shown = self._shown, {}
-        for number, versions in shown.items():
-            unit = self.units[number]
-            if unit.versions() == versions:
+        while self._shown:
+            number, versions = next(iter(self._shown.items()))
+            self._conceal(self.units[number], versions)
+            del self._shown[number]
+
+    def _conceal(self, unit: ParameterUnit, versions: list[tuple[int, int]]) -> None:
+        if unit.versions() == versions:
+            with contextlib.suppress(OSError):
                 unit.hide()
-                continue
-            unit.adopt()
-            self._put_away(unit)
-            unit.wait_for_write()
+                return
+        unit.adopt()
+        self._put_away(unit)
+        unit.wait_for_write()
 
     @property
     def memory_bytes(self) -> int:
