@@ -13,8 +13,9 @@ import torch
 
 from megatron.offload.parameters.unit import ParameterUnit, Part, Where, can_take_place
 from megatron.offload.parameters.unit_memory import open_unit_memory
+from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import MIB
-from megatron.offload.tiers.host import HostTier
+from megatron.offload.tiers.host import HostBlock, HostTier
 from megatron.offload.tiers.transfer import Transfer
 from tests.support.simulated_device import SimulatedDevice
 
@@ -125,6 +126,31 @@ def test_what_is_not_read_is_nan_until_it_was_written(unit: ParameterUnit, tier:
     unit.wait_for_write()
     unit.bring()
     assert values(unit)[1] == 6
+
+
+class Leaving(HostTier):
+    """Has bytes on their way to another place, as with a pool in front of drives."""
+
+    have_left = False
+
+    def wait_for_writes(self, timeout_s: float | None = None) -> bool:
+        self.have_left = True
+        return super().wait_for_writes(timeout_s)
+
+    def view(self, block: HostBlock) -> torch.UntypedStorage:
+        assert self.have_left, "what is changed in the view does not come to the other place"
+        return super().view(block)
+
+
+def test_nothing_is_shown_on_its_way_to_a_drive() -> None:
+    window = ParameterWindow([Leaving(4 * MIB)], SimulatedDevice(), live_units=1)
+    for number in range(2):
+        window.add(f"unit {number}", [torch.nn.Parameter(torch.full((32, 16), float(number)))])
+    window.use(0, 1)
+    window.use(1, 1)
+    window.expose()
+    assert [values(unit) for unit in window.units] == [[0], [1]]
+    window.close()
 
 
 class UnderWay(Transfer):

@@ -231,6 +231,8 @@ class ParameterWindow:
             InterruptedStepError: the last step ended in its middle.
         """
         self.check_whole()
+        for tier in self.tiers:
+            tier.wait_for_writes()  # what is on its way to a drive would come there as it was
         for number, unit in enumerate(self.units):
             if number in self._shown:
                 continue
