@@ -27,6 +27,7 @@ from megatron.offload.errors import LostStateError
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.parameters.unit import ParameterUnit, Where
 from tests.behaviour.test_layer_major_steps import (
+    HIDDEN,
     LAYERS,
     MICRO_BATCHES,
     Language,
@@ -35,6 +36,7 @@ from tests.behaviour.test_layer_major_steps import (
     usual,
 )
 from tests.support.layer_major import one_by_one
+from tests.support.models import Block
 
 MAKE_OPTIMIZER = torch.optim.AdamW
 
@@ -272,6 +274,78 @@ def test_a_model_that_somebody_copies_is_whole(
     handle.close()
     for name, param in model.named_parameters():
         assert torch.equal(twin[name], param)
+
+
+@pytest.mark.parametrize("layers", [None, ["Block"]], ids=["found", "whole model"])
+def test_a_deep_copy_of_a_model_is_whole_and_another_model(
+    layers: list[str] | None, tmp_path: Path
+) -> None:
+    """For moving averages, say. Also of weights that are copied before anybody hears of it."""
+    model, expected = (Language() if layers is None else Block(HIDDEN) for _ in range(2))
+    expected.load_state_dict(model.state_dict())
+    handle = offload_parameters(model, tmp_path, layers=layers)
+    away(handle)
+    _, twin = copy.deepcopy((list(model.parameters())[::-1], model))
+    for one, other in zip(twin.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other) and one.requires_grad
+    away(handle)
+    moved = handle.statistics["read_bytes"]
+    again = copy.deepcopy(twin.eval()).double()  # is free to change
+    x = micro_batches(0)[0] if layers is None else torch.randn(2, 3, HIDDEN)
+    found = twin(x)
+    found.sum().backward()
+    assert torch.equal(found, expected.eval()(x))
+    twin.load_state_dict(expected.state_dict())
+    assert again.state_dict().keys() == twin.state_dict().keys()
+    assert handle.statistics["read_bytes"] == moved
+    handle.close()
+
+
+def test_a_model_that_is_converted_meanwhile_is_an_error_and_nothing_is_lost(
+    offloaded: tuple[Language, ParameterOffload],
+) -> None:
+    model, handle = offloaded
+    model.to(torch.float64)
+    sentence = "parameters: .* had type torch.float32 when it was offloaded and has torch.float64"
+    with pytest.raises(ConfigurationError, match=sentence):
+        model(micro_batches(0)[0])
+    with pytest.raises(ConfigurationError, match=sentence):
+        model.state_dict()
+    handle.close()
+    for one, other in zip(model.parameters(), Language().parameters(), strict=True):
+        assert torch.equal(one.float(), other)
+
+
+class Shared(Language):
+    """Uses a weight, and a part of a layer, outside of the layers too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(4 * HIDDEN, HIDDEN)
+        self.last.weight = self.layers[1].down.weight
+        self.norm = self.layers[4].norm
+
+    def loss(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return super().loss(self.norm(x) + self.last(x.repeat(1, 1, 4)), tokens)
+
+
+@pytest.mark.parametrize("gradients", ["off", "on"])
+def test_what_is_used_outside_of_layers_too_stays(gradients: str, tmp_path: Path) -> None:
+    found, expected = Shared(), Shared()
+    with offload_parameters(found, tmp_path, gradients=gradients) as handle:
+        away(handle)
+        staying = {found.last.weight, *found.norm.parameters()}
+        assert not any(param.isnan().any() for param in staying)
+        for model in (found, expected):
+            torch.manual_seed(5)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            layer_major = LayerMajor(model)
+            for number in range(2):
+                optimizer.zero_grad()
+                layer_major.step(micro_batches(number), model)
+                optimizer.step()
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_flipped_bit_ends_the_training(
