@@ -36,7 +36,6 @@ from tests.behaviour.test_layer_major_steps import (
     usual,
 )
 from tests.support.layer_major import one_by_one
-from tests.support.models import Block
 
 MAKE_OPTIMIZER = torch.optim.AdamW
 
@@ -276,29 +275,28 @@ def test_a_model_that_somebody_copies_is_whole(
         assert torch.equal(twin[name], param)
 
 
-@pytest.mark.parametrize("layers", [None, ["Block"]], ids=["found", "whole model"])
 def test_a_deep_copy_of_a_model_is_whole_and_another_model(
-    layers: list[str] | None, tmp_path: Path
+    offloaded: tuple[Language, ParameterOffload],
 ) -> None:
     """For moving averages, say. Also of weights that are copied before anybody hears of it."""
-    model, expected = (Language() if layers is None else Block(HIDDEN) for _ in range(2))
-    expected.load_state_dict(model.state_dict())
-    handle = offload_parameters(model, tmp_path, layers=layers)
-    away(handle)
-    _, twin = copy.deepcopy((list(model.parameters())[::-1], model))
-    for one, other in zip(twin.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, other) and one.requires_grad
-    away(handle)
-    moved = handle.statistics["read_bytes"]
-    again = copy.deepcopy(twin.eval()).double()  # is free to change
-    x = micro_batches(0)[0] if layers is None else torch.randn(2, 3, HIDDEN)
-    found = twin(x)
-    found.sum().backward()
-    assert torch.equal(found, expected.eval()(x))
-    twin.load_state_dict(expected.state_dict())
-    assert again.state_dict().keys() == twin.state_dict().keys()
-    assert handle.statistics["read_bytes"] == moved
+    model, handle = offloaded
+    expected, batch = Language().eval(), micro_batches(0)[0]
+    assert away(handle).params[0].isnan().all()
+    params, twin = copy.deepcopy((list(model.parameters()), model))
+    for one, copied, other in zip(twin.parameters(), params, expected.parameters(), strict=True):
+        assert torch.equal(one, other) and copied is one and one.requires_grad
+    with torch.no_grad():
+        model(batch)  # nobody looks any more
+    was = away(handle)
+    loss = twin(batch)
+    loss.backward()
+    assert torch.equal(loss, expected(batch))
+    twin.load_state_dict({name: 2 * value for name, value in twin.state_dict().items()})
+    copy.deepcopy(twin).double()(batch)
+    assert was.where is Where.AWAY and was.params[0].isnan().all()
     handle.close()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other) and one.grad is None
 
 
 def test_a_model_that_is_converted_meanwhile_is_an_error_and_nothing_is_lost(

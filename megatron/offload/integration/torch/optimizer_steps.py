@@ -13,8 +13,7 @@ own; behind them these come back.
 
 Note [Closures]
 A closure runs forward and backward within the step: units come and go, and gradients are made. So
-the step ends before it, without an update, and begins again behind it, whoever calls it and however
-often.
+behind it the step begins once more, whoever calls it and however often.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class OptimizerSteps:
         ]
 
     def forget(self) -> None:
-        """Layers compute: no step is under way. See Note [Steps that do not end]."""
+        """Layers compute: what is open has not ended well, or begins again behind a closure."""
         self._open.clear()
 
     def close(self) -> None:
@@ -96,7 +95,6 @@ class OptimizerSteps:
         """A closure behind which the optimizer has its parameters again. Note [Closures]."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._open.pop(optimizer, None)
             result = closure(*args, **kwargs)
             self._begin(optimizer)
             return result
