@@ -201,9 +201,11 @@ class Outer(torch.optim.SGD):
 
     inner: torch.optim.Optimizer
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         self.inner.step()
-        return super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.1)
 
 
 def test_a_step_that_runs_another_optimizers_keeps_its_parameters(tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def test_a_step_that_runs_another_optimizers_keeps_its_parameters(tmp_path: Path
     models = []
     for directory in (tmp_path, None):
         model = Language().eval()
-        outer = Outer(model.layers[1:].parameters(), lr=0.1, foreach=False)
+        outer = Outer(model.layers[1:].parameters())
         outer.inner = torch.optim.SGD(model.layers[0].parameters(), lr=0.1)
         with offload_parameters(model, directory, mode="ssd" if directory else "off"):
             for number in range(2):

@@ -146,8 +146,8 @@ class ParameterOffload:
     def expose(self) -> None:
         """Shows all parameters in their places until the next forward pass or step.
 
-        Whoever looks at a parameter that is away finds NaN otherwise. `state_dict()` and
-        `load_state_dict()` of the model, and of its parts, do it by themselves.
+        Whoever looks at a parameter that is away finds NaN otherwise. `state_dict()`,
+        `load_state_dict()` and `copy.deepcopy` of the model, and of its parts, do it by themselves.
         """
         if self.window is not None:
             self.window.expose()
@@ -313,7 +313,7 @@ def offload_parameters(
     Losses, gradients and weights stay the same, bit for bit.
 
     Args:
-        model: not sharded.
+        model: not sharded. A weight that it has outside of layers too stays in memory.
         directory: an existing directory on an SSD, or several on different SSDs.
         units: of consecutive layers; None: each layer is one.
         layers: see `offload_activations`.
