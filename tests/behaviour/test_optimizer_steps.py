@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "lbfgs": lambda params: torch.optim.LBFGS(
-        params, max_iter=4, history_size=3, line_search_fn="strong_wolfe"
+        params, max_iter=3, history_size=2, line_search_fn="strong_wolfe"
     ),
     "looking": lambda params: Looking(params, lr=0.1),
 }
@@ -56,30 +57,28 @@ def trained_by_closures(
     """A model after two steps, and the losses."""
     model = Language().eval()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    handles: list[Any] = []
-    if directory is not None:
-        handles.append(offload_parameters(model, directory, gradients=gradients))
-        if states:
-            handles.append(offload_optimizer(optimizer, directory))
     layer_major = LayerMajor(model) if gradients == "on" else None
     losses: list[float] = []
-    for number in range(2):
 
-        def closure(number: int = number) -> torch.Tensor:
-            optimizer.zero_grad()
-            batches = micro_batches(number)
-            if layer_major is None:
-                all_losses = one_by_one(model, batches)
-            else:
-                all_losses = layer_major.step(batches, model)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            losses.append(sum(float(loss) for loss in all_losses))
-            return torch.stack([loss.detach() for loss in all_losses]).sum()
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        if layer_major is None:
+            own = one_by_one(model, batches)
+        else:
+            own = layer_major.step(batches, model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        losses.extend(float(loss) for loss in own)
+        return torch.stack([loss.detach() for loss in own]).sum()
 
-        loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
-        losses.append(float(loss))
-    for handle in reversed(handles):
-        handle.close()
+    with contextlib.ExitStack() as handles:
+        if directory is not None:
+            handles.enter_context(offload_parameters(model, directory, gradients=gradients))
+        if states:
+            handles.enter_context(offload_optimizer(optimizer, directory))
+        for number in range(2):
+            batches = micro_batches(number)[:2]
+            loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+            losses.append(float(loss))
     return model, losses
 
 
