@@ -29,6 +29,7 @@ from megatron.offload.parameters.unit import ParameterUnit, Where
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.transfer import Transfer
 from tests.behaviour.test_layer_major_steps import (
+    HIDDEN,
     LAYERS,
     MICRO_BATCHES,
     Language,
@@ -274,6 +275,77 @@ def test_a_model_that_somebody_copies_is_whole(
     handle.close()
     for name, param in model.named_parameters():
         assert torch.equal(twin[name], param)
+
+
+def test_a_deep_copy_of_a_model_is_whole_and_another_model(
+    offloaded: tuple[Language, ParameterOffload],
+) -> None:
+    """For moving averages, say. Also of weights that are copied before anybody hears of it."""
+    model, handle = offloaded
+    expected, batch = Language().eval(), micro_batches(0)[0]
+    assert away(handle).params[0].isnan().all()
+    params, twin = copy.deepcopy((list(model.parameters()), model))
+    for one, copied, other in zip(twin.parameters(), params, expected.parameters(), strict=True):
+        assert torch.equal(one, other) and copied is one and one.requires_grad
+    with torch.no_grad():
+        model(batch)  # nobody looks any more
+    was, before = away(handle), handle.statistics
+    loss = twin(batch)
+    loss.backward()
+    assert torch.equal(loss, expected(batch))
+    copy.deepcopy(twin).double()(batch)
+    twin.load_state_dict({name: 2 * value for name, value in twin.state_dict().items()})
+    assert handle.statistics == before and was.params[0].isnan().all()
+    handle.close()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other) and one.grad is None
+
+
+def test_a_model_that_is_converted_meanwhile_is_an_error_and_nothing_is_lost(
+    offloaded: tuple[Language, ParameterOffload],
+) -> None:
+    model, handle = offloaded
+    model.to(torch.float64)
+    sentence = "parameters: .* had type torch.float32 when it was offloaded and has torch.float64"
+    with pytest.raises(ConfigurationError, match=sentence):
+        model(micro_batches(0)[0])
+    with pytest.raises(ConfigurationError, match=sentence):
+        model.state_dict()
+    handle.close()
+    for one, other in zip(model.parameters(), Language().parameters(), strict=True):
+        assert torch.equal(one.float(), other)
+
+
+class Shared(Language):
+    """Uses a weight, and a part of a layer, outside of the layers too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(4 * HIDDEN, HIDDEN)
+        self.last.weight = self.layers[1].down.weight
+        self.norm = self.layers[4].norm
+
+    def loss(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return super().loss(self.norm(x) + self.last(x.repeat(1, 1, 4)), tokens)
+
+
+@pytest.mark.parametrize("gradients", ["off", "on"])
+def test_what_is_used_outside_of_layers_too_stays(gradients: str, tmp_path: Path) -> None:
+    found, expected = Shared(), Shared()
+    with offload_parameters(found, tmp_path, gradients=gradients) as handle:
+        away(handle)
+        staying = {found.last.weight, *found.norm.parameters()}
+        assert not any(param.isnan().any() for param in staying)
+        for model in (found, expected):
+            torch.manual_seed(5)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            layer_major = LayerMajor(model)
+            for number in range(2):
+                optimizer.zero_grad()
+                layer_major.step(micro_batches(number), model)
+                optimizer.step()
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_flipped_bit_ends_the_training(

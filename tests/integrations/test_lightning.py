@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.offload import offload_parameters
+from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from tests.support.same_training import digest
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
@@ -84,3 +86,28 @@ def test_the_optimizers_states_move_too_and_keep_their_bits(tmp_path: Path) -> N
         assert digest(one) == digest(other)
     state = trainer.optimizers[0].state.values()
     assert all(one["exp_avg"].device.type == "cpu" for one in state)  # closed
+
+
+class Parameters(lightning.Callback):  # type: ignore[misc]
+    """Has parameters on an SSD while a model is fitted."""
+
+    handle: ParameterOffload
+    read_bytes = 0
+
+    def on_fit_start(self, trainer: Any, pl_module: Trained) -> None:
+        self.handle = offload_parameters(pl_module, trainer.default_root_dir)
+
+    def on_fit_end(self, trainer: Any, pl_module: Trained) -> None:
+        self.read_bytes = int(self.handle.statistics["read_bytes"])
+        self.handle.close()
+
+
+def test_parameters_wait_on_an_ssd_and_keep_their_bits(tmp_path: Path) -> None:
+    """Lightning's optimizers step with a closure, which runs forward, backward and clips."""
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    expected, _ = fitted(tmp_path, [], **settings)
+    callback = Parameters()
+    found, _ = fitted(tmp_path, [callback], **settings)
+    assert found.losses == expected.losses and callback.read_bytes > 0
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert digest(one) == digest(other)

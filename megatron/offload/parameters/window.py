@@ -190,6 +190,7 @@ class ParameterWindow:
             yield
         for number in numbers:
             self.units[number].note_change()  # should it have been written meanwhile
+            self.units[number].adopt()  # an optimizer may put other tensors in their places
 
     def number_of(self, param: torch.Tensor) -> int | None:
         """The unit that a parameter, or a part of one, belongs to; None: it belongs to none."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a model are its layers: `find_layers`. They give places their names."""
+"""Which modules of a model are its layers: `find_layers`. They give places their names.
+
+What is not theirs alone: `params_outside`.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,19 @@ def find_layers(
     inside = {inner for one in chosen for inner in one.modules() if inner is not one}
     is_chosen = set(chosen) - inside
     return {module: name for module, name in found.items() if module in is_chosen}
+
+
+def params_outside(
+    model: torch.nn.Module, layers: Iterable[torch.nn.Module]
+) -> Iterator[torch.nn.Parameter]:
+    """The parameters of modules that a model has outside of its layers, perhaps inside too."""
+    seen, found = set(layers), [model]
+    while found:
+        module = found.pop()
+        if module not in seen:
+            seen.add(module)
+            yield from module.parameters(recurse=False)
+            found += module.children()
 
 
 def _named(

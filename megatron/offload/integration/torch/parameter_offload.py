@@ -3,7 +3,7 @@
 
 Hooks of layers say which unit computes, in forward and in backward; `parameters/window.py` has it
 in memory then. An optimizer whose states are offloaded as well (`offload_optimizer`) updates
-parameters unit by unit; any other has all of them in memory during its step.
+parameters unit by unit; any other has all of them in memory during its step (`optimizer_steps.py`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
-from megatron.offload.integration.torch.layers import find_layers
+from megatron.offload.integration.torch.layer_hook import LayerHook
+from megatron.offload.integration.torch.layers import find_layers, params_outside
+from megatron.offload.integration.torch.optimizer_steps import OptimizerSteps
 from megatron.offload.integration.torch.passes import computed_in
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.layer_major.units import units_of
@@ -49,6 +47,7 @@ class ParameterOffload:
         gradients: opens the offload of gradients, once the window has all units; None: those of
             these parameters.
         gradient_bytes: of all of them.
+        staying: parameters that are in no unit, though a layer has them.
 
     Raises:
         ConfigurationError: a parameter cannot move, or the tiers cannot be opened.
@@ -62,13 +61,13 @@ class ParameterOffload:
         parts: Mapping[torch.Tensor, Part] | None = None,
         gradients: Callable[[ParameterWindow], Gradients] | None = None,
         gradient_bytes: int | None = None,
+        staying: Set[torch.nn.Parameter] = frozenset(),
     ) -> None:
         self.window: ParameterWindow | None = None
         self._undo: list[Callable[[], None]] = []
-        self._step: contextlib.ExitStack | None = None  # around a step of another optimizer
         if not config.enabled:
             return
-        units = _params_of(layers)
+        units = _params_of(layers, staying)
         computes_on = open_device(_device_of(units, device))
         sizes = [sum(param.nbytes for param in params) for params in units]
         gradient_sizes: list[int] = []
@@ -91,11 +90,10 @@ class ParameterOffload:
         except BaseException:
             window.close()
             raise
+        steps = OptimizerSteps(window)
+        self._undo.append(steps.close)
         for layer, number in layers.items():
-            self._hook(layer, number)
-        before = register_optimizer_step_pre_hook(self._before_step)
-        after = register_optimizer_step_post_hook(self._after_step)
-        self._undo += [before.remove, after.remove]
+            self._hook(layer, number, steps)
 
     def __enter__(self) -> ParameterOffload:
         return self
@@ -148,8 +146,8 @@ class ParameterOffload:
     def expose(self) -> None:
         """Shows all parameters in their places until the next forward pass or step.
 
-        Whoever looks at a parameter that is away finds NaN otherwise. `state_dict()` and
-        `load_state_dict()` of the model, and of its parts, do it by themselves.
+        Whoever looks at a parameter that is away finds NaN otherwise. `state_dict()`,
+        `load_state_dict()` and `copy.deepcopy` of the model, and of its parts, do it by themselves.
         """
         if self.window is not None:
             self.window.expose()
@@ -184,12 +182,23 @@ class ParameterOffload:
 
     # -- Hooks ----------------------------------------------------------------------------------
 
-    def _hook(self, layer: torch.nn.Module, number: int) -> None:
+    def _hook(self, layer: torch.nn.Module, number: int, steps: OptimizerSteps) -> None:
         window = self.window
         assert window is not None
+        types = [(name, param, param.dtype) for name, param in layer.named_parameters()]
+
+        def check_types() -> None:
+            for name, param, had in types:
+                if param.dtype != had:
+                    raise _refusal(
+                        f"{name} had type {had} when it was offloaded and has {param.dtype} now; "
+                        "call close() of the handle, then model.to(...), then offload_parameters"
+                    )
 
         def before_forward(*_: Any) -> None:
             window.check_whole()
+            check_types()
+            steps.forget()
             in_backward = torch._C._current_graph_task_id() != -1  # it is recomputed
             window.use(number, -1 if in_backward else 1)
 
@@ -204,40 +213,18 @@ class ParameterOffload:
                     one.register_hook(before_backward)
 
         def before_state_dict(*_: Any) -> None:
+            check_types()
             window.expose()
 
         hooks = [
-            layer.register_forward_pre_hook(before_forward),
-            layer.register_forward_hook(after_forward),
+            layer.register_forward_pre_hook(LayerHook(before_forward, window)),
+            layer.register_forward_hook(LayerHook(after_forward, window)),
         ]
         for module in layer.modules():
-            hooks.append(module.register_state_dict_pre_hook(before_state_dict))
-            hooks.append(module.register_load_state_dict_pre_hook(before_state_dict))
+            hook = LayerHook(before_state_dict, window)
+            hooks.append(module.register_state_dict_pre_hook(hook))
+            hooks.append(module.register_load_state_dict_pre_hook(hook))
         self._undo += [hook.remove for hook in hooks]
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """All parameters of an optimizer that does not step by units are to be there.
-
-        Raises:
-            ConfigurationError: its step would copy them to the host before they are.
-        """
-        window = self.window
-        if window is None:
-            return
-        params = [p for group in optimizer.param_groups for p in group["params"] if window.has(p)]
-        if params and getattr(optimizer.step, "_runs_on_host", False):
-            raise _refusal(
-                "a step on the host (step_on, --optimizer-step-on cpu) copies parameters of an "
-                "accelerator before they are brought to it; with parameters on a tier use device"
-            )
-        if params and not hasattr(optimizer.step, "_offloads_states"):
-            self._step = contextlib.ExitStack()
-            self._step.enter_context(window.changing(params))
-
-    def _after_step(self, *_: Any) -> None:
-        step, self._step = self._step, None
-        if step is not None:
-            step.close()
 
 
 @contextlib.contextmanager
@@ -326,7 +313,7 @@ def offload_parameters(
     Losses, gradients and weights stay the same, bit for bit.
 
     Args:
-        model: not sharded.
+        model: not sharded. A weight that it has outside of layers too stays in memory.
         directory: an existing directory on an SSD, or several on different SSDs.
         units: of consecutive layers; None: each layer is one.
         layers: see `offload_activations`.
@@ -356,9 +343,9 @@ def offload_parameters(
         config = ParametersConfig.from_settings(
             {"mode": mode, "directories": directories, **settings}
         )
-        return ParameterOffload(
-            units_of(list(find_layers((model,), layers)), units), config, device
-        )
+        found = list(find_layers((model,), layers))
+        staying = set(params_outside(model, found))
+        return ParameterOffload(units_of(found, units), config, device, staying=staying)
     except ConfigurationError as error:
         raise ConfigurationError(ParametersConfig.in_settings(str(error))) from None
 
@@ -375,8 +362,10 @@ def _with_pages(sizes: Sequence[int]) -> int:
     return sum(sizes) + _SLACK * len(sizes)
 
 
-def _params_of(layers: Mapping[torch.nn.Module, int]) -> list[list[torch.nn.Parameter]]:
-    """The parameters of each unit.
+def _params_of(
+    layers: Mapping[torch.nn.Module, int], staying: Set[torch.nn.Parameter]
+) -> list[list[torch.nn.Parameter]]:
+    """The parameters of each unit, but for those that stay.
 
     Raises:
         ConfigurationError: one of them cannot move.
@@ -385,6 +374,8 @@ def _params_of(layers: Mapping[torch.nn.Module, int]) -> list[list[torch.nn.Para
     owner: dict[int, int] = {}
     for layer, number in layers.items():
         for name, param in layer.named_parameters():
+            if param in staying:
+                continue
             if owner.setdefault(id(param), number) != number:
                 raise _refusal(f"{name} belongs to layers of two units; give fewer units")
             if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of optimizers that have all their parameters in memory: `OptimizerSteps`.
+
+`parameter_offload.py` opens it. An optimizer whose states are offloaded goes by units, and is left
+alone.
+
+Note [Steps that do not end]
+torch calls us before the step of any optimizer, and after one that ends well. What a step has open
+that ended with an error is forgotten, and nothing is done: what it has updated counts as changed
+already, and gradients stay for whoever tries again. A forward pass of a layer shows it, and a new
+step of that optimizer. A step may also call those of other optimizers, whose units push out its
+own; behind them these come back.
+
+Note [Closures]
+A closure runs forward and backward within the step: units come and go, and gradients are made. So
+behind it the step begins once more, whoever calls it and however often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.parameters.window import ParameterWindow
+
+
+class OptimizerSteps:
+    """Has the parameters of an optimizer in memory while it updates them.
+
+    Args:
+        window: of parameters; those of an optimizer that are in no unit of it are left alone.
+    """
+
+    def __init__(self, window: ParameterWindow) -> None:
+        self._window = window
+        self._open: dict[torch.optim.Optimizer, contextlib.ExitStack] = {}  # the outer ones first
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def forget(self) -> None:
+        """Layers compute: what is open has not ended well, or begins again behind a closure."""
+        self._open.clear()
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self.forget()
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """All parameters of an optimizer that does not step by units are to be there.
+
+        Args:
+            optimizer: that is about to step.
+            args: of its step: itself, and perhaps a closure.
+            kwargs: of its step: perhaps a closure too.
+
+        Returns:
+            What it is to step with.
+
+        Raises:
+            ConfigurationError: its step would copy them to the host before they are.
+        """
+        params = self._params_of(optimizer)
+        if params and getattr(optimizer.step, "_runs_on_host", False):
+            raise ConfigurationError(
+                f"{PARAMETERS_PREFIX}a step on the host (step_on, --optimizer-step-on cpu) copies "
+                "parameters of an accelerator before they are brought to it; with parameters on a "
+                "tier use device"
+            )
+        if not params or hasattr(optimizer.step, "_offloads_states"):
+            return None
+        self._begin(optimizer)
+        if callable(kwargs.get("closure")):
+            kwargs = kwargs | {"closure": self._around(optimizer, kwargs["closure"])}
+        elif len(args) > 1 and callable(args[1]):
+            args = (args[0], self._around(optimizer, args[1]), *args[2:])
+        return args, kwargs
+
+    def _around(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """A closure behind which the optimizer has its parameters again. Note [Closures]."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if optimizer in self._open:
+                for number in self._numbers_of(optimizer):
+                    self._window.units[number].adopt()  # what was updated before
+            result = closure(*args, **kwargs)
+            self._begin(optimizer)
+            return result
+
+        return call
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(self._window.changing(self._params_of(optimizer)))
+        self._open[optimizer] = stack  # in the place of one that did not end
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        step = self._open.pop(optimizer, None)
+        if step is not None:
+            step.close()
+        for outer in list(self._open):
+            self._begin(outer)
+
+    def _numbers_of(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        found = (self._window.number_of(param) for param in self._params_of(optimizer))
+        return {number for number in found if number is not None}
+
+    def _params_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        groups = optimizer.param_groups
+        return [p for group in groups for p in group["params"] if self._window.has(p)]
