@@ -17,9 +17,15 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.offload import ConfigurationError, LayerMajor, offload_activations
-from tests.support.layer_major import failing_at, one_by_one, waiting_threads
+from tests.support.layer_major import (
+    failing_at,
+    one_by_one,
+    shows_saved_tensors_hooks,
+    waiting_threads,
+)
 from tests.support.models import Block
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_pass")
@@ -301,6 +307,43 @@ def test_autocast_around_a_step_holds_in_its_threads() -> None:
 
     expected = Outcome(other := copy.deepcopy(model), within(functools.partial(one_by_one, other)))
     Outcome(model, within(unit_by_unit(model))).assert_is(expected)
+
+
+@shows_saved_tensors_hooks
+def test_what_is_entered_around_a_step_meets_all_of_it() -> None:
+    """Hooks of saved tensors, and modes of dispatch: here one that counts operations."""
+    model = Language().eval()
+
+    def counted(step: Callable[[list[torch.Tensor]], Any]) -> tuple[int, int]:
+        packed = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal packed
+            packed += 1
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, FlopCounterMode(display=False) as flops:
+            step(micro_batches(0))
+        return packed, flops.get_total_flops()
+
+    expected = counted(functools.partial(one_by_one, model))
+    step = unit_by_unit(model)
+    assert [counted(step), counted(step)] == [expected, expected] and all(expected)
+
+
+def test_offload_s_hooks_rule_over_those_around_a_step(tmp_path: Path) -> None:
+    """As in a step that runs one micro-batch after the other."""
+    model = Language()
+    expected = usual(model)
+    unpacked: list[torch.Tensor] = []
+    with (
+        offload_activations(model, tmp_path, min_bytes=1) as offload,
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpacked.append),
+    ):
+        Outcome(model, unit_by_unit(model, offload=offload)).assert_is(expected)
+        assert offload.statistics["offloaded_bytes"] > 0
+    assert not unpacked
 
 
 def test_other_random_numbers_are_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,22 +10,25 @@ import struct
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.offload import ConfigurationError, OffloadEngine
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.megatron import layer_major as megatron_layer_major
 from megatron.offload.integration.megatron.layer_major import only_chunk
+from megatron.offload.layer_major import random_numbers
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.pausable_call import PausableCall, running_call
 from megatron.offload.layer_major.random_numbers import TorchGenerators, advanced, num_drawn
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.saved.scope import Scope
+from tests.support.layer_major import shows_saved_tensors_hooks
 from tests.support.models import settle, ssd
 
 CPU = torch.device("cpu")
@@ -221,6 +224,115 @@ def test_modes_of_torch_s_functions_hold_in_the_call() -> None:
     assert call.take_result() == (5, torch.device("meta"))
 
 
+def test_modes_of_dispatch_hold_in_the_call() -> None:
+    """Without a word to the mode, which knows of one entry."""
+
+    class Counting(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.names.append(f"{func} in {threading.current_thread().name}")
+            return func(*args, **(kwargs or {}))
+
+    def function() -> None:
+        torch.ones(1)
+
+    with Counting() as mode:
+        call = PausableCall(function, "call", CPU)
+        call.go_on()
+        assert mode.names == ["aten.ones.default in call"]
+        torch.zeros(1)
+    torch.zeros(1)
+    assert len(mode.names) == 2
+
+
+@shows_saved_tensors_hooks
+def test_hooks_of_saved_tensors_hold_in_the_call_below_its_own() -> None:
+    weight = torch.ones(2, requires_grad=True)
+
+    def packed_by(name: str) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (packed.append(name), tensor)[1], lambda tensor: tensor
+        )
+
+    def function() -> torch.Tensor:
+        product = weight * weight.detach()
+        call = running_call()
+        assert call is not None
+        with packed_by("the call's"):
+            call.pause()
+            product = product * weight.detach()
+        return product * weight.detach()
+
+    packed: list[str] = []
+    with packed_by("outer"), packed_by("the caller's"):
+        call = PausableCall(function, "call", CPU)
+    call.go_on()
+    weight * weight.detach()  # here nobody packs
+    call.go_on()
+    assert packed == ["the caller's", "the call's", "the caller's"]
+    call.take_result().sum().backward()
+    assert weight.grad is not None
+
+
+def test_autocast_s_settings_hold_in_the_call() -> None:
+    """Also without a context: what the next one is entered with, and whether it is an inner one."""
+
+    def settings() -> tuple[Any, ...]:
+        with torch.autocast("cpu", enabled=False):
+            torch.autocast_increment_nesting()
+            depth = torch.autocast_decrement_nesting()
+        dtype = torch.get_autocast_dtype("cpu")
+        return depth > 1, dtype, torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+
+    def in_a_call() -> tuple[Any, ...]:
+        call = PausableCall(settings, "call", CPU)
+        call.go_on()
+        return call.take_result()
+
+    assert in_a_call() == settings()
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        assert in_a_call() == settings() == (True, torch.float16, True, False)
+        with torch.autocast("cpu", enabled=False):
+            assert in_a_call() == settings()
+    dtype = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        assert in_a_call() == settings() == (False, torch.float16, False, True)
+    finally:
+        torch.set_autocast_dtype("cpu", dtype)
+
+
+def test_each_thread_s_casts_of_a_weight_are_its_own() -> None:
+    """Autocast's cache is one for all; here autocast is around calls and what is between them."""
+    linear = torch.nn.Linear(2, 2, bias=False)
+
+    def cast() -> Any:
+        """The node that has cast the weight, twice the same."""
+        once, again = (linear(torch.ones(1, 2)).grad_fn for _ in range(2))
+        casts = [one.next_functions[-1][0].next_functions[0][0] for one in (once, again)]
+        assert casts[0] is casts[1] and casts[0].name() == "ToCopyBackward0"
+        return casts[0]
+
+    def function() -> tuple[Any, Any]:
+        call = running_call()
+        assert call is not None
+        before = cast()
+        call.pause()
+        return before, cast()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        calls = [PausableCall(function, "call", CPU) for _ in range(2)]
+        found = [cast()]
+        for call in calls:
+            call.go_on()
+            found.append(cast())
+        for call in calls:
+            call.go_on()
+            found += [*call.take_result(), cast()]
+    assert len({id(one) for one in found}) == len(found) == 9
+
+
 @pytest.mark.parametrize("before", [0, 5, 623, 624])
 @pytest.mark.parametrize("number", [0, 1, 7, 623, 624, 625, 5000])
 def test_random_numbers_of_a_cpu_are_counted(before: int, number: int) -> None:
@@ -243,6 +355,53 @@ def test_numbers_of_all_kinds_of_operations_are_counted() -> None:
     end = generator.get_state()
     found = num_drawn(begin, end)
     assert found is not None and torch.equal(advanced(begin, found), end)
+
+
+@pytest.mark.parametrize("before", [0, 1, 623])
+@pytest.mark.parametrize("more", [-625, -624, -1, 0, 1, 623, 624, 625])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_many_random_numbers_are_drawn_in_a_little_memory(
+    before: int, more: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = chunks * random_numbers._DRAWN_AT_ONCE + more
+    generator = torch.Generator().manual_seed(11)
+    torch.empty(before, dtype=torch.int32).random_(generator=generator)
+    begin = generator.get_state()
+    torch.empty(number).uniform_(generator=generator)
+    sizes: list[int] = []
+
+    def empty(size: int, **settings: Any) -> torch.Tensor:
+        sizes.append(size)
+        return torch.zeros(size, **settings)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert torch.equal(advanced(begin, number), generator.get_state())
+    assert sizes == [min(number, random_numbers._DRAWN_AT_ONCE)]
+
+
+@pytest.mark.parametrize("numbers", [[16], [17], [624], [1000], [4, 6], [3, 5], [1, 1]])
+def test_normal_numbers_are_counted_where_none_is_left_over(numbers: list[int]) -> None:
+    """Below 16 they are drawn in pairs; the next draw takes the second one of the last pair."""
+    generator = torch.Generator().manual_seed(11)
+    begin = generator.get_state()
+    for number in numbers:
+        torch.empty(number).normal_(generator=generator)
+    end = generator.get_state()
+    found = num_drawn(begin, end)
+    assert found is not None and torch.equal(advanced(begin, found), end)
+
+
+def test_a_normal_number_that_is_left_over_is_not_counted() -> None:
+    """The next micro-batch would begin with another one."""
+    generator = torch.Generator().manual_seed(11)
+    begin = generator.get_state()
+    torch.empty(3).normal_(generator=generator)
+    left_over = generator.get_state()
+    assert num_drawn(begin, left_over) is None
+    torch.empty(40).uniform_(generator=generator)  # leaves it where it is
+    assert num_drawn(left_over, generator.get_state()) == 40
+    torch.empty(1).normal_(generator=generator)
+    assert num_drawn(left_over, generator.get_state()) is None
 
 
 def test_numbers_are_counted_whatever_device_new_tensors_are_made_on() -> None:

@@ -83,7 +83,10 @@ class Crossing:
 class GraphCuts:
     """The parts of one forward pass's graph, a part for each unit.
 
-    Only nodes that the thread of the forward pass makes count: autograd numbers them by thread.
+    Autograd numbers nodes by thread, and only those count that the thread of the forward pass has
+    made. It meets none of other passes, see Note [Autocast's cache]. What the caller has made
+    before the step is refused or, if its number is as large, run by each pass that reaches it, as
+    in a step that runs one micro-batch after the other.
 
     Args:
         micro_batch: whose pass it is.
@@ -167,9 +170,9 @@ class GraphCuts:
         for node in _reached(nodes):
             if node._sequence_nr() < begins:
                 raise refusal(
-                    f"a tensor that an earlier unit has made ({node.name()}) is used after the "
-                    "layers' own inputs, which a layer-major step cannot follow; run this model "
-                    "micro-batch by micro-batch"
+                    f"a tensor that was made before a unit ({node.name()}; by an earlier one, or "
+                    "before the step) is used in it beside its layers' inputs, which a layer-major "
+                    "step cannot follow; run this model micro-batch by micro-batch"
                 )
 
 

@@ -6,19 +6,27 @@ A model's forward pass is somebody else's function, and it is to stop between tw
 of another micro-batch run up to there, and go on. So each runs in a thread of its own, of which
 never more than one runs: who says `go_on` waits until the call pauses or ends. Whatever a pass has
 entered (autocast, hooks of saved tensors, a profiler's range) is the thread's and stays as it was.
-What the thread that made the call has entered holds in it too, as far as torch shows it.
+What the thread that made the call has entered holds in it too, see `ThreadState`.
+
+Note [Autocast's cache]
+Autocast keeps what it has cast a weight to until its outermost context ends. That context is a
+thread's; the cache is one for all threads. So a pass would find what another one has cast, with the
+node of that one's graph: of another thread, and, if that one wanted no gradients of the weight,
+without a way to it. Therefore the cache is emptied whenever another thread goes on. Each call casts
+a weight once between two pauses, and all uses of it there share the node, as in a call that does
+not pause: their gradients are added before they are cast back. What no graph has kept is free.
 """
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+
+from megatron.offload.layer_major.thread_state import ThreadState
 
 T = TypeVar("T")
 
@@ -40,7 +48,7 @@ class PausableCall(Generic[T]):
 
     def __init__(self, function: Callable[[], T], name: str, device: torch.device) -> None:
         self._function = function
-        self._enter_caller = _state_of_thread(device)
+        self._state_of_caller = ThreadState(device)
         self._goes_on = threading.Semaphore(0)
         self._has_stopped = threading.Semaphore(0)
         self._is_abandoned = False
@@ -58,12 +66,14 @@ class PausableCall(Generic[T]):
         """
         if self._thread.ident is None:
             self._thread.start()
+        torch.clear_autocast_cache()  # of the caller's casts, see Note [Autocast's cache]
         self._goes_on.release()
         try:
             self._has_stopped.acquire()
         except BaseException:  # from the keyboard: nobody leaves before what runs has ended
             self.abandon()
             raise
+        torch.clear_autocast_cache()  # of the call's
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -95,7 +105,7 @@ class PausableCall(Generic[T]):
         self._goes_on.acquire()
         try:
             if not self._is_abandoned:
-                with self._enter_caller():
+                with self._state_of_caller.entered():
                     self._result.append(self._function())
         except BaseException as error:
             if not self._is_abandoned:
@@ -108,43 +118,3 @@ class PausableCall(Generic[T]):
 def running_call() -> PausableCall[Any] | None:
     """The call that runs in this thread, if there is one."""
     return getattr(_of_thread, "call", None)
-
-
-@contextlib.contextmanager
-def _function_mode(mode: Any) -> Iterator[None]:
-    """Has a mode rule in this thread as well, without a word to it, which knows of one entry."""
-    torch._C._push_on_torch_function_stack(mode)
-    try:
-        yield
-    finally:
-        torch._C._pop_torch_function_stack()
-
-
-def _state_of_thread(
-    device: torch.device,
-) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What torch keeps for each thread, of this one; the result enters it in another thread."""
-    grad = torch.is_grad_enabled()
-    # The default device is one, and so is what has CUDA mean the CPU where there is no GPU.
-    function_modes = _get_current_function_mode_stack()
-    kinds = dict.fromkeys(("cpu", device.type))
-    autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
-    caches = torch.is_autocast_cache_enabled()
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    stream = None if module is None else module.current_stream(device)
-    current = None if module is None else module.current_device()  # of the caller: any other one
-
-    @contextlib.contextmanager
-    def entered() -> Iterator[None]:
-        with contextlib.ExitStack() as contexts:
-            if module is not None:
-                contexts.enter_context(module.stream(stream))  # makes its device the current one
-                contexts.enter_context(module.device(current))
-            contexts.enter_context(torch.set_grad_enabled(grad))
-            for mode in function_modes:
-                contexts.enter_context(_function_mode(mode))
-            for kind, dtype in autocast:
-                contexts.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))
-            yield
-
-    return entered

@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 
 _WORDS = slice(24, 24 + 624 * 8)  # of the state of a generator on the CPU: the Mersenne Twister's
 _LEFT = slice(8, 12)  # how many of them are left, the next draw included
+_NORMAL = slice(24 + 624 * 8, None)  # and normal numbers that were made in pairs, of one left over
 _MOST_BLOCKS = 1 << 20  # to look for a state in, 624 numbers each
+_DRAWN_AT_ONCE = 1 << 16  # 256 KiB
 
 
 class Generators(Protocol):
@@ -107,7 +109,8 @@ class RandomNumbers:
             self._has_warned = True
             logger.warning(
                 "%sthe random numbers that a micro-batch draws cannot be counted (was a generator "
-                "seeded in the forward pass?); steps run one micro-batch after the other",
+                "seeded in the forward pass, or an odd number of normal ones drawn?); steps run "
+                "one micro-batch after the other",
                 STEPS_PREFIX,
             )
 
@@ -128,6 +131,8 @@ def num_drawn(begin: torch.Tensor, end: torch.Tensor) -> int | None:
     if begin.numel() == _PHILOX.size:
         (seed, offset), (end_seed, end_offset) = _philox(begin), _philox(end)
         return end_offset - offset if seed == end_seed and end_offset >= offset else None
+    if not torch.equal(begin[_NORMAL], end[_NORMAL]):  # the next micro-batch uses the one left over
+        return None
     generator = torch.Generator().set_state(begin)
     words, left = end[_WORDS], _left(end)
     total = 0
@@ -168,4 +173,6 @@ def _left(state: torch.Tensor) -> int:
 
 
 def _draw(generator: torch.Generator, number: int) -> None:
-    torch.empty(number, dtype=torch.int32, device="cpu").random_(generator=generator)
+    drawn = torch.empty(min(number, _DRAWN_AT_ONCE), dtype=torch.int32, device="cpu")
+    for begin in range(0, number, _DRAWN_AT_ONCE):
+        drawn[: number - begin].random_(generator=generator)

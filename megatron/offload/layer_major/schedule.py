@@ -12,10 +12,14 @@ Every parameter's gradient is the sum of those of all micro-batches, added one a
 the order of their numbers, as in a step that runs one micro-batch after the other: the same bits.
 Two cases differ, in the order of additions alone. A parameter that several units use (an output
 layer tied to the embedding) gets what the last unit has for all micro-batches before what the first
-one has. A tensor that layers of several units take (an encoder's output) may collect its gradient
-in another grouping, see Note [Cutting the graph]. With `alternates` every second unit goes through
-the micro-batches backwards, so that what a unit has just handed over is used next, and sums are
-added in that order.
+one has; under autocast each unit's is cast back by itself before. A tensor that layers of several
+units take (an encoder's output) may collect its gradient in another grouping, see Note [Cutting the
+graph].
+What a layer keeps from one micro-batch to the next, as BatchNorm its running means, meets them in
+the same order too. If it runs again in backward it meets all of them before the first one again.
+With `alternates` every second unit goes through the micro-batches backwards, so that what a unit
+has just handed over is used next. Sums are added in that order, and what layers keep over
+micro-batches, with all that depends on it, is of that order.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ class LayerMajor:
         layers: see `offload_activations`.
         offload: of the model's activations, which then go on their way in these steps as well.
         alternates: every second unit takes the micro-batches in descending order: what one has
-            just made is used next, and gradients are added in that order.
+            just made is used next, gradients are added in that order, and what layers keep from
+            one micro-batch to the next (BatchNorm's running means) meets them in it.
 
     Raises:
         ConfigurationError: this model cannot be run so; says why.

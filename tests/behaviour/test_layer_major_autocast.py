@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer-major steps under autocast, whose cache of cast weights is one for all threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron.offload import LayerMajor, offload_activations
+from tests.support.layer_major import one_by_one
+from tests.support.models import Block
+
+pytestmark = pytest.mark.usefixtures("one_thread_for_each_pass")
+
+HIDDEN, LAYERS = 16, 6
+Step = Callable[[torch.nn.Module, list[torch.Tensor]], Any]
+
+
+class Twice(Block):
+    """Uses a weight twice, whose gradients come together in bf16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x + self.qkv(self.qkv(x)[..., :HIDDEN].tanh())[..., :HIDDEN]
+
+
+class ByData(Twice):
+    """Of some micro-batches it makes more operations, and of some it wants no gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_odd = bool(x.detach().flatten()[0] > 0)
+        for _ in range(40 * is_odd):
+            x = x * 1.0
+        with torch.set_grad_enabled(is_odd):
+            up = self.up(x)[..., :HIDDEN]
+        return super().forward(x + up.detach()) + self.up(x)[..., :HIDDEN] * is_odd
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layer: type[Block] = Twice, *, recomputes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.into = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.layers = torch.nn.ModuleList(layer(HIDDEN) for _ in range(LAYERS))
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+        return x.float().square().mean()
+
+
+def with_recomputation() -> Model:
+    return Model(recomputes=True)
+
+
+def by_data() -> Model:
+    return Model(ByData)
+
+
+def shared() -> Model:
+    """Layers of different units have a weight in common."""
+    model = Model()
+    model.layers[-1].qkv.weight = model.layers[0].qkv.weight
+    return model
+
+
+def around(step: Step) -> Step:
+    """Autocast is entered around the step."""
+
+    def run(model: torch.nn.Module, batches: list[torch.Tensor]) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(model, batches)
+
+    return run
+
+
+class Within(torch.nn.Module):
+    """Autocast is entered by the loss function."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(x)
+
+
+def within(step: Step) -> Step:
+    return lambda model, batches: step(Within(model), batches)
+
+
+def micro_batches(number: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(number)
+    batches = [torch.randn(2, 8, HIDDEN, generator=draw) for _ in range(3)]
+    # Those of `ByData` that want no gradients of a weight come first.
+    return sorted(batches, key=lambda one: float(one.flatten()[0]))
+
+
+def trained(model: Model, step: Step, num_batches: int) -> tuple[list[Any], list[torch.Tensor]]:
+    """Losses, and gradients and weights of three steps."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    for number in range(3):
+        optimizer.zero_grad()
+        losses += step(model, micro_batches(number)[-num_batches:])
+        tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return losses, tensors + list(model.parameters())
+
+
+def layer_major(units: int | None, **settings: Any) -> Step:
+    steps: list[LayerMajor] = []
+
+    def step(model: torch.nn.Module, batches: list[torch.Tensor]) -> Any:
+        inner = model.model if isinstance(model, Within) else model
+        if not steps:
+            steps.append(LayerMajor(inner, units, **settings))
+        return steps[0].step(batches, model)
+
+    return step
+
+
+@pytest.mark.parametrize("make", [Model, with_recomputation, by_data])
+@pytest.mark.parametrize("where", [around, within])
+@pytest.mark.parametrize("order", ["ascending", "alternating"])
+def test_all_bits_are_the_same(
+    make: Callable[[], Model], where: Callable[[Step], Step], order: str
+) -> None:
+    """Two micro-batches where the order alternates: the sum of two has one value."""
+    num_batches = 3 if order == "ascending" else 2
+    expected = trained(make(), where(one_by_one), num_batches)
+    for units in (3, None):
+        step = layer_major(units, alternates=order == "alternating")
+        losses, tensors = trained(make(), where(step), num_batches)
+        assert losses == expected[0]
+        assert len(tensors) == len(expected[1])
+        assert all(map(torch.equal, tensors, expected[1]))
+
+
+@pytest.mark.parametrize("where", [around, within])
+def test_all_bits_are_the_same_with_offload(where: Callable[[Step], Step], tmp_path: Path) -> None:
+    expected = trained(Model(), where(one_by_one), 3)
+    model = Model()
+    with offload_activations(model, tmp_path, min_bytes=1, boundary="ssd") as offload:
+        losses, tensors = trained(model, where(layer_major(3, offload=offload)), 3)
+    assert losses == expected[0] and all(map(torch.equal, tensors, expected[1]))
+
+
+@pytest.mark.parametrize("where", [around, within])
+@pytest.mark.parametrize("alternates", [False, True])
+def test_a_weight_of_two_units_gets_both_gradients(
+    where: Callable[[Step], Step], alternates: bool
+) -> None:
+    """They are cast back one by one; autograd adds those of a micro-batch in bf16."""
+    model, same = shared(), shared()
+    step = layer_major(3, alternates=alternates)
+    where(step)(model, micro_batches(0))  # counts random numbers
+    for batches in (micro_batches(1), micro_batches(2)):
+        model.zero_grad()
+        same.zero_grad()
+        torch.manual_seed(1)
+        where(step)(model, batches)
+        torch.manual_seed(1)
+        where(one_by_one)(same, batches)
+        for (name, p), q in zip(model.named_parameters(), same.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            error = (p.grad - q.grad).abs().max()
+            limit = torch.finfo(torch.bfloat16 if ".0.qkv" in name else torch.float32).eps
+            assert error <= 4 * limit * q.grad.abs().max(), name
