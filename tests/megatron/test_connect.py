@@ -29,7 +29,12 @@ from megatron.offload.layer_set import LayerSet
 
 def hooked() -> tuple[Any, ...]:
     """Megatron's functions that offload replaces."""
-    return TransformerLayer.forward, schedules.forward_step, schedules.backward_step
+    return (
+        TransformerLayer.forward,
+        schedules.forward_step,
+        schedules.backward_step,
+        schedules.check_first_val_step,
+    )
 
 
 def model(**settings: Any) -> list[torch.nn.Module]:
