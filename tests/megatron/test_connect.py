@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.offload import ConfigurationError, OffloadConfig
-from megatron.offload.integration.megatron import install
+from megatron.offload.integration.megatron import decorators, install
 from megatron.offload.integration.megatron.estimate import (
     MARGIN,
     activation_bytes,
@@ -67,6 +67,21 @@ def test_off_touches_nothing() -> None:
         pass
     assert offload.statistics == {} and offload.summary() == ""
     offload.close()
+
+
+def test_a_pass_that_no_backward_follows_is_megatrons_own() -> None:
+    """Only the pass that comes next, and only where the schedule has said it."""
+    step = decorators.around_forward_step(lambda: "Megatron's")
+    check = decorators.around_first_val_step(schedules.check_first_val_step)
+    hooks: Any = SimpleNamespace(forward_step=lambda *_: "ours")
+    decorators.connect(hooks)
+    try:
+        assert step() == "ours"
+        assert check(None, False, True) is True and step() == "ours"
+        assert check(False, True, True) is False and step() == "Megatron's"
+        assert step() == "ours"
+    finally:
+        decorators.connect(None)
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,11 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from megatron.offload import ConfigurationError
 from megatron.offload.integration.megatron import process_groups
+from megatron.offload.integration.megatron.layer_major import check_layer_major
 from megatron.offload.integration.megatron.process_groups import consensus_of
+from megatron.offload.layer_major.config import LayerMajorConfig
 from tests.megatron.router_ranks import MICRO_BATCHES
 from tests.support import launch
 from tests.support.launch import Outcome, assert_same_bits, train
@@ -72,7 +75,7 @@ def test_replicas_that_meet_in_layers_count_random_numbers_together() -> None:
         ({"num_moe_experts": 4, "expert_tensor_parallel_size": 2}, "TP x DP x CP"),
         ({"test_mode": True}, "TP x DP x CP"),
     ],
-    ids=str,
+    ids=["dense", "experts", "test mode"],
 )
 def test_who_meets_within_layers(
     settings: dict[str, Any], group: str, monkeypatch: pytest.MonkeyPatch
@@ -83,9 +86,19 @@ def test_who_meets_within_layers(
         return "TP x DP x CP" if with_context_parallel else "TP x DP"
 
     monkeypatch.setattr(parallel_state, "get_tensor_and_data_parallel_group", data_parallel)
-    monkeypatch.setattr(
-        parallel_state, "get_tensor_and_context_parallel_group", lambda: "TP x CP"
-    )
+    monkeypatch.setattr(parallel_state, "get_tensor_and_context_parallel_group", lambda: "TP x CP")
     monkeypatch.setattr(process_groups.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(process_groups, "ProcessGroupConsensus", lambda groups, _: groups)
     assert consensus_of(torch.device("cpu"), SimpleNamespace(**settings)) == [group]
+
+
+def test_a_loss_over_the_global_batch_needs_micro_batches_in_their_order() -> None:
+    settings = SimpleNamespace(
+        pipeline_model_parallel_size=1, moe_router_load_balancing_type=["global_aux_loss"]
+    )
+    alternating = LayerMajorConfig(units=2, order="alternating")
+    with pytest.raises(ConfigurationError, match=r"cannot be combined with global_aux_loss"):
+        check_layer_major(alternating, settings, boundary="keep")
+    check_layer_major(LayerMajorConfig(units=2), settings, boundary="keep")
+    settings.moe_router_load_balancing_type = "aux_loss"
+    check_layer_major(alternating, settings, boundary="keep")

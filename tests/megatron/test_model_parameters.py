@@ -89,7 +89,8 @@ def test_what_looks_at_parameters_between_steps_is_refused(
 ) -> None:
     config = ParametersConfig(mode="ssd", directories=(tmp_path,))
     advice = f"^parameters: {name} cannot be combined .*; drop --{name.replace('_', '-')}"
+    settings = SimpleNamespace(**{name: value})
     with pytest.raises(ConfigurationError, match=advice):
-        check_model_parameters(config, SimpleNamespace(**{name: value}))
-    for works in (ParametersConfig(), SimpleNamespace(**{name: value})), (config, SimpleNamespace()):
-        check_model_parameters(*works)
+        check_model_parameters(config, settings)
+    check_model_parameters(ParametersConfig(), settings)
+    check_model_parameters(config, SimpleNamespace(**{name: None}))

@@ -39,9 +39,7 @@ _REFUSED_BETWEEN_STEPS = {
         "it would save parameters that are away; drop --save-params-interval, and use --save"
     ),
     "qk_clip": "it changes weights after the optimizer's step, when they are away; drop --qk-clip",
-    "async_save": (
-        "its writer goes on during the next step, which writes where it reads; drop --async-save"
-    ),
+    "async_save": "its writer goes on during the next step, which moves them; drop --async-save",
 }
 # What the distributed optimizer cannot do, of Megatron's flags or settings of data parallelism.
 _REFUSED = {
