@@ -5,6 +5,7 @@ test_layer_major_experts.py.
 Auxiliary losses over the global batch and over a micro-batch, a z-loss, a bias of each expert; on
 one rank inputs with noise too. In its second step rank 1 draws a number more than before, which no
 layer uses. Validation computes with gradients: that no backward follows, `forward_only` says alone.
+With `auto` ranks do not measure the same either (`uneven_ranks.py`).
 
 Each rank prints what its routers have counted in a step, and after validation whether gradients
 have changed.
@@ -102,4 +103,8 @@ def make_task() -> Any:
 if __name__ == "__main__":
     from trainer.start import start
 
+    if "auto" in sys.argv:
+        from tests.megatron.uneven_ranks import connect
+
+        connect()
     sys.exit(start(make_task))

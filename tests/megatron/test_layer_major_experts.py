@@ -19,7 +19,7 @@ from megatron.offload.layer_major.config import LayerMajorConfig
 from tests.megatron.router_ranks import MICRO_BATCHES
 from tests.support import launch
 from tests.support.launch import Outcome, assert_same_bits, train
-from tests.support.offload_flags import ssd
+from tests.support.offload_flags import auto, ssd
 
 STEPS = 4
 UNITS = "--layer-major-units 2"
@@ -27,6 +27,8 @@ MOE = (
     f"--num-experts 4 --disable-bias-linear --train-iters {STEPS}"
     " --untie-embeddings-and-output-weights --eval-interval 2 --eval-iters 1"
 )
+
+DETERMINED = f"--hidden-dropout 0 --attention-dropout 0 --global-batch-size {2 * MICRO_BATCHES}"
 
 
 @pytest.fixture
@@ -60,12 +62,33 @@ def test_what_routers_keep_over_micro_batches_changes_no_bit(
 @pytest.mark.usefixtures("routers")
 def test_replicas_that_meet_in_layers_count_random_numbers_together() -> None:
     """Rank 1 has drawn another number in the second step, so all count in the third one."""
-    flags = f"--hidden-dropout 0 --attention-dropout 0 --global-batch-size {2 * MICRO_BATCHES}"
-    one_by_one = train(MOE, flags, model="routers", world_size=2)
-    in_units = train(MOE, flags, UNITS, model="routers", world_size=2)
+    one_by_one = train(MOE, DETERMINED, model="routers", world_size=2)
+    in_units = train(MOE, DETERMINED, UNITS, model="routers", world_size=2)
     assert "have drawn more or fewer random numbers" in in_units.output
     assert_same_bits(in_units, one_by_one, STEPS)
     assert noted(in_units) == noted(one_by_one)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("routers")
+@pytest.mark.parametrize("units", ["", UNITS])
+def test_replicas_that_meet_in_layers_plan_together(units: str, tmp_path: Path) -> None:
+    """A layer that is recomputed meets in backward again; on all replicas, or on none."""
+    flags = f"{MOE} {DETERMINED} --train-iters 6"
+    run = tmp_path / "run"
+    run.mkdir()
+    planned = train(
+        flags,
+        units,
+        auto(tmp_path, "--activation-offload-max-slowdown 1"),
+        f"--metrics-file {run / 'metrics.jsonl'}",
+        model="routers",
+        world_size=2,
+        timeout_s=150,
+    )
+    assert_same_bits(planned, train(flags, model="routers", world_size=2), 6)
+    first, other = (run / f"plan1-rank{rank}.json" for rank in range(2))
+    assert first.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.parametrize(
