@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from megatron.offload.integration.megatron.estimate import (
     passes_in_flight,
     stage_of,
 )
+from megatron.offload.integration.megatron.layer_major import LayerMajorHooks
 from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_set import LayerSet
@@ -82,6 +85,43 @@ def test_a_pass_that_no_backward_follows_is_megatrons_own() -> None:
         assert step() == "ours"
     finally:
         decorators.connect(None)
+
+
+def backward_of_0_16(
+    input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any
+) -> Any:
+    return input_tensor, output_tensor, output_tensor_grad, model_type, config
+
+
+def backward_of_0_19(
+    input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any
+) -> Any:
+    return input_tensor, output_tensor, output_tensor_grad, config
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (backward_of_0_16, (None, "loss", None, "encoder_or_decoder", "settings")),
+        (backward_of_0_19, (None, "loss", None, "settings")),
+    ],
+)
+def test_layer_major_steps_run_the_backward_step_of_each_version(
+    step: Callable[..., Any], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    @functools.wraps(step)
+    def noting(**arguments: Any) -> None:
+        ran.append(step(**arguments))
+
+    decorated = decorators.around_backward_step(noting)
+    monkeypatch.setattr(schedules, "backward_step", decorated)
+    hooks: Any = SimpleNamespace(
+        _model=SimpleNamespace(model_type="encoder_or_decoder"), _settings="settings"
+    )
+    LayerMajorHooks._backward(hooks, ("loss", 3))
+    assert ran == [expected]
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,10 @@ class LayerMajorHooks:
         from megatron.core.utils import get_model_type
 
         step = getattr(schedules.backward_step, "__wrapped__", schedules.backward_step)
-        step(None, result[0], None, get_model_type(self._model), self._settings)
+        given = {"output_tensor": result[0], "config": self._settings}
+        if "model_type" in inspect.signature(step).parameters:  # in 0.16.1, not in 0.19.1
+            given["model_type"] = get_model_type(self._model)
+        step(input_tensor=None, output_tensor_grad=None, **given)
 
 
 class _Passes(EnginePasses):
