@@ -59,6 +59,7 @@ def test_what_routers_keep_over_micro_batches_changes_no_bit(
     assert sum(line.endswith("gradients are the same") for line in lines) == STEPS / 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("routers")
 def test_replicas_that_meet_in_layers_count_random_numbers_together() -> None:
     """Rank 1 has drawn another number in the second step, so all count in the third one."""
