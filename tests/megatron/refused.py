@@ -199,14 +199,24 @@ STEPS_SETTINGS: tuple[dict[str, Any], ...] = (
     {"cpu_offloading": True},
     {"fine_grained_activation_offloading": True},
     {"moe_paged_stash": True},
+    {"moe_enable_routing_replay": True},
     {"enable_cuda_graph": True},
     {"external_cuda_graph": True},
     {"cuda_graph_impl": "local"},
 )
+GLOBAL_AUX_LOSS: tuple[Any, ...] = ("global_aux_loss", ["aux_loss", "global_aux_loss"])
 STEPS = (
     *(
         Row(UNITS, f"--layer-major-units cannot be combined with {next(iter(one))}", settings=one)
         for one in STEPS_SETTINGS
+    ),
+    *(
+        Row(
+            f"{UNITS} --layer-major-order alternating",
+            "that loss depends on the micro-batches before; use ascending",
+            settings={"moe_router_load_balancing_type": one},
+        )
+        for one in GLOBAL_AUX_LOSS
     ),
     Row(f"{UNITS} {PP2}", "--layer-major-units needs a model on one pipeline stage", 2),
     Row(f"{UNITS} {FULL}", "checkpoints hide the layers; use --activation-recompute-layers"),

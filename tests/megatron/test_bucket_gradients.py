@@ -172,6 +172,8 @@ def test_one_bucket_for_all_is_refused(tmp_path: Path) -> None:
         ({"calculate_per_token_loss": True}, "drop --calculate-per-token-loss"),
         ({"log_num_zeros_in_grad": True}, "drop --log-num-zeros-in-grad"),
         ({"check_for_large_grads": True}, "drop --check-for-large-grads"),
+        ({"save_wgrads_interval": 10}, "drop --save-wgrads-interval"),
+        ({"nccl_ub": True}, "drop --use-nccl-ub"),
         ({"overlap_grad_reduce": False}, "needs --overlap-grad-reduce"),
     ],
     ids=str,

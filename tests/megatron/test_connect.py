@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.offload import ConfigurationError, OffloadConfig
-from megatron.offload.integration.megatron import install
+from megatron.offload.integration.megatron import decorators, install
 from megatron.offload.integration.megatron.estimate import (
     MARGIN,
     activation_bytes,
@@ -22,6 +23,7 @@ from megatron.offload.integration.megatron.estimate import (
     passes_in_flight,
     stage_of,
 )
+from megatron.offload.integration.megatron.layer_major import LayerMajorHooks
 from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_set import LayerSet
@@ -29,7 +31,12 @@ from megatron.offload.layer_set import LayerSet
 
 def hooked() -> tuple[Any, ...]:
     """Megatron's functions that offload replaces."""
-    return TransformerLayer.forward, schedules.forward_step, schedules.backward_step
+    return (
+        TransformerLayer.forward,
+        schedules.forward_step,
+        schedules.backward_step,
+        schedules.check_first_val_step,
+    )
 
 
 def model(**settings: Any) -> list[torch.nn.Module]:
@@ -62,6 +69,58 @@ def test_off_touches_nothing() -> None:
         pass
     assert offload.statistics == {} and offload.summary() == ""
     offload.close()
+
+
+def test_a_pass_that_no_backward_follows_is_megatrons_own() -> None:
+    """Only the pass that comes next, and only where the schedule has said it."""
+    step = decorators.around_forward_step(lambda: "Megatron's")
+    check = decorators.around_first_val_step(schedules.check_first_val_step)
+    hooks: Any = SimpleNamespace(forward_step=lambda *_: "ours")
+    decorators.connect(hooks)
+    try:
+        assert step() == "ours"
+        assert check(None, False, True) is True and step() == "ours"
+        assert check(False, True, True) is False and step() == "Megatron's"
+        assert step() == "ours"
+    finally:
+        decorators.connect(None)
+
+
+def backward_of_0_16(
+    input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any
+) -> Any:
+    return input_tensor, output_tensor, output_tensor_grad, model_type, config
+
+
+def backward_of_0_19(
+    input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any
+) -> Any:
+    return input_tensor, output_tensor, output_tensor_grad, config
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (backward_of_0_16, (None, "loss", None, "encoder_or_decoder", "settings")),
+        (backward_of_0_19, (None, "loss", None, "settings")),
+    ],
+)
+def test_layer_major_steps_run_the_backward_step_of_each_version(
+    step: Callable[..., Any], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    @functools.wraps(step)
+    def noting(**arguments: Any) -> None:
+        ran.append(step(**arguments))
+
+    decorated = decorators.around_backward_step(noting)
+    monkeypatch.setattr(schedules, "backward_step", decorated)
+    hooks: Any = SimpleNamespace(
+        _model=SimpleNamespace(model_type="encoder_or_decoder"), _settings="settings"
+    )
+    LayerMajorHooks._backward(hooks, ("loss", 3))
+    assert ran == [expected]
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

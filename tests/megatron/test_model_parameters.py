@@ -72,3 +72,25 @@ def test_captured_graphs_are_refused(settings: dict[str, Any], tmp_path: Path) -
     with pytest.raises(ConfigurationError, match="parameters: CUDA graphs cannot be combined"):
         check_model_parameters(config, SimpleNamespace(**settings))
     check_model_parameters(ParametersConfig(), SimpleNamespace(**settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("log_params_norm", True),
+        ("check_weight_hash_across_dp_replicas_interval", 10),
+        ("save_params_interval", 10),
+        ("qk_clip", True),
+        ("async_save", True),
+    ],
+)
+def test_what_looks_at_parameters_between_steps_is_refused(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    config = ParametersConfig(mode="ssd", directories=(tmp_path,))
+    advice = f"^parameters: {name} cannot be combined .*; drop --{name.replace('_', '-')}"
+    settings = SimpleNamespace(**{name: value})
+    with pytest.raises(ConfigurationError, match=advice):
+        check_model_parameters(config, settings)
+    check_model_parameters(ParametersConfig(), settings)
+    check_model_parameters(config, SimpleNamespace(**{name: None}))

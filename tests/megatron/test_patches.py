@@ -180,7 +180,7 @@ def test_patched_source_and_install_at_run_time_do_the_same(
     # It is the patched source that ran, and nothing was decorated a second time.
     core = patched / "megatron" / "core" / "__init__.py"
     assert recorded(source, "core") == [f"0 {core}\n"] * 2
-    assert recorded(run_time, "core") == [f"3 {installed / '__init__.py'}\n"] * 2
+    assert recorded(run_time, "core") == [f"4 {installed / '__init__.py'}\n"] * 2
 
     assert len(ours.metrics) == 3
     for name in ("loss", "grad_norm", "model"):
@@ -221,7 +221,12 @@ except ImportError:
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 print(schedules.__file__)
-functions = (TransformerLayer.forward, schedules.forward_step, schedules.backward_step)
+functions = (
+    TransformerLayer.forward,
+    schedules.forward_step,
+    schedules.backward_step,
+    schedules.check_first_val_step,
+)
 print([hasattr(f, "__wrapped__") or hasattr(f, "has_activation_offload") for f in functions])
 print([f.__code__.co_filename.rpartition("/")[2] for f in functions])
 print([name for name in sys.modules if name.startswith("megatron.offload.")])
@@ -229,8 +234,8 @@ print([name for name in sys.modules if name.startswith("megatron.offload.")])
     assert python(code, patched).splitlines() == [
         "not there",
         str(patched / "megatron" / "core" / FILES[1]),
-        "[False, False, False]",
-        "['transformer_layer.py', 'schedules.py', 'schedules.py']",
+        "[False, False, False, False]",
+        "['transformer_layer.py', 'schedules.py', 'schedules.py', 'schedules.py']",
         "[]",
     ]
 

@@ -83,7 +83,7 @@ def test_applied_twice_is_applied_once_and_reverted_is_as_before(
     applied = contents(target)
     assert [file for file in applied if applied[file] != before.get(file)] != []
     assert applied.keys() == before.keys() and applied[INFO] == before[INFO]
-    for file, decorators in ((LAYER, 1), (SCHEDULES, 2)):
+    for file, decorators in ((LAYER, 1), (SCHEDULES, 3)):
         assert applied[file] != before[file]
         assert applied[file].count(b"@around_") == decorators
     capsys.readouterr()

@@ -243,6 +243,24 @@ def test_optimizers_whose_states_cannot_move_are_refused_before_a_model_is_built
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"log_params_norm": True}, "drop --log-params-norm"),
+        ({"check_weight_hash_across_dp_replicas_interval": 100}, "look the same on all replicas"),
+    ],
+)
+def test_who_looks_at_parameters_that_move_is_refused_before_a_model_is_built(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, flags: dict[str, Any], sentence: str
+) -> None:
+    vars(megatron_lm.flags).update(flags)
+    parse(megatron_lm, "--parameter-offload", "host")
+    with pytest.raises(ConfigurationError, match=sentence):
+        set_up(megatron_lm)
+    assert megatron_lm.events == []
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_t5_needs_room_for_its_encoder_its_decoder_and_what_lies_between(
     megatron_lm: FakeMegatronLm, script: TrainingScript, installed: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -250,7 +250,7 @@ def install(
         stage = stage_of(
             model_chunks, settings, num_local_ranks, layer_major, by_operation=by_operation
         )
-        return consensus_of(device.device), stage
+        return consensus_of(device.device, settings), stage
 
     steps = TrainingSteps(
         config,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where Megatron calls us: `around_layer`, `around_forward_step`, `around_backward_step`.
 
-Three decorators. `install` puts them on Megatron's functions at run time; a patched Megatron
-(`patches/`) has them in its source. As long as nothing is connected they pass the call on.
+`install` puts these decorators, and `around_first_val_step`, on Megatron's functions at run time; a
+patched Megatron (`patches/`) has them in its source. As long as nothing is connected they pass the
+call on.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ class TrainingHooks(Protocol):
 
 # Decorated functions are called by Megatron, which hands nothing of ours in: the one global state.
 _connection: TrainingHooks | None = None
+# And beside it: no backward pass follows the forward pass that comes next.
+_is_forward_only = False
 
 
 def connect(connection: TrainingHooks | None) -> None:
     """Has the decorated functions call `connection` from now on, or nobody if it is None."""
-    global _connection
-    _connection = connection
+    global _connection, _is_forward_only
+    _connection, _is_forward_only = connection, False
 
 
 def is_decorated(function: Function) -> bool:
-    """Whether one of the three decorators is on it."""
+    """Whether one of the decorators is on it."""
     return getattr(function, "has_activation_offload", False)
 
 
@@ -58,11 +61,16 @@ def around_layer(forward: Function) -> Function:
 
 
 def around_forward_step(step: Function) -> Function:
-    """Decorates `schedules.forward_step`: the connection, if there is one, runs the pass."""
+    """Decorates `schedules.forward_step`: the connection, if there is one, runs the pass.
+
+    Not one that no backward pass follows (`forward_only`), whether with gradients or without.
+    """
 
     @functools.wraps(step)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _connection is None:
+        global _is_forward_only
+        is_forward_only, _is_forward_only = _is_forward_only, False
+        if _connection is None or is_forward_only:
             return step(*args, **kwargs)
         return _connection.forward_step(step, args, kwargs)
 
@@ -77,6 +85,22 @@ def around_backward_step(step: Function) -> Function:
         if _connection is None:
             return step(*args, **kwargs)
         return _connection.backward_step(step, args, kwargs)
+
+    return _marked(call)
+
+
+def around_first_val_step(check: Function) -> Function:
+    """Decorates `schedules.check_first_val_step`: notes whether a backward pass follows.
+
+    All schedules call it just before each forward step, and give their `forward_only` to nothing
+    else that is called there. The schedule itself a trainer may have got before `install`.
+    """
+
+    @functools.wraps(check)
+    def call(first_val_step: Any, forward_only: Any, cond: Any) -> Any:
+        global _is_forward_only
+        _is_forward_only = bool(forward_only)
+        return check(first_val_step, forward_only, cond)
 
     return _marked(call)
 

@@ -39,6 +39,7 @@ _REFUSED_SETTINGS = {
     "cpu_offloading": "it counts layers of one pass at a time",
     "fine_grained_activation_offloading": "it counts layers of one pass at a time",
     "moe_paged_stash": "it counts layers of one pass at a time",
+    "moe_enable_routing_replay": "routers are told the choices of one micro-batch at a time",
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
 }
@@ -77,7 +78,7 @@ class LayerMajorHooks:
         self._run_layer = run_layer
         self._device = next(model.parameters()).device
         units = units_of(list(layer_names([model])), config.num_units)
-        consensus = consensus_of(self._device)  # with them it meets in collectives within layers
+        consensus = consensus_of(self._device, settings)
         self._schedule = LayerMajorSchedule(
             units,
             self._device,
@@ -149,7 +150,10 @@ class LayerMajorHooks:
         from megatron.core.utils import get_model_type
 
         step = getattr(schedules.backward_step, "__wrapped__", schedules.backward_step)
-        step(None, result[0], None, get_model_type(self._model), self._settings)
+        given = {"output_tensor": result[0], "config": self._settings}
+        if "model_type" in inspect.signature(step).parameters:  # in 0.16.1, not in 0.19.1
+            given["model_type"] = get_model_type(self._model)
+        step(input_tensor=None, output_tensor_grad=None, **given)
 
 
 class _Passes(EnginePasses):
@@ -261,6 +265,14 @@ def check_layer_major(config: LayerMajorConfig, settings: Any, *, boundary: str)
         raise refusal(
             "--layer-major-units cannot be combined with --recompute-granularity full, whose "
             "checkpoints hide the layers; use --activation-recompute-layers"
+        )
+    if config.alternates and "global_aux_loss" in (
+        getattr(settings, "moe_router_load_balancing_type", None) or ()
+    ):
+        raise refusal(
+            "--layer-major-order alternating cannot be combined with global_aux_loss among "
+            "moe_router_load_balancing_type: that loss depends on the micro-batches before; use "
+            "ascending"
         )
     graphs = getattr(settings, "cuda_graph_impl", None) or "none"
     if graphs != "none":

@@ -28,6 +28,19 @@ from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.parameters.unit import Part
 
+# What looks at parameters, or changes them, between two steps, of Megatron's flags and settings.
+_REFUSED_BETWEEN_STEPS = {
+    "log_params_norm": "it would be the norm of parameters that are away; drop --log-params-norm",
+    "check_weight_hash_across_dp_replicas_interval": (
+        "parameters that are away look the same on all replicas; drop "
+        "--check-weight-hash-across-dp-replicas-interval"
+    ),
+    "save_params_interval": (
+        "it would save parameters that are away; drop --save-params-interval, and use --save"
+    ),
+    "qk_clip": "it changes weights after the optimizer's step, when they are away; drop --qk-clip",
+    "async_save": "its writer goes on during the next step, which moves them; drop --async-save",
+}
 # What the distributed optimizer cannot do, of Megatron's flags or settings of data parallelism.
 _REFUSED = {
     "overlap_param_gather": (
@@ -53,6 +66,8 @@ _REFUSED_WITH_GRADIENTS = {
     ),
     "log_num_zeros_in_grad": "it looks at all of them; drop --log-num-zeros-in-grad",
     "check_for_large_grads": "it has not been tried; drop --check-for-large-grads",
+    "save_wgrads_interval": "it saves all of them; drop --save-wgrads-interval",
+    "nccl_ub": "it registers the memory of gradients, which comes and goes; drop --use-nccl-ub",
 }
 
 
@@ -139,6 +154,11 @@ def check_model_parameters(config: ParametersConfig, settings: Any) -> None:
             f"{PARAMETERS_PREFIX}CUDA graphs cannot be combined with --parameter-offload: a "
             "captured graph has the addresses that parameters had then; drop one"
         )
+    for name, reason in _REFUSED_BETWEEN_STEPS.items():
+        if getattr(settings, name, None):
+            raise ConfigurationError(
+                f"{PARAMETERS_PREFIX}{name} cannot be combined with --parameter-offload: {reason}"
+            )
     if config.offloads_gradients:
         _check_gradient_flags(settings)
     if not getattr(settings, "use_distributed_optimizer", False):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three functions of megatron-core that call us: `decorate`.
+"""The functions of megatron-core that call us: `decorate`.
 
 `install` calls it. One that carries our decorator already, in a patched Megatron, is left as it is.
 """
@@ -28,6 +28,10 @@ _DECORATORS = (
     (
         PatchPoint(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor")),
         decorators.around_backward_step,
+    ),
+    (
+        PatchPoint(_SCHEDULES, "check_first_val_step", ("first_val_step", "forward_only", "cond")),
+        decorators.around_first_val_step,
     ),
 )
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks that plan together in Megatron, and what they plan for: `consensus_of`, `stage_of`.
 
-Tensor, context and expert parallel ranks send each other parts of the same layers, also when those
-are recomputed. Pipeline stages and data-parallel replicas decide for themselves.
+Tensor and context parallel ranks send each other parts of the same layers, also when those are
+recomputed; with experts all ranks of a stage do. Else data-parallel replicas decide for themselves,
+and so do pipeline stages.
 """
 
 from __future__ import annotations
@@ -26,18 +27,22 @@ from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.pipeline_schedule import layer_major_position
 
 
-def consensus_of(device: torch.device) -> RankConsensus:
-    """Makes the consensus among the ranks that hold parts of the same layers as this one.
+def consensus_of(device: torch.device, settings: Any) -> RankConsensus:
+    """Makes the consensus among the ranks that meet this one in collectives within layers.
 
     Args:
         device: where the groups' backend takes tensors.
+        settings: the model's `TransformerConfig`.
     """
     if not dist.is_initialized():
         return SingleRank()
-    groups = [parallel_state.get_tensor_and_context_parallel_group()]
-    if parallel_state.get_expert_model_parallel_world_size() > 1:
-        groups.append(parallel_state.get_expert_model_parallel_group())
-    return ProcessGroupConsensus(groups, device)
+    # Experts are spread over replicas, by groups that tensor-parallel ones need not lie in (expert
+    # tensor parallelism), and routers count tokens over all replicas (global_aux_loss).
+    if getattr(settings, "num_moe_experts", None) or getattr(settings, "test_mode", False):
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    else:
+        group = parallel_state.get_tensor_and_context_parallel_group()
+    return ProcessGroupConsensus([group], device)
 
 
 def stage_of(

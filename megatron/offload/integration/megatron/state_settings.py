@@ -30,6 +30,7 @@ REFUSED_SETTINGS = {
     "fp8_param_gather": ("all ranks convert all main weights together; drop --fp8-param-gather"),
     "fp8_param": "all ranks convert all main weights together; drop --fp8-param-gather",
     "log_params_norm": "it reads all main weights, which are away; drop --log-params-norm",
+    "qk_clip": "it changes main weights after the step, when they are away; drop --qk-clip",
     "async_save": (
         "its writer goes on during the next step, which moves states, and needs a copy of all of "
         "them in memory; drop --async-save"
