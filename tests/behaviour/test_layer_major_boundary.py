@@ -35,6 +35,8 @@ from tests.behaviour.test_layer_major_steps import (
 )
 from tests.support.full_disk import one_warning_about
 from tests.support.layer_major import failing_at, one_by_one, waiting_threads
+from tests.support.models import settle
+from tests.support.waiting import wait_until_empty
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_pass")
 
@@ -67,7 +69,8 @@ def test_all_bits_are_the_same(settings: dict[str, str], tmp_path: Path) -> None
         Outcome(model, unit_by_unit(model, offload=offload)).assert_is(expected)
         assert offload.engine is not None
         gc.collect()
-        assert all(not tier.used_bytes for tier in offload.engine.tiers.values())
+        settle(offload.engine)
+        wait_until_empty(offload.engine.tiers.values())
 
 
 @pytest.mark.parametrize("kind", [Twice, ChangesInputs, Tuples])
@@ -174,8 +177,14 @@ def test_writes_that_fail_in_mid_step_change_nothing(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         write(self, body, offset)
 
+    def wait(*_: Any) -> None:
+        assert offload.engine is not None
+        settle(offload.engine)  # else a slow disk writes little before its use
+
     with moved(model, tmp_path) as offload:
         monkeypatch.setattr(UnlinkedFile, "write", failing)
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.register_forward_hook(wait)
         assert_steps_are_right(model, LayerMajor(model, offload=offload), 0, 1, 2)
         assert len(written) > 100
         one_warning_about("nothing is lost", caplog)
@@ -195,7 +204,7 @@ def test_a_read_that_fails_ends_the_step_with_a_sentence(
 
     def fail(*_: Any) -> None:
         nonlocal fails
-        assert engine.wait_for_writes(10)
+        settle(engine)
         fails = True
 
     def failing_take(self: SetAside, waiting: Any) -> torch.Tensor:
@@ -223,8 +232,8 @@ def test_a_read_that_fails_ends_the_step_with_a_sentence(
         model.zero_grad()
         assert_steps_are_right(model, step, 2, 3)
         gc.collect()
-        assert engine.wait_for_writes(10)
-        assert all(not tier.used_bytes for tier in engine.tiers.values())
+        settle(engine)
+        wait_until_empty(engine.tiers.values())
 
 
 def test_other_bytes_than_were_written_end_the_step(
@@ -244,7 +253,7 @@ def test_other_bytes_than_were_written_end_the_step(
         engine = offload.engine
         assert engine is not None
         wait = model.layers[0].register_forward_hook(  # type: ignore[index, union-attr]
-            lambda *_: (engine.wait_for_writes(10), None)[1]
+            lambda *_: settle(engine)
         )
         with monkeypatch.context() as patch:
             patch.setattr(UnlinkedFile, "read", flipping)
