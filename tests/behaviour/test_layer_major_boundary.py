@@ -152,6 +152,12 @@ def assert_steps_are_right(model: torch.nn.Module, step: LayerMajor, *numbers: i
             mine.grad = other.grad = None
 
 
+def wait_after_each_layer(model: torch.nn.Module, offload: Any) -> None:
+    """What it saved is on the tier, or refused: on a busy machine most is used before."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.register_forward_hook(lambda *_: settle(offload.engine))
+
+
 def test_a_full_disk_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,6 +167,7 @@ def test_a_full_disk_changes_nothing(
     model = blocks()
     with moved(model, tmp_path) as offload:
         monkeypatch.setattr(os, "posix_fallocate", full)
+        wait_after_each_layer(model, offload)
         assert_steps_are_right(model, LayerMajor(model, offload=offload), 0, 1, 2)
         assert offload.statistics["rejected_bytes"] > 0
         one_warning_about("is full", caplog)
@@ -177,14 +184,9 @@ def test_writes_that_fail_in_mid_step_change_nothing(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         write(self, body, offset)
 
-    def wait(*_: Any) -> None:
-        assert offload.engine is not None
-        settle(offload.engine)  # else a slow disk writes little before its use
-
     with moved(model, tmp_path) as offload:
         monkeypatch.setattr(UnlinkedFile, "write", failing)
-        for layer in model.layers:  # type: ignore[union-attr]
-            layer.register_forward_hook(wait)
+        wait_after_each_layer(model, offload)
         assert_steps_are_right(model, LayerMajor(model, offload=offload), 0, 1, 2)
         assert len(written) > 100
         one_warning_about("nothing is lost", caplog)

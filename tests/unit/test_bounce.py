@@ -194,6 +194,7 @@ def test_what_is_read_from_the_pool_is_not_written_any_more(
     tier = make_tier(num_threads=1)
     first, second = in_pool(tier, 1), in_pool(tier, 2)
     write_gate.wait_for_arrival()  # of the first: the second one waits
+    wait_until(lambda: second.write is not None, "it does not go on to the drives")
     assert read_back(tier, second) == b"\2" * PAGE
     write_gate.open.set()
     assert tier.wait_for_writes(timeout_s=10)
@@ -201,7 +202,7 @@ def test_what_is_read_from_the_pool_is_not_written_any_more(
     assert tier.pool_bytes == PAGE, "the only place where the second one is"
     assert read_back(tier, second) == b"\2" * PAGE and read_back(tier, first) == b"\1" * PAGE
     del second
-    assert tier.pool_bytes == 0 and tier.used_bytes == PAGE
+    wait_until(lambda: tier.pool_bytes == 0 and tier.used_bytes == PAGE, "its memory is kept")
 
 
 def test_memory_of_the_pool_is_kept_while_it_is_copied_back(
@@ -227,6 +228,7 @@ def test_what_nobody_wants_any_more_is_not_written(
     tier = make_tier(num_threads=1)
     first, second = in_pool(tier, 1), in_pool(tier, 2)
     write_gate.wait_for_arrival()
+    wait_until(lambda: second.write is not None, "it does not go on to the drives")
     del first, second
     assert tier.used_bytes == 2 * PAGE, "space that is being written is nobody else's"
     write_gate.open.set()
@@ -289,6 +291,8 @@ def test_closing_waits_for_copies_and_writes_under_way(
     copied[1].wait()
     closing.join(timeout=0.1)
     assert closing.is_alive() and tier._pool is not None and not tier._pool._closed
+    (drive,) = tier.drives
+    wait_until(lambda: drive._threads._closing, "closing did not come to the drive")
     write_gate.open.set()
     closing.join(timeout=10)
     assert not closing.is_alive() and tier._pool._closed and block.write is not None
@@ -320,7 +324,7 @@ def test_loss_and_gradients_are_equal(
         if not settles:
             del tier.wait_for_writes
         settle(engine)
-        assert tier.pool_bytes == tier.used_bytes == 0
+        wait_until(lambda: tier.pool_bytes == tier.used_bytes == 0, "something is kept")
         assert not settles or engine.statistics.read_bytes > 0
     finally:
         engine.close()
