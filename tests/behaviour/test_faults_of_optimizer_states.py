@@ -34,7 +34,7 @@ from tests.behaviour.test_optimizer_states_stay_bit_identical import OPTIMIZERS,
 from tests.support.mounts import MountedDisk, mounted_ext4
 from tests.support.processes import finish, start_python
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 ADAMW = OPTIMIZERS["adamw"]
 SMALL = {"window_bytes": 0}  # all buckets move in every step

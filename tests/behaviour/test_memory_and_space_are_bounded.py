@@ -104,7 +104,7 @@ def test_by_default_a_layer_is_in_flight_as_a_whole_and_the_next_one_waits_for_i
         thread.join(timeout=0.2)
         assert thread.is_alive() and engine.writer.bytes_in_flight == 5 * 4000
         write_gate.open.set()
-        thread.join(timeout=10)
+        thread.join(timeout=SOON_S)
         settle(engine)
         with engine.forward(Scope()) as save_order:
             pass
@@ -147,7 +147,7 @@ def test_by_default_two_layers_are_in_flight_where_compute_is_handed_over_ahead(
             thread.join(timeout=0.2)
             assert thread.is_alive()
             write_gate.open.set()
-        thread.join(timeout=10)
+        thread.join(timeout=SOON_S)
         assert not thread.is_alive()
         # However many layers and steps there are.
         assert bounds == [2 * 5 * 4000 if layer else 10_000] * 4
@@ -177,7 +177,7 @@ def test_a_bound_that_was_asked_for_holds_however_large_a_layer_is(make_engine, 
         thread.join(timeout=0.2)
         assert thread.is_alive() and engine.writer.bytes_in_flight == 8000
         write_gate.open.set()
-        thread.join(timeout=10)
+        thread.join(timeout=SOON_S)
         settle(engine)
         with engine.forward(Scope()) as save_order:
             packed = engine.hooks.pack(torch.randn(10_000))

@@ -15,7 +15,7 @@ from megatron.offload.sizes import MIB
 from tests.support.mounts import MountedDisk, mounted_ext4
 from tests.support.processes import finish, start_python
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 KILLED = """
     import os, pathlib, signal, sys

@@ -21,6 +21,7 @@ from tests.support.launch import (
     train_once,
 )
 from tests.support.offload_flags import ssd
+from tests.support.waiting import SOON_S
 
 STEPS = 4
 LAYOUTS = {
@@ -180,7 +181,7 @@ def test_kill_9_in_mid_training_leaves_the_directory_empty(tmp_path: Path) -> No
     with Run(TINY, ssd(tmp_path), "--train-iters 100000") as run:
         run.wait_for_step(2)
         run.processes[0].send_signal(signal.SIGKILL)
-        assert run.processes[0].wait(timeout=10) == -signal.SIGKILL
+        assert run.processes[0].wait(timeout=SOON_S) == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
 
 

@@ -83,7 +83,7 @@ class Run:
         *lines: str,
         model: str = "gpt",
         world_size: int = 1,
-        timeout_s: float = 60.0,
+        timeout_s: float = 150.0,
         environment: dict[str, str] | None = None,
         of_rank: Callable[[int], dict[str, str]] = lambda rank: {},
         fresh: bool = False,
@@ -203,7 +203,7 @@ def run_trainer(
     *lines: str,
     model: str = "gpt",
     world_size: int = 1,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     environment: dict[str, str] | None = None,
     fresh: bool = False,
 ) -> Outcome:
@@ -224,7 +224,7 @@ def train(
     tiny: str = TINY,
     model: str = "gpt",
     world_size: int = 1,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     fresh: bool = False,
 ) -> Outcome:
     """Trains a tiny model; later flags override. Fails unless every rank ends well."""

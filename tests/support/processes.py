@@ -49,7 +49,7 @@ def start_python(script: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 120.0) -> tuple[int, str, str]:
     """Waits for the process. Exit code (minus the signal that ended it), output, `our_lines`."""
     try:
         output, errors = process.communicate(timeout=timeout_s)

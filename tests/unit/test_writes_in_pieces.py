@@ -52,13 +52,13 @@ class Work:
         def move() -> None:
             if held:
                 self.running.release()
-                assert self._let_go.acquire(timeout=10)
+                assert self._let_go.acquire(timeout=SOON_S)
             self.done.append(name)
 
         return move
 
     def wait_until_held(self) -> None:
-        assert self.running.acquire(timeout=10)
+        assert self.running.acquire(timeout=SOON_S)
 
     def let_go(self) -> None:
         self._let_go.release()
