@@ -29,6 +29,7 @@ from tests.support.fork_server import ForkedProcess, ForkServer
 from tests.support.processes import ROOT, our_lines
 
 SCRIPTS = {name: ROOT / "examples" / f"pretrain_{name}.py" for name in ("gpt", "bert", "t5")}
+SCRIPTS["settled"] = ROOT / "tests" / "megatron" / "settled_ranks.py"
 
 # Small enough that starting Python is the longest part of a test.
 TINY_LAYERS = (
