@@ -133,7 +133,7 @@ def test_the_inputs_of_megatrons_own_checkpoints_move(
     ("mode", "layout"),
     [
         ("host --activation-offload-host-budget 1GiB", "TP1"),
-        ("tiered --activation-offload-host-budget 1MiB", "TP2"),
+        ("tiered --activation-offload-host-budget 128KiB", "TP2"),
         ("ssd --activation-offload-verify checksum --activation-offload-io buffered", "TP1"),
     ],
 )
