@@ -104,13 +104,19 @@ def test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead(engine, end)
         del packed
 
 
-def test_the_read_ahead_leaves_writes_alone(engine, write_gate):
+def test_the_read_ahead_takes_back_what_is_still_being_written(engine, write_gate):
     with engine.step():
         with engine.forward(Scope()) as save_order:
-            packed = engine.hooks.pack(torch.zeros(1024))
+            packed = engine.hooks.pack(torch.full((1024,), 3.0))
         write_gate.wait_for_arrival()
+        assert packed.saved.state is State.WRITING
         with engine.backward(save_order):
-            assert packed.saved.state is State.WRITING
+            engine.dispatcher.drain()
+            assert packed.saved.state is State.IN_MEMORY
+            write_gate.open.set()
+            settle(engine)
+            assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
+    assert engine.statistics.read_bytes == 0
 
 
 def test_a_closed_engine_leaves_no_thread_and_no_open_file(offload_config):
