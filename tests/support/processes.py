@@ -43,6 +43,7 @@ def start_python(script: str, *arguments: object) -> subprocess.Popen[str]:
         [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
