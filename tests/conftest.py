@@ -17,6 +17,7 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.lag import load, prepare
 from tests.support.lag.build import why_not
 from tests.support.lag.module import LagModule
+from tests.support.waiting import SOON_S
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +97,7 @@ class Gate:
 
     def wait_for_arrival(self) -> None:
         """Returns when a write stands at the gate."""
-        assert self.arrived.acquire(timeout=10)
+        assert self.arrived.acquire(timeout=SOON_S)
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def write_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
     def gated(self: UnlinkedFile, body: memoryview, offset: int) -> None:
         gate.arrived.release()
-        assert gate.open.wait(timeout=10)
+        assert gate.open.wait(timeout=SOON_S)
         write(self, body, offset)
 
     monkeypatch.setattr(UnlinkedFile, "write", gated)

@@ -28,6 +28,7 @@ from megatron.offload.saved.record import State
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.transfer.writer import Outgoing
 from tests.support.models import settle
+from tests.support.waiting import SOON_S
 
 CONTEXT, CAPTURE = "context", "capture"
 WAYS = (CONTEXT, CAPTURE)
@@ -65,12 +66,12 @@ class PromptEngine(OffloadEngine):
         """On all tiers together."""
         return sum(tier.used_bytes for tier in self.tiers.values())
 
-    def used_bytes_in_the_end(self, expected_bytes: int = 0) -> int:
+    def used_bytes_in_the_end(self, expected_bytes: int = 0, timeout_s: float = SOON_S) -> int:
         """After transfers, a garbage collection if need be, and the I/O threads' last steps."""
         settle(self)
         if self.used_bytes > expected_bytes:
             gc.collect()
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + timeout_s
         while self.used_bytes > expected_bytes and time.monotonic() < deadline:
             time.sleep(0.001)  # a thread lets go of a cancelled write after it has said so
         return self.used_bytes

@@ -106,11 +106,12 @@ def test_values_gradients_and_errors_are_those_of_plain_autograd(
         assert isinstance(ours, Outcome), f"{way} on {kind}: {ours}"
         found = difference(ours.tree(), plain.tree())
         assert found is None, f"{way} on {kind}: {found}"
-        if engine.used_bytes_in_the_end(left_bytes) > left_bytes:
+        if engine.used_bytes_in_the_end(left_bytes, timeout_s=2.0) > left_bytes:
             # A tensor that was saved and then changed in place may hold its own graph for ever.
             by_torch_too = any(mark() is not None for mark in plain.marks)
-            assert by_torch_too, f"{way} on {kind}: something is left"
-            ran["graphs that torch never frees"] += 1
+            is_late = not by_torch_too and engine.used_bytes_in_the_end(left_bytes) <= left_bytes
+            assert by_torch_too or is_late, f"{way} on {kind}: something is left"
+            ran["graphs that torch never frees"] += by_torch_too
         coverage.count(engine.statistics)
     ran["programs"] += 1
     ran["graphs"] += len(program.graphs)

@@ -28,7 +28,7 @@ from tests.support.mounts import MountedDisk, mounted_ext4, small_tmpfs
 from tests.support.processes import finish, start_python
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_compute_thread")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("one_compute_thread")]
 
 STEP_BYTES = 15 * MIB  # what a step of `model_and_input` offloads, about
 

@@ -17,7 +17,7 @@ from megatron.offload.saved.record import State
 from megatron.offload.saved.view import SavedView
 from megatron.offload.tiers import file as file_module
 from tests.support.models import Double, settle, ssd
-from tests.support.waiting import wait_until
+from tests.support.waiting import SOON_S, wait_until
 
 
 def save_on(engine, count):
@@ -37,7 +37,7 @@ def test_what_is_still_queued_when_the_engine_is_closed_stays_in_memory(offload_
         while engine.writer.bytes_in_flight > 4096:
             assert closing.is_alive()
         write_gate.open.set()
-        closing.join(timeout=10)
+        closing.join(timeout=SOON_S)
         assert not closing.is_alive()
         for value in (1, 2):
             view = packed[value]
@@ -104,13 +104,19 @@ def test_after_a_backward_pass_or_a_step_nothing_more_is_read_ahead(engine, end)
         del packed
 
 
-def test_the_read_ahead_leaves_writes_alone(engine, write_gate):
+def test_the_read_ahead_takes_back_what_is_still_being_written(engine, write_gate):
     with engine.step():
         with engine.forward(Scope()) as save_order:
-            packed = engine.hooks.pack(torch.zeros(1024))
+            packed = engine.hooks.pack(torch.full((1024,), 3.0))
         write_gate.wait_for_arrival()
+        assert packed.saved.state is State.WRITING
         with engine.backward(save_order):
-            assert packed.saved.state is State.WRITING
+            engine.dispatcher.drain()
+            assert packed.saved.state is State.IN_MEMORY
+            write_gate.open.set()
+            settle(engine)
+            assert torch.equal(engine.hooks.unpack(packed), torch.full((1024,), 3.0))
+    assert engine.statistics.read_bytes == 0
 
 
 def test_a_closed_engine_leaves_no_thread_and_no_open_file(offload_config):
@@ -172,10 +178,10 @@ def test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead(make_eng
             waiting = threading.Thread(target=engine.hooks.unpack, args=(packed[0],), daemon=True)
             waiting.start()
             try:
-                assert waited_for.wait(timeout=10), "the read was not queued"
+                assert waited_for.wait(timeout=SOON_S), "the read was not queued"
             finally:
                 gate.set()
-            waiting.join(timeout=10)
+            waiting.join(timeout=SOON_S)
             for view in (packed[5], packed[4]):
                 engine.hooks.unpack(view)
         assert order[:2] == [0, 5]

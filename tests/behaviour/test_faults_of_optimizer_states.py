@@ -7,6 +7,7 @@ Where root may mount a file system the disk is really full or really fails.
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import signal
@@ -33,8 +34,9 @@ from megatron.offload.tiers.io_threads import IoThreads
 from tests.behaviour.test_optimizer_states_stay_bit_identical import OPTIMIZERS, Trained, same
 from tests.support.mounts import MountedDisk, mounted_ext4
 from tests.support.processes import finish, start_python
+from tests.support.waiting import SOON_S
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 ADAMW = OPTIMIZERS["adamw"]
 SMALL = {"window_bytes": 0}  # all buckets move in every step
@@ -510,10 +512,24 @@ def test_without_io_threads_states_stay_in_memory_and_those_away_are_lost(
     assert "there is no other copy, so training stops" in str(raised.value)
 
 
-def test_states_that_wait_to_be_written_are_back_after_close(tmp_path: Path) -> None:
+def test_states_that_wait_to_be_written_are_back_after_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = Trained(ADAMW).train(3)
-    trained = Trained(ADAMW, directory=tmp_path, write_bytes_per_s=200e3, **SMALL).train(3)
+    trained = Trained(ADAMW, directory=tmp_path, write_bytes_per_s=200e3, **SMALL).train(2)
+    states = states_of(trained)
+    states.wait_for_writes()
+    write, begun, go_on = UnlinkedFile.write, itertools.count(1), threading.Event()
+
+    def hold_the_last(self: UnlinkedFile, body: memoryview, offset: int) -> None:
+        if next(begun) == len(states.buckets):
+            assert go_on.wait(SOON_S)
+        write(self, body, offset)
+
+    monkeypatch.setattr(UnlinkedFile, "write", hold_the_last)
+    trained.train(1)
     assert any(one.where is Where.WRITING for one in states_of(trained).buckets)
+    go_on.set()
     trained.handle.close()
     assert same(trained.result, expected.result)
     assert not [t for t in threading.enumerate() if str(tmp_path) in t.name]

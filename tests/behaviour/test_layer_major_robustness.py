@@ -20,6 +20,7 @@ from megatron.offload import ConfigurationError, LayerMajor, offload_activations
 from megatron.offload.layer_major import random_numbers
 from tests.support.layer_major import failing_at, one_by_one, waiting_threads
 from tests.support.models import Block
+from tests.support.waiting import SOON_S
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_pass")
 
@@ -210,7 +211,7 @@ def test_a_step_after_one_that_was_interrupted(mode: str, layer: int, tmp_path: 
         model.zero_grad()
         assert_same_bits(model, Plain(), step, (2, 3))
         if mode == "ssd":
-            assert one.engine is not None and one.engine.wait_for_writes(10)
+            assert one.engine is not None and one.engine.wait_for_writes(SOON_S)
             gc.collect()
             assert all(not tier.used_bytes for tier in one.engine.tiers.values())
 

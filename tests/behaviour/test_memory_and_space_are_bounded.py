@@ -16,19 +16,28 @@ from megatron.offload.saved.record import SavedStorage, State
 from megatron.offload.tiers import file as file_module
 from tests.support.models import Model, assert_same, run_step, settle, ssd
 from tests.support.simulated_device import SimulatedDevice
+from tests.support.waiting import SOON_S, wait_until
 
 
-def test_forward_waits_while_too_many_bytes_are_in_flight(make_engine, write_gate):
+def test_forward_waits_while_too_many_bytes_are_in_flight(make_engine, write_gate, monkeypatch):
     engine = make_engine(io="buffered", inflight_bytes=8192)
+    acquire, waits = engine._inflight.acquire, threading.Event()
+
+    def noted(num_bytes):
+        waits.set()
+        acquire(num_bytes)
+
+    monkeypatch.setattr(engine._inflight, "acquire", noted)
     with engine.step():
         packed = [engine.hooks.pack(torch.randn(1024)) for _ in range(2)]
         third: list[object] = []
         thread = threading.Thread(target=lambda: third.append(engine.hooks.pack(torch.randn(1024))))
         thread.start()
+        assert waits.wait(SOON_S)
         thread.join(timeout=0.2)
         assert thread.is_alive() and engine.writer.bytes_in_flight == 8192
         write_gate.open.set()
-        thread.join(timeout=10)
+        thread.join(timeout=SOON_S)
         assert len(third) == 1
         settle(engine)
         del packed
@@ -95,7 +104,7 @@ def test_by_default_a_layer_is_in_flight_as_a_whole_and_the_next_one_waits_for_i
         thread.join(timeout=0.2)
         assert thread.is_alive() and engine.writer.bytes_in_flight == 5 * 4000
         write_gate.open.set()
-        thread.join(timeout=10)
+        thread.join(timeout=SOON_S)
         settle(engine)
         with engine.forward(Scope()) as save_order:
             pass
@@ -138,7 +147,7 @@ def test_by_default_two_layers_are_in_flight_where_compute_is_handed_over_ahead(
             thread.join(timeout=0.2)
             assert thread.is_alive()
             write_gate.open.set()
-        thread.join(timeout=10)
+        thread.join(timeout=SOON_S)
         assert not thread.is_alive()
         # However many layers and steps there are.
         assert bounds == [2 * 5 * 4000 if layer else 10_000] * 4
@@ -164,10 +173,11 @@ def test_a_bound_that_was_asked_for_holds_however_large_a_layer_is(make_engine, 
     with engine.step():
         x, y = a_layer()
         thread = in_thread(lambda: engine.capture(Scope(), [y], [x]))
+        wait_until(lambda: engine.writer.bytes_in_flight == 8000, "it does not begin")
         thread.join(timeout=0.2)
         assert thread.is_alive() and engine.writer.bytes_in_flight == 8000
         write_gate.open.set()
-        thread.join(timeout=10)
+        thread.join(timeout=SOON_S)
         settle(engine)
         with engine.forward(Scope()) as save_order:
             packed = engine.hooks.pack(torch.randn(10_000))

@@ -15,7 +15,7 @@ from megatron.offload.sizes import MIB
 from tests.support.mounts import MountedDisk, mounted_ext4
 from tests.support.processes import finish, start_python
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 KILLED = """
     import os, pathlib, signal, sys
@@ -31,6 +31,8 @@ KILLED = """
     engine = OffloadEngine(config)
     model, x = Model(hidden=64), torch.randn(8, 128, 64)
     run_step(model, x, engine)
+    print("the file is there", flush=True)
+    sys.stdin.readline()
     if when == "forward":
         model.blocks[2].register_forward_hook(kill)
     else:
@@ -48,10 +50,14 @@ def disk(tmp_path: Path) -> Iterator[MountedDisk]:
 def test_kill_9_in_mid_step_leaves_an_empty_and_sound_file_system(disk: MountedDisk) -> None:
     before = disk.free_bytes
     processes = [start_python(KILLED, disk.path, when) for when in ("forward", "backward")]
-    least = before
-    while any(process.poll() is None for process in processes):
-        least = min(least, disk.free_bytes)
-        time.sleep(0.01)
+    for process in processes:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline(), finish(process)
+    least = disk.free_bytes
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go on\n")
+        process.stdin.flush()
     for code, _, errors in map(finish, processes):
         assert code == -signal.SIGKILL, errors
     assert least < before - 10 * MIB, "activations were on the disk"

@@ -21,8 +21,9 @@ from megatron.offload.sizes import MIB
 from tests.support.models import Model, assert_same, run_step, ssd
 from tests.support.mounts import mounted_ext4, write_throttle
 from tests.support.processes import finish, start_python
+from tests.support.waiting import SOON_S
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 BYTES_PER_S = 20_000_000
 INFLIGHT_BYTES = 8 * MIB
@@ -44,7 +45,7 @@ class InFlight:
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=SOON_S)
 
     def _sample(self) -> None:
         while not self._ends.wait(0.001):

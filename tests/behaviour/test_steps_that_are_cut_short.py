@@ -16,7 +16,7 @@ from megatron.offload.tiers.drive import Health
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.conftest import Gate
 from tests.support.models import Model, assert_same, run_step, settle, ssd
-from tests.support.waiting import wait_until
+from tests.support.waiting import SOON_S, wait_until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_compute_thread")]
 
@@ -121,7 +121,7 @@ class Victim:
 
     def kill(self) -> None:
         """Raises SystemExit in the thread, at its next instruction, once it is held."""
-        assert self._held.wait(timeout=10)
+        assert self._held.wait(timeout=SOON_S)
         assert self._thread is not None and self._thread.ident is not None
         assert ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit)

@@ -27,7 +27,7 @@ from tests.support.models import Model, assert_same, run_step, settle, ssd
 from tests.support.mounts import mounted_ext4
 from tests.support.processes import finish, start_python
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_compute_thread")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("one_compute_thread")]
 
 Engines = Callable[..., OffloadEngine]
 

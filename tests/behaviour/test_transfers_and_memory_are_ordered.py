@@ -9,6 +9,7 @@ import threading
 import torch
 
 from tests.support.models import settle
+from tests.support.waiting import SOON_S
 
 
 def test_space_of_a_dead_record_is_not_reused_while_its_write_runs(engine, write_gate):
@@ -112,7 +113,7 @@ def test_threads_that_need_one_storage_at_once_bring_it_back_one_by_one(engine, 
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=10)
+            thread.join(timeout=SOON_S)
     assert not met and not errors, errors
     assert len(restored) == 2 and all(torch.equal(tensor, expected) for tensor in restored)
     assert engine.statistics.read_bytes == expected.nbytes

@@ -13,6 +13,7 @@ import torch
 from megatron.offload import OffloadEngine, Scope
 from megatron.offload.saved.record import SavedStorage, State
 from tests.support.models import settle, ssd
+from tests.support.waiting import SOON_S
 
 QUEUED, ON_TIER = State.QUEUED, State.ON_TIER
 
@@ -224,7 +225,7 @@ def test_a_step_ends_when_all_of_it_has_been_started(engine, monkeypatch):
     thread.join(timeout=0.2)
     assert thread.is_alive()
     hold.set()
-    thread.join(timeout=10)
+    thread.join(timeout=SOON_S)
     assert engine.statistics.rejected_bytes == 4000
     kept.clear()
 
@@ -239,7 +240,7 @@ def test_closing_starts_what_was_handed_over_before_the_tiers_close(offload_conf
         closing.join(timeout=0.2)
         assert closing.is_alive() and os.fstat(fd)
         hold.set()
-        closing.join(timeout=10)
+        closing.join(timeout=SOON_S)
         assert not closing.is_alive() and not caplog.records
         assert packed.saved.state is not QUEUED
 

@@ -26,6 +26,7 @@ from megatron.offload import offload_activations
 from tests.support.ranks import init_process_group
 from tests.support.same_training import digest, train
 from tests.support.text_models import checkpointed_llama, llama, text_batches
+from tests.support.waiting import SOON_S
 
 NUM_MICRO_BATCHES = 4
 ZERO_3 = {
@@ -111,7 +112,7 @@ def trained(
             engine.step()
         if handle is not None and handle.engine is not None:
             del loss  # and its graph
-            assert handle.engine.wait_for_writes(10)  # those too that a use has overtaken
+            assert handle.engine.wait_for_writes(SOON_S)  # those too that a use has overtaken
             statistics[-1]["left"] = sum(t.used_bytes for t in handle.engine.tiers.values())
         full = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
         weights = [digest(one) if one is not None else None for one in full]

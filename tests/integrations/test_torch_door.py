@@ -27,6 +27,7 @@ from megatron.offload import ChangedInPlaceError, offload_activations
 from megatron.offload.integration.torch.offload import ActivationOffload
 from tests.support.loops import HIDDEN, Net, gradients, net, noise
 from tests.support.same_training import digest
+from tests.support.waiting import SOON_S
 
 Loop = Callable[[Net], Any]
 
@@ -48,7 +49,7 @@ def compared(loop: Loop, directory: Path, **settings: Any) -> ActivationOffload:
             if folder is not None:
                 assert offload.engine is not None
                 # A write that its use has overtaken may still run when a step ends.
-                assert offload.engine.wait_for_writes(10)
+                assert offload.engine.wait_for_writes(SOON_S)
                 assert [one.used_bytes for one in offload.engine.tiers.values()] == [0]
                 assert offload.statistics["offloaded_storages"] > 10
             return (found, after, gradients(model)), offload

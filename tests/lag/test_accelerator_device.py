@@ -6,6 +6,7 @@ On a GPU where there is one, else on the test accelerator: see `tests/support/ac
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Iterator
@@ -164,11 +165,12 @@ def test_a_copy_to_the_host_waits_for_what_was_queued_before_its_event(
     host = host_memory(MIB, pinned)
     accelerator.module.synchronize()
     side = accelerator.module.Stream(device.device)
-    with device.use_stream(side if on_side_stream else device.current_stream()):
+    stream = side if on_side_stream else device.current_stream()
+    with device.use_stream(stream), accelerator.held():
         accelerator.keep_busy()
         source.fill_(5)
         event = device.record_event()
-    assert not event.query(), "the device was done before the copy began; keep it busy for longer"
+        assert not event.query(), "the device was done before the copy began"
     device.wait_for_event(device.copy_to_host(source.untyped_storage(), host.data_ptr(), event))
     assert torch.all(host == 5)
 
@@ -190,9 +192,10 @@ def test_a_thread_that_is_put_on_a_stream_records_its_events_there(
 def test_who_waits_for_an_event_returns_when_the_device_has_passed_it(
     device: AcceleratorDevice, accelerator: Accelerator
 ) -> None:
-    accelerator.keep_busy()
-    event = device.record_event()
-    assert not event.query()
+    with accelerator.held():
+        accelerator.keep_busy()
+        event = device.record_event()
+        assert not event.query()
     device.wait_for_event(event)
     assert event.query()
 
@@ -203,16 +206,19 @@ def test_the_host_waits_for_no_copy_and_compute_does(
     source, there = random_bytes(MIB, device.device), host_memory(MIB)
     back, target = host_memory(MIB).fill_(7), device.new_restored(MIB)
     accelerator.module.synchronize()
-    with device.use_stream(device._load):
+    with contextlib.ExitStack() as held:
+        with device.use_stream(device._load):
+            held.enter_context(accelerator.held())
+            accelerator.keep_busy()
+        held.enter_context(accelerator.held())
         accelerator.keep_busy()
-    accelerator.keep_busy()
-    source.fill_(5)
-    produced = device.record_event()
-    written = device.copy_to_host(source.untyped_storage(), there.data_ptr(), produced)
-    read = device.copy_from_host(back.data_ptr(), target)
-    device.use_after(target, [read])
-    num_wrong = (bytes_in(target) != 7).sum()
-    assert not any(event.query() for event in (produced, written, read))
+        source.fill_(5)
+        produced = device.record_event()
+        written = device.copy_to_host(source.untyped_storage(), there.data_ptr(), produced)
+        read = device.copy_from_host(back.data_ptr(), target)
+        device.use_after(target, [read])
+        num_wrong = (bytes_in(target) != 7).sum()
+        assert not any(event.query() for event in (produced, written, read))
     assert int(num_wrong) == 0
     device.wait_for_event(written)
     assert torch.all(there == 5)
@@ -227,15 +233,17 @@ def test_restored_memory_is_not_reused_before_the_stream_that_uses_it_is_done(
     read = device.copy_from_host(host.data_ptr(), target)
     side = accelerator.module.Stream(device.device)
     stream = side if on_side_stream else device.current_stream()
-    with device.use_stream(stream):
-        device.use_after(target, [read])
-        accelerator.keep_busy()
-        num_wrong = (bytes_in(target) != 7).sum()
-        used = device.record_event()
-    del target
-    other = device.new_restored(32 * MIB)
-    device.wait_for_event(device.copy_from_host(others.data_ptr(), other))
-    assert not used.query(), "the copy waited for compute"
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as held:
+        with device.use_stream(stream):
+            device.use_after(target, [read])
+            held.enter_context(accelerator.held())
+            num_wrong = (bytes_in(target) != 7).sum()
+            used = device.record_event()
+        del target
+        other = device.new_restored(32 * MIB)
+        copied = device.copy_from_host(others.data_ptr(), other)
+        thread.submit(device.wait_for_event, copied).result(TIMEOUT_S)
+        assert not used.query(), "the copy waited for compute"
     device.wait_for_event(used)
     assert int(num_wrong) == 0
 

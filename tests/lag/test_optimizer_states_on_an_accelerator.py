@@ -239,7 +239,7 @@ def test_what_the_window_asks_for_is_in_host_memory(offload: Any) -> None:
     train(model, optimizer)
     host, ssd = states.tiers
     assert isinstance(host, HostTier)
-    assert host.used_bytes == states.num_bytes
+    wait_until(lambda: host.used_bytes == states.num_bytes, "not all of it is there")
     assert ssd.used_bytes == 0
     model = model_on("lag")
     optimizer = fused(model.parameters())

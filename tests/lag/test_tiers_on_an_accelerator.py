@@ -30,6 +30,7 @@ from megatron.offload.tiers.tiered import TieredTier
 from tests.conftest import Gate
 from tests.support.accelerators import Lag
 from tests.support.lag.module import LagModule
+from tests.support.waiting import SOON_S, wait_until_empty
 
 PAGE = 4096
 SIZE = 5 * PAGE
@@ -106,13 +107,13 @@ def test_what_goes_to_several_tiers_comes_back_from_each(
     assert {type(block.tier) for block in blocks} == {HostTier, SsdTier}
     for number, block in enumerate(blocks):
         assert read(tiered, device, block) == {number}
-    assert tiered.wait_for_writes(10)
+    assert tiered.wait_for_writes(SOON_S)
     assert tiered.statistics.writes.total_bytes == tiered.statistics.reads.total_bytes == 6 * SIZE
     assert tiered.used_bytes == 6 * SIZE and tiered.capacity_bytes >= 6 * SIZE
     assert tiered.limit_bytes == 8 * SIZE and not tiered.degraded
     assert "host memory" in str(tiered) and " and " in str(tiered)
     del block, blocks
-    assert tiered.used_bytes == 0
+    wait_until_empty([tiered])
 
 
 def test_what_is_changed_where_it_is_comes_back_changed(
@@ -161,7 +162,7 @@ def test_what_has_left_the_pool_is_shown_and_changed_on_the_drives(
     device: AcceleratorDevice, bouncing: BouncingTier
 ) -> None:
     block = write(bouncing, device, 5)
-    assert bouncing.wait_for_writes(10) and bouncing.pool_bytes == 0
+    assert bouncing.wait_for_writes(SOON_S) and bouncing.pool_bytes == 0
     assert not str(block).startswith("page-locked memory")
     shown = torch.empty(0, dtype=torch.uint8).set_(bouncing.view(block))
     assert set(shown.tolist()) == {5}
@@ -190,7 +191,7 @@ def test_where_the_drives_are_full_the_pool_takes_nothing(
     device: AcceleratorDevice, bouncing: BouncingTier
 ) -> None:
     blocks = [write(bouncing, device, number) for number in range(6)]
-    assert bouncing.wait_for_writes(10)
+    assert bouncing.wait_for_writes(SOON_S)
     assert bouncing.begin_write(storage_of(device, 9), device.record_event()) is None
     assert [read(bouncing, device, block) for block in blocks] == [{n} for n in range(6)]
 

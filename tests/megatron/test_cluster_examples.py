@@ -49,7 +49,7 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 

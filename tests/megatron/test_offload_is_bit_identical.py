@@ -21,6 +21,7 @@ from tests.support.launch import (
     train_once,
 )
 from tests.support.offload_flags import ssd
+from tests.support.waiting import SOON_S
 
 STEPS = 4
 LAYOUTS = {
@@ -71,7 +72,7 @@ def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
     # New interpreters for one layout: nothing may depend on a hash seed that all ranks share, or on
     # what the fork server has imported.
     fresh = layout == "DP2+distributed-optimizer"
-    offloaded = train(flags, ssd(tmp_path), world_size=world_size, fresh=fresh)
+    offloaded = train(flags, ssd(tmp_path), model="settled", world_size=world_size, fresh=fresh)
     assert_same_bits(offloaded, off, STEPS)
     for record in offloaded.metrics:
         # Bytes really left memory: they came from the disk, or were needed before the write ended.
@@ -79,8 +80,8 @@ def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
         assert moved["offloaded_bytes"] > 0
         assert moved["read_bytes"] + moved["forwarded_bytes"] > 0
     # A write that was overtaken by its use may still run when a step ends; a leak would stay.
-    assert min(record["offload"]["tier_used_bytes"] for record in offloaded.metrics) == 0
-    assert sum(record["offload"]["read_bytes"] for record in offloaded.metrics) > 0
+    last = offloaded.metrics[-1]["offload"]
+    assert last["tier_used_bytes"] == 0 and last["read_bytes"] > 0
     assert os.listdir(tmp_path) == []
 
 
@@ -115,7 +116,7 @@ def test_the_inputs_of_megatrons_own_checkpoints_move(
     own += f" --recompute-num-layers {num_layers}"
     # Layers that are not recomputed move as well, to the SSD.
     own += " --activation-recompute-input host --activation-offload-host-budget 1GiB"
-    moved = train(flags, ssd(tmp_path) + own, world_size=world_size)
+    moved = train(flags, ssd(tmp_path) + own, model="settled", world_size=world_size)
     assert_same_bits(moved, train_once(flags, world_size=world_size), STEPS)
     for step in (record["offload"] for record in moved.metrics):
         assert step["recomputed_layers"] == 4 * recomputed  # micro-batches
@@ -123,16 +124,16 @@ def test_the_inputs_of_megatrons_own_checkpoints_move(
             assert step["offloaded_storages"] == 4 * checkpoints
         else:
             assert step["offloaded_storages"] > 4 * checkpoints
-    # Inputs go to host memory, and are so few that each may be needed before it is written.
-    written = sum(record["offload"]["written_bytes"] for record in moved.metrics)
-    assert (written > 0) is (method == "block")
+    # Inputs go to host memory.
+    written = [record["offload"]["written_bytes"] for record in moved.metrics]
+    assert (written[-1] > 0) is (sum(written) > 0) is (method == "block")
 
 
 @pytest.mark.parametrize(
     ("mode", "layout"),
     [
         ("host --activation-offload-host-budget 1GiB", "TP1"),
-        ("tiered --activation-offload-host-budget 1MiB", "TP2"),
+        ("tiered --activation-offload-host-budget 128KiB", "TP2"),
         ("ssd --activation-offload-verify checksum --activation-offload-io buffered", "TP1"),
     ],
 )
@@ -146,12 +147,12 @@ def test_the_other_modes_change_no_bit_either(mode: str, layout: str, tmp_path: 
         f"--activation-offload {mode} --activation-offload-min-bytes 1KiB"
         f" --activation-offload-dir {directories[0]},{directories[1]}"
     )
-    offloaded = train(model, offload, world_size=world_size)
+    offloaded = train(model, offload, model="settled", world_size=world_size)
     assert_same_bits(offloaded, train_once(model, world_size=world_size), STEPS)
     moved = [record["offload"] for record in offloaded.metrics]
     uses_host, uses_ssd = not mode.startswith("ssd"), not mode.startswith("host")
-    assert (sum(step["host_read_bytes"] for step in moved) > 0) is uses_host
-    assert (sum(step["read_bytes"] for step in moved) > 0) is uses_ssd
+    for name, is_used in (("host_read_bytes", uses_host), ("read_bytes", uses_ssd)):
+        assert (moved[-1][name] > 0) is (sum(step[name] for step in moved) > 0) is is_used
     assert [os.listdir(directory) for directory in directories] == [[], []]
     assert ("to the drive of" in offloaded.output) is uses_ssd
 
@@ -180,7 +181,7 @@ def test_kill_9_in_mid_training_leaves_the_directory_empty(tmp_path: Path) -> No
     with Run(TINY, ssd(tmp_path), "--train-iters 100000") as run:
         run.wait_for_step(2)
         run.processes[0].send_signal(signal.SIGKILL)
-        assert run.processes[0].wait(timeout=10) == -signal.SIGKILL
+        assert run.processes[0].wait(timeout=SOON_S) == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
 
 

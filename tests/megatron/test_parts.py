@@ -101,7 +101,7 @@ def follow(flags: str, world_size: int, directory: Path, parts: tuple[Lines, ...
     path = directory / "plan.json"
     save_plans(path, plans)
     plan = f"--activation-offload-plan {path}"
-    return train(flags, auto(directory, plan), world_size=world_size)
+    return train(flags, auto(directory, plan), model="settled", world_size=world_size)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,7 @@ def test_a_part_that_is_recomputed_alone_changes_no_bit(case: str, tmp_path: Pat
         assert step["recomputed_layers"] == 0
         assert step["offloaded_bytes"] > 0
     assert nothing_leaks(planned.values("offload"))
+    assert planned.values("offload")[-1]["tier_used_bytes"] == 0
 
 
 def test_what_a_part_recomputes_is_not_offloaded(tmp_path: Path) -> None:

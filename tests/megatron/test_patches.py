@@ -129,7 +129,7 @@ def patched(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (core / file).unlink()
         shutil.copy(installed / file, core / file)
     tool = [sys.executable, str(ROOT / "tools" / "apply_patches.py")]
-    subprocess.run([*tool, "--apply", str(directory)], check=True, timeout=60)
+    subprocess.run([*tool, "--apply", str(directory)], check=True, timeout=120)
     return directory
 
 
@@ -204,7 +204,7 @@ def python(code: str, directory: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

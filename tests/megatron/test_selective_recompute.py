@@ -57,9 +57,12 @@ def test_selective_recomputation_and_offload_give_the_same_bits(case: str, tmp_p
     own = train(selective, world_size=world_size)
     whole = train(model, flags_of("ssd", tmp_path, 4), world_size=world_size)
     for placement in placements:
-        outcome = train(selective, flags_of(placement, tmp_path, 4), world_size=world_size)
+        outcome = train(
+            selective, flags_of(placement, tmp_path, 4), model="settled", world_size=world_size
+        )
         assert_same_bits(outcome, own, STEPS)
         assert nothing_leaks(outcome.values("offload"))
+        assert outcome.values("offload")[-1]["tier_used_bytes"] == 0
         for step, without in zip(outcome.values("offload"), whole.values("offload"), strict=True):
             assert step["offloaded_bytes"] > 0
             assert (step["recomputed_layers"] > 0) is (placement == "mixed")

@@ -29,6 +29,7 @@ from tests.support.fork_server import ForkedProcess, ForkServer
 from tests.support.processes import ROOT, our_lines
 
 SCRIPTS = {name: ROOT / "examples" / f"pretrain_{name}.py" for name in ("gpt", "bert", "t5")}
+SCRIPTS["settled"] = ROOT / "tests" / "megatron" / "settled_ranks.py"
 
 # Small enough that starting Python is the longest part of a test.
 TINY_LAYERS = (
@@ -83,7 +84,7 @@ class Run:
         *lines: str,
         model: str = "gpt",
         world_size: int = 1,
-        timeout_s: float = 60.0,
+        timeout_s: float = 150.0,
         environment: dict[str, str] | None = None,
         of_rank: Callable[[int], dict[str, str]] = lambda rank: {},
         fresh: bool = False,
@@ -203,7 +204,7 @@ def run_trainer(
     *lines: str,
     model: str = "gpt",
     world_size: int = 1,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     environment: dict[str, str] | None = None,
     fresh: bool = False,
 ) -> Outcome:
@@ -224,7 +225,7 @@ def train(
     tiny: str = TINY,
     model: str = "gpt",
     world_size: int = 1,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     fresh: bool = False,
 ) -> Outcome:
     """Trains a tiny model; later flags override. Fails unless every rank ends well."""

@@ -11,6 +11,7 @@ import torch
 from megatron.offload import OffloadEngine, Scope
 from megatron.offload.placement.policy import Placement
 from megatron.offload.tiers.ssd import SsdTier
+from tests.support.waiting import SOON_S
 
 
 class Double(torch.autograd.Function):
@@ -68,7 +69,7 @@ def ssd(engine: OffloadEngine) -> SsdTier:
     return tier
 
 
-def settle(engine: OffloadEngine, timeout_s: float = 10.0) -> None:
+def settle(engine: OffloadEngine, timeout_s: float = SOON_S) -> None:
     """Waits until no write is queued or running, so that a test sees bytes on the tier."""
     assert engine.wait_for_writes(timeout_s), "writes did not end"
 

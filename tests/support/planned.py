@@ -121,14 +121,16 @@ class Run:
         self.tokens = 32
         self.step_s: float | None = 1.0  # what steps seem to take; None: what they take
         self.gap_s: float | None = None  # what of it seems to lie between passes, likewise
+        self.stall_s: float | None = None  # and to have been waited for tiers, likewise
+        self.peak_bytes: int | None = None  # what of memory steps seem to take, likewise
         measured = self.planner.meter._measured
         self.planner.meter._measured = lambda *metrics: self._seen(measured(*metrics))  # type: ignore[method-assign]
         self.writes_end = False  # before backward, as with a model whose layers take long
 
     def _seen(self, step: MeasuredStep) -> MeasuredStep:
-        if self.gap_s is not None:
-            step = dataclasses.replace(step, gap_s=self.gap_s)
-        return step if self.step_s is None else dataclasses.replace(step, step_s=self.step_s)
+        names = ("step_s", "gap_s", "stall_s", "peak_bytes")
+        told = {name: one for name in names if (one := getattr(self, name)) is not None}
+        return dataclasses.replace(step, **told)
 
     def step(self, *, fails: bool = False) -> None:
         profiler = self.planner.meter.profiler

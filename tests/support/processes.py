@@ -43,13 +43,14 @@ def start_python(script: str, *arguments: object) -> subprocess.Popen[str]:
         [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 120.0) -> tuple[int, str, str]:
     """Waits for the process. Exit code (minus the signal that ended it), output, `our_lines`."""
     try:
         output, errors = process.communicate(timeout=timeout_s)

@@ -88,7 +88,7 @@ def run_ranks(script: Path, folder: Path, *arguments: str, num_ranks: int = 2) -
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
     """Until all have ended, one has failed, or too much time has passed."""
-    deadline_s = time.monotonic() + 200.0
+    deadline_s = time.monotonic() + 280.0
     while any(process.poll() is None for process in processes):
         if any(process.returncode for process in processes):
             deadline_s = min(deadline_s, time.monotonic() + _NOTICE_S)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron.offload import offload_activations
+from tests.support.waiting import SOON_S
 
 NUM_STEPS = 4
 Batch = Mapping[str, torch.Tensor]
@@ -81,7 +82,7 @@ def train(
             optimizer.zero_grad()
         del loss  # and its graph
         if handle is not None and handle.engine is not None:
-            assert handle.engine.wait_for_writes(10)
+            assert handle.engine.wait_for_writes(SOON_S)
             result.left_bytes = sum(tier.used_bytes for tier in handle.engine.tiers.values())
     result.weights = {name: digest(one) for name, one in model.named_parameters()}
     return result

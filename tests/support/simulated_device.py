@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import WHOLE, Device
 from megatron.offload.tiers.staging import StagingBuffer, StagingPool
+from tests.support.waiting import SOON_S
 
 POISON = 0xDB
 STORE, LOAD = "store", "load"  # the streams of the copies
@@ -258,7 +259,7 @@ class SimulatedDevice(CpuDevice):
 
     def _take_a_while(self) -> None:
         """Before each copy, in its stream's thread."""
-        assert self._may_run.wait(timeout=20)
+        assert self._may_run.wait(timeout=SOON_S)
         with self._lock:
             duration_s = self._random.uniform(0.0005, self._slowest_copy_s)
         time.sleep(duration_s)
@@ -295,7 +296,7 @@ class SimulatedDevice(CpuDevice):
     @staticmethod
     def _wait_for_copy(event: Event) -> None:
         if event.happened is not None:
-            assert event.happened.wait(timeout=20), "a copy did not run"
+            assert event.happened.wait(timeout=SOON_S), "a copy did not run"
         if event.error is not None:
             raise event.error
 
@@ -356,6 +357,6 @@ class GatedDevice(SimulatedDevice):
         self.error: Exception | None = None
 
     def _take_a_while(self) -> None:
-        assert self.gate.wait(timeout=10)
+        assert self.gate.wait(timeout=SOON_S)
         if self.error is not None:
             raise self.error

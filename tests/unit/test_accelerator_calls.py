@@ -25,6 +25,7 @@ from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.ssd import SsdTier
 from tests.support.fake_cuda import FakeCuda
+from tests.support.waiting import SOON_S
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def calls_of(fake_cuda: FakeCuda, work: Callable[[], object]) -> list[str]:
     """What a piece of work asks for, in a thread of its own, which begins on the first GPU."""
     fake_cuda.calls.clear()
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(work).result(timeout=10)
+        thread.submit(work).result(timeout=SOON_S)
     return fake_cuda.calls
 
 
@@ -205,8 +206,8 @@ def test_a_tiers_threads_open_no_context_on_the_first_gpu(
         return target
 
     with ThreadPoolExecutor(1) as dispatcher:  # begins on the first GPU, as the tier's own threads
-        target = dispatcher.submit(there_and_back).result(timeout=10)
-        dispatcher.submit(tier.close).result(timeout=10)
+        target = dispatcher.submit(there_and_back).result(timeout=SOON_S)
+        dispatcher.submit(tier.close).result(timeout=SOON_S)
     assert bytes(target) == bytes(source.untyped_storage())
 
 

@@ -23,6 +23,7 @@ from tests.support.simulated_device import (
     PoisoningPool,
     SimulatedDevice,
 )
+from tests.support.waiting import SOON_S
 
 PAGE = 4096
 
@@ -232,7 +233,7 @@ def test_a_write_waits_for_its_event_and_for_nothing_that_was_queued_later(
     for event, is_right in ((too_early, False), (after, True)):
         body: list[bytes] = []
         view = staged.for_writing(source, event)
-        in_thread(lambda view=view, body=body: body.append(written(view))).join(timeout=10)
+        in_thread(lambda view=view, body=body: body.append(written(view))).join(timeout=SOON_S)
         assert (body[0] == bytes_of(source)) is is_right
         assert is_right or set(body[0]) == {POISON}
 
@@ -261,7 +262,7 @@ def test_a_buffer_is_not_filled_before_the_copy_from_it_has_ended(
     reading.join(timeout=0.1)
     assert reading.is_alive(), "a third piece, and two buffers that are being copied from"
     device.gate.set()
-    reading.join(timeout=10)
+    reading.join(timeout=SOON_S)
     arrive(view, device)
     assert bytes_of(target) == body
 

@@ -15,7 +15,7 @@ from megatron.offload.tiers import arena as arena_module
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.extents import ExtentAllocator
 from tests.support.fake_cuda import FakeCuda
-from tests.support.waiting import wait_until
+from tests.support.waiting import SOON_S, wait_until
 
 PAGE = mmap.PAGESIZE
 
@@ -49,7 +49,7 @@ def test_a_range_can_be_freed_by_a_finalizer_that_interrupts_an_allocation(
     monkeypatch.setattr(ExtentAllocator, "allocate", interrupted)
     allocating = threading.Thread(target=arena.allocate, args=(PAGE,), daemon=True)
     allocating.start()
-    allocating.join(timeout=2)
+    allocating.join(timeout=SOON_S)
     assert not allocating.is_alive()
     assert arena.used_bytes == PAGE
     arena.close()
@@ -88,7 +88,7 @@ class SlowDevice:
     def pin(self, address: int, num_bytes: int) -> None:
         self.pinned_by.append(threading.current_thread())
         self.arrived.release()
-        assert self.open.wait(timeout=10)
+        assert self.open.wait(timeout=SOON_S)
 
     def unpin(self, address: int) -> None:
         pass
@@ -104,14 +104,14 @@ def test_the_next_step_is_pinned_ahead_by_a_thread_that_nobody_waits_for() -> No
     device.open.clear()
     assert arena.allocate(4 * PAGE) == 4 * PAGE
     for _ in range(3):
-        assert device.arrived.acquire(timeout=10)  # the third step is being pinned
+        assert device.arrived.acquire(timeout=SOON_S)  # the third step is being pinned
     assert arena.allocate(3 * PAGE) == PAGE, "what is free is handed out meanwhile"
     closing = threading.Thread(target=arena.close, daemon=True)
     closing.start()
     closing.join(timeout=0.1)
     assert closing.is_alive(), "memory that is being pinned is not unmapped"
     device.open.set()
-    closing.join(timeout=10)
+    closing.join(timeout=SOON_S)
     assert not closing.is_alive()
     here = threading.current_thread()
     assert [thread is here for thread in device.pinned_by] == [True, False, False]
@@ -124,7 +124,7 @@ def test_whoever_needs_room_that_is_being_pinned_gets_it() -> None:
     found: list[int | None] = []
     asking = threading.Thread(target=lambda: found.append(arena.allocate(4 * PAGE)), daemon=True)
     asking.start()
-    asking.join(timeout=10)
+    asking.join(timeout=SOON_S)
     assert found == [4 * PAGE] and arena.allocate(1) is None
     assert len(device.pinned_by) == 2
     arena.close()

@@ -29,7 +29,7 @@ from megatron.offload.tiers.transfer import Transfer
 from tests.conftest import Gate
 from tests.support.models import Model, assert_same, run_step, settle
 from tests.support.simulated_device import SimulatedDevice
-from tests.support.waiting import wait_until
+from tests.support.waiting import SOON_S, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -77,6 +77,11 @@ def in_pool(tier: SsdTier, value: int, num_bytes: int = PAGE) -> BouncingBlock:
     return block
 
 
+def wait_until_it_leaves(block: BouncingBlock) -> None:
+    """Its transfer has ended a moment before it goes on to the drives."""
+    wait_until(lambda: block.write is not None, "it does not go on to the drives")
+
+
 def read_back(tier: SsdTier, block: Any) -> bytes:
     target, transfer = tier.begin_read(block)
     transfer.wait()
@@ -102,7 +107,7 @@ def test_a_write_has_ended_when_the_copy_to_the_pool_has(
     assert tier.statistics.writes.total_bytes == 0 and not tier.wait_for_writes(timeout_s=0.01)
     assert (tier.pool_bytes, tier.used_bytes) == (PAGE, PAGE)
     write_gate.open.set()
-    assert tier.wait_for_writes(timeout_s=10)
+    assert tier.wait_for_writes(timeout_s=SOON_S)
     assert tier.statistics.writes.total_bytes == PAGE == tier.used_bytes
     assert tier.pool_bytes == 0 and "page-locked" not in str(block)
     assert read_back(tier, block) == b"\3" * PAGE
@@ -118,7 +123,7 @@ def test_what_is_on_its_way_to_the_pool_counts_where_storages_are_spread(
     copied, wait_for_event = threading.Event(), device.wait_for_event
 
     def wait(event: Any) -> None:
-        assert copied.wait(timeout=10)
+        assert copied.wait(timeout=SOON_S)
         wait_for_event(event)
 
     tier = BouncingTier(directories, device=device, pool_bytes=8 * PAGE, io="buffered")
@@ -130,7 +135,7 @@ def test_what_is_on_its_way_to_the_pool_counts_where_storages_are_spread(
         copied.set()
         for _, transfer in started:
             transfer.wait()
-        assert tier.wait_for_writes(timeout_s=10)
+        assert tier.wait_for_writes(timeout_s=SOON_S)
         assert [drive.queued_bytes for drive in tier.drives] == [0, 0]
     finally:
         copied.set()
@@ -147,7 +152,7 @@ def test_bytes_come_back_from_the_pool_and_from_the_drives(
     assert read_back(tier, block) == b"\7" * num_bytes
     write_gate.open.set()
     other = in_pool(tier, 9, num_bytes) if num_bytes < PAGE else block
-    assert tier.wait_for_writes(timeout_s=10)
+    assert tier.wait_for_writes(timeout_s=SOON_S)
     assert read_back(tier, other) == (b"\7" if other is block else b"\x09") * num_bytes
 
 
@@ -161,7 +166,7 @@ def test_what_the_pool_has_no_room_for_is_kept_until_the_drive_has_it(
     assert not transfer.done()
     write_gate.open.set()
     transfer.wait()
-    assert tier.wait_for_writes(timeout_s=10)
+    assert tier.wait_for_writes(timeout_s=SOON_S)
     assert read_back(tier, first) == b"\1" * 3 * PAGE and read_back(tier, block) == b"\2" * 2 * PAGE
 
 
@@ -172,7 +177,7 @@ def test_memory_of_the_pool_is_not_reused_before_the_drive_has_its_bytes(
     assert tier.pool_bytes == 4 * PAGE
     assert not isinstance(begun(tier, 9)[0], BouncingBlock)
     write_gate.open.set()
-    assert tier.wait_for_writes(timeout_s=10)
+    assert tier.wait_for_writes(timeout_s=SOON_S)
     others = [in_pool(tier, 10 + value) for value in range(4)]
     for value, block in enumerate([*blocks, *others]):
         assert read_back(tier, block) == bytes([value + 6 * (value > 3)]) * PAGE
@@ -182,7 +187,7 @@ def test_a_full_disk_takes_nothing_into_the_pool(make_tier: Callable[..., Bounci
     tier = make_tier(budget_bytes=2 * PAGE)
     blocks = [in_pool(tier, value) for value in range(2)]
     assert tier.begin_write(torch.UntypedStorage(PAGE)) is None
-    assert tier.wait_for_writes(timeout_s=10) and tier.pool_bytes == 0 and len(blocks) == 2
+    assert tier.wait_for_writes(timeout_s=SOON_S) and tier.pool_bytes == 0 and len(blocks) == 2
 
 
 # -- On the way back ----------------------------------------------------------------------------
@@ -194,14 +199,15 @@ def test_what_is_read_from_the_pool_is_not_written_any_more(
     tier = make_tier(num_threads=1)
     first, second = in_pool(tier, 1), in_pool(tier, 2)
     write_gate.wait_for_arrival()  # of the first: the second one waits
+    wait_until_it_leaves(second)
     assert read_back(tier, second) == b"\2" * PAGE
     write_gate.open.set()
-    assert tier.wait_for_writes(timeout_s=10)
+    assert tier.wait_for_writes(timeout_s=SOON_S)
     assert tier.statistics.writes.total_bytes == PAGE and tier.statistics.reads.total_bytes == 0
     assert tier.pool_bytes == PAGE, "the only place where the second one is"
     assert read_back(tier, second) == b"\2" * PAGE and read_back(tier, first) == b"\1" * PAGE
     del second
-    assert tier.pool_bytes == 0 and tier.used_bytes == PAGE
+    wait_until(lambda: tier.pool_bytes == 0 and tier.used_bytes == PAGE, "its memory is kept")
 
 
 def test_memory_of_the_pool_is_kept_while_it_is_copied_back(
@@ -212,7 +218,7 @@ def test_memory_of_the_pool_is_kept_while_it_is_copied_back(
         target, transfer = tier.begin_read(block)
         assert transfer.done()
         write_gate.open.set()
-        assert tier.wait_for_writes(timeout_s=10)
+        assert tier.wait_for_writes(timeout_s=SOON_S)
         del block
         assert tier.pool_bytes == PAGE
     for event in transfer.events or ():
@@ -227,10 +233,11 @@ def test_what_nobody_wants_any_more_is_not_written(
     tier = make_tier(num_threads=1)
     first, second = in_pool(tier, 1), in_pool(tier, 2)
     write_gate.wait_for_arrival()
+    wait_until_it_leaves(second)
     del first, second
     assert tier.used_bytes == 2 * PAGE, "space that is being written is nobody else's"
     write_gate.open.set()
-    assert tier.wait_for_writes(timeout_s=10)
+    assert tier.wait_for_writes(timeout_s=SOON_S)
     assert tier.statistics.writes.total_bytes <= PAGE
     wait_until(lambda: tier.pool_bytes == tier.used_bytes == 0, "something is kept")
 
@@ -243,7 +250,7 @@ def test_a_write_that_is_taken_back_before_its_copy_has_ended_goes_no_further(
         assert transfer.cancel()
         del block
         assert tier.pool_bytes == PAGE, "the copy goes on"
-    assert tier.wait_for_writes(timeout_s=10)
+    assert tier.wait_for_writes(timeout_s=SOON_S)
     wait_until(lambda: tier.pool_bytes == tier.used_bytes == 0, "something is kept")
     assert tier.statistics.writes.total_bytes == 0
 
@@ -257,14 +264,14 @@ def test_what_the_drive_refuses_stays_in_the_pool(
     may_fail = threading.Event()
 
     def refuse(*_: object) -> None:
-        assert may_fail.wait(timeout=10)
+        assert may_fail.wait(timeout=SOON_S)
         raise OSError(errno.EIO, "media")
 
     monkeypatch.setattr(UnlinkedFile, "write", refuse)
     with caplog.at_level(logging.WARNING):
         blocks = [in_pool(tier, value) for value in (1, 2)]
         may_fail.set()
-        assert tier.wait_for_writes(timeout_s=10)
+        assert tier.wait_for_writes(timeout_s=SOON_S)
     assert tier.degraded and len(caplog.records) == 1
     assert tier.statistics.failed_writes >= 1 and tier.pool_bytes == 2 * PAGE
     assert tier.begin_write(torch.UntypedStorage(PAGE)) is None
@@ -289,8 +296,10 @@ def test_closing_waits_for_copies_and_writes_under_way(
     copied[1].wait()
     closing.join(timeout=0.1)
     assert closing.is_alive() and tier._pool is not None and not tier._pool._closed
+    (drive,) = tier.drives
+    wait_until(lambda: drive._threads._closing, "closing did not come to the drive")
     write_gate.open.set()
-    closing.join(timeout=10)
+    closing.join(timeout=SOON_S)
     assert not closing.is_alive() and tier._pool._closed and block.write is not None
     assert tier.statistics.writes.total_bytes == PAGE
 
@@ -320,7 +329,7 @@ def test_loss_and_gradients_are_equal(
         if not settles:
             del tier.wait_for_writes
         settle(engine)
-        assert tier.pool_bytes == tier.used_bytes == 0
+        wait_until(lambda: tier.pool_bytes == tier.used_bytes == 0, "something is kept")
         assert not settles or engine.statistics.read_bytes > 0
     finally:
         engine.close()

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from megatron.offload.tiers.budget import ByteBudget, RateLimit, SpaceBudget
+from tests.support.waiting import SOON_S
 
 
 def acquire(budget: ByteBudget, num_bytes: int) -> threading.Thread:
@@ -27,7 +28,7 @@ def test_bytes_over_the_budget_wait_until_enough_are_given_back() -> None:
     waiting.join(timeout=0.1)
     assert waiting.is_alive() and budget.taken_bytes == 60
     budget.release(60)
-    waiting.join(timeout=2)
+    waiting.join(timeout=SOON_S)
     assert not waiting.is_alive() and budget.taken_bytes == 50
 
 
@@ -43,13 +44,13 @@ def test_what_does_not_fit_at_once_is_not_taken() -> None:
 def test_more_than_the_whole_budget_is_let_through_alone() -> None:
     budget = ByteBudget(100)
     large = acquire(budget, 500)
-    large.join(timeout=2)
+    large.join(timeout=SOON_S)
     assert not large.is_alive() and budget.taken_bytes == 500
     small = acquire(budget, 1)
     small.join(timeout=0.1)
     assert small.is_alive()
     budget.release(500)
-    small.join(timeout=2)
+    small.join(timeout=SOON_S)
     assert not small.is_alive()
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
 
 import pytest
 
 from megatron.offload.transfer.dispatcher import Dispatcher
+from tests.support.waiting import SOON_S, wait_until
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_draining_and_closing_wait_for_what_was_submitted(dispatcher, call):
     waiting.join(timeout=0.2)  # it has looked by then whether the thread is still there
     assert waiting.is_alive()
     hold.set()
-    waiting.join(timeout=10)
+    waiting.join(timeout=SOON_S)
     assert not waiting.is_alive()
 
 
@@ -79,10 +79,7 @@ class Memory:
 
 def wait_until_gone(reference):
     """The thread may still be about to let go."""
-    deadline = time.monotonic() + 3
-    while reference() is not None:
-        assert time.monotonic() < deadline, "it is kept alive"
-        time.sleep(0.001)
+    wait_until(lambda: reference() is None, "it is kept alive")
 
 
 def test_a_dispatcher_that_waits_keeps_nothing_alive(dispatcher):

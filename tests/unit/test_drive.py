@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import errno
 import fcntl
@@ -29,7 +30,7 @@ from megatron.offload.tiers.drive import Drive, Extent, Health
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.ssd import SsdBlock, SsdTier
 from tests.support.mounts import mounted_ext4
-from tests.support.waiting import wait_until
+from tests.support.waiting import SOON_S, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -344,7 +345,7 @@ def test_a_late_write_error_told_to_one_thread_counts_for_all(
         if flags == file_module._START:
             return 0
         in_wait.release()
-        assert go_on.wait(timeout=10)
+        assert go_on.wait(timeout=SOON_S)
         return next(answers)
 
     monkeypatch.setattr(file_module, "_sync_file_range", sync)
@@ -360,12 +361,12 @@ def test_a_late_write_error_told_to_one_thread_counts_for_all(
     threads = [threading.Thread(target=move, args=(4096 * number,)) for number in range(4)]
     for thread in threads:
         thread.start()
-    assert in_wait.acquire(timeout=10)
+    assert in_wait.acquire(timeout=SOON_S)
     go_on.set()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=SOON_S)
     file.close()
-    assert outcomes == [None, errno.EIO, errno.EIO, errno.EIO]
+    assert collections.Counter(outcomes) == {None: 1, errno.EIO: 3}
 
 
 def test_a_file_that_would_not_fit_takes_nothing_before_it_is_refused(

@@ -29,6 +29,7 @@ from megatron.offload.sizes import MIB
 from megatron.offload.tiers import gds_status as status_part
 from megatron.offload.tiers.gds import GdsTier
 from megatron.offload.tiers.gds_status import gds_status
+from tests.support.waiting import SOON_S
 
 
 class Gpu(CpuDevice):
@@ -60,7 +61,7 @@ class Event:
 
     def synchronize(self) -> None:
         self.machine.waiting.release()
-        assert self.machine.kernels_done.wait(timeout=10)
+        assert self.machine.kernels_done.wait(timeout=SOON_S)
         self.machine.calls.append("synchronize")
         if self.machine.cuda_error is not None:
             raise self.machine.cuda_error
@@ -262,7 +263,7 @@ def test_a_write_waits_for_the_kernels_queued_before_it_and_the_caller_does_not(
     machine.kernels_done.clear()
     block, transfer = begun(tier, source.untyped_storage())  # returns although kernels run
     assert machine.calls == ["mark"]
-    assert machine.waiting.acquire(timeout=10)
+    assert machine.waiting.acquire(timeout=SOON_S)
     assert not transfer.done() and "pwrite" not in machine.calls
     source.fill_(5)  # the kernel that the write waits for
     machine.kernels_done.set()
@@ -278,7 +279,7 @@ def test_a_read_leaves_its_memory_to_the_former_user_until_that_one_is_done(open
     machine.waiting = threading.Semaphore(0)
     machine.kernels_done.clear()
     target, transfer = tier.begin_read(block)
-    assert machine.waiting.acquire(timeout=10)
+    assert machine.waiting.acquire(timeout=SOON_S)
     assert machine.calls == ["mark"]
     machine.kernels_done.set()
     transfer.wait()

@@ -10,6 +10,7 @@ import torch
 
 from megatron.offload.tiers.gds import _FromDevice
 from tests.support.simulated_device import Event, SimulatedDevice
+from tests.support.waiting import SOON_S
 
 
 class Device(SimulatedDevice):
@@ -41,7 +42,7 @@ def test_a_read_waits_for_those_who_had_its_memory() -> None:
     taken = device._written[target._cdata]
     thread = threading.Thread(target=lambda: next(view.pieces_to_fill(0, 64)))
     thread.start()
-    thread.join(timeout=10)
+    thread.join(timeout=SOON_S)
     (event,) = device.awaited
     assert event.seen[taken.stream] >= taken.time and view.events == []
 

@@ -23,7 +23,7 @@ from megatron.offload.sizes import MIB
 from megatron.offload.tiers import host
 from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.purpose import STATES
-from tests.support.waiting import wait_until
+from tests.support.waiting import SOON_S, wait_until
 
 PAGE = mmap.PAGESIZE
 
@@ -78,7 +78,7 @@ class GatedDevice(CpuDevice):
 
     def _pass(self, source: int) -> None:
         self.arrived.release()
-        assert self.gate.wait(timeout=10)
+        assert self.gate.wait(timeout=SOON_S)
         if self.error is not None:
             raise self.error
         self.copied.append(ctypes.string_at(source, 1)[0])
@@ -276,7 +276,7 @@ def test_the_read_that_is_needed_first_goes_first(device):
     device.copied.clear()
     device.arrived = threading.Semaphore(0)
     running = tier.begin_write(storage_of(PAGE, 9))
-    assert device.arrived.acquire(timeout=10)
+    assert device.arrived.acquire(timeout=SOON_S)
     reads = [
         tier.begin_read(blocks[value], deadline) for value, deadline in ((0, 2), (1, 0), (2, 1))
     ]
@@ -291,12 +291,12 @@ def test_closing_cancels_what_is_queued_and_refuses_more(device):
     device.gate.clear()
     tier = HostTier(64 * PAGE, num_threads=1, device=device)
     started = [tier.begin_write(storage_of(PAGE, value)) for value in range(3)]
-    assert device.arrived.acquire(timeout=10)  # the thread has taken the first
+    assert device.arrived.acquire(timeout=SOON_S)  # the thread has taken the first
     closing = threading.Thread(target=tier.close, daemon=True)
     closing.start()
     wait_until(started[2][1].cancelled, "what is queued was not cancelled")
     device.gate.set()
-    closing.join(timeout=10)
+    closing.join(timeout=SOON_S)
     assert started[0][1].done() and not started[0][1].cancelled()
     with pytest.raises(RuntimeError, match="closed"):
         tier.begin_write(storage_of(PAGE, 1))

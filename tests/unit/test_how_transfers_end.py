@@ -78,7 +78,7 @@ def test_wait_returns_when_the_work_is_done() -> None:
     gate, done = threading.Event(), []
 
     def work() -> None:
-        assert gate.wait(timeout=10)
+        assert gate.wait(timeout=SOON_S)
         done.append(1)
 
     transfer = Transfer(work)

@@ -558,6 +558,8 @@ def test_steps_that_take_longer_or_less_long_than_planned_are_measured_like_a_ne
     run.solver.placement = Placement.KEEP
     run.steps(3 + 4 + REFINING_STEPS)
     assert run.planner.num_plans == 2
+    # No other reason, on a machine that is busy.
+    run.stall_s, run.peak_bytes = 0.0, run.solver.predicted.peak_bytes
     run.step_s = step_s
     run.solver.simulates(step_s)  # what it is calibrated to
     run.steps(2 + JUDGED_STEPS)

@@ -17,6 +17,7 @@ from megatron.offload import Scope
 from megatron.offload.saved.record import SavedStorage, Span, State
 from megatron.offload.saved.view import SavedView
 from megatron.offload.tiers.transfer import Transfer
+from tests.support.waiting import SOON_S
 
 NUM_BYTES = 4096
 
@@ -149,7 +150,7 @@ def test_the_begin_of_a_write_and_taking_back_exclude_each_other() -> None:
         thread.start()
         thread.join(timeout=0.1)
         assert thread.is_alive() and record.state is State.QUEUED
-    thread.join(timeout=10)
+    thread.join(timeout=SOON_S)
     assert record.state is State.WRITING
 
 
@@ -174,7 +175,7 @@ def test_the_end_of_a_write_and_taking_back_exclude_each_other(call: str) -> Non
         thread.start()
         thread.join(timeout=0.1)
         assert thread.is_alive() and record.state is State.WRITING
-    thread.join(timeout=10)
+    thread.join(timeout=SOON_S)
     assert record.state is not State.WRITING
 
 
@@ -189,7 +190,7 @@ def test_a_new_view_and_the_last_use_exclude_each_other(written: SavedStorage) -
         thread.start()
         thread.join(timeout=0.1)
         assert thread.is_alive() and written.num_unused_views == 0
-    thread.join(timeout=10)
+    thread.join(timeout=SOON_S)
     assert written.num_unused_views == 1 and len(views) == 1
 
 
@@ -210,7 +211,7 @@ def test_the_end_of_a_read_and_its_uses_exclude_each_other(written: SavedStorage
         thread.start()
         thread.join(timeout=0.1)
         assert thread.is_alive() and written.state is State.READING
-    thread.join(timeout=10)
+    thread.join(timeout=SOON_S)
     assert written.state is (State.ON_TIER if end == "failed" else State.RESTORED)
 
 
@@ -223,7 +224,7 @@ def test_the_last_use_and_taking_back_exclude_each_other(written: SavedStorage) 
         thread.start()
         thread.join(timeout=0.1)
         assert thread.is_alive() and written.state is State.RESTORED
-    thread.join(timeout=10)
+    thread.join(timeout=SOON_S)
     assert written.state is State.ON_TIER
 
 
@@ -397,7 +398,7 @@ def test_a_view_and_its_last_use_exclude_each_other_when_it_is_made_ready(
         go_on.set()
         thread.join(timeout=0.1)
         assert thread.is_alive() and not view.built
-    thread.join(timeout=10)
+    thread.join(timeout=SOON_S)
     assert len(view.built) == 1
 
 

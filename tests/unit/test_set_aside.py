@@ -18,6 +18,7 @@ from megatron.offload.saved.record import State
 from megatron.offload.saved.scope import Scope
 from megatron.offload.saved.view import SavedView
 from megatron.offload.tiers.file import UnlinkedFile
+from tests.conftest import Gate
 from tests.support.models import settle
 
 SCOPE = Scope(2, 3)
@@ -60,12 +61,14 @@ def test_an_emptied_tensor_is_full_of_nan_and_its_memory_is_free(engine: Offload
     assert (tensor.grad_fn, tensor._version) == (node, version)
 
 
-def test_what_has_not_left_yet_is_not_read(engine: OffloadEngine) -> None:
+def test_what_has_not_left_yet_is_not_read(engine: OffloadEngine, write_gate: Gate) -> None:
     tensor, expected = made()
     place = tensor.data_ptr()
     emptied = aside(engine).empty(tensor, SCOPE)
     assert emptied is not None
+    write_gate.wait_for_arrival()
     emptied.memory = emptied.view.saved._memory  # as `read_ahead` while it is written
+    write_gate.open.set()
     settle(engine)
     aside(engine).fill(emptied)
     assert tensor.data_ptr() == place and torch.equal(tensor, expected)

@@ -26,7 +26,7 @@ from megatron.offload.tiers.ssd import SsdBlock, SsdTier
 from megatron.offload.tiers.staging import PIECE_BYTES
 from tests.conftest import Gate
 from tests.support.simulated_device import SimulatedDevice
-from tests.support.waiting import wait_until
+from tests.support.waiting import SOON_S, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -60,7 +60,7 @@ def read_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
     def gated(self: UnlinkedFile, body: memoryview, offset: int) -> None:
         gate.arrived.release()
-        assert gate.open.wait(timeout=10)
+        assert gate.open.wait(timeout=SOON_S)
         read(self, body, offset)
 
     monkeypatch.setattr(UnlinkedFile, "read", gated)
@@ -146,7 +146,7 @@ def test_closing_waits_for_a_running_write_before_file_and_memory_go(
     closing.join(timeout=0.1)
     assert closing.is_alive()
     write_gate.open.set()
-    closing.join(timeout=10)
+    closing.join(timeout=SOON_S)
     transfer.wait()
     assert not tier.degraded and tier.statistics.writes.total_bytes == PAGE
 
@@ -238,7 +238,7 @@ class SecondDrive:
 
         def gated(file: UnlinkedFile, body: memoryview, offset: int) -> None:
             if file is held:
-                assert self.open.wait(timeout=10)
+                assert self.open.wait(timeout=SOON_S)
             move(file, body, offset)
             self.passed.append(file)
 
@@ -360,7 +360,7 @@ def test_an_extent_can_be_freed_while_another_thread_holds_the_lock(drive: Drive
     with drive._lock:
         freeing = threading.Thread(target=extent.free, daemon=True)
         freeing.start()
-        freeing.join(timeout=2)
+        freeing.join(timeout=SOON_S)
         assert not freeing.is_alive()
     assert drive.used_bytes == 0
 

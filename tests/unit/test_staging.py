@@ -13,6 +13,7 @@ from megatron.offload.device.open import open_device
 from megatron.offload.tiers.staging import PIECE_BYTES, StagingPool
 from tests.support.fake_cuda import FakeCuda
 from tests.support.simulated_device import SimulatedDevice
+from tests.support.waiting import SOON_S
 
 
 def test_buffers_are_pinned_at_once_and_unpinned_at_the_end(fake_cuda: FakeCuda) -> None:
@@ -57,7 +58,7 @@ def test_who_finds_no_buffer_waits_for_one() -> None:
         thread.start()
         thread.join(timeout=0.1)
         assert not taken
-    thread.join(timeout=10)
+    thread.join(timeout=SOON_S)
     assert taken == [buffer.address]
     pool.close()
 

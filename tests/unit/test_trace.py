@@ -20,6 +20,7 @@ from megatron.offload.stats import trace
 from megatron.offload.stats.trace import COMPUTE, Tracer
 from tests.support.full_disk import FULL_DISK, needs_full_disk, one_warning_about
 from tests.support.models import settle
+from tests.support.waiting import wait_until
 
 LAYER = Scope(0, 1, "decoder.7", "mlp")
 
@@ -51,8 +52,10 @@ def check_nesting(spans: list[dict[str, Any]]) -> None:
         open_until.append(end)
 
 
-def run_step(engine: OffloadEngine, size: int = 1000) -> None:
-    """A layer forward and backward, its bytes written and read."""
+def run_step(
+    engine: OffloadEngine, size: int = 1000, after_backward: Callable[[], None] = lambda: None
+) -> None:
+    """A layer forward and backward, its bytes written and read; the graph lives to the end."""
     x = torch.randn(size, requires_grad=True)
     with engine.step():
         with engine.forward(LAYER) as save_order:
@@ -62,7 +65,9 @@ def run_step(engine: OffloadEngine, size: int = 1000) -> None:
             del y
         settle(engine)
         with engine.backward(save_order):
-            total.backward()
+            total.backward(retain_graph=True)
+        after_backward()
+        del total
 
 
 def test_writes_reads_waits_and_memory_of_each_step_are_shown(
@@ -70,8 +75,16 @@ def test_writes_reads_waits_and_memory_of_each_step_are_shown(
 ) -> None:
     file = tmp_path / "trace.json"
     engine = make_engine(io="buffered", trace_file=file)
+
+    def wait_for_spans() -> None:  # compute has the bytes before the tracer hears of it
+        tracer = engine.tracer
+        assert tracer is not None
+        wait_until(
+            lambda: sum(one.track == "read ssd" for one in tracer._spans) == 2, "no read is noted"
+        )
+
     for _ in range(2):
-        run_step(engine)
+        run_step(engine, after_backward=wait_for_spans)
     engine.close()
     engine.close()
     events = load(file)

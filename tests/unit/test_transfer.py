@@ -15,7 +15,7 @@ import pytest
 from megatron.offload.tiers.budget import RateLimit
 from megatron.offload.tiers.io_threads import IoThreads, Piece
 from megatron.offload.tiers.transfer import Transfer, when_all
-from tests.support.waiting import wait_until
+from tests.support.waiting import SOON_S, wait_until
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_finished_work_keeps_nothing_alive(one_thread, fails):
     weak = weakref.ref(buffer)
     transfer = one_thread.submit_write([Piece(1, buffer.use), Piece(1, buffer.use)])
     del buffer
-    assert isinstance(transfer.exception(timeout=10), OSError) is fails
+    assert isinstance(transfer.exception(timeout=SOON_S), OSError) is fails
     assert weak() is None
 
 
@@ -163,12 +163,12 @@ def test_a_dying_thread_fails_its_transfer_and_is_replaced(one_thread, caplog):
 
     held = one_thread.submit_read(spin)
     waiting = one_thread.submit_write([Piece(1, lambda: done.append(1))])
-    assert started.wait(timeout=10)
+    assert started.wait(timeout=SOON_S)
     with caplog.at_level(logging.WARNING):
         kill(one_thread._threads[0])
         with pytest.raises(OSError, match="thread that carried it out died"):
-            held.result(timeout=10)
-    waiting.result(timeout=10)
+            held.result(timeout=SOON_S)
+    waiting.result(timeout=SOON_S)
     assert done == [1]
     assert sum("an I/O thread died" in message for message in caplog.messages) == 1
 
@@ -183,7 +183,7 @@ def test_if_no_thread_can_be_started_waiting_ends_in_an_error(one_thread, monkey
 
     one_thread.submit_read(spin)
     waiting = one_thread.submit_write([Piece(1, lambda: None)])
-    assert started.wait(timeout=10)
+    assert started.wait(timeout=SOON_S)
 
     def refuse(_):
         raise RuntimeError("can't start new thread")
@@ -191,7 +191,7 @@ def test_if_no_thread_can_be_started_waiting_ends_in_an_error(one_thread, monkey
     monkeypatch.setattr(threading.Thread, "start", refuse)
     kill(one_thread._threads[0])
     with pytest.raises(OSError, match="all I/O threads died"):
-        waiting.result(timeout=10)
+        waiting.result(timeout=SOON_S)
     with pytest.raises(RuntimeError, match="all I/O threads died"):
         one_thread.submit_read(lambda: None)
 
@@ -207,7 +207,7 @@ def test_close_cancels_what_is_queued_and_waits_for_what_runs():
 
     threads.submit_read(run)
     queued = threads.submit_write([Piece(1, lambda: done.append("queued"))])
-    assert started.wait(timeout=10)
+    assert started.wait(timeout=SOON_S)
     threading.Timer(0.05, gate.set).start()
     threads.close()
     assert done == ["running"] and queued.cancelled()

@@ -52,13 +52,13 @@ class Work:
         def move() -> None:
             if held:
                 self.running.release()
-                assert self._let_go.acquire(timeout=10)
+                assert self._let_go.acquire(timeout=SOON_S)
             self.done.append(name)
 
         return move
 
     def wait_until_held(self) -> None:
-        assert self.running.acquire(timeout=10)
+        assert self.running.acquire(timeout=SOON_S)
 
     def let_go(self) -> None:
         self._let_go.release()
@@ -345,6 +345,7 @@ def test_a_staged_write_whose_rest_waits_leaves_its_buffer_to_the_read(
     write_gate.open.set()
     transfer.result(timeout=SOON_S)
     large[1].result(timeout=SOON_S)
+    wait_until(lambda: len(order) == 2, "somebody is not told")
     assert order == ["read", "write"]
     again, last = tier.begin_read(large[0])
     last.result(timeout=SOON_S)
