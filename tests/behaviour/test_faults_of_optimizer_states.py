@@ -23,8 +23,10 @@ import torch
 
 from megatron.offload import ConfigurationError, offload_optimizer
 from megatron.offload.errors import InterruptedStepError, LostStateError
+from megatron.offload.integration.torch.optimizer import OptimizerOffload
 from megatron.offload.sizes import MIB
 from megatron.offload.states.bucket import Bucket, Where
+from megatron.offload.states.layout import Layout
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.states.window import Window
 from megatron.offload.tiers import ssd
@@ -384,6 +386,61 @@ def test_what_is_not_lost_is_back_in_memory_after_close(tmp_path: Path) -> None:
     assert 0 < len(back) < len(found)
     assert all(torch.equal(found[index], expected[index]["exp_avg"]) for index in back)
     assert not [t for t in threading.enumerate() if str(tmp_path) in t.name]
+
+
+def test_any_other_error_at_the_end_costs_no_more_than_its_bucket(
+    offloaded: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Trained(ADAMW).train(3).result[2]["state"]
+    trained = offloaded().train(3)
+    first, restore = states_of(trained).buckets[0], OptimizerStates._restore
+
+    def fail(states: OptimizerStates, bucket: Bucket) -> None:
+        if bucket is first:
+            raise RuntimeError("the first bucket")
+        restore(states, bucket)
+
+    monkeypatch.setattr(OptimizerStates, "_restore", fail)
+    with pytest.raises(RuntimeError, match="the first bucket"):
+        trained.handle.close()
+    for index, (param, state) in enumerate(trained.optimizer.state.items()):
+        if not any(param is one for one in first.params):
+            assert same(state, expected[index])
+
+
+def test_an_interrupt_while_states_leave_for_the_first_time_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, store, num_stored = Trained(ADAMW).train(3), Layout.store, 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal num_stored
+        num_stored += 1
+        if num_stored == 3:
+            raise KeyboardInterrupt
+        return store(*args)
+
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        patches.setattr(Layout, "store", interrupted)
+        offload_optimizer(begun.optimizer, tmp_path, bucket_bytes=30000, window_bytes=0)
+    assert not [t for t in threading.enumerate() if str(tmp_path) in t.name]
+    assert same(begun.train(2).result, Trained(ADAMW).train(5).result)
+
+
+def test_an_error_in_mid_opening_leaves_the_optimizer_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = Trained(ADAMW).train(3)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(OptimizerOffload, "_prefetch_half_way", fail)
+    with pytest.raises(MemoryError):
+        offload_optimizer(begun.optimizer, tmp_path, bucket_bytes=30000, window_bytes=0)
+    assert not {"step", "load_state_dict", "__getstate__"} & vars(begun.optimizer).keys()
+    assert not [t for t in threading.enumerate() if str(tmp_path) in t.name]
+    assert same(begun.train(2).result, Trained(ADAMW).train(5).result)
 
 
 # -- A step that ends in its middle ---------------------------------------------------------------

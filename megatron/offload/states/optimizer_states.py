@@ -99,7 +99,11 @@ class OptimizerStates:
         self._is_half_done = False  # see Note [A step that ends in its middle]
         self.meter = StatesMeter(device, self.tiers, lambda: self.memory_bytes)
         self._find_buckets()
-        self.adopt()
+        try:
+            self.adopt()
+        except BaseException:
+            self.close()  # what has left already comes back
+            raise
 
     # -- A step -----------------------------------------------------------------------------------
 
@@ -383,14 +387,18 @@ class OptimizerStates:
 
         Raises:
             LostStateError: states could not be read back; all others are in memory.
+            OffloadError: somebody has changed what was in the place of some; as before.
         """
-        error: LostStateError | None = None
+        error: Exception | None = None
         try:
-            self.conceal()
+            try:
+                self.conceal()
+            except Exception as one:
+                error = one
             for bucket in self.buckets if restore else ():
                 try:
                     self._restore(bucket)
-                except LostStateError as one:
+                except Exception as one:
                     error = error or one
         finally:
             self._slice.close()

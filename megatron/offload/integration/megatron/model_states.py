@@ -187,8 +187,14 @@ class ModelStates:
             LostStateError: states could not be read back.
         """
         self._undo()
+        error: Exception | None = None
         while self.parts:
-            self.parts.pop().close(restore=restore)
+            try:
+                self.parts.pop().close(restore=restore)
+            except Exception as one:
+                error = error or one
+        if error is not None:
+            raise error
 
 
 def check_model_states(config: StatesConfig, settings: Any) -> None:

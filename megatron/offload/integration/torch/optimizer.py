@@ -87,7 +87,6 @@ class OptimizerOffload:
         self._optimizer = optimizer
         self._undo: list[Callable[[], None]] = []
         self._config = config
-        self._own_step = optimizer.__dict__.get("step")
         self._runs_on_host = False
         if not config.enabled:
             return
@@ -117,21 +116,22 @@ class OptimizerOffload:
                 order=order,
                 step_by=step_by,
             )
+            if config.mode == "auto":
+                self.auto = AutoWindow(
+                    self.states,
+                    device,
+                    budget_bytes,
+                    write_limit_bytes_per_s=config.write_bytes_per_s,
+                    num_sharing=num_parts * (local_world_size() if device.is_host else 1),
+                )
+            self._hook(optimizer, self.states)
+            if prefetches:
+                self._prefetch_half_way(optimizer, self.states)
         except BaseException:
+            self.close()
             for tier in tiers:
                 tier.close()
             raise
-        if config.mode == "auto":
-            self.auto = AutoWindow(
-                self.states,
-                device,
-                budget_bytes,
-                write_limit_bytes_per_s=config.write_bytes_per_s,
-                num_sharing=num_parts * (local_world_size() if device.is_host else 1),
-            )
-        self._hook(optimizer, self.states)
-        if prefetches:
-            self._prefetch_half_way(optimizer, self.states)
 
     def __enter__(self) -> OptimizerOffload:
         return self
@@ -153,10 +153,6 @@ class OptimizerOffload:
             return
         for undo in self._undo:
             undo()
-        if self._own_step is None:
-            del self._optimizer.step
-        else:
-            self._optimizer.step = self._own_step  # type: ignore[method-assign]
         states.close(restore=restore)
 
     def report(self) -> str:
@@ -188,8 +184,12 @@ class OptimizerOffload:
             self._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
             return loss
 
-        if self._own_step is not None:  # a scheduler's, which has put marks on it
-            step.__dict__.update(self._own_step.__dict__)
+        own_step = optimizer.__dict__.get("step")
+        if own_step is not None:  # a scheduler's, which has put marks on it
+            step.__dict__.update(own_step.__dict__)
+            self._undo.append(functools.partial(setattr, optimizer, "step", own_step))
+        else:
+            self._undo.append(functools.partial(delattr, optimizer, "step"))
         hooked = torch.optim.Optimizer.profile_hook_step(step)
         hooked._offloads_states = True  # type: ignore[attr-defined]
         hooked._runs_on_host = self._runs_on_host  # type: ignore[attr-defined]
