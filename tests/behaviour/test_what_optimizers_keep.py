@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,38 @@ class CountsInGroups(Plain):
         param.add_(param.grad, alpha=-group["lr"] / group["count"])
 
 
+class HandsOn(Plain):
+    """Has the last two gradients of a parameter, and hands a tensor from one key to another."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        for key in ("last", "before") if not state else ():
+            state[key] = torch.zeros_like(param)
+        param.sub_(param.grad + 0.5 * state["last"] + 0.25 * state["before"], alpha=group["lr"])
+        state["before"], state["last"] = state["last"], param.grad.clone()
+
+
+class Swaps(Plain):
+    """Has two states that take turns."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        for key in ("one", "other") if not state else ():
+            state[key] = torch.zeros_like(param)
+        state["one"], state["other"] = state["other"], state["one"]
+        param.sub_(state["one"].add_(param.grad), alpha=group["lr"])
+
+
+class HasMainWeights(Plain):
+    """Has each parameter once more, under a name that others use for the parameter itself."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["param"] = param.detach().double()
+        param.copy_(state["param"].sub_(param.grad, alpha=group["lr"]))
+
+
 class Around(torch.optim.Optimizer):
     """Runs another optimizer's step, and has its groups."""
 
@@ -123,8 +156,8 @@ def gradients_of(layers: torch.nn.Module, number: int) -> None:
         param.grad = torch.rand(param.shape, generator=generator)
 
 
-def offloaded(optimizer: torch.optim.Optimizer) -> Any:
-    return offload_optimizer(optimizer, mode="host", bucket_bytes=1, window_bytes=0)
+def offloaded(optimizer: torch.optim.Optimizer, directory: Path | None = None) -> Any:
+    return offload_optimizer(optimizer, directory, bucket_bytes=1, window_bytes=0)
 
 
 @pytest.mark.parametrize(
@@ -248,3 +281,24 @@ def test_what_a_step_that_failed_wrote_into_groups_is_forgotten(
             group["lr"] = 0.001
         optimizer.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.001]
+
+
+@pytest.mark.parametrize("kind", [HandsOn, Swaps, HasMainWeights])
+@pytest.mark.parametrize("is_on_ssd", [False, True])
+def test_states_of_any_name_that_change_their_names_have_the_same_bits(
+    kind: Callable[[Any], torch.optim.Optimizer], is_on_ssd: bool, tmp_path: Path
+) -> None:
+    found = []
+    for is_offloaded in (True, False):
+        layers = linear_layers()
+        optimizer = kind(layers.parameters())
+        if is_offloaded:
+            offloaded(optimizer, tmp_path if is_on_ssd else None)
+        for number in range(5):
+            gradients_of(layers, number)
+            optimizer.step()
+        states = [
+            value for state in optimizer.state_dict()["state"].values() for value in state.values()
+        ]
+        found.append([*layers.parameters(), *states])
+    assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
