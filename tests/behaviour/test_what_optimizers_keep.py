@@ -51,6 +51,14 @@ class CountsItself(Plain):
         super().step()
 
 
+class CountsItselfFromTheBeginning(CountsItself):
+    """Has had the attribute since it was made."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = 0
+
+
 class CountsInATensor(Plain):
     """Counts its steps in a tensor that it has."""
 
@@ -165,6 +173,7 @@ def offloaded(optimizer: torch.optim.Optimizer, directory: Path | None = None) -
     [
         (CountsInItsState, "keeps 'k' in its state"),
         (CountsItself, "changes what it has as 'count'"),
+        (CountsItselfFromTheBeginning, "changes what it has as 'count'"),
         (CountsInATensor, "changes what it has as 'count'"),
         (CountsInATensorOfItsGroup, "changes what it has as 'count of group 0'"),
         (SumsInItsGroup, "computes 'norm' of a group from several parameters"),
