@@ -71,6 +71,14 @@ class CountsInATensor(Plain):
         super().step()
 
 
+class MovesItsTensor(CountsInATensor):
+    """Has its tensor elsewhere from its first step on."""
+
+    def step(self, closure: Any = None) -> None:
+        self.count = self.count.to("meta")
+        Plain.step(self)
+
+
 class CountsInATensorOfItsGroup(Plain):
     """Counts its steps in a tensor of each group, in place."""
 
@@ -175,6 +183,7 @@ def offloaded(optimizer: torch.optim.Optimizer, directory: Path | None = None) -
         (CountsItself, "changes what it has as 'count'"),
         (CountsItselfFromTheBeginning, "changes what it has as 'count'"),
         (CountsInATensor, "changes what it has as 'count'"),
+        (MovesItsTensor, "changes what it has as 'count'"),
         (CountsInATensorOfItsGroup, "changes what it has as 'count of group 0'"),
         (SumsInItsGroup, "computes 'norm' of a group from several parameters"),
     ],

@@ -105,7 +105,8 @@ def _is_same(one: Any, other: Any) -> bool:
         return True
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and one.dtype == other.dtype and torch.equal(one, other)
+        kinds = [(tensor.device, tensor.dtype) for tensor in (one, other)] if both else []
+        return both and kinds[0] == kinds[1] and torch.equal(one, other)
     try:
         return bool(one == other)
     except (RuntimeError, ValueError):  # tensors or arrays in it
