@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch import optimizer as front_door
 from megatron.offload.integration.torch.optimizer import OptimizerOffload
 from megatron.offload.states.config import StatesConfig
@@ -119,3 +120,12 @@ def test_twins_are_in_pageable_memory_where_none_can_be_page_locked(
     assert float(param.detach()[0]) == 0.5
     assert "could not be pinned (refused)" in caplog.text
     step.close()
+
+
+def test_a_step_begins_as_one_where_the_parameters_are() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    slices = StepOnHost(optimizer, NoHostDevice(), lambda _: True)
+    optimizer.state["k"] = 3  # type: ignore[index]
+    with pytest.raises(ConfigurationError, match="keeps 'k' in its state"):
+        slices.begin_step([[param]])

@@ -3,7 +3,8 @@
 
 The update stays the library's: whatever kernel it takes (fused, foreach, a loop), whatever weight
 decay, schedule and parameter groups it has. It is right for every optimizer that updates each
-parameter by that parameter's gradient and state alone, and then has the same bits.
+parameter by that parameter's gradient and state alone, and then has the same bits. What a step
+keeps elsewhere is an error (`kept.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from megatron.offload.states.kept import Kept, check_groups, check_state_keys
 
 State = dict[str, Any]  # of a parameter, by the optimizer's keys
 
@@ -33,7 +36,13 @@ class OptimizerSlice:
         self._groups_after: dict[int, dict[str, Any]] = {}  # by their number
 
     def begin_step(self, slices: Iterable[Sequence[torch.Tensor]]) -> None:
-        """A step begins, whose slices have these parameters, in this order."""
+        """A step begins, whose slices have these parameters, in this order.
+
+        Raises:
+            ConfigurationError: the optimizer has a state of no parameter.
+        """
+        self._groups_after = {}  # of a step that has not come to its end
+        check_state_keys(self._optimizer)
 
     def step(
         self, params: Sequence[torch.Tensor], states: Mapping[torch.Tensor, State]
@@ -44,6 +53,9 @@ class OptimizerSlice:
             params: of the optimizer's groups.
             states: of these parameters; one without has none yet, and gets what the optimizer
                 makes for it.
+
+        Raises:
+            OffloadError: the step has changed what no slice may change; see `kept.py`.
         """
         return self._run({param: param for param in params}, states)
 
@@ -56,11 +68,15 @@ class OptimizerSlice:
         part = self._twin(stand_ins)
         part.state.update({stand_ins[param]: dict(state) for param, state in states.items()})
         self._prepare(part)
+        kept = Kept(part)
         _own_step(type(part))(part)
-        # Some count no step of a group without parameters, and a slice has few of them.
-        self._groups_after.update(
-            {index: group for index, group in enumerate(part.param_groups) if group["params"]}
-        )
+        kept.check(part, stand_ins.values())
+        self._finish(part)
+        for index, own in enumerate(self._optimizer.param_groups):
+            after = part.param_groups[index]
+            # Some count no step of a group without parameters, and a slice has few of them.
+            if after["params"] or not own["params"]:
+                check_groups(part, self._groups_after.setdefault(index, after), after)
         return {p: part.state[one] for p, one in stand_ins.items() if one in part.state}
 
     def fill(
@@ -87,15 +103,32 @@ class OptimizerSlice:
     def _prepare(self, part: torch.optim.Optimizer) -> None:
         """A chance to change the twin of the optimizer that takes the step."""
 
+    def _finish(self, part: torch.optim.Optimizer) -> None:
+        """A chance to undo that, before what the step has written into groups is taken over."""
+
     def close(self) -> None:
         """Gives memory back."""
 
     def end_step(self) -> None:
         """All slices of a step have run: what it has changed in the groups holds from now on."""
+        self._visit_others()
         for index, after in self._groups_after.items():
             group = self._optimizer.param_groups[index]
             group.update({key: value for key, value in after.items() if key != "params"})
         self._groups_after = {}
+
+    def _visit_others(self) -> None:
+        """Runs the step for groups in which nothing has a gradient: some count their steps too."""
+        groups = self._optimizer.param_groups
+        others = [
+            group["params"][0]
+            for index, group in enumerate(groups)
+            if group["params"] and index not in self._groups_after
+        ]
+        if others or not self._groups_after:
+            state = self._optimizer.state
+            own = {param: state[param] for param in others if state.get(param)}
+            self._run({param: param for param in others}, own)
 
 
 def _own_step(kind: type[torch.optim.Optimizer]) -> Any:

@@ -19,7 +19,7 @@ from megatron.offload.states.optimizer_slice import State
 from megatron.offload.states.sharded import as_part_of, local_of
 from megatron.offload.states.stand_in import is_stand_in, stand_in
 
-PARAM = "param"  # the key of a parameter that moves itself
+PARAM = "the parameter itself"  # the key of one that moves; no optimizer calls a state so
 
 
 def typed_states_bytes(optimizer: torch.optim.Optimizer, own: torch.Tensor) -> int | None:
@@ -120,12 +120,15 @@ class Places:
                 bucket.fill(layout, storage)
         else:
             assert bucket.storage is not None
-            moved = [
-                (name, one)
+            moved = {
+                name: one
                 for name, one in tensors.items()
                 if name not in views or one.data_ptr() != views[name].data_ptr()
-            ]
-            bucket.layout.store(moved, bucket.storage)
+            }
+            for name, one in moved.items():
+                if _is_within(one, bucket.storage):  # under another name, where others may go
+                    moved[name] = one.clone()
+            bucket.layout.store(moved.items(), bucket.storage)
         self.leave(bucket, states)
 
     def leave(self, bucket: Bucket, states: dict[torch.Tensor, State]) -> None:
@@ -160,3 +163,7 @@ class Places:
             if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
                 found[key] = local_of(value)
         return found
+
+
+def _is_within(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    return 0 <= tensor.data_ptr() - storage.data_ptr() < storage.nbytes()

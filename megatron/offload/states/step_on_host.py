@@ -72,6 +72,8 @@ class StepOnHost(OptimizerSlice):
 
     def begin_step(self, slices: Iterable[Sequence[torch.Tensor]]) -> None:
         """Starts to copy the first slice to the host."""
+        slices = list(slices)
+        super().begin_step(slices)
         self._to_come = collections.deque(
             (params, Layout(self._tensors(params))) for params in slices
         )
@@ -133,17 +135,6 @@ class StepOnHost(OptimizerSlice):
                 address = self._arena.address(offset)
                 self._memory.append(storage_at(address, num_bytes, self._arena))
 
-    def _run(
-        self,
-        stand_ins: Mapping[torch.Tensor, torch.Tensor],
-        states: Mapping[torch.Tensor, State],
-    ) -> dict[torch.Tensor, State]:
-        after = super()._run(stand_ins, states)
-        for group, key, own, given in self._replaced:
-            if group[key] is given:
-                group[key] = own
-        return after
-
     def _prepare(self, part: torch.optim.Optimizer) -> None:
         for name in _AMP:
             if isinstance(getattr(part, name, None), torch.Tensor):
@@ -157,6 +148,11 @@ class StepOnHost(OptimizerSlice):
                 if value is not group[key]:
                     self._replaced.append((group, key, group[key], value))
             group.update(given)
+
+    def _finish(self, part: torch.optim.Optimizer) -> None:
+        for group, key, own, given in self._replaced:
+            if group[key] is given:
+                group[key] = own
 
 
 class _Twins:

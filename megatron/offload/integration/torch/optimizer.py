@@ -28,6 +28,7 @@ from megatron.offload.integration.torch.parameter_offload import (
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.auto_window import AutoWindow
 from megatron.offload.states.config import StatesConfig
+from megatron.offload.states.kept import check_state_keys
 from megatron.offload.states.loaded import as_loaded
 from megatron.offload.states.open import open_state_tiers
 from megatron.offload.states.optimizer_slice import OptimizerSlice
@@ -43,8 +44,17 @@ from megatron.offload.stats.memory_by_tier import (
 )
 from megatron.offload.stats.states_summary import states_summary
 
+_LOOKS_AT_ALL = "its update of a parameter needs sums over all parameters"
 # Whose update of a parameter needs more than that parameter's gradient and state.
 _REFUSED = {
+    **dict.fromkeys(
+        [
+            *("Prodigy", "ProdigyPlusScheduleFree"),
+            *("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"),
+            *("FusedLAMB", "FusedMixedPrecisionLamb", "Lamb"),
+        ],
+        _LOOKS_AT_ALL,
+    ),
     "LBFGS": "it looks at all parameters as one vector",
     "SparseAdam": "its states change where its sparse gradients are only",
     "DeepSpeedOptimizerWrapper": "DeepSpeed has its own, `offload_optimizer` in its configuration",
@@ -90,6 +100,7 @@ class OptimizerOffload:
         self._runs_on_host = False
         if not config.enabled:
             return
+        check_state_keys(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         device = open_device(params[0].device)
         budget_bytes = config.device_memory_budget_bytes
@@ -291,6 +302,7 @@ def offload_optimizer(
                 f"{StatesConfig.prefix}those of {one.__name__} cannot be offloaded: "
                 f"{_REFUSED[one.__name__]}"
             )
+    _check_has_no_other(optimizer)
     if "step" in optimizer.__dict__ and hasattr(optimizer.step, "_offloads_states"):
         raise ConfigurationError(
             f"{StatesConfig.prefix}those of this optimizer are offloaded already; call close() of "
@@ -308,6 +320,20 @@ def offload_optimizer(
         return OptimizerOffload(optimizer, config)
     except ConfigurationError as error:
         raise ConfigurationError(StatesConfig.in_settings(str(error))) from None
+
+
+def _check_has_no_other(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigurationError for an optimizer whose step runs another one's."""
+    for name, value in vars(optimizer).items():
+        values = value if isinstance(value, list | tuple) else [value]
+        for other in values:
+            if isinstance(other, torch.optim.Optimizer):
+                kind, its = type(optimizer).__name__, type(other).__name__
+                raise ConfigurationError(
+                    f"{StatesConfig.prefix}those of {kind} cannot be offloaded: its step runs that "
+                    f"of another optimizer ({name}, {its}), which would be run once for each "
+                    f"bucket; offload the states of {its} instead, if {kind} only calls its step"
+                )
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

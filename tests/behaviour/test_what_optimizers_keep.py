@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers that keep something beside their parameters' states: the same bits, or a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import ConfigurationError, offload_optimizer
+from megatron.offload.errors import OffloadError
+
+_NUM_LAYERS = 4
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent, whose subclasses keep something beside it."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, group)
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        param.add_(param.grad, alpha=-group["lr"])
+
+
+class CountsInItsState(Plain):
+    """Has a state that is no parameter's."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["k"] = self.state.get("k", 0) + 1
+        super().step()
+
+
+class CountsItself(Plain):
+    """Counts its steps in an attribute."""
+
+    count: Any = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.count = self.count + 1
+        super().step()
+
+
+class CountsItselfFromTheBeginning(CountsItself):
+    """Has had the attribute since it was made."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = 0
+
+
+class CountsInATensor(Plain):
+    """Counts its steps in a tensor that it has."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        super().step()
+
+
+class MovesItsTensor(CountsInATensor):
+    """Has its tensor elsewhere from its first step on."""
+
+    def step(self, closure: Any = None) -> None:
+        self.count = self.count.to("meta")
+        Plain.step(self)
+
+
+class CountsInATensorOfItsGroup(Plain):
+    """Counts its steps in a tensor of each group, in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group["count"] = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+        super().step()
+
+
+class SumsInItsGroup(Plain):
+    """Keeps the norm of a group's gradients, of those that it sees."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            norms = [param.grad.norm() for param in group["params"] if param.grad is not None]
+            group["norm"] = float(sum(norms))
+        super().step()
+
+
+class CountsInGroups(Plain):
+    """Counts its steps in its groups, and updates by the count."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, count=0)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+        super().step()
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        param.add_(param.grad, alpha=-group["lr"] / group["count"])
+
+
+class HandsOn(Plain):
+    """Has the last two gradients of a parameter, and hands a tensor from one key to another."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        for key in ("last", "before") if not state else ():
+            state[key] = torch.zeros_like(param)
+        param.sub_(param.grad + 0.5 * state["last"] + 0.25 * state["before"], alpha=group["lr"])
+        state["before"], state["last"] = state["last"], param.grad.clone()
+
+
+class Swaps(Plain):
+    """Has two states that take turns."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        for key in ("one", "other") if not state else ():
+            state[key] = torch.zeros_like(param)
+        state["one"], state["other"] = state["other"], state["one"]
+        param.sub_(state["one"].add_(param.grad), alpha=group["lr"])
+
+
+class HasMainWeights(Plain):
+    """Has each parameter once more, under a name that others use for the parameter itself."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["param"] = param.detach().double()
+        param.copy_(state["param"].sub_(param.grad, alpha=group["lr"]))
+
+
+class Around(torch.optim.Optimizer):
+    """Runs another optimizer's step, and has its groups."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.base = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+def linear_layers() -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(_NUM_LAYERS)])
+
+
+def gradients_of(layers: torch.nn.Module, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for param in layers.parameters():
+        param.grad = torch.rand(param.shape, generator=generator)
+
+
+def offloaded(optimizer: torch.optim.Optimizer, directory: Path | None = None) -> Any:
+    return offload_optimizer(optimizer, directory, bucket_bytes=1, window_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (CountsInItsState, "keeps 'k' in its state"),
+        (CountsItself, "changes what it has as 'count'"),
+        (CountsItselfFromTheBeginning, "changes what it has as 'count'"),
+        (CountsInATensor, "changes what it has as 'count'"),
+        (MovesItsTensor, "changes what it has as 'count'"),
+        (CountsInATensorOfItsGroup, "changes what it has as 'count of group 0'"),
+        (SumsInItsGroup, "computes 'norm' of a group from several parameters"),
+    ],
+)
+def test_what_a_step_keeps_elsewhere_ends_the_training(
+    kind: Callable[[Any], torch.optim.Optimizer], what: str
+) -> None:
+    layers = linear_layers()
+    optimizer = kind(layers.parameters())
+    gradients_of(layers, 0)
+    with offloaded(optimizer), pytest.raises(OffloadError, match=what):
+        optimizer.step()
+
+
+def test_an_optimizer_that_has_a_state_of_no_parameter_is_refused() -> None:
+    layers = linear_layers()
+    optimizer = CountsInItsState(layers.parameters())
+    gradients_of(layers, 0)
+    optimizer.step()
+    with pytest.raises(ConfigurationError, match="keeps 'k' in its state"):
+        offloaded(optimizer)
+    assert "step" not in vars(optimizer)
+
+
+def test_a_state_of_no_parameter_that_is_loaded_ends_the_training() -> None:
+    layers = linear_layers()
+    optimizer = Plain(layers.parameters())
+    gradients_of(layers, 0)
+    before = [param.detach().clone() for param in layers.parameters()]
+    with offloaded(optimizer):
+        optimizer.state["k"] = 3
+        with pytest.raises(ConfigurationError, match="keeps 'k' in its state"):
+            optimizer.step()
+    assert all(map(torch.equal, before, layers.parameters()))
+
+
+@pytest.mark.parametrize("is_in_a_list", [False, True])
+def test_an_optimizer_around_another_one_is_refused(is_in_a_list: bool) -> None:
+    inner = torch.optim.SGD(linear_layers().parameters(), lr=0.1)
+    optimizer = Around(inner)
+    if is_in_a_list:
+        optimizer.base = [inner]
+    with pytest.raises(ConfigurationError, match=r"\(base, SGD\).*offload the states of SGD"):
+        offloaded(optimizer)
+    assert "step" not in vars(optimizer)
+
+
+def test_the_optimizer_inside_of_another_one_can_be_offloaded() -> None:
+    models = []
+    for is_offloaded in (True, False):
+        layers = linear_layers()
+        optimizer = Around(torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9))
+        if is_offloaded:
+            offloaded(optimizer.base)
+        for number in range(3):
+            gradients_of(layers, number)
+            optimizer.step()
+        models.append(layers)
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.parametrize("name", ["Prodigy", "DAdaptAdam", "FusedLAMB"])
+def test_what_sums_over_all_parameters_is_refused(name: str) -> None:
+    optimizer = type(name, (Plain,), {})(linear_layers().parameters())
+    with pytest.raises(ConfigurationError, match=f"{name} .* sums over all parameters"):
+        offloaded(optimizer)
+
+
+def two_groups(layers: torch.nn.Sequential) -> list[dict[str, Any]]:
+    half = _NUM_LAYERS // 2
+    return [{"params": [*part.parameters()]} for part in (layers[:half], layers[half:])]
+
+
+def test_a_group_without_gradients_counts_its_steps() -> None:
+    found = []
+    for is_offloaded in (True, False):
+        layers = linear_layers()
+        optimizer = CountsInGroups(two_groups(layers))
+        if is_offloaded:
+            offloaded(optimizer)
+        for number in range(5):
+            gradients_of(layers, number)
+            if number in (1, 2):
+                layers[: _NUM_LAYERS // 2].zero_grad()
+            if number == 3:
+                layers.zero_grad()
+            optimizer.step()
+        found.append((layers, [group["count"] for group in optimizer.param_groups]))
+    (ours, counts), (expected, expected_counts) = found
+    assert counts == expected_counts == [5, 5]
+    assert all(map(torch.equal, ours.parameters(), expected.parameters()))
+
+
+def test_what_a_step_that_failed_wrote_into_groups_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = linear_layers()
+    optimizer = Plain(two_groups(layers))
+    gradients_of(layers, 0)
+
+    def fail(self: Plain, param: torch.Tensor, group: dict[str, Any]) -> None:
+        if param is layers[2].weight:
+            raise KeyboardInterrupt
+
+    with offloaded(optimizer):
+        optimizer.step()
+        saved = optimizer.state_dict()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Plain, "update", fail)
+            optimizer.step()
+        optimizer.load_state_dict(saved)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.001
+        optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.001]
+
+
+@pytest.mark.parametrize("kind", [HandsOn, Swaps, HasMainWeights])
+@pytest.mark.parametrize("is_on_ssd", [False, True])
+def test_states_of_any_name_that_change_their_names_have_the_same_bits(
+    kind: Callable[[Any], torch.optim.Optimizer], is_on_ssd: bool, tmp_path: Path
+) -> None:
+    found = []
+    for is_offloaded in (True, False):
+        layers = linear_layers()
+        optimizer = kind(layers.parameters())
+        if is_offloaded:
+            offloaded(optimizer, tmp_path if is_on_ssd else None)
+        for number in range(5):
+            gradients_of(layers, number)
+            optimizer.step()
+        states = [
+            value for state in optimizer.state_dict()["state"].values() for value in state.values()
+        ]
+        found.append([*layers.parameters(), *states])
+    assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
