@@ -50,8 +50,9 @@ _Pieces = Sequence[Sequence[torch.Tensor]]
 class OptimizerStates:
     """Keeps an optimizer's states on tiers, and runs its steps.
 
-    Between steps the optimizer's `state` has meta tensors in place of those that are away, and
-    parameters that are away, such as main weights, are full of NaN. `expose` shows the real ones.
+    Between steps the optimizer's `state` has tensors without bytes in place of those that are
+    away, and parameters that are away, such as main weights, are full of NaN. `expose` shows the
+    real ones.
 
     Args:
         optimizer: updates each parameter by its gradient and state alone (Adam, SGD, and most).
