@@ -147,6 +147,36 @@ def test_rounds_of_looking_changing_and_stepping_stay_the_same(
     assert same(trained.result, expected.result)
 
 
+@pytest.mark.parametrize("way", ["data", "numpy"])
+def test_what_is_changed_through_data_while_it_is_shown_stays_so(
+    way: str, offload: dict[str, Any]
+) -> None:
+    """Autograd counts no such change."""
+
+    def train(**offload: Any) -> Any:
+        trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+        if offload:
+            _states(trained).wait_for_writes()
+        for state in trained.optimizer.state_dict()["state"].values():
+            state["exp_avg"].data.mul_(0.5) if way == "data" else state["exp_avg"].numpy().fill(0)
+        return trained.train(2).result
+
+    assert same(train(**offload), train())
+
+
+def test_what_is_not_needed_any_more_is_not_read(
+    on_ssd: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last checkpoint of a run is large, and nobody comes back to what is on the drives."""
+    trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
+    trained.optimizer.state_dict()
+    calls: list[Any] = []
+    monkeypatch.setattr(SsdTier, "renew", lambda self, block: calls.append(block))
+    assert trained.handle is not None
+    trained.handle.close(restore=False)
+    assert not calls
+
+
 def test_an_assigned_state_is_used(offload: dict[str, Any]) -> None:
     def assign(trained: Trained) -> Trained:
         for param in trained.model.parameters():

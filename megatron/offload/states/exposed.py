@@ -48,12 +48,9 @@ class Exposed:
         storage = bucket.storage or bucket.block.tier.view(bucket.block)
         self._views = bucket.layout.views_apart(storage)
         attach(bucket, self._views)
-        self._counting = [*self._views.values(), *bucket.params]
         for param, state, index, key in away:
             state[key] = as_part_of(param, self._views[index, key])
-            self._counting.append(state[key])
         self._data = {param: param.data_ptr() for param in bucket.params}
-        self._versions = self._versions_now()
 
     def is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether another tensor is in the place of one of them.
@@ -68,14 +65,6 @@ class Exposed:
             if not isinstance(shown, torch.Tensor) or not _is_same(local_of(shown), view):
                 return True
         return any(param.data_ptr() != at for param, at in self._data.items())
-
-    def is_changed(self) -> bool:
-        """Whether one of them was changed in place, as far as autograd would see it."""
-        return self._versions_now() != self._versions
-
-    def _versions_now(self) -> list[int]:
-        # A parameter counts its own, whatever memory it has, and a DTensor does.
-        return [one._version for one in self._counting]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -294,27 +294,29 @@ class OptimizerStates:
             )
             return Exposed(bucket, self._optimizer, self._places.attach)
 
-    def conceal(self) -> None:
-        """Ends `expose`: what was changed or replaced meanwhile is taken over."""
-        self._conceal(is_loaded=False)
+    def conceal(self, *, keeps: bool = True) -> None:
+        """Ends `expose`: what was changed or replaced meanwhile is taken over.
 
-    def _conceal(self, *, is_loaded: bool) -> None:
-        """As `conceal`; after loading all counts as changed, however it was done."""
+        However it was changed: what is written through `.data` or numpy shows nowhere that it was.
+        So what is on a drive is read once more, for its checksums.
+
+        Args:
+            keeps: states are needed afterwards.
+        """
         while self._exposed:
             one = self._exposed[-1]
-            is_replaced = one.is_replaced(self._optimizer) or self._places.have_more(one.bucket)
-            is_changed = is_loaded or one.is_changed()
-            if is_replaced or (is_changed and not one.bucket.renew()):
+            if keeps and (self._is_replaced(one) or not one.bucket.renew()):
                 self._adopt(one.bucket)
             else:
                 self._places.leave(one.bucket, self._places.states_of(one.bucket))
             self._exposed.pop()  # and with it the place that the bucket had, if it has another
 
+    def _is_replaced(self, one: Exposed) -> bool:
+        return one.is_replaced(self._optimizer) or self._places.have_more(one.bucket)
+
     @contextlib.contextmanager
     def loading(self, *, at_once: bool = False, is_whole: bool = True) -> Iterator[None]:
         """Around whatever loads states: all are in their places, and what came is taken over.
-
-        All of it: what is written through `.data` shows nowhere that it was.
 
         Args:
             at_once: what came is taken over at the end of this, though it is within another one.
@@ -329,7 +331,7 @@ class OptimizerStates:
         finally:
             self._num_loading -= 1
             if at_once or not self._num_loading:
-                self._conceal(is_loaded=True)
+                self.conceal()
                 self.adopt()
             if self._num_loading:
                 self.expose()
@@ -387,7 +389,7 @@ class OptimizerStates:
         """
         error: LostStateError | None = None
         try:
-            self.conceal()
+            self.conceal(keeps=restore)
             for bucket in self.buckets if restore else ():
                 try:
                     self._restore(bucket)
