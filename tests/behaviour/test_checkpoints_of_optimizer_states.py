@@ -147,6 +147,39 @@ def test_rounds_of_looking_changing_and_stepping_stay_the_same(
     assert same(trained.result, expected.result)
 
 
+def test_states_are_shown_loaded_and_given_back_in_inference_mode(offload: dict[str, Any]) -> None:
+    """As where a callback of an evaluation writes the checkpoint."""
+    expected = Trained(OPTIMIZERS["adamw"]).train(2)
+    trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+    with torch.inference_mode():
+        saved = trained.optimizer.state_dict()
+        _states(trained).conceal()
+        _states(trained).adopt()
+        assert same(trained.optimizer.state_dict(), expected.optimizer.state_dict())
+    assert not any(one.is_inference() for one in saved["state"][0].values())
+    assert same(trained.train(2).result, expected.train(2).result)
+    assert trained.handle is not None
+    with torch.inference_mode():
+        trained.handle.close()
+    assert same(trained.train(2).result, expected.train(2).result)
+
+
+def test_states_are_made_in_inference_mode(offload: dict[str, Any]) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                optimizer.state[param] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+                }
+
+    trained = Trained(OPTIMIZERS["adamw"], **offload)
+    with torch.inference_mode():
+        _states(trained).make_states(make)
+    assert same(trained.train(2).result, Trained(OPTIMIZERS["adamw"]).train(2).result)
+
+
 @pytest.mark.parametrize("way", ["data", "numpy"])
 def test_what_is_changed_through_data_while_it_is_shown_stays_so(
     way: str, offload: dict[str, Any]

@@ -22,7 +22,7 @@ import collections
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,6 +45,13 @@ logger = logging.getLogger(__name__)
 _Context = contextlib.AbstractContextManager[None]
 _nothing = contextlib.nullcontext
 _Pieces = Sequence[Sequence[torch.Tensor]]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _makes_ordinary_tensors(function: _F) -> _F:
+    """Has a function's tensors be of use in a step, though it is called in `inference_mode`."""
+    # The first also turns the recording of graphs on, as outside of inference_mode.
+    return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 class OptimizerStates:
@@ -252,6 +259,7 @@ class OptimizerStates:
 
     # -- Everybody else ---------------------------------------------------------------------------
 
+    @_makes_ordinary_tensors
     def expose(self) -> None:
         """Shows all states in their places, where they are: for checkpoints and whoever looks.
 
@@ -294,6 +302,7 @@ class OptimizerStates:
             )
             return Exposed(bucket, self._optimizer, self._places.attach)
 
+    @_makes_ordinary_tensors
     def conceal(self, *, keeps: bool = True) -> None:
         """Ends `expose`: what was changed or replaced meanwhile is taken over.
 
@@ -336,6 +345,7 @@ class OptimizerStates:
             if self._num_loading:
                 self.expose()
 
+    @_makes_ordinary_tensors
     def adopt(self) -> None:
         """Takes all tensors that are in the optimizer's state now, and puts them on tiers.
 
@@ -360,6 +370,7 @@ class OptimizerStates:
         self._places.take_over(bucket, states, {})
         self._window.keep(bucket)
 
+    @_makes_ordinary_tensors
     def make_states(self, make: Callable[[torch.optim.Optimizer], None]) -> None:
         """Makes states before the first step, for whoever loads into them; bucket by bucket.
 
@@ -401,6 +412,7 @@ class OptimizerStates:
         if error is not None:
             raise error
 
+    @_makes_ordinary_tensors
     def _restore(self, bucket: Bucket) -> None:
         """Puts a bucket's tensors in their places, in memory, for good."""
         self._window.bring(bucket)
