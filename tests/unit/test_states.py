@@ -333,11 +333,12 @@ def test_parameters_that_move_are_shown_and_hidden_in_inference_mode(tier: Tier)
             moves_param=lambda param: True,
         )
     for expected in (-1e-3, -2e-3):
+        assert not any(param.is_inference() for param in params)
         _step(states, optimizer)
         with torch.inference_mode():
             states.expose()
             states.conceal()
-            states.adopt()
+            assert not any(param.is_inference() for param in params)
             states.expose()
         for param in params:
             assert torch.allclose(param, torch.full_like(param, expected))
