@@ -147,6 +147,69 @@ def test_rounds_of_looking_changing_and_stepping_stay_the_same(
     assert same(trained.result, expected.result)
 
 
+def test_states_are_shown_loaded_and_given_back_in_inference_mode(offload: dict[str, Any]) -> None:
+    """As where a callback of an evaluation writes the checkpoint."""
+    expected = Trained(OPTIMIZERS["adamw"]).train(2)
+    trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+    with torch.inference_mode():
+        saved = trained.optimizer.state_dict()
+        _states(trained).conceal()
+        _states(trained).adopt()
+        assert same(trained.optimizer.state_dict(), expected.optimizer.state_dict())
+    assert not any(one.is_inference() for one in saved["state"][0].values())
+    assert same(trained.train(2).result, expected.train(2).result)
+    assert trained.handle is not None
+    with torch.inference_mode():
+        trained.handle.close()
+    assert same(trained.train(2).result, expected.train(2).result)
+
+
+def test_states_are_made_in_inference_mode(offload: dict[str, Any]) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                optimizer.state[param] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+                }
+
+    trained = Trained(OPTIMIZERS["adamw"], **offload)
+    with torch.inference_mode():
+        _states(trained).make_states(make)
+    assert same(trained.train(2).result, Trained(OPTIMIZERS["adamw"]).train(2).result)
+
+
+@pytest.mark.parametrize("way", ["data", "numpy"])
+def test_what_is_changed_through_data_while_it_is_shown_stays_so(
+    way: str, offload: dict[str, Any]
+) -> None:
+    """Autograd counts no such change."""
+
+    def train(**offload: Any) -> Any:
+        trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+        if offload:
+            _states(trained).wait_for_writes()
+        for state in trained.optimizer.state_dict()["state"].values():
+            state["exp_avg"].data.mul_(0.5) if way == "data" else state["exp_avg"].numpy().fill(0)
+        return trained.train(2).result
+
+    assert same(train(**offload), train())
+
+
+def test_what_is_not_needed_any_more_is_not_read(
+    on_ssd: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last checkpoint of a run is large, and nobody comes back to what is on the drives."""
+    trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
+    trained.optimizer.state_dict()
+    calls: list[Any] = []
+    monkeypatch.setattr(SsdTier, "renew", lambda self, block: calls.append(block))
+    assert trained.handle is not None
+    trained.handle.close(restore=False)
+    assert not calls
+
+
 def test_an_assigned_state_is_used(offload: dict[str, Any]) -> None:
     def assign(trained: Trained) -> Trained:
         for param in trained.model.parameters():
@@ -158,10 +221,67 @@ def test_an_assigned_state_is_used(offload: dict[str, Any]) -> None:
     assert same(trained.result, expected.result)
 
 
-def test_a_change_of_what_stands_for_a_state_is_an_error(offload: dict[str, Any]) -> None:
+def test_an_assigned_state_is_in_the_next_checkpoint(offload: dict[str, Any]) -> None:
+    """Though it was assigned while what was there before was away."""
+
+    def train(**offload: Any) -> Any:
+        trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
+        for param in list(trained.model.parameters())[::2]:
+            trained.optimizer.state[param]["exp_avg"] = torch.full_like(param, 1e-3)
+        saved = copy.deepcopy(trained.optimizer.state_dict())
+        return saved, trained.train(2).result
+
+    assert same(train(**offload), train())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["exp_avg"].zero_(),
+        lambda state: state["exp_avg"].data.zero_(),
+        lambda state: state.update(exp_avg=torch.zeros_like(state["exp_avg"])),
+        lambda state: state.update(exp_avg=state["exp_avg"] * 0.5),
+        lambda state: state["exp_avg"].clone(),
+        lambda state: torch._foreach_mul_([state["exp_avg"]], 0.5),
+        lambda state: torch.zeros(48, 48).copy_(state["exp_avg"]),
+    ],
+    ids=["in place", "data", "zeros_like", "product", "clone", "foreach", "source"],
+)
+def test_whoever_uses_what_stands_for_a_state_gets_an_error(
+    change: Callable[[dict[str, Any]], Any], offload: dict[str, Any]
+) -> None:
+    expected = Trained(OPTIMIZERS["adamw"]).train(3)
     trained = Trained(OPTIMIZERS["adamw"], **offload).train(2)
-    trained.optimizer.state[next(trained.model.parameters())]["exp_avg"].zero_()
-    with pytest.raises(OffloadError, match=r"changed while it is on a tier.*state_dict\(\)"):
+    with pytest.raises(OffloadError, match=r"asked for of a state that is on a tier.*expose\(\)"):
+        change(trained.optimizer.state[next(trained.model.parameters())])
+    assert same(trained.train(1).result, expected.result)
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_what_has_no_values_is_not_taken_for_a_state(
+    is_shown: bool, on_ssd: dict[str, Any]
+) -> None:
+    expected = Trained(OPTIMIZERS["adamw"]).train(3)
+    trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
+    params = list(trained.model.parameters())
+    first, third = (trained.optimizer.state[params[index]] for index in (0, 2))
+    others = [torch.empty(48, 48, device="meta"), first["exp_avg_sq"], third["exp_avg"]]
+    if is_shown:
+        trained.optimizer.state_dict()
+    own = first["exp_avg"]
+    for other in others:
+        first["exp_avg"] = other
+        with pytest.raises(OffloadError, match="put in the place of one"):
+            trained.optimizer.step() if is_shown else trained.optimizer.state_dict()
+    first["exp_avg"] = own
+    assert same(trained.train(1).result, expected.result)
+
+
+def test_a_step_does_not_take_the_stand_in_of_another_state(on_ssd: dict[str, Any]) -> None:
+    trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
+    state = trained.optimizer.state[next(trained.model.parameters())]
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
+    with pytest.raises(OffloadError, match="put in the place of one"):
         trained.train(1)
 
 
@@ -170,7 +290,7 @@ def test_what_stands_for_a_state_is_not_saved(
     make_copy: Callable[[Any], Any], on_ssd: dict[str, Any]
 ) -> None:
     trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
-    with pytest.raises(OffloadError, match="copied or saved while it is on a tier"):
+    with pytest.raises(OffloadError, match=r"a copy.* was asked for of a state that is on a tier"):
         make_copy(dict(trained.optimizer.state))
 
 

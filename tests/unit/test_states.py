@@ -320,6 +320,30 @@ def test_states_are_back_in_memory_after_close(tier: Tier) -> None:
         assert torch.allclose(state["exp_avg"], torch.full((PAGE // 8,), 0.1))
 
 
+def test_parameters_that_move_are_shown_and_hidden_in_inference_mode(tier: Tier) -> None:
+    params = [torch.nn.Parameter(torch.zeros(PAGE // 4)) for _ in range(3)]
+    optimizer = torch.optim.Adam(params)
+    with torch.inference_mode():
+        states = OptimizerStates(
+            optimizer,
+            [tier],
+            CpuDevice(),
+            bucket_bytes=PAGE,
+            window_bytes=0,
+            moves_param=lambda param: True,
+        )
+    for expected in (-1e-3, -2e-3):
+        assert not any(param.is_inference() for param in params)
+        _step(states, optimizer)
+        with torch.inference_mode():
+            states.expose()
+            states.conceal()
+            assert not any(param.is_inference() for param in params)
+            states.expose()
+        for param in params:
+            assert torch.allclose(param, torch.full_like(param, expected))
+
+
 # -- Settings -------------------------------------------------------------------------------------
 
 

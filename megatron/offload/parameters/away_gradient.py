@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.offload.errors import GRADIENTS_PREFIX, OffloadError
 from megatron.offload.states.bucket import Bucket
+from megatron.offload.states.stand_in import without_bytes
 
 _NORM = 2.0
 
@@ -188,14 +189,8 @@ def _stand_in(
 ) -> AwayGradient:
     """Like a gradient; with another shape it is contiguous."""
     stride = gradient.stride() if shape is None else torch.empty(shape, device="meta").stride()
-    make: Any = torch.Tensor._make_wrapper_subclass
-    made: AwayGradient = make(
-        AwayGradient,
-        gradient.shape if shape is None else shape,
-        strides=stride,
-        dtype=gradient.dtype,
-        device=gradient.device,
-    )
+    whole = gradient.shape if shape is None else shape
+    made = without_bytes(AwayGradient, whole, stride, gradient.dtype, gradient.device)
     made._gone, made._start = gone, start
     return made
 

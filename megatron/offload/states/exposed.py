@@ -11,6 +11,7 @@ from megatron.offload.states.bucket import Bucket
 from megatron.offload.states.layout import Name
 from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.sharded import as_part_of, local_of
+from megatron.offload.states.stand_in import is_stand_in
 
 
 class Exposed:
@@ -25,6 +26,7 @@ class Exposed:
         attach: gives the bucket's parameters their memory.
 
     Raises:
+        OffloadError: something else without values is in the place of one.
         OSError: the tier cannot show them, or they are not what was written.
     """
 
@@ -36,35 +38,33 @@ class Exposed:
     ) -> None:
         assert bucket.layout is not None
         self.bucket = bucket
+        away = [  # what else is there somebody has put there, and it is the state from now on
+            (param, state, index, key)
+            for index, param in enumerate(bucket.params)
+            for state in [optimizer.state.get(param, {})]
+            for key, value in state.items()
+            if is_stand_in(value, bucket.layout.slots.get((index, key)))
+        ]
         storage = bucket.storage or bucket.block.tier.view(bucket.block)
         self._views = bucket.layout.views_apart(storage)
         attach(bucket, self._views)
-        self._counting = [*self._views.values(), *bucket.params]
-        for index, param in enumerate(bucket.params):
-            state = optimizer.state.get(param, {})
-            for key in state:
-                if (index, key) in self._views:
-                    state[key] = as_part_of(param, self._views[index, key])
-                    self._counting.append(state[key])
+        for param, state, index, key in away:
+            state[key] = as_part_of(param, self._views[index, key])
         self._data = {param: param.data_ptr() for param in bucket.params}
-        self._versions = self._versions_now()
 
     def is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether another tensor is in the place of one of them."""
+        """Whether another tensor is in the place of one of them.
+
+        Raises:
+            OffloadError: that one has no values.
+        """
         for (index, key), view in self._views.items():
             shown = optimizer.state.get(self.bucket.params[index], {}).get(key, view)
             shown = shown.value if isinstance(shown, Loaded) else shown
+            is_stand_in(shown, None)  # raises
             if not isinstance(shown, torch.Tensor) or not _is_same(local_of(shown), view):
                 return True
         return any(param.data_ptr() != at for param, at in self._data.items())
-
-    def is_changed(self) -> bool:
-        """Whether one of them was changed in place, as far as autograd would see it."""
-        return self._versions_now() != self._versions
-
-    def _versions_now(self) -> list[int]:
-        # A parameter counts its own, whatever memory it has, and a DTensor does.
-        return [one._version for one in self._counting]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

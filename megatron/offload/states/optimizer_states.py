@@ -22,7 +22,7 @@ import collections
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,13 +45,21 @@ logger = logging.getLogger(__name__)
 _Context = contextlib.AbstractContextManager[None]
 _nothing = contextlib.nullcontext
 _Pieces = Sequence[Sequence[torch.Tensor]]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _makes_ordinary_tensors(function: _F) -> _F:
+    """Has a function's tensors be of use in a step, though it is called in `inference_mode`."""
+    # The first also turns the recording of graphs on, as outside of inference_mode.
+    return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 class OptimizerStates:
     """Keeps an optimizer's states on tiers, and runs its steps.
 
-    Between steps the optimizer's `state` has meta tensors in place of those that are away, and
-    parameters that are away, such as main weights, are full of NaN. `expose` shows the real ones.
+    Between steps the optimizer's `state` has tensors without bytes in place of those that are
+    away, and parameters that are away, such as main weights, are full of NaN. `expose` shows the
+    real ones.
 
     Args:
         optimizer: updates each parameter by its gradient and state alone (Adam, SGD, and most).
@@ -255,6 +263,7 @@ class OptimizerStates:
 
     # -- Everybody else ---------------------------------------------------------------------------
 
+    @_makes_ordinary_tensors
     def expose(self) -> None:
         """Shows all states in their places, where they are: for checkpoints and whoever looks.
 
@@ -297,27 +306,30 @@ class OptimizerStates:
             )
             return Exposed(bucket, self._optimizer, self._places.attach)
 
-    def conceal(self) -> None:
-        """Ends `expose`: what was changed or replaced meanwhile is taken over."""
-        self._conceal(is_loaded=False)
+    @_makes_ordinary_tensors
+    def conceal(self, *, keeps: bool = True) -> None:
+        """Ends `expose`: what was changed or replaced meanwhile is taken over.
 
-    def _conceal(self, *, is_loaded: bool) -> None:
-        """As `conceal`; after loading all counts as changed, however it was done."""
+        However it was changed: what is written through `.data` or numpy shows nowhere that it was.
+        So what is on a drive is read once more, for its checksums.
+
+        Args:
+            keeps: states are needed afterwards.
+        """
         while self._exposed:
             one = self._exposed[-1]
-            is_replaced = one.is_replaced(self._optimizer) or self._places.have_more(one.bucket)
-            is_changed = is_loaded or one.is_changed()
-            if is_replaced or (is_changed and not one.bucket.renew()):
+            if keeps and (self._is_replaced(one) or not one.bucket.renew()):
                 self._adopt(one.bucket)
             else:
                 self._places.leave(one.bucket, self._places.states_of(one.bucket))
             self._exposed.pop()  # and with it the place that the bucket had, if it has another
 
+    def _is_replaced(self, one: Exposed) -> bool:
+        return one.is_replaced(self._optimizer) or self._places.have_more(one.bucket)
+
     @contextlib.contextmanager
     def loading(self, *, at_once: bool = False, is_whole: bool = True) -> Iterator[None]:
         """Around whatever loads states: all are in their places, and what came is taken over.
-
-        All of it: what is written through `.data` shows nowhere that it was.
 
         Args:
             at_once: what came is taken over at the end of this, though it is within another one.
@@ -332,11 +344,12 @@ class OptimizerStates:
         finally:
             self._num_loading -= 1
             if at_once or not self._num_loading:
-                self._conceal(is_loaded=True)
+                self.conceal()
                 self.adopt()
             if self._num_loading:
                 self.expose()
 
+    @_makes_ordinary_tensors
     def adopt(self) -> None:
         """Takes all tensors that are in the optimizer's state now, and puts them on tiers.
 
@@ -361,6 +374,7 @@ class OptimizerStates:
         self._places.take_over(bucket, states, {})
         self._window.keep(bucket)
 
+    @_makes_ordinary_tensors
     def make_states(self, make: Callable[[torch.optim.Optimizer], None]) -> None:
         """Makes states before the first step, for whoever loads into them; bucket by bucket.
 
@@ -392,7 +406,7 @@ class OptimizerStates:
         error: Exception | None = None
         try:
             try:
-                self.conceal()
+                self.conceal(keeps=restore)
             except Exception as one:
                 error = one
             for bucket in self.buckets if restore else ():
@@ -406,6 +420,7 @@ class OptimizerStates:
         if error is not None:
             raise error
 
+    @_makes_ordinary_tensors
     def _restore(self, bucket: Bucket) -> None:
         """Puts a bucket's tensors in their places, in memory, for good."""
         self._window.bring(bucket)

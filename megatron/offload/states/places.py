@@ -2,8 +2,8 @@
 """Where an optimizer keeps its tensors, and what stands there while they are away: `Places`.
 
 A bucket's tensors have their places in the optimizer's `state`, and parameters that move with them
-are places themselves. What is away is a meta tensor there (`stand_in.py`), and a parameter that is
-away is full of NaN.
+are places themselves. What is away is a tensor without bytes there (`stand_in.py`), and a parameter
+that is away is full of NaN.
 """
 
 from __future__ import annotations
@@ -85,10 +85,17 @@ class Places:
     def states_with(
         self, bucket: Bucket, views: dict[Name, torch.Tensor]
     ) -> dict[torch.Tensor, State]:
-        """A bucket's states, with its tensors where others only stand for them."""
+        """A bucket's states, with its tensors where others only stand for them.
+
+        Raises:
+            OffloadError: something else without values is in the place of one.
+        """
+        slots = {} if bucket.layout is None else bucket.layout.slots
         return {
             param: {
-                key: as_part_of(param, views[index, key]) if is_stand_in(value) else value
+                key: as_part_of(param, views[index, key])
+                if is_stand_in(value, slots.get((index, key)))
+                else value
                 for key, value in self._optimizer.state[param].items()
             }
             for index, param in enumerate(bucket.params)
