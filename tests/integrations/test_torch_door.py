@@ -20,6 +20,7 @@ import torch
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
+    checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
 
@@ -166,6 +167,45 @@ def replaces_its_parameters(model: Net) -> None:
     model(noise(1)).sum().backward()
 
 
+def checkpoints_the_model_and_more(model: Net) -> list[str]:
+    """Within the checkpoint something is saved outside of the model too."""
+    x = noise().requires_grad_()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(model(x * 0.5) * x)
+
+    checkpoint(step, x, use_reentrant=False).square().mean().backward()
+    assert x.grad is not None
+    return [digest(x.grad)]
+
+
+def checkpoints_its_parts_in_segments(model: Net) -> None:
+    parts = [model.first, torch.tanh, *model.blocks, torch.tanh]
+    x = noise().requires_grad_()
+    checkpoint_sequential(parts, 2, x, use_reentrant=False).square().mean().backward()
+
+
+def checkpoints_the_model_reentrantly(model: Net) -> None:
+    x = noise().requires_grad_()
+    checkpoint(model, x, use_reentrant=True).square().mean().backward()
+
+
+def saves_on_cpu(model: Net) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(noise()).square().mean()
+    loss.backward()
+
+
+def changes_what_is_saved(model: Net) -> None:
+    def change(block: torch.nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.exp().mul_(0.5)
+
+    handle = model.blocks[1].register_forward_hook(change)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        model(noise()).square().mean().backward()
+    handle.remove()
+
+
 LOOPS: list[Loop] = [
     accumulates,
     several_forward_passes_and_one_backward,
@@ -182,12 +222,45 @@ LOOPS: list[Loop] = [
     computes_backward_in_another_thread,
     freezes_half,
     replaces_its_parameters,
+    checkpoints_the_model_and_more,
+    checkpoints_its_parts_in_segments,
+    checkpoints_the_model_reentrantly,
+    saves_on_cpu,
+    changes_what_is_saved,
 ]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=[loop.__name__ for loop in LOOPS])
 def test_a_loop_that(loop: Loop, tmp_path: Path) -> None:
     compared(loop, tmp_path)
+
+
+def test_hooks_of_others_are_left_alone_and_said_once(tmp_path: Path, caplog: Any) -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    def loop(model: Net) -> int:
+        kept.clear()
+        for seed in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = model(noise(seed)).square().mean()
+            loss.backward()
+        return len(kept)
+
+    compared(loop, tmp_path)
+    (said,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    assert "Net is called within hooks for saved tensors that are not ours" in said
+
+
+def test_where_torch_does_not_show_them_all_hooks_are_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    for loop in (accumulates, checkpoints_the_model_and_more, changes_what_is_saved):
+        compared(loop, tmp_path)
 
 
 # -- Inside of the forward pass -------------------------------------------------------------------
