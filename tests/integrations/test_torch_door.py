@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._composable import checkpoint as checkpoint_by_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -310,6 +311,70 @@ def test_a_model_that_places_activations_itself(
         model.forward = original.__get__(model)  # type: ignore[method-assign]
 
     compared(loop, tmp_path)
+
+
+def _not_reentrant_with_more(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(block(x * 2))
+
+    return checkpoint(run, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _checkpoints_itself(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """By hooks of the layer, which enter the checkpoint when ours have heard of the layer."""
+    if not hasattr(block, "checkpoints_itself"):
+        block.checkpoints_itself = True  # type: ignore[assignment]
+        checkpoint_by_hooks(block)
+    return block(x)  # type: ignore[no-any-return]
+
+
+WAYS = [_reentrant, _not_reentrant, _not_reentrant_with_more, _selective, _checkpoints_itself]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_checkpoints_a_layer_that_is_to_be_recomputed(
+    way: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor], tmp_path: Path, caplog: Any
+) -> None:
+    def loop(model: Net) -> None:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            x = model.first(x)
+            x = way(model.blocks[0], x)
+            return model.blocks[2](model.blocks[1](x))  # type: ignore[no-any-return]
+
+        model.forward = forward  # type: ignore[method-assign]
+        for seed in range(2):
+            model(noise(seed)).sum().backward()
+        del model.forward
+
+    offload = compared(loop, tmp_path, recompute_layers="0-1")
+    said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    if way is _reentrant:
+        assert not said
+    else:
+        (sentence,) = said
+        assert "blocks.0 is to be recomputed, and the model calls it within hooks" in sentence
+    # The last step is a plain one, but for the layer that has a checkpoint of its own for good.
+    num_again = 1 if way is _checkpoints_itself else 2
+    assert offload.statistics["recomputed_layers"] == num_again
+
+
+def test_a_layer_that_calls_another_one_is_recomputed_as_a_whole(
+    tmp_path: Path, caplog: Any
+) -> None:
+    def loop(model: Net) -> None:
+        first, second = model.blocks[0], model.blocks[1]
+        original = type(first).forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(second(original(first, x) * 2))  # type: ignore[arg-type]
+
+        first.forward = forward
+        for seed in range(2):
+            model(noise(seed)).sum().backward()
+        del first.forward
+
+    compared(loop, tmp_path, recompute_layers="0-1")
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
 
 
 def test_an_activation_that_is_changed_in_place_raises(tmp_path: Path) -> None:
