@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from megatron.offload import ChangedInPlaceError, offload_activations
+from megatron.offload.integration.torch.earlier_buffers import EarlierBuffers
 from megatron.offload.integration.torch.offload import ActivationOffload
 from tests.support.loops import HIDDEN, Net, gradients, net, noise
 from tests.support.same_training import digest
@@ -375,6 +376,61 @@ def test_a_layer_that_calls_another_one_is_recomputed_as_a_whole(
 
     compared(loop, tmp_path, recompute_layers="0-1")
     assert not [one for one in caplog.records if one.levelname == "WARNING"]
+
+
+class Changing(torch.nn.Module):
+    """A layer whose result depends on buffers that it changes, in every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(HIDDEN, HIDDEN))
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.inner = torch.nn.Sequential(torch.nn.GELU())
+        self.register_buffer("calls", torch.zeros(()))
+        self.inner.register_buffer("also", self.calls)
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+        self.register_buffer("fixed", torch.ones(HIDDEN) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        self.mean = self.mean * 0.9 + x.detach().mean((0, 1))
+        x = self.inner(self.norm(self.linear(x)) * self.mean) * self.fixed
+        return x * float(self.inner.also)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "loop", [accumulates, several_forward_passes_and_one_backward, retains_its_graph]
+)
+def test_a_recomputed_layer_changes_its_buffers_once(loop: Loop, tmp_path: Path) -> None:
+    def changing(model: Net) -> list[str]:
+        torch.manual_seed(4)
+        blocks, model.blocks = model.blocks, torch.nn.ModuleList(Changing() for _ in range(2))
+        with offload_activations(model, **settings) as offload:
+            loop(model)
+            num_again.append(offload.statistics.get("recomputed_layers", 0))
+        found = [digest(one) for one in model.buffers()]
+        found += [str(one) for one in gradients(model)]
+        model.blocks = blocks
+        return found
+
+    num_again: list[int | float] = []
+    settings: dict[str, Any] = {"mode": "off"}
+    expected = changing(net())
+    settings = {"directory": tmp_path, "min_bytes": 1, "recompute_layers": "0-1"}
+    assert changing(net()) == expected
+    assert num_again[0] == 0 and num_again[1] >= 2
+
+
+def test_of_buffers_that_stay_as_they_are_no_copies_are_kept() -> None:
+    layer = Changing()
+    buffers = EarlierBuffers(layer)
+    layer(noise())
+    buffers.keep_changed()
+    fixed, calls = layer.fixed, layer.calls
+    with buffers.restored():
+        assert layer.fixed is fixed
+        assert layer.calls is not calls and float(layer.calls) == 0  # type: ignore[arg-type]
+    assert layer.calls is calls and float(layer.calls) == 1  # type: ignore[arg-type]
 
 
 def test_an_activation_that_is_changed_in_place_raises(tmp_path: Path) -> None:

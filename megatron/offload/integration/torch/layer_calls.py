@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.offload.capture.context import others_take_what_is_saved
 from megatron.offload.engine import OffloadEngine
+from megatron.offload.integration.torch.earlier_buffers import EarlierBuffers
 from megatron.offload.integration.torch.passes import Passes, tensors_in
 from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.profiler import Profiler
@@ -172,11 +173,29 @@ class LayerCalls:
         noted: Callable[[], _Context] = contextlib.nullcontext
         if self._timings is not None and self._profiler is not None:
             noted = functools.partial(self._profiler.recomputation, self._timings, WHOLE_LAYER)
+        buffers = EarlierBuffers(self._layer)
 
         def contexts() -> tuple[_Context, _Context]:
-            return contextlib.nullcontext(), noted()
+            return contextlib.nullcontext(), _Recomputations(noted, buffers.restored)
 
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        result = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        buffers.keep_changed()
+        return result
+
+
+class _Recomputations(contextlib.AbstractContextManager[None]):
+    """Contexts around each recomputation of a layer, of which a retained graph has several."""
+
+    def __init__(self, *contexts: Callable[[], _Context]) -> None:
+        self._contexts = contexts
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._entered.enter_context(context())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
 
 
 @contextlib.contextmanager
