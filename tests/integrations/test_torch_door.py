@@ -17,13 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._composable import checkpoint as checkpoint_by_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
+    checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
 
 from megatron.offload import ChangedInPlaceError, offload_activations
+from megatron.offload.integration.torch.earlier_buffers import EarlierBuffers
 from megatron.offload.integration.torch.offload import ActivationOffload
 from tests.support.loops import HIDDEN, Net, gradients, net, noise
 from tests.support.same_training import digest
@@ -167,6 +170,45 @@ def replaces_its_parameters(model: Net) -> None:
     model(noise(1)).sum().backward()
 
 
+def checkpoints_the_model_and_more(model: Net) -> list[str]:
+    """Within the checkpoint something is saved outside of the model too."""
+    x = noise().requires_grad_()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(model(x * 0.5) * x)
+
+    checkpoint(step, x, use_reentrant=False).square().mean().backward()
+    assert x.grad is not None
+    return [digest(x.grad)]
+
+
+def checkpoints_its_parts_in_segments(model: Net) -> None:
+    parts = [model.first, torch.tanh, *model.blocks, torch.tanh]
+    x = noise().requires_grad_()
+    checkpoint_sequential(parts, 2, x, use_reentrant=False).square().mean().backward()
+
+
+def checkpoints_the_model_reentrantly(model: Net) -> None:
+    x = noise().requires_grad_()
+    checkpoint(model, x, use_reentrant=True).square().mean().backward()
+
+
+def saves_on_cpu(model: Net) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(noise()).square().mean()
+    loss.backward()
+
+
+def changes_what_is_saved(model: Net) -> None:
+    def change(block: torch.nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.exp().mul_(0.5)
+
+    handle = model.blocks[1].register_forward_hook(change)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        model(noise()).square().mean().backward()
+    handle.remove()
+
+
 LOOPS: list[Loop] = [
     accumulates,
     several_forward_passes_and_one_backward,
@@ -183,12 +225,45 @@ LOOPS: list[Loop] = [
     computes_backward_in_another_thread,
     freezes_half,
     replaces_its_parameters,
+    checkpoints_the_model_and_more,
+    checkpoints_its_parts_in_segments,
+    checkpoints_the_model_reentrantly,
+    saves_on_cpu,
+    changes_what_is_saved,
 ]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=[loop.__name__ for loop in LOOPS])
 def test_a_loop_that(loop: Loop, tmp_path: Path) -> None:
     compared(loop, tmp_path)
+
+
+def test_hooks_of_others_are_left_alone_and_said_once(tmp_path: Path, caplog: Any) -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    def loop(model: Net) -> int:
+        kept.clear()
+        for seed in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = model(noise(seed)).square().mean()
+            loss.backward()
+        return len(kept)
+
+    compared(loop, tmp_path)
+    (said,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    assert "Net is called within hooks for saved tensors that are not ours" in said
+
+
+def test_where_torch_does_not_show_them_all_hooks_are_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    for loop in (accumulates, checkpoints_the_model_and_more, changes_what_is_saved):
+        compared(loop, tmp_path)
 
 
 # -- Inside of the forward pass -------------------------------------------------------------------
@@ -238,6 +313,125 @@ def test_a_model_that_places_activations_itself(
         model.forward = original.__get__(model)  # type: ignore[method-assign]
 
     compared(loop, tmp_path)
+
+
+def _not_reentrant_with_more(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(block(x * 2))
+
+    return checkpoint(run, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _checkpoints_itself(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """By hooks of the layer, which enter the checkpoint when ours have heard of the layer."""
+    if not hasattr(block, "checkpoints_itself"):
+        block.checkpoints_itself = True  # type: ignore[assignment]
+        checkpoint_by_hooks(block)
+    return block(x)  # type: ignore[no-any-return]
+
+
+WAYS = [_reentrant, _not_reentrant, _not_reentrant_with_more, _selective, _checkpoints_itself]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_checkpoints_a_layer_that_is_to_be_recomputed(
+    way: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor], tmp_path: Path, caplog: Any
+) -> None:
+    def loop(model: Net) -> None:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            x = model.first(x)
+            x = way(model.blocks[0], x)
+            return model.blocks[2](model.blocks[1](x))  # type: ignore[no-any-return]
+
+        model.forward = forward  # type: ignore[method-assign]
+        for seed in range(2):
+            model(noise(seed)).sum().backward()
+        del model.forward
+
+    offload = compared(loop, tmp_path, recompute_layers="0-1")
+    said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    if way is _reentrant:
+        assert not said
+    else:
+        (sentence,) = said
+        assert "blocks.0 is to be recomputed, and the model calls it within hooks" in sentence
+    # The last step is a plain one, but for the layer that has a checkpoint of its own for good.
+    num_again = 1 if way is _checkpoints_itself else 2
+    assert offload.statistics["recomputed_layers"] == num_again
+
+
+def test_a_layer_that_calls_another_one_is_recomputed_as_a_whole(
+    tmp_path: Path, caplog: Any
+) -> None:
+    def loop(model: Net) -> None:
+        first, second = model.blocks[0], model.blocks[1]
+        original = type(first).forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(second(original(first, x) * 2))  # type: ignore[arg-type]
+
+        first.forward = forward
+        for seed in range(2):
+            model(noise(seed)).sum().backward()
+        del first.forward
+
+    compared(loop, tmp_path, recompute_layers="0-1")
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
+
+
+class Changing(torch.nn.Module):
+    """A layer whose result depends on buffers that it changes, in every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(HIDDEN, HIDDEN))
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.inner = torch.nn.Sequential(torch.nn.GELU())
+        self.register_buffer("calls", torch.zeros(()))
+        self.inner.register_buffer("also", self.calls)
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+        self.register_buffer("fixed", torch.ones(HIDDEN) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        self.mean = self.mean * 0.9 + x.detach().mean((0, 1))
+        x = self.norm(self.linear(x)) * self.mean * float(self.inner.also)  # type: ignore[arg-type]
+        return self.inner(x) * self.fixed  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "loop", [accumulates, several_forward_passes_and_one_backward, retains_its_graph]
+)
+def test_a_recomputed_layer_changes_its_buffers_once(loop: Loop, tmp_path: Path) -> None:
+    def changing(model: Net) -> list[str]:
+        torch.manual_seed(4)
+        blocks, model.blocks = model.blocks, torch.nn.ModuleList(Changing() for _ in range(2))
+        with offload_activations(model, **settings) as offload:
+            loop(model)
+            num_again.append(offload.statistics.get("recomputed_layers", 0))
+        found = [digest(one) for one in model.buffers()]
+        found += [str(one) for one in gradients(model)]
+        model.blocks = blocks
+        return found
+
+    num_again: list[int | float] = []
+    settings: dict[str, Any] = {"mode": "off"}
+    expected = changing(net())
+    settings = {"directory": tmp_path, "min_bytes": 1, "recompute_layers": "0-1"}
+    assert changing(net()) == expected
+    assert num_again[0] == 0 and num_again[1] >= 2
+
+
+def test_of_buffers_that_stay_as_they_are_no_copies_are_kept() -> None:
+    layer = Changing()
+    buffers = EarlierBuffers(layer)
+    layer(noise())
+    buffers.keep_changed()
+    fixed, calls = layer.fixed, layer.calls
+    with buffers.restored():
+        assert layer.fixed is fixed
+        assert layer.calls is not calls and float(layer.calls) == 0  # type: ignore[arg-type]
+    assert layer.calls is calls and float(layer.calls) == 1  # type: ignore[arg-type]
 
 
 def test_an_activation_that_is_changed_in_place_raises(tmp_path: Path) -> None:

@@ -3,9 +3,19 @@
 
 The engine makes one for each `with` block around a forward pass. Autograd then calls the hooks in
 the middle of an operation, and this decides when what they took may be written. It starts nothing.
+
+Note [Hooks of others]
+Of all hooks that a thread has entered, autograd calls the last ones only. Those of torch's
+checkpoint (`use_reentrant=False`) count what they get, and by that count they take what is saved
+when the forward pass runs again, in backward, where we are not. If we took something from them in
+between, or if what runs within them were not the same both times, they would give other tensors
+back, of the same shapes as a rule: wrong gradients, and no error. So what is within hooks of
+others is left to them, in full.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -44,3 +54,27 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
             self._batch.submit_if_enough()
             self._node_number = node_number
         return self._hooks.pack(tensor, self._batch)
+
+
+def others_take_what_is_saved() -> bool:
+    """Whether this thread is within hooks of others; see Note [Hooks of others].
+
+    Before PyTorch 2.8, which does not show whose hooks these are, all hooks are others'.
+    """
+    autograd: Any = torch._C._autograd
+    top_hooks = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    if top_hooks is None:
+        return _are_there_hooks(autograd)
+    hooks = top_hooks(True)  # while tracing too
+    return hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), SavingContext)
+
+
+def _are_there_hooks(autograd: Any) -> bool:
+    """Whether this thread, where autograd takes hooks, is within any: then these cannot be off."""
+    try:
+        autograd._saved_tensors_hooks_disable("activation offload looks for hooks")
+    except RuntimeError:
+        return True
+    finally:
+        autograd._saved_tensors_hooks_enable()
+    return False

@@ -11,18 +11,23 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron.offload.capture.context import others_take_what_is_saved
 from megatron.offload.engine import OffloadEngine
+from megatron.offload.integration.torch.earlier_buffers import EarlierBuffers
 from megatron.offload.integration.torch.passes import Passes, tensors_in
 from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
 from megatron.offload.saved.scope import Scope, name_after, name_of_call
+
+logger = logging.getLogger(__name__)
 
 _FORWARD = "forward"
 _MOST_CALLS = 32  # of a layer that are looked up in a plan before a first pass has shown how many
@@ -53,6 +58,7 @@ class LayerCalls:
         self._replaced: set[torch.nn.Module] = set()  # they may be recomputed in this pass
         self._layer: torch.nn.Module | None = None  # whose forward is under way
         self._recomputes = False  # whether it is to be recomputed
+        self._has_warned = False  # of hooks that are around one
         self._timings: LayerTimings | None = None  # of it
         self._contexts = contextlib.ExitStack()  # around it, or around what runs after it
 
@@ -111,7 +117,6 @@ class LayerCalls:
             and self._is_recomputed(engine, layer, scope.layer)
             and any(one.requires_grad for one in inputs)
         )
-        engine.statistics.recomputed_layers += self._recomputes
         if self._profiler is not None:
             self._timings = self._profiler.begin_layer(scope, inputs, recomputes=self._recomputes)
 
@@ -132,6 +137,23 @@ class LayerCalls:
         scope = dataclasses.replace(engine.scope, chunk=chunk, layer=name)
         return engine.place_layer(scope) is Placement.RECOMPUTE
 
+    def _is_within_hooks(self, name: str) -> bool:
+        """Whether the model has entered hooks around a layer; see Note [Hooks of others].
+
+        When those run the layer again, our pass is over, and nobody checkpoints it within them.
+        """
+        if not others_take_what_is_saved():
+            return False
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "activation offload: %s is to be recomputed, and the model calls it within hooks "
+                "for saved tensors that are not ours (a torch.utils.checkpoint of its own, or "
+                "others; before PyTorch 2.8 ours cannot be told from them); it is left to them",
+                name,
+            )
+        return True
+
     def _enter(self, engine: OffloadEngine, name: str) -> Scope:
         """What is saved from now on has this name."""
         self._contexts.close()
@@ -143,14 +165,37 @@ class LayerCalls:
         """In place of a layer's forward: saves its inputs only and runs again in backward."""
         if self._layer is None or not self._recomputes:
             return forward(*args, **kwargs)
+        self._recomputes = False  # what it calls, itself even, runs again as a part of it
+        assert self._engine is not None
+        if self._is_within_hooks(self._engine.scope.layer):
+            return forward(*args, **kwargs)
+        self._engine.statistics.recomputed_layers += 1
         noted: Callable[[], _Context] = contextlib.nullcontext
         if self._timings is not None and self._profiler is not None:
             noted = functools.partial(self._profiler.recomputation, self._timings, WHOLE_LAYER)
+        buffers = EarlierBuffers(self._layer)
 
         def contexts() -> tuple[_Context, _Context]:
-            return contextlib.nullcontext(), noted()
+            return contextlib.nullcontext(), _Recomputations(noted, buffers.restored)
 
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        result = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        buffers.keep_changed()
+        return result
+
+
+class _Recomputations(contextlib.AbstractContextManager[None]):
+    """Contexts around each recomputation of a layer, of which a retained graph has several."""
+
+    def __init__(self, *contexts: Callable[[], _Context]) -> None:
+        self._contexts = contexts
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._entered.enter_context(context())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
 
 
 @contextlib.contextmanager

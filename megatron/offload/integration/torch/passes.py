@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron.offload.capture.context import others_take_what_is_saved
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.pausable_call import running_call
 from megatron.offload.saved.save_order import SaveOrder
@@ -104,6 +105,7 @@ class Passes:
         self._backward: list[tuple[_ForwardPass, contextlib.ExitStack]] = []  # under way
         self._graph_task = -1  # autograd's number of that backward
         self._has_warned = False  # of a transform
+        self._has_warned_of_hooks = False
         self._stands_aside = False  # somebody else runs the passes of the step
 
     # -- Forward --------------------------------------------------------------------------------
@@ -127,6 +129,9 @@ class Passes:
         if not can_hook() or getattr(_of_thread, "is_open", False):
             return
         steps = self._steps = self._steps or self._open_steps()
+        if others_take_what_is_saved():  # Note [Hooks of others]
+            self._warn_of_hooks(module)
+            return
         self._go_on(steps)
         forward = _ForwardPass(module, len(self._passes))
         # Held by whoever called, and in most cases until the next step.
@@ -144,6 +149,17 @@ class Passes:
         self._passes.append(forward)
         self._forward = forward
         _of_thread.is_open = True
+
+    def _warn_of_hooks(self, module: torch.nn.Module) -> None:
+        if self._has_warned_of_hooks:
+            return
+        self._has_warned_of_hooks = True
+        logger.warning(
+            "activation offload: %s is called within hooks for saved tensors that are not ours "
+            "(a torch.utils.checkpoint around the call, save_on_cpu, or others); what it saves "
+            "there is left to them; call it outside of them to have it offloaded",
+            type(module).__name__,
+        )
 
     def end_forward(self, module: torch.nn.Module, result: Any) -> None:
         """The call of a hooked module has ended, with its result or None."""
