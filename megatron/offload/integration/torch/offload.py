@@ -218,7 +218,12 @@ class ActivationOffload:
             return
         self._is_closed = True
         self._hooks.remove()
-        self._passes.close()
+        try:
+            self._passes.close()
+        finally:
+            self._close_steps()
+
+    def _close_steps(self) -> None:
         if self._steps is None:
             logger.warning(
                 "activation offload: no forward pass with gradients was seen of %s; give the "
