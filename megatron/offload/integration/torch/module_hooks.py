@@ -126,11 +126,11 @@ class _Call:
     def __init__(self, module: Any, end: Callable[[torch.nn.Module, Any], None]) -> None:
         self._module = module
         self._end = end
-        self._inner: Callable[..., Any] | None = None
+        self._inner: Any = None  # what the module was called through before
 
     def connect(self) -> None:
         """Has the module called through this, if it is not already."""
-        call = self._module._compiled_call_impl
+        call: Any = self._module._compiled_call_impl
         while isinstance(call, _Call):
             if call is self:
                 return
@@ -141,7 +141,7 @@ class _Call:
     def remove(self) -> None:
         """Tells of nothing more."""
         self._end = do_nothing
-        outer = self._module._compiled_call_impl
+        outer: Any = self._module._compiled_call_impl
         if outer is self:
             self._module._compiled_call_impl = self._inner
         while isinstance(outer, _Call):
