@@ -85,7 +85,7 @@ class StepLog:
         self._close_file()
 
     def _close_file(self) -> None:
-        with contextlib.suppress(OSError):  # it writes what it could not write before, in vain
+        with contextlib.suppress(OSError):  # it tries again to write what it could not
             self._file.close()
 
     def _begin_backward(self, _: torch.Tensor) -> None:
@@ -119,8 +119,12 @@ class StepLog:
         try:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        except OSError as error:  # a training does not end for its log
-            logger.warning("no more lines for the steps from %d on: %s", number, error)
+        except OSError as error:  # a disk that is full by now is no reason to end a training
+            logger.warning(
+                "activation offload: the metrics file %s cannot be written: %s; it ends here",
+                self._file.name,
+                error.strerror,
+            )
             self._close_file()
 
 
