@@ -5,6 +5,7 @@ door with and without offload. How close to fp64 chunks are: tests/unit/test_chu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,37 @@ def test_a_second_chunked_loss_is_refused_and_leaves_the_first_alone() -> None:
         with pytest.raises(ConfigurationError, match="somebody has replaced the forward"):
             offload_activations(model, mode="off", chunked_loss="auto")
         assert not isinstance(model(**batch()).logits, torch.Tensor)
+
+
+def test_copies_and_pickles_have_the_models_own_loss(tmp_path: Path) -> None:
+    model, given = llama(), batch()
+    usual = model(**given)
+    with offload_activations(model, mode="off", chunked_loss=13):
+        torch.save(model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        copies = [copy.deepcopy(model), loaded]
+        torch.nn.init.zeros_(model.lm_head.weight)  # what copies had if they called its layer
+        for one in copies:
+            found = one(**given)
+            assert torch.equal(found.loss, usual.loss) and torch.equal(found.logits, usual.logits)
+    for one in copies:
+        with offload_activations(one, mode="off", chunked_loss=13):
+            assert not isinstance(one(**given).logits, torch.Tensor)
+        assert torch.equal(one(**given).logits, usual.logits)
+
+
+def test_after_a_pass_that_raised_the_output_layer_answers_as_usual() -> None:
+    model = llama()
+
+    def fail(*_: Any) -> None:
+        raise ValueError("stop")
+
+    with offload_activations(model, mode="off", chunked_loss=13):
+        handle = model.lm_head.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="stop"):
+            model(**batch())
+        handle.remove()
+        assert isinstance(model.lm_head(torch.ones(1, 64)), torch.Tensor)
 
 
 def test_a_weight_that_is_gathered_for_its_layer_alone_is_refused() -> None:

@@ -17,6 +17,9 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, StorageError, offload_activations
+from megatron.offload.config import OffloadConfig
+from megatron.offload.integration.output_head import OutputHead
+from megatron.offload.integration.torch.offload import ActivationOffload
 from tests.support.loops import gradients, net, noise
 from tests.support.processes import ROOT
 from tests.support.same_training import digest
@@ -169,6 +172,36 @@ def test_settings_have_the_names_of_the_config(tmp_path: Path) -> None:
         offload_activations(net(), tmp_path, recompute_input="ssd")
     with pytest.raises(ConfigurationError, match=r"layers='Blok' names no module"):
         offload_activations(net(), tmp_path, layers=["Blok"])
+
+
+def test_a_handle_that_nobody_gets_has_no_model(tmp_path: Path) -> None:
+    class Fails(OutputHead):
+        def __init__(self) -> None:
+            pass
+
+        def connect(self) -> None:
+            raise ValueError("stop")
+
+    (tmp_path / "file").touch()
+    model = net()
+    with pytest.raises(OSError, match="file"):
+        offload_activations(model, tmp_path, metrics_file=tmp_path / "file" / "metrics.jsonl")
+    with pytest.raises(ValueError, match="stop"):
+        ActivationOffload(OffloadConfig(mode="host"), [model], {}, heads=[Fails()])
+    assert not model._forward_pre_hooks and not model._forward_hooks
+    offload_activations(model, tmp_path).close()
+
+
+def test_a_metrics_file_without_room_ends_and_the_training_goes_on(
+    tmp_path: Path, caplog: Any
+) -> None:
+    model = net()
+    with offload_activations(model, tmp_path, min_bytes=1, metrics_file="/dev/full") as offload:
+        for seed in range(3):
+            model(noise(seed)).sum().backward()
+            assert offload.statistics["offloaded_storages"] > 10
+    (said,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    assert "the metrics file /dev/full cannot be written: No space left on device" in said
 
 
 def test_off_touches_nothing(tmp_path: Path) -> None:

@@ -172,6 +172,25 @@ def test_a_training_that_failed_leaves_no_hook_for_the_next(tmp_path: Path) -> N
     trained(tmp_path, [callback], model)
 
 
+def test_a_training_that_was_interrupted_is_not_in_the_way_of_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Interrupts(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    first, second, other = (OffloadCallback(tmp_path, **SMALL) for _ in range(3))
+    model = new_llama()
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, [first, Interrupts()], model)
+    trained(tmp_path, [other], new_llama())
+    assert first.offload is not None and first.offload.engine is not None  # another's model is not
+    trained(tmp_path, [second], model)
+    assert first.offload.engine is None
+    assert second.offload is not None and second.offload.statistics["offloaded_storages"] > 5
+    assert sum("has not ended" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_tensorboard_has_what_moved(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron.offload.capture.hooks import Packed, SavedTensorHooks
+from megatron.offload.capture.hooks import PLAIN_TORCH, Packed, SavedTensorHooks
 from megatron.offload.transfer.batch import Batch
 
 
@@ -28,6 +28,9 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
 
     Not before: autograd hands some tensors over before the operation has filled them (the noise of
     `rrelu`). And not before it is worth to wake the thread that starts transfers.
+
+    It may end where other hooks have been pushed onto it since, or in another thread than it began
+    in. It takes off its own hooks only; where it cannot, they do nothing until they are called.
 
     Args:
         hooks: take a tensor and bring it back.
@@ -39,16 +42,38 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
         self._hooks = hooks
         self._batch = batch
         self._node_number = -1  # of the operation that saved last
+        self._is_over = False
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        self._is_over = True
+        self._take_off()
         self.submit()
 
     def submit(self) -> None:
         """All operations so far have ended: what they saved may be written."""
         self._batch.submit()
 
+    def _take_off(self) -> None:
+        """Pops the hooks from the stack of this thread, and pushes again what is above them."""
+        autograd: Any = torch._C._autograd
+        top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+        if top is None:  # before torch 2.8
+            super().__exit__()
+            return
+        above = []
+        while (hooks := top(True)) is not None:
+            autograd._pop_saved_tensors_default_hooks()
+            if hooks[0] is self.pack_hook:
+                break
+            above.append(hooks)
+        while above:
+            autograd._push_saved_tensors_default_hooks(*above.pop())
+
     def _pack(self, tensor: torch.Tensor) -> Packed:
+        if self._is_over:
+            self._take_off()
+            with PLAIN_TORCH():
+                return self._hooks.keep(tensor)
         node_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if node_number != self._node_number:
             self._batch.submit_if_enough()

@@ -98,9 +98,17 @@ class SavedTensorHooks:
                 return view
             if storage is not None and self._step.observer is not None:
                 self._step.observer.stayed(self._step.scope, storage)
-            # What can move is none.
-            is_inference = storage is None and kind_of(tensor).is_inference
-            return tensor if is_inference else ResidentTensor(tensor, self._step.scope)
+            return self.keep(tensor, storage)
+
+    def keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> Packed:
+        """What autograd keeps of a tensor that stays.
+
+        Args:
+            tensor: that is saved.
+            storage: its storage, if it can move.
+        """
+        is_inference = storage is None and kind_of(tensor).is_inference  # what can move is none
+        return tensor if is_inference else ResidentTensor(tensor, self._step.scope)
 
     def find_move(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, *, whole: bool = False

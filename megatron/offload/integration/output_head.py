@@ -9,6 +9,7 @@ takes it. Only objects are touched, no classes. How the loss is computed: `ops/c
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +38,32 @@ class PendingLogits:
         )
 
 
+class InPlaceOf:
+    """A function in place of another one, which copies and pickles of the model have again.
+
+    Args:
+        function: what is called.
+        original: what a copy calls.
+    """
+
+    def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
+        self._function, self._original = function, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> Any:  # of pickle and of deepcopy
+        return _as_it_is, (self._original,)
+
+
+def _as_it_is(one: Any) -> Any:
+    return one
+
+
+def _do_nothing(*_: Any) -> None:
+    """What a hook becomes in a copy of its model."""
+
+
 class OutputHead:
     """Takes the place of an output layer's forward; a subclass does so of the loss.
 
@@ -59,7 +86,9 @@ class OutputHead:
         found = [name for name in labels if name in self._signature.parameters]
         if not found:
             self.refuse(f"{type(model).__name__}.forward has no parameter {' or '.join(labels)}")
-        if "forward" in vars(layer):
+        own: Any = vars(layer).get("forward")
+        # A copy of a layer whose forward was replaced has the class's method.
+        if own is not None and getattr(own, "__func__", None) is not type(layer).forward:
             self.refuse(
                 f"somebody has replaced the forward of the output layer of {type(model).__name__} "
                 "already"
@@ -70,12 +99,17 @@ class OutputHead:
     def connect(self) -> None:
         """Takes the place."""
         self._forward: Any = self._layer.forward
-        self._layer.forward = self.project
-        self._hook = self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self._layer.forward = InPlaceOf(self.project, self._forward)
+        begin, end = InPlaceOf(self._begin, _do_nothing), InPlaceOf(self._end, _do_nothing)
+        self._hooks = [
+            self._model.register_forward_pre_hook(begin, with_kwargs=True),
+            self._model.register_forward_hook(end, always_call=True),
+        ]
 
     def close(self) -> None:
         """Gives it back: the class's method is found again."""
-        self._hook.remove()
+        while self._hooks:
+            self._hooks.pop().remove()
         del self._layer.forward
 
     def follows(self, given: dict[str, Any]) -> bool:
@@ -100,3 +134,6 @@ class OutputHead:
 
     def _begin(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._loss_follows = self.follows(self._signature.bind_partial(*args, **kwargs).arguments)
+
+    def _end(self, *_: Any) -> None:
+        self._loss_follows = False  # the pass may have raised before its output layer

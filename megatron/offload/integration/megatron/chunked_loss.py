@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.output_head import OutputHead, PendingLogits
+from megatron.offload.integration.output_head import InPlaceOf, OutputHead, PendingLogits
 from megatron.offload.ops.chunked_logits import LossSettings
 from megatron.offload.ops.chunked_loss import ExpectedGradient, chunked_cross_entropy
 
@@ -87,7 +87,7 @@ class _Head(OutputHead):
     def connect(self) -> None:
         model: Any = self._model
         self._loss = model.compute_language_model_loss
-        model.compute_language_model_loss = self.loss
+        model.compute_language_model_loss = InPlaceOf(self.loss, self._loss)
         super().connect()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.output_head import OutputHead, PendingLogits
+from megatron.offload.integration.output_head import InPlaceOf, OutputHead, PendingLogits
 from megatron.offload.ops.chunked_logits import LossSettings
 from megatron.offload.ops.chunked_mean import chunked_mean_loss
 
@@ -58,7 +58,7 @@ class _Head(OutputHead):
     def connect(self) -> None:
         model: Any = self._model
         self._loss = model.loss_function
-        model.loss_function = self.loss
+        model.loss_function = InPlaceOf(self.loss, self._loss)
         super().connect()
 
     def close(self) -> None:
@@ -147,6 +147,6 @@ def _with_loss(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, Any]]:
         model: Any = module
         layer = model.get_output_embeddings()
         loss = getattr(model, "loss_function", None)
-        is_ours = isinstance(getattr(loss, "__self__", None), OutputHead)  # to be refused
+        is_ours = isinstance(loss, InPlaceOf)  # to be refused
         if layer is not None and (is_ours or getattr(loss, "__name__", "") == "ForCausalLMLoss"):
             yield model, layer

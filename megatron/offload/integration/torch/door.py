@@ -69,6 +69,7 @@ def offload_activations(
 
     Raises:
         ConfigurationError: the directory, a setting or the model cannot work; says why.
+        OSError: the metrics file cannot be made.
     """
     models = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
     check_models(models)
@@ -106,7 +107,11 @@ def offload_activations(
     )
     if metrics_file is not None and rank() == 0:
         in_turns = measured is not None and measured.in_turns
-        offload.log_steps(Path(metrics_file), in_turns=in_turns)
+        try:
+            offload.log_steps(Path(metrics_file), in_turns=in_turns)
+        except BaseException:  # nobody gets the handle
+            offload.close()
+            raise
     return offload
 
 

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.process_groups import ProcessGroupConsensus
 from megatron.offload.integration.torch.layers import find_layers
+from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.parameter_offload import unit_backward
 from megatron.offload.integration.torch.passes import tensors_in
@@ -173,8 +174,7 @@ def _check(model: torch.nn.Module, layers: dict[torch.nn.Module, str]) -> None:
                 f"{type(module).__name__} cannot run layer-major steps: it expects one backward "
                 f"pass for each forward pass of the whole model; use {instead}"
             )
-        is_compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        if is_compiled and not layers.keys().isdisjoint(module.modules()):
+        if is_compiled(module) and not layers.keys().isdisjoint(module.modules()):
             raise refusal(
                 "a compiled module cannot pause between its layers; compile what is inside of the "
                 "layers, or nothing"

@@ -3,6 +3,12 @@
 
 What calls us in a PyTorch model: nothing of its code is replaced.
 
+Note [What ends a call]
+torch runs the hooks of a call that raised, but not if what it raised is no Exception: a Ctrl-C, or
+the SystemExit of a thread. Then nobody would take what a pass has put onto its thread off again,
+autograd's hooks first of all. So modules that are hooked outside of graphs are called through
+`_Call`, where `Module.compile` puts its own: what is there stays around what it was around.
+
 Note [Copies of a model]
 Trainers copy models (`deepcopy` for a reference model or an average of the weights) and pickle
 them (`torch.save(model)`). Hooks would go along, and the copy would tell of its passes as if it
@@ -21,7 +27,7 @@ class ModuleHooks:
     """The hooks on the modules of a model, to be taken off together."""
 
     def __init__(self) -> None:
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle | _Call] = []
 
     def add(
         self,
@@ -31,17 +37,21 @@ class ModuleHooks:
         *,
         outside_of_graphs: bool,
     ) -> None:
-        """Has functions called around a module's forward, whether it raises or not.
+        """Has functions called around a module's forward, however it ends.
 
         Args:
             module: whose forward.
             begin: gets the module and the arguments; runs before hooks that are there already.
             end: gets the module and the result; None if it raised.
-            outside_of_graphs: `torch.compile` ends its graph before them; else it leaves them out.
+            outside_of_graphs: `torch.compile` ends its graph before them; else it leaves them out,
+                and `end` does not hear of what Note [What ends a call] is about.
         """
         hook = _OutsideOfGraphs if outside_of_graphs else _Hook
+        call = _Call(module, end) if outside_of_graphs else None
 
         def begin_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+            if call is not None:
+                call.connect()  # in case the module was compiled since
             begin(module, args, kwargs)
 
         def end_call(module: torch.nn.Module, args: tuple[Any, ...], result: Any) -> None:
@@ -51,6 +61,9 @@ class ModuleHooks:
             module.register_forward_pre_hook(hook(begin_call), prepend=True, with_kwargs=True),
             module.register_forward_hook(hook(end_call), always_call=True),
         ]
+        if call is not None:
+            call.connect()
+            self._handles.append(call)
 
     def add_before(self, module: torch.nn.Module, call: Callable[[torch.nn.Module], None]) -> None:
         """Has a function called just before a module's forward, after hooks that are there."""
@@ -61,9 +74,17 @@ class ModuleHooks:
         self._handles.append(module.register_forward_pre_hook(_OutsideOfGraphs(before)))
 
     def remove(self) -> None:
-        """Takes all of them off."""
+        """Takes all of them off, the last one first."""
         while self._handles:
             self._handles.pop().remove()
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` or `Module.compile` has compiled a module as a whole."""
+    call = getattr(module, "_compiled_call_impl", None)
+    while isinstance(call, _Call):
+        call = call._inner
+    return hasattr(module, "_orig_mod") or call is not None
 
 
 def do_nothing(*_: Any) -> None:
@@ -94,3 +115,46 @@ class _OutsideOfGraphs(_Hook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> None:
         self._call(*args)
+
+
+class _Call:
+    """The call of a module, which tells of what no hook hears of: Note [What ends a call].
+
+    torch leaves it out of copies and pickles by itself.
+    """
+
+    def __init__(self, module: Any, end: Callable[[torch.nn.Module, Any], None]) -> None:
+        self._module = module
+        self._end = end
+        self._inner: Any = None  # what the module was called through before
+
+    def connect(self) -> None:
+        """Has the module called through this, if it is not already."""
+        call: Any = self._module._compiled_call_impl
+        while isinstance(call, _Call):
+            if call is self:
+                return
+            call = call._inner
+        self._inner = self._module._compiled_call_impl
+        self._module._compiled_call_impl = self
+
+    def remove(self) -> None:
+        """Tells of nothing more."""
+        self._end = do_nothing
+        outer: Any = self._module._compiled_call_impl
+        if outer is self:
+            self._module._compiled_call_impl = self._inner
+        while isinstance(outer, _Call):
+            if outer._inner is self:
+                outer._inner = self._inner
+            outer = outer._inner
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return (self._inner or self._module._call_impl)(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            self._end(self._module, None)
+            raise

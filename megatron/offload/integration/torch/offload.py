@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -107,9 +107,14 @@ class ActivationOffload:
         self._is_closed = not config.enabled
         if config.enabled:
             self._hook(layers)
-        self._heads = list(heads)
-        for head in self._heads:
-            head.connect()
+        self._heads: list[OutputHead] = []
+        try:
+            for head in heads:
+                head.connect()
+                self._heads.append(head)
+        except BaseException:  # nobody gets the handle
+            self.close()
+            raise
         _handles.add(self)
 
     def __enter__(self) -> ActivationOffload:
@@ -121,6 +126,10 @@ class ActivationOffload:
     @property
     def _hooked(self) -> Sequence[torch.nn.Module]:
         return () if self._is_closed else self._models
+
+    def is_of(self, modules: Set[torch.nn.Module]) -> bool:
+        """Whether the models have one of these modules."""
+        return any(one in modules for model in self._models for one in model.modules())
 
     @property
     def engine(self) -> OffloadEngine | None:
@@ -218,7 +227,12 @@ class ActivationOffload:
             return
         self._is_closed = True
         self._hooks.remove()
-        self._passes.close()
+        try:
+            self._passes.close()
+        finally:
+            self._close_steps()
+
+    def _close_steps(self) -> None:
         if self._steps is None:
             logger.warning(
                 "activation offload: no forward pass with gradients was seen of %s; give the "

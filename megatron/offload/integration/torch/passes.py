@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 # passes later it no longer counts.
 _MOST_OVERTAKEN = 64
 
-_of_thread = threading.local()  # `.is_open`: a forward pass of any `Passes` is under way
+_of_thread = threading.local()  # `.forward`: refers weakly to its last pass, of any `Passes`
 
 
 class _ForwardPass:
@@ -52,6 +52,7 @@ class _ForwardPass:
         self.thread = threading.get_ident()
         self.depth = 0  # of calls of the same module within it
         self.frame: FrameType | None = _frame_of_module_call()
+        self.is_open = True
         self.contexts = contextlib.ExitStack()  # around the forward pass
         self.save_order = SaveOrder()
         self.has_had_backward = False
@@ -126,7 +127,7 @@ class Passes:
                 "inside of one stays in memory",
                 type(module).__name__,
             )
-        if not can_hook() or getattr(_of_thread, "is_open", False):
+        if not can_hook() or _is_in_another():
             return
         steps = self._steps = self._steps or self._open_steps()
         if others_take_what_is_saved():  # Note [Hooks of others]
@@ -142,13 +143,14 @@ class Passes:
                 enter(steps.profiler.forward(0, forward.number))
             forward.save_order = enter(steps.engine.forward(Scope(micro_batch=forward.number)))
             enter(self._around_forward())
+            self._passes.append(forward)
+            self._forward = forward
+            _of_thread.forward = weakref.ref(forward)
             enter(steps.engine.saved_tensors_hooks())
         except BaseException:
-            forward.contexts.close()
+            forward.has_had_backward = True
+            self._close(forward)
             raise
-        self._passes.append(forward)
-        self._forward = forward
-        _of_thread.is_open = True
 
     def _warn_of_hooks(self, module: torch.nn.Module) -> None:
         if self._has_warned_of_hooks:
@@ -196,9 +198,11 @@ class Passes:
         forward = self._forward
         if forward is None:
             return False
-        if forward.thread != threading.get_ident():
+        is_beside = forward.thread != threading.get_ident()
+        if is_beside and forward.thread in sys._current_frames():
             return True  # left alone: what it saves stays in memory
-        if not _is_running(forward.frame):  # interrupted from the keyboard: no hook has told us
+        # Cut short where `_Call` in `module_hooks.py` was not around it: nobody has told us.
+        if is_beside or not _is_running(forward.frame):
             forward.has_had_backward = True
             self._close(forward)
             return False
@@ -207,7 +211,7 @@ class Passes:
 
     def _close(self, forward: _ForwardPass) -> None:
         self._forward = None
-        _of_thread.is_open = False
+        forward.is_open = False
         forward.frame = None
         forward.contexts.close()
 
@@ -320,6 +324,13 @@ def computed_in(values: Any) -> Iterator[torch.Tensor]:
     No leaves: a parameter among them would keep its hook for all backward passes to come.
     """
     return (one for one in tensors_in(values) if one.requires_grad and not one.is_leaf)
+
+
+def _is_in_another() -> bool:
+    """Whether a forward pass is under way in this thread."""
+    last: weakref.ref[_ForwardPass] | None = getattr(_of_thread, "forward", None)
+    forward = None if last is None else last()
+    return forward is not None and forward.is_open
 
 
 def can_hook() -> bool:

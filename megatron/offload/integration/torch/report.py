@@ -10,6 +10,7 @@ import torch
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.engine import OffloadEngine
+from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.history import FOREIGN
 
@@ -85,7 +86,7 @@ def warnings_of(
 
 def _is_compiled_whole(model: torch.nn.Module) -> bool:
     return any(
-        hasattr(one, "_orig_mod") or getattr(one, "_compiled_call_impl", None) is not None
+        is_compiled(one)
         for one in (model, *model.children())
         if not isinstance(one, torch.nn.ModuleList)
     )

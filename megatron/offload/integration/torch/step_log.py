@@ -7,7 +7,9 @@ opens it; nothing depends on it.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +21,8 @@ import torch
 from megatron.offload.device.open import open_device
 from megatron.offload.integration.torch.passes import can_hook, computed_in, tensors_in
 from megatron.offload.stats.memory import PeakMemory
+
+logger = logging.getLogger(__name__)
 
 
 class StepLog:
@@ -78,7 +82,11 @@ class StepLog:
     def close(self) -> None:
         """Writes the last step, as long as its passes took."""
         self._end_step(self._ended_s)
-        self._file.close()
+        self._close_file()
+
+    def _close_file(self) -> None:
+        with contextlib.suppress(OSError):  # it tries again to write what it could not
+            self._file.close()
 
     def _begin_backward(self, _: torch.Tensor) -> None:
         engine: Any = torch.autograd.Variable._execution_engine
@@ -108,8 +116,16 @@ class StepLog:
         statistics = self._statistics()
         if statistics:
             line["offload"] = dict(statistics)
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:  # a disk that is full by now is no reason to end a training
+            logger.warning(
+                "activation offload: the metrics file %s cannot be written: %s; it ends here",
+                self._file.name,
+                error.strerror,
+            )
+            self._close_file()
 
 
 def _tokens_of(inputs: Any) -> int:

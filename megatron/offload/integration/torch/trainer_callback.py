@@ -7,7 +7,9 @@ The callbacks for transformers and Lightning are made of it; it calls `offload_a
 
 from __future__ import annotations
 
+import logging
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +18,12 @@ import torch
 from megatron.offload.integration.torch.door import offload_activations
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.optimizer import OptimizerOffload, offload_optimizer
+
+logger = logging.getLogger(__name__)
+
+# What an interrupted training has left open is in the way of the next one, which has another
+# callback as a rule: no trainer tells its callbacks of a Ctrl-C.
+_open: weakref.WeakSet[TrainerOffload] = weakref.WeakSet()
 
 # Of a step's counters, those that trainers log: each as `offload/NAME`.
 LOGGED = ("offloaded_bytes", "written_bytes", "read_bytes", "stall_s", "write_wait_s")
@@ -51,8 +59,18 @@ class TrainerOffload:
         self._optimizers: list[OptimizerOffload] = []
 
     def open(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Offloads this model, and ends what a training that failed has left open."""
+        """Offloads this model, and ends what a training of it that failed has left open."""
         self.close()
+        modules = set(model.modules())
+        for other in list(_open):
+            if other.offload is not None and other.offload.is_of(modules):
+                logger.warning(
+                    "activation offload: a training of %s began before and has not ended; the one "
+                    "that begins now ends its offload",
+                    type(model).__name__,
+                )
+                other.close()
+        _open.add(self)
         self.offload = offload_activations(model, self._directory, **self._settings)
         if self._of_states is not None:
             for optimizer in optimizers:
@@ -60,6 +78,7 @@ class TrainerOffload:
 
     def close(self) -> None:
         """Ends it; the handle still has its statistics and its summary."""
+        _open.discard(self)
         if self.offload is not None:
             self.offload.close()
         while self._optimizers:
