@@ -14,17 +14,23 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.flag import (
-    Settings,
-    flag,
-    parse_chunks,
-    parse_count,
+from megatron.offload.flag import Settings, flag
+from megatron.offload.layer_set import LayerSet
+from megatron.offload.sizes import (
+    MIB,
+    format_size,
+    parse_budget,
+    parse_positive_size,
+    parse_rate,
+    parse_size,
+)
+from megatron.offload.values import (
+    count_or_word,
     parse_path,
     parse_paths,
     parse_slowdown,
+    parse_threads,
 )
-from megatron.offload.layer_set import LayerSet
-from megatron.offload.sizes import MIB, format_size, parse_budget, parse_rate, parse_size
 
 DEFAULT_INFLIGHT_BYTES = 512 * MIB  # raised to what the largest layer asks for
 
@@ -147,7 +153,7 @@ class OffloadConfig(Settings):
         "Default: 4 for each disk that the directory is on (several in a RAID or striped volume), "
         "at most 32. On an accelerator each has a page-locked buffer of 16 MiB, and each directory "
         "up to 4 more.",
-        parse=parse_count,
+        parse=parse_threads,
         metavar="N",
     )
     inflight_bytes: int | None = flag(
@@ -232,7 +238,7 @@ class OffloadConfig(Settings):
         "logits are never in memory together; backward computes them again. auto: chunks of a size "
         "that suits the device. Works with every --activation-offload, off too. Not bit-identical: "
         "chunks change the order of a sum, within its rounding.",
-        parse=parse_chunks,
+        parse=count_or_word("tokens"),
         metavar="{off,auto,TOKENS}",
     )
     verify: str = flag(
@@ -247,13 +253,12 @@ class OffloadConfig(Settings):
         None,
         "bytes that each SSD is rated to endure, as its data sheet says (TBW), for example 1200TB. "
         "The summary then says how long it lasts at this run's pace; under a year is a warning.",
-        parse=parse_size,
+        parse=parse_positive_size,
         metavar="SIZE",
     )
 
     def __post_init__(self) -> None:
-        self.check_choices()
-        parse_chunks(self.chunked_loss)
+        super().__post_init__()
         self._check_recomputation()
         if self.uses_ssd and not self.directories:
             asks = f"--activation-recompute-input {self.recompute_input}"

@@ -104,18 +104,28 @@ class OffloadEngine:
             recomputed=config.recompute_layers,
             recompute_input=Placement(config.recompute_input) if config.recompute_input else None,
         )
-        self._step = step = StepContext()
+        self._step = StepContext()
         self._tiers = open_tiers(
             config,
             device,
             reserve_bytes=reserve_bytes,
             num_local_ranks=num_local_ranks,
         )
+        with contextlib.ExitStack() as opened:  # closed again where a later line raises
+            for tier in self.tiers.values():
+                opened.callback(tier.close)
+            self.dispatcher = Dispatcher("activation-offload transfers")
+            opened.callback(self.dispatcher.close)
+            self._wire(device)
+            opened.pop_all()
+
+    def _wire(self, device: Device) -> None:
+        """Everything that stands between autograd and the tiers."""
+        config, step, rank = self.config, self._step, self.rank
         self._traffic = Traffic(self.tiers)
         self._device = device
         asked_bytes = config.inflight_bytes
         self._inflight = ByteBudget(DEFAULT_INFLIGHT_BYTES if asked_bytes is None else asked_bytes)
-        self.dispatcher = Dispatcher("activation-offload transfers")
         self.writer = Writer(
             device, self.dispatcher, self._inflight, grows=asked_bytes is None, step=step
         )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A setting that is also a command-line flag: `flag` makes the field of a `Settings` class.
 
-`OffloadConfig` and `StatesConfig` are made of such fields. Here is how the text of a value is read
-and how argparse is told of a flag; which flags there are, and which of them contradict each other,
-those classes say.
+`OffloadConfig` and `StatesConfig` are made of such fields. Here is how every value is checked, as
+text or as what a script gives, and how argparse is told of a flag; which flags there are, and which
+of them contradict each other, those classes say.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron.offload.directories import resolved_directories
 from megatron.offload.errors import PREFIX, ConfigurationError
 from megatron.offload.sizes import KIB, format_size
+from megatron.offload.values import listed_paths, quoted
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,7 +30,7 @@ def flag(
     default: Any,
     help: str,
     *,
-    parse: Callable[[str], Any] = str,
+    parse: Callable[[object], Any] = str,
     choices: tuple[str, ...] | None = None,
     metavar: str | None = None,
 ) -> Any:
@@ -38,7 +40,8 @@ def flag(
         name: of the flag, with its dashes.
         default: of the field.
         help: of the flag, without the default.
-        parse: the value that a text stands for; raises `ConfigurationError` where it is none.
+        parse: the value that a text stands for, or a number, a path; raises `ConfigurationError`
+            where it is none. What it gives, it takes too.
         choices: the only values.
         metavar: what stands for the value in the help.
     """
@@ -87,15 +90,20 @@ class Settings:
     prefix: ClassVar[str] = PREFIX
     other_names: ClassVar[Mapping[str, str]] = {}
 
-    def check_choices(self) -> None:
-        """Raises ConfigurationError where a field has none of its values."""
+    def __post_init__(self) -> None:
+        """Every value goes through the check of its field, however it was given.
+
+        Raises:
+            ConfigurationError: one is none that its field may have.
+        """
         for spec in _fields(type(self)):
-            choices, value = spec.metadata["choices"], getattr(self, spec.name)
-            if choices and value is not None and value not in choices:
-                raise ConfigurationError(
-                    f"{self.prefix}{spec.metadata['flag']} is {value!r}; choose one of "
-                    f"{', '.join(choices)}"
-                )
+            value = getattr(self, spec.name)
+            try:
+                checked = _checked(spec, value)
+            except ConfigurationError as error:
+                words = str(error).removeprefix(PREFIX)
+                raise ConfigurationError(f"{self.prefix}{spec.metadata['flag']}: {words}") from None
+            object.__setattr__(self, spec.name, checked)  # frozen for all others
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -109,19 +117,58 @@ class Settings:
         """The config with these fields; text is read as a flag's value is, `12GiB` as a size.
 
         Raises:
-            ConfigurationError: a field is unknown, a text no value, or they contradict each other.
+            ConfigurationError: a field is unknown, a value none, or they contradict each other.
         """
         fields = {spec.name: spec for spec in _fields(cls)}
-        values: dict[str, Any] = {}
-        for name, value in settings.items():
+        for name in settings:
             if name not in fields:
-                near = difflib.get_close_matches(name, fields, n=1)
+                near = difflib.get_close_matches(str(name), fields, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(fields)}"
                 raise ConfigurationError(f"{cls.prefix}there is no setting {name!r}; {hint}")
-            if isinstance(value, str):
-                value = fields[name].metadata["parse"](value)
-            values[name] = value
-        return cls(**values)
+        return cls(**settings)
+
+    @classmethod
+    def of_door(cls, directory: object, mode: str | None, settings: Mapping[str, Any]) -> Self:
+        """The config that the arguments of a door for PyTorch models ask for.
+
+        Args:
+            directory: one, several, or None. From here on each is the directory that it is now,
+                whatever becomes of links and of the working directory.
+            mode: None: `ssd` with a directory, `host` without one.
+            settings: fields by name.
+
+        Raises:
+            ConfigurationError: as `from_settings`; or a directory cannot be used.
+        """
+        named = settings.get("directories", ())
+        if directory is not None:
+            if "directories" in settings:
+                raise ConfigurationError(
+                    f"{cls.prefix}directory and directories are the same setting; give one of them"
+                )
+            one = isinstance(directory, str | os.PathLike)
+            try:
+                named = listed_paths([directory] if one else directory)
+            except ConfigurationError as error:
+                words = str(error).removeprefix(PREFIX)
+                raise ConfigurationError(f"{cls.prefix}directory: {words}") from None
+        if mode is None:
+            mode = "ssd" if named else "host"
+        config = cls.from_settings({**settings, "mode": mode, "directories": named})
+        return config.resolved()
+
+    def resolved(self) -> Self:
+        """This config with the directories themselves in place of their names.
+
+        Raises:
+            ConfigurationError: one of them cannot be used, or two are the same.
+        """
+        of: Any = self
+        if not of.uses_ssd:
+            return self
+        (spec,) = (one for one in _fields(type(self)) if one.name == "directories")
+        real = resolved_directories(of.directories, self.prefix, spec.metadata["flag"])
+        return dataclasses.replace(of, directories=real)
 
     @classmethod
     def in_settings(cls, message: str) -> str:
@@ -166,67 +213,25 @@ class Settings:
         return cls(**values)
 
 
+def _checked(spec: Field[Any], value: object) -> Any:
+    """The value as the field has it. Raises ConfigurationError: the field may not have it."""
+    if value is None and spec.default is None:
+        return None
+    choices = spec.metadata["choices"]
+    if not choices:
+        return spec.metadata["parse"](value)
+    # A bare `off` in a YAML file is False, `on` is True.
+    word = ("on" if value else "off") if isinstance(value, bool) else value
+    for choice in choices:
+        if isinstance(word, str) and word == choice:
+            return choice
+    raise ConfigurationError(
+        f"{quoted(value)} is none of its values; choose one of {', '.join(choices)}"
+    )
+
+
 def _fields(kind: Any) -> tuple[Field[Any], ...]:
     return dataclasses.fields(kind)
-
-
-# -- Values from text -----------------------------------------------------------------------------
-
-
-def parse_count(text: str | int) -> int:
-    """A whole number of at least 1.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
-    try:
-        count = int(text)
-    except ValueError:
-        raise ConfigurationError(f"{text!r} is not a whole number") from None
-    if count < 1:
-        raise ConfigurationError(f"{count} is not allowed; the smallest value is 1")
-    return count
-
-
-def parse_chunks(text: str | int) -> str | int:
-    """`off`, `auto`, or a number of tokens.
-
-    Raises:
-        ConfigurationError: it is none of these.
-    """
-    if text in ("off", "auto"):
-        return text
-    try:
-        return parse_count(str(text))
-    except ConfigurationError:
-        raise ConfigurationError(f"{text!r} is neither off, auto nor a number of tokens") from None
-
-
-def parse_slowdown(text: str | float) -> float:
-    """A part of a step's time, 0.02 for two in a hundred.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
-    try:
-        slowdown = float(text)
-    except ValueError:
-        slowdown = -1.0
-    if not 0.0 <= slowdown < float("inf"):
-        raise ConfigurationError(
-            f"{text} is no slowdown; write the part of a step's time, for example 0.02"
-        )
-    return slowdown
-
-
-def parse_path(text: str) -> Path:
-    """A path; `~` is the home directory."""
-    return Path(text).expanduser()
-
-
-def parse_paths(text: str) -> tuple[Path, ...]:
-    """Paths with commas between them."""
-    return tuple(parse_path(part) for part in text.split(",") if part)
 
 
 # -- For argparse ---------------------------------------------------------------------------------
@@ -238,7 +243,7 @@ def _shown(default: Any) -> str:
     return str(default)
 
 
-def _argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def _argparse_type(parse: Callable[[object], Any]) -> Callable[[str], Any]:
     """Turns our error into argparse's, which adds the flag's name and exits with code 2."""
 
     def convert(text: str) -> Any:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.values import as_text, quoted
 
-_PART = re.compile(r"(?:([A-Za-z_][\w.]*)\.)?(\d+)(?:-(\d+))?")
+_PART = re.compile(r"(?:([A-Za-z_][\w.]*)\.)?(\d{1,9})(?:-(\d{1,9}))?")
 
 
 class LayerRange(NamedTuple):
@@ -35,20 +36,22 @@ class LayerSet:
     ranges: tuple[LayerRange, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> LayerSet:
-        """The set that the text names.
+    def parse(cls, value: object) -> LayerSet:
+        """The set that a text or a number names.
 
         Raises:
             ConfigurationError: it names none, or not in this way.
         """
+        if isinstance(value, cls):
+            return value
         ranges = []
-        for part in text.split(","):
+        for part in as_text(value).split(","):
             match = _PART.fullmatch(part.strip())
             first = int(match[2]) if match else 0
             last = int(match[3] or first) if match else 0
             if match is None or not first <= last:
                 raise ConfigurationError(
-                    f"{part.strip()!r} names no layers; write numbers and ranges, for "
+                    f"{quoted(part.strip())} names no layers; write numbers and ranges, for "
                     "example 1-4,7 or encoder.1-6,decoder.2"
                 )
             ranges.append(LayerRange(match[1] or "", first, last))
@@ -57,7 +60,7 @@ class LayerSet:
     def __contains__(self, layer: object) -> bool:
         """Whether a layer, named like `decoder.7`, is in the set."""
         block, _, number = str(layer).rpartition(".")
-        return number.isdigit() and any(
+        return number.isdecimal() and any(
             r.block in ("", block) and r.first <= int(number) <= r.last for r in self.ranges
         )
 

@@ -123,7 +123,7 @@ OFFLOAD = (
     ),
     Row(
         "--activation-offload auto --activation-offload-max-slowdown -1",
-        "-1 is no slowdown",
+        "'-1' is no slowdown",
     ),
     Row(SSD, "megatron-core 0.99.0 is not supported", patches=OTHER_VERSION),
     Row("--activation-offload ssd", "--activation-offload ssd needs a place on an SSD"),

@@ -154,7 +154,7 @@ def test_what_the_planner_is_asked_for_comes_from_flags():
         "--activation-offload-max-slowdown", "0.02", "--activation-offload-plan", "plan.json",
     )  # fmt: skip
     assert config.memory_budget_bytes == 12 << 30 and config.max_slowdown == 0.02
-    assert config.plan_file == Path("plan.json")
+    assert config.plan_file == Path.cwd() / "plan.json"
 
 
 @pytest.mark.parametrize("text", ["-0.1", "much", "nan", "inf"])

@@ -319,7 +319,7 @@ def test_buffered_io_leaves_nothing_in_the_page_cache(
 ) -> None:
     skip_unless_the_cache_can_be_emptied(tmp_path)
     if not has_dontcache:
-        monkeypatch.setattr(file_module, "_works", lambda *_: False)
+        monkeypatch.setattr(UnlinkedFile, "_works", lambda *_: False)
     tier = make_tier(io="buffered")
     file = tier.drives[0].file
     assert isinstance(file, UnlinkedFile)

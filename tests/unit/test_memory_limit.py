@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from megatron.offload.device import cpu
 from megatron.offload.device.memory_limit import PHYSICAL, memory_limit
+from megatron.offload.device.mounts import mount_of, read_mountinfo
 from megatron.offload.sizes import GIB
 
 V2 = "30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
@@ -109,3 +114,28 @@ def test_an_old_kernel_without_available_memory_counts_free_memory(tmp_path):
 def test_this_machine_can_be_read():
     found = memory_limit()
     assert 0 < found.available_bytes <= found.total_bytes <= found.physical_bytes
+
+
+def test_names_of_others_are_bytes(tmp_path):
+    """Any user may mount something under a name that is no UTF-8, or has odd spaces in it."""
+    make_machine(tmp_path)
+    odd = "\ud8ff".encode("utf-8", "surrogatepass") + b"\xff" + "\u2028\u00a0\x0b\x85".encode()
+    mounts = tmp_path / "proc/self/mountinfo"
+    mounts.write_bytes(b"31 1 0:27 / /home/" + odd + b" rw - fuse fuse rw\n" + mounts.read_bytes())
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/job-" + odd + b"\n")
+    group = os.fsencode(tmp_path / "sys/fs/cgroup/job-") + odd
+    os.makedirs(group)
+    for name in (b"memory.max", b"memory.current", b"memory.stat"):
+        with open(group + b"/" + name, "w") as file:
+            file.write(str(16 * GIB) if name == b"memory.max" else "0")
+    found = memory_limit(tmp_path)
+    assert found.total_bytes == 16 * GIB and found.source.startswith("cgroup /sys/fs/cgroup/job-")
+    fuse = mount_of(Path(os.fsdecode(b"/home/" + odd + b"/below")), read_mountinfo(mounts))
+    assert fuse is not None and os.fsencode(fuse.mount_point) == b"/home/" + odd
+
+
+def test_the_name_of_a_process_is_bytes(tmp_path, monkeypatch):
+    status = tmp_path / "status"
+    status.write_bytes(b"Name:\tpy\xff\xfe\nVmHWM:\t    12 kB\nVmRSS:\t    8 kB\n")
+    monkeypatch.setattr(cpu, "_STATUS", status)
+    assert cpu._status_bytes("VmHWM") == 12 * 1024

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.offload.config import OffloadConfig
+from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers import io_threads as io_threads_module
@@ -106,5 +107,29 @@ def test_a_file_is_closed_when_its_trial_write_fails(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwritev", refuse)
-    with pytest.raises(ConfigurationError, match="a trial write failed"):
+    with pytest.raises(ConfigurationError, match="a trial write in"):
         UnlinkedFile(tmp_path, io)
+
+
+@pytest.mark.parametrize("setting", ["trace_file", "memory_report_file"])
+def test_an_engine_is_closed_whose_files_cannot_be_written(setting: str, tmp_path: Path) -> None:
+    config = OffloadConfig(
+        mode="tiered",
+        directories=(tmp_path,),
+        host_budget=MIB,
+        **{setting: tmp_path / "none" / "file"},  # type: ignore[arg-type]
+    )
+    with pytest.raises(ConfigurationError, match="cannot be written: No such file"):
+        OffloadEngine(config)
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_an_engine_is_closed_that_gets_too_few_threads(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_after(number, monkeypatch)
+    config = OffloadConfig(mode="tiered", directories=(tmp_path,), host_budget=MIB, threads=4)
+    try:
+        OffloadEngine(config).close()
+    except RuntimeError as error:
+        assert "can't start new thread" in str(error)

@@ -15,6 +15,7 @@ import torch
 
 from megatron.offload.device.allocator import MIMALLOC, allocator_name, return_freed_memory
 from megatron.offload.device.device import WHOLE
+from megatron.offload.device.kernel_text import kernel_text
 from megatron.offload.device.memory_limit import memory_limit
 
 _STATUS = Path("/proc/self/status")
@@ -139,7 +140,7 @@ class CpuDevice:
 
 
 def _status_bytes(field: str) -> int:
-    for line in _STATUS.read_text().splitlines():
+    for line in kernel_text(_STATUS).split("\n"):
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise OSError(f"{_STATUS} has no {field}: peak memory on a CPU needs Linux")

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.offload.device.mounts import Mount, parse_mountinfo
+from megatron.offload.device.kernel_text import kernel_text
+from megatron.offload.device.mounts import Mount, read_mountinfo
 
 PHYSICAL = "physical memory"
 
@@ -52,7 +53,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     Raises:
         OSError: there is no /proc/meminfo.
     """
-    meminfo = _table((root / "proc/meminfo").read_text().replace(":", ""))
+    meminfo = _table(kernel_text(root / "proc/meminfo").replace(":", ""))
     physical_bytes = meminfo["MemTotal"] * 1024
     total_bytes, source = physical_bytes, PHYSICAL
     available_bytes = meminfo.get("MemAvailable", meminfo["MemFree"]) * 1024
@@ -75,8 +76,8 @@ def own_memory_groups(root: Path = Path("/")) -> list[tuple[Path, bool]]:
 def _groups(root: Path) -> Iterator[tuple[Path, bool]]:
     """This process's group and all above it, of v1 and of v2, as absolute paths."""
     try:
-        mounts = parse_mountinfo((root / "proc/self/mountinfo").read_text())
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        mounts = read_mountinfo(root / "proc/self/mountinfo")
+        lines = kernel_text(root / "proc/self/cgroup").split("\n")
     except OSError:
         return
     for line in lines:
@@ -118,7 +119,7 @@ def _used_bytes(root: Path, group: Path, is_v2: bool) -> int:
     directory = _inside(root, group)
     usage = _number(directory / (_V2_USAGE if is_v2 else _V1_USAGE)) or 0
     try:
-        statistics = _table((directory / "memory.stat").read_text())
+        statistics = _table(kernel_text(directory / "memory.stat"))
     except OSError:
         return usage
     return usage - sum(statistics.get(name, 0) for name in (_V2_CACHE if is_v2 else _V1_CACHE))
@@ -130,7 +131,7 @@ def _inside(root: Path, path: Path) -> Path:
 
 def _number(path: Path) -> int | None:
     try:
-        text = path.read_text().strip()
+        text = kernel_text(path).strip()
     except OSError:
         return None
     return int(text) if text.isdigit() else None

@@ -14,6 +14,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.offload.device.kernel_text import kernel_text
+
 SYS = Path("/sys")
 MOUNTINFO = Path("/proc/self/mountinfo")
 
@@ -82,15 +84,15 @@ def read_mountinfo(path: Path = MOUNTINFO) -> list[Mount]:
     Raises:
         OSError: there is no such file.
     """
-    return parse_mountinfo(path.read_text(errors="surrogateescape"))
+    return parse_mountinfo(kernel_text(path))
 
 
 def parse_mountinfo(text: str) -> list[Mount]:
     """Reads mounts in the order in which they were made; leaves out lines that make no sense."""
     mounts = []
-    for line in text.splitlines():
+    for line in text.split("\n"):  # names have other ends of lines and spaces in them
         before, _, after = line.partition(" - ")
-        left, right = before.split(), after.split()
+        left, right = before.split(" "), after.split(" ")
         if len(left) < 6 or len(right) < 2:
             continue
         mounts.append(
@@ -192,6 +194,6 @@ def _node(path: Path) -> int | None:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text(errors="replace").strip()
+        return kernel_text(path).strip()
     except OSError:
         return None

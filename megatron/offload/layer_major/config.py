@@ -7,16 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.offload.errors import STEPS_PREFIX, ConfigurationError
-from megatron.offload.flag import Settings, flag, parse_count
-
-
-def _parse_units(text: str | int) -> str | int:
-    if text in ("off", "auto"):
-        return text
-    try:
-        return parse_count(text)
-    except ConfigurationError:
-        raise ConfigurationError(f"{text!r} is neither off, auto nor a number of units") from None
+from megatron.offload.flag import Settings, flag
+from megatron.offload.values import count_or_word
 
 
 @dataclass(frozen=True)
@@ -34,7 +26,7 @@ class LayerMajorConfig(Settings):
         "sharded) then comes once a step and not once a micro-batch. auto: each layer is a unit. "
         "Needs one pipeline stage. Results are bit-identical but for parameters that several units "
         "share, whose gradients are added in another order.",
-        parse=_parse_units,
+        parse=count_or_word("units"),
         metavar="{off,auto,N}",
     )
     order: str = flag(
@@ -46,9 +38,6 @@ class LayerMajorConfig(Settings):
         "micro-batch to the next (BatchNorm's running means) meets them in it.",
         choices=("ascending", "alternating"),
     )
-
-    def __post_init__(self) -> None:
-        self.check_choices()
 
     @property
     def enabled(self) -> bool:

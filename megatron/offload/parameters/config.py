@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
-from megatron.offload.flag import Settings, flag, parse_count, parse_paths
+from megatron.offload.flag import Settings, flag
 from megatron.offload.sizes import parse_budget, parse_rate, parse_size
+from megatron.offload.values import parse_count, parse_paths, parse_threads
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class ParametersConfig(Settings):
         "--parameter-offload-threads",
         None,
         "I/O threads of each rank and directory. Default: what suits the disks.",
-        parse=parse_count,
+        parse=parse_threads,
         metavar="N",
     )
     io: str = flag(
@@ -94,7 +95,7 @@ class ParametersConfig(Settings):
     )
 
     def __post_init__(self) -> None:
-        self.check_choices()
+        super().__post_init__()
         if self.uses_ssd and not self.directories:
             raise ConfigurationError(
                 f"{self.prefix}--parameter-offload {self.mode} needs a directory on an SSD; give "

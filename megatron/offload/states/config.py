@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron.offload.errors import STATES_PREFIX, ConfigurationError
-from megatron.offload.flag import Settings, flag, parse_count, parse_paths
-from megatron.offload.sizes import MIB, parse_budget, parse_rate, parse_size
+from megatron.offload.flag import Settings, flag
+from megatron.offload.sizes import (
+    MIB,
+    parse_budget,
+    parse_positive_size,
+    parse_rate,
+    parse_size,
+)
+from megatron.offload.values import parse_paths, parse_threads
 
 DEFAULT_WINDOW_BYTES = 256 * MIB
 _ON_SSD, _ON_HOST = ("ssd", "tiered", "auto"), ("host", "tiered")
@@ -71,7 +78,7 @@ class StatesConfig(Settings):
         "--optimizer-state-bucket",
         32 * MIB,
         "optimizer states that move together: those of so many consecutive parameters.",
-        parse=parse_size,
+        parse=parse_positive_size,
         metavar="SIZE",
     )
     host_budget: int | float | None = flag(
@@ -93,7 +100,7 @@ class StatesConfig(Settings):
         "--optimizer-state-threads",
         None,
         "I/O threads of each rank and directory. Default: as --activation-offload-threads.",
-        parse=parse_count,
+        parse=parse_threads,
         metavar="N",
     )
     io: str = flag(
@@ -113,7 +120,7 @@ class StatesConfig(Settings):
         "--optimizer-state-drive-tbw",
         None,
         "bytes that each SSD is rated to endure. Default: as --activation-offload-drive-tbw.",
-        parse=parse_size,
+        parse=parse_positive_size,
         metavar="SIZE",
     )
     device_memory_budget_bytes: int | None = flag(
@@ -123,12 +130,12 @@ class StatesConfig(Settings):
         "rank may take together, for example 70GiB; on a CPU the most that the process may. With "
         "--activation-offload auto both are decided together. Default: states take what helps, up "
         "to half of the memory that is free.",
-        parse=parse_size,
+        parse=parse_positive_size,
         metavar="SIZE",
     )
 
     def __post_init__(self) -> None:
-        self.check_choices()
+        super().__post_init__()
         if self.uses_ssd and not self.directories:
             raise ConfigurationError(
                 f"{self.prefix}--optimizer-state-offload {self.mode} needs a place on an SSD; give "
@@ -138,11 +145,6 @@ class StatesConfig(Settings):
             raise ConfigurationError(
                 f"{self.prefix}--optimizer-state-dir names a directory twice; striping needs "
                 "directories on different drives"
-            )
-        if self.enabled and self.bucket_bytes < 1:
-            raise ConfigurationError(
-                f"{self.prefix}--optimizer-state-bucket is less than a byte; give a size, for "
-                "example 32MiB"
             )
 
     @property

@@ -22,6 +22,7 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.mapped import FileRange, map_ranges, storage_at
+from megatron.offload.tiers.purpose import STATES
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class InFiles(TorchFunctionMode):
         num_bytes = -(-like.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         directory = self._directories[self._num_files % len(self._directories)]
         try:
-            with contextlib.closing(UnlinkedFile(directory, "buffered")) as file:
+            with contextlib.closing(UnlinkedFile(directory, "buffered", STATES)) as file:
                 file.grow(num_bytes)
                 whole = map_ranges([FileRange(file.fd, 0, num_bytes)], None)
         except (OSError, ConfigurationError) as error:

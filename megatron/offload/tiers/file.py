@@ -9,6 +9,7 @@ reached the disk: the page cache is no place to offload to, and it reports no er
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -18,6 +19,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+from megatron.offload.directories import resolved_directory
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.direct_io import BUFFERED, direct_alignment
@@ -43,7 +45,7 @@ class UnlinkedFile:
     """
 
     def __init__(self, directory: Path, io: str = "auto", purpose: Purpose = ACTIVATIONS) -> None:
-        self.directory = directory
+        self.directory = resolved_directory(directory, purpose.prefix, purpose.flag("dir"))
         self._purpose = purpose
         self.fd = -1
         self._cached_fd = -1  # the same file without direct I/O, for who asks for it
@@ -54,9 +56,8 @@ class UnlinkedFile:
         # Held while the disk works on what was written, which needs no thread of ours.
         self._sync_lock = threading.Lock()
         self._write_error: OSError | None = None  # of any buffered write so far
-        _check_directory(directory, purpose)
         try:
-            self._open(directory, io)
+            self._open(self.directory, io)
         except BaseException:
             self.close()
             raise
@@ -68,7 +69,7 @@ class UnlinkedFile:
         if direct_fd is not None:
             self.fd = direct_fd
             alignment = direct_alignment(direct_fd)
-            if alignment is not None and _works(direct_fd, max(alignment.offset, mmap.PAGESIZE)):
+            if alignment is not None and self._works(max(alignment.offset, mmap.PAGESIZE)):
                 self.alignment, self.kind = alignment, "direct I/O"
                 return
             self.close()
@@ -89,10 +90,25 @@ class UnlinkedFile:
         self.fd, self.alignment, self.kind = buffered_fd, BUFFERED, "buffered I/O"
         # Whole ranges are asked for: what the kernel reads ahead of them nobody wants.
         os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_RANDOM)
-        if _works(buffered_fd, mmap.PAGESIZE, _RWF_DONTCACHE):
+        if self._works(mmap.PAGESIZE, _RWF_DONTCACHE):
             self._flags = _RWF_DONTCACHE
         else:
             self._drops_cache_itself = True
+
+    def _works(self, num_bytes: int, flags: int = 0) -> bool:
+        """Tries one write: some file systems accept a flag when opened and refuse the I/O."""
+        with mmap.mmap(-1, num_bytes) as page:
+            try:
+                return os.pwritev(self.fd, [page], 0, flags) == num_bytes
+            except OSError as error:
+                if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                    return False
+                raise self._purpose.refusal(
+                    f"a trial write in {self.directory} failed: {error.strerror}; free some space, "
+                    f"or choose another disk with {self._purpose.flag('dir')}"
+                ) from None
+            finally:
+                os.ftruncate(self.fd, 0)
 
     def grow(self, num_bytes: int) -> None:
         """Allocates `num_bytes` more on the disk.
@@ -196,16 +212,6 @@ def check_room(directory: Path, io: str, num_bytes: int) -> None:
         raise no_space(directory, num_bytes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
-def _check_directory(directory: Path, purpose: Purpose) -> None:
-    advice = f"give an existing, writable one on an SSD ({purpose.flag('dir')})"
-    if not directory.exists():
-        raise purpose.refusal(f"directory {directory} does not exist; {advice}")
-    if not directory.is_dir():
-        raise purpose.refusal(f"{directory} is not a directory; {advice}")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise purpose.refusal(f"directory {directory} is not writable; {advice}")
-
-
 def _open_unnamed(directory: Path, extra_flags: int, purpose: Purpose) -> int | None:
     """A descriptor of a new nameless file; None where O_DIRECT is refused."""
     flags = os.O_RDWR | os.O_CLOEXEC | extra_flags
@@ -220,13 +226,16 @@ def _open_unnamed(directory: Path, extra_flags: int, purpose: Purpose) -> int | 
     except OSError as error:
         raise _cannot_create(directory, error, purpose) from None
     try:
-        return os.open(name, flags)
+        # The file that was made, by its number: in a directory that others may write to, the name
+        # may be a link to any file by now.
+        return os.open(f"/proc/self/fd/{named_fd}", flags)
     except OSError as error:
         if extra_flags and error.errno == errno.EINVAL:
             return None
         raise _cannot_create(directory, error, purpose) from None
     finally:
-        os.unlink(name)
+        with contextlib.suppress(FileNotFoundError):  # others may have renamed it
+            os.unlink(name)
         os.close(named_fd)
 
 
@@ -235,21 +244,6 @@ def _cannot_create(directory: Path, error: OSError, purpose: Purpose) -> Configu
         f"no file can be created in {directory} ({error.strerror}); "
         f"give a writable directory on an SSD with {purpose.flag('dir')}"
     )
-
-
-def _works(fd: int, num_bytes: int, flags: int = 0) -> bool:
-    """Tries one write: some file systems accept a flag when opened and refuse the I/O."""
-    with mmap.mmap(-1, num_bytes) as page:
-        try:
-            return os.pwritev(fd, [page], 0, flags) == num_bytes
-        except OSError as error:
-            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-                return False
-            raise ConfigurationError(
-                f"a trial write failed: {error.strerror}; free some space or choose another disk"
-            ) from None
-        finally:
-            os.ftruncate(fd, 0)
 
 
 def _check_free(fd: int, num_bytes: int) -> None:

@@ -96,6 +96,6 @@ def check_tiers(config: OffloadConfig, *, reserve_bytes: int, num_local_ranks: i
         if config.verify == "checksum":
             load_checksum()
         wanted = reserve_bytes if config.ssd_budget_bytes is None else config.ssd_budget_bytes
-        for directory in config.directories:
+        for directory in config.resolved().directories:
             wanted_here = wanted * num_local_ranks // len(config.directories)
             check_room(directory, "auto" if config.io == "gds" else config.io, wanted_here)

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from megatron.offload.device.device import bytes_at
+from megatron.offload.device.kernel_text import kernel_text
 from megatron.offload.tiers.extents import ExtentAllocator
 from megatron.offload.tiers.mapped import prefer_huge_pages
 
@@ -117,6 +118,6 @@ def _why_not_reserved() -> str:
     for name, limit in (("-v", resource.RLIMIT_AS), ("-d", resource.RLIMIT_DATA)):
         if resource.getrlimit(limit)[0] != resource.RLIM_INFINITY:
             return f"`ulimit {name}` is set"
-    if _OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == _NEVER:
+    if _OVERCOMMIT.exists() and kernel_text(_OVERCOMMIT).strip() == _NEVER:
         return "vm.overcommit_memory is 2"
     return ""

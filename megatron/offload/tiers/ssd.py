@@ -18,6 +18,7 @@ import torch
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import Device
 from megatron.offload.device.mounts import num_disks
+from megatron.offload.directories import resolved_directories
 from megatron.offload.tiers.access import Access, InPlace, Staged, View
 from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.budget import RateLimit, SpaceBudget
@@ -94,6 +95,7 @@ class SsdTier:
         self.write_limit = RateLimit(write_bytes_per_s) if write_bytes_per_s else None
         checksum = load_checksum(purpose) if verify else None
         self.drives: list[Drive] = []
+        directories = resolved_directories(directories, purpose.prefix, purpose.flag("dir"))
         each_num_threads = threads_of(directories, num_threads)
         try:
             for directory, threads_here in zip(directories, each_num_threads, strict=True):

@@ -19,6 +19,7 @@ from pathlib import Path
 from megatron.offload.commands.bench.sample import Sample
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.device.allocator import allocator_environment
+from megatron.offload.device.kernel_text import kernel_text
 from megatron.offload.sizes import KIB, MIB, format_size
 
 ENGINES = ("io_uring", "libaio")
@@ -147,6 +148,7 @@ class Fio:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
         ) as process:
             try:
                 while True:
@@ -169,7 +171,7 @@ class Fio:
 def huge_page_bytes(pid: int | str) -> int:
     """What a process (or "self") has on transparent huge pages; 0 if the kernel does not say."""
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        text = kernel_text(Path(f"/proc/{pid}/smaps_rollup"))
     except OSError:
         return 0
     found = re.search(r"^AnonHugePages:\s*(\d+) kB", text, re.M)
@@ -179,7 +181,7 @@ def huge_page_bytes(pid: int | str) -> int:
 def _family(pid: int) -> list[int]:
     """A process and its children; fio's job is one of these, its buffers are there."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = kernel_text(Path(f"/proc/{pid}/task/{pid}/children")).split()
     except OSError:
         children = []
     return [pid, *map(int, children)]

@@ -16,6 +16,7 @@ import torch
 
 from megatron.offload.commands.doctor.check import Check, Status
 from megatron.offload.device.cuda import all_properties, has_cuda
+from megatron.offload.device.kernel_text import kernel_text
 from megatron.offload.device.mounts import pci_numa_node
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.gds_status import GdsStatus
@@ -130,6 +131,6 @@ def direct_storage_check(found: GdsStatus, is_wanted: bool) -> Check:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return kernel_text(path)
     except OSError:
         return ""

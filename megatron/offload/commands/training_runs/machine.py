@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from megatron.offload.device.cuda import all_properties, has_cuda
+from megatron.offload.device.kernel_text import kernel_text
+from megatron.offload.device.mounts import mount_of, read_mountinfo
 
 GIB = 1 << 30
 
@@ -19,7 +21,7 @@ GIB = 1 << 30
 def machine_facts(offload_dir: Path) -> dict[str, Any]:
     """Processor, memory, GPU, versions, and the file system that activations go to."""
     cpu = platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in kernel_text(Path("/proc/cpuinfo")).split("\n"):
         if line.startswith("model name"):
             cpu = line.partition(":")[2].strip()
             break
@@ -49,13 +51,8 @@ def in_a_line(machine: dict[str, Any]) -> str:
 
 def _filesystem_of(path: Path) -> str:
     """Type and device of the file system that holds a path, from the kernel's mount table."""
-    target = path.resolve()
-    best, found = "", "unknown"
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        device, mount, kind = line.split()[:3]
-        if target.is_relative_to(mount) and len(mount) >= len(best):
-            best, found = mount, f"{kind} on {device}"
-    return found
+    mount = mount_of(path.resolve(), read_mountinfo())
+    return f"{mount.file_system} on {mount.source}" if mount else "unknown"
 
 
 def _version(package: str) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.device.allocator import allocator_environment
+from megatron.offload.device.kernel_text import kernel_text
 
 # The checkout that this file is part of; the trainer is no part of the installed package.
 CHECKOUT = Path(__file__).resolve().parents[4]
@@ -259,7 +260,7 @@ class Training:
     def resident_bytes(self) -> int:
         """Bytes of the process's resident set now; 0 if it has ended."""
         try:
-            pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
+            pages = kernel_text(Path(f"/proc/{self._process.pid}/statm")).split()[1]
         except OSError:
             return 0
         return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -246,7 +246,7 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
         parts,
         enabled=True,
         is_auto=config.mode == "auto",
-        directories=config.directories if config.uses_ssd else (),
+        directories=config.resolved().directories if config.uses_ssd else (),
         rated_bytes=config.drive_endurance_bytes,
         undo=scale_in_place(),
     )

@@ -75,7 +75,7 @@ def offload_activations(
     check_models(models)
     vector_math.first_call()  # with mode `off` too, which others are compared with
     with speaking_of_settings():
-        config = config_of(directory, mode, settings)
+        config = OffloadConfig.of_door(directory, mode, settings)
         measured = MeasuredRun.of_environment()
         if measured is not None:
             if measured.flags_file is not None:
@@ -113,26 +113,6 @@ def offload_activations(
             offload.close()
             raise
     return offload
-
-
-def config_of(
-    directory: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None,
-    mode: str | None,
-    settings: dict[str, Any],
-) -> OffloadConfig:
-    """The config that the arguments of `offload_activations` ask for.
-
-    Raises:
-        ConfigurationError: as `OffloadConfig.from_settings`.
-    """
-    directories: tuple[Path, ...] = ()
-    if isinstance(directory, str | os.PathLike):
-        directories = (Path(directory).expanduser(),)
-    elif directory is not None:
-        directories = tuple(Path(one).expanduser() for one in directory)
-    if mode is None:
-        mode = "ssd" if directories else "host"
-    return OffloadConfig.from_settings({"mode": mode, "directories": directories, **settings})
 
 
 def _tell(config: OffloadConfig, path: Path) -> NoReturn:

@@ -8,9 +8,9 @@ them bucket by bucket, and `state_dict` and `load_state_dict` work as before.
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -264,7 +264,7 @@ def _check_has_cpu_step(optimizer: torch.optim.Optimizer) -> None:
 
 def offload_optimizer(
     optimizer: torch.optim.Optimizer,
-    directory: str | Path | Iterable[str | Path] | None = None,
+    directory: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
     *,
     mode: str | None = None,
     **settings: Any,
@@ -308,15 +308,8 @@ def offload_optimizer(
             f"{StatesConfig.prefix}those of this optimizer are offloaded already; call close() of "
             "the first handle before"
         )
-    directories: tuple[Path, ...] = ()
-    if isinstance(directory, str | Path):
-        directories = (Path(directory).expanduser(),)
-    elif directory is not None:
-        directories = tuple(Path(one).expanduser() for one in directory)
-    if mode is None:
-        mode = "ssd" if directories else "host"
     try:
-        config = StatesConfig.from_settings({"mode": mode, "directories": directories, **settings})
+        config = StatesConfig.of_door(directory, mode, settings)
         return OptimizerOffload(optimizer, config)
     except ConfigurationError as error:
         raise ConfigurationError(StatesConfig.in_settings(str(error))) from None

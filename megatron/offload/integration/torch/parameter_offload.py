@@ -12,7 +12,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -332,17 +331,8 @@ def offload_parameters(
     Raises:
         ConfigurationError: the directory, a setting or the model cannot work; says why.
     """
-    directories: tuple[Path, ...] = ()
-    if isinstance(directory, str | os.PathLike):
-        directories = (Path(directory).expanduser(),)
-    elif directory is not None:
-        directories = tuple(Path(one).expanduser() for one in directory)
-    if mode is None:
-        mode = "ssd" if directories else "host"
     try:
-        config = ParametersConfig.from_settings(
-            {"mode": mode, "directories": directories, **settings}
-        )
+        config = ParametersConfig.of_door(directory, mode, settings)
         found = list(find_layers((model,), layers))
         staying = set(params_outside(model, found))
         return ParameterOffload(units_of(found, units), config, device, staying=staying)
