@@ -17,6 +17,8 @@ from typing import Any, TextIO
 from tabulate import tabulate
 from tqdm import tqdm
 
+from megatron.offload.documents import FAULTS, from_json
+
 _MIB, _GIB = 1 << 20, 1 << 30
 
 
@@ -62,7 +64,7 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept: list[str] = []
         if first_step > 0 and path.is_file():
-            lines = path.read_text().splitlines()
+            lines = path.read_text(errors="replace").split("\n")  # a cut one may be anything
             kept = [line for line in lines if _step_of(line) <= first_step]
         self._file: TextIO = path.open("w", encoding="utf-8")
         for line in kept:
@@ -81,8 +83,8 @@ class MetricsFile:
 def _step_of(line: str) -> float:
     """The step of a line; beyond all steps for a line that was cut short."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return float(from_json(line)["step"])
+    except FAULTS:
         return float("inf")
 
 

@@ -164,7 +164,10 @@ OFFLOAD = (
     Row(f"{SSD} --activation-offload-inflight 1KiB", "is below --activation-offload-min-bytes"),
     Row("--activation-offload-min-bytes 1apple", "'1apple' is not a size"),
     Row("--activation-offload-write-limit 0", "'0' lets nothing through"),
-    Row("--activation-offload-host-budget 1.5", "1.5 is neither a fraction nor a size"),
+    Row("--activation-offload-min-bytes 0.5", "'0.5' is not a size: a byte has no parts"),
+    Row("--activation-offload-min-bytes 9000PiB", "'9000PiB' is more than any disk or memory has"),
+    Row("--activation-offload-threads 4096", "'4096' is not allowed; the largest value is 1024"),
+    Row("--activation-offload-host-budget 1.5", "'1.5' is neither a fraction nor a size"),
     Row("--activation-offload-threads many", "'many' is not a whole number"),
     Row("--activation-offload-threads 0", "0 is not allowed; the smallest value is 1"),
     Row("--activation-chunked-loss 0", "'0' is neither off, auto nor a number of tokens"),
@@ -179,7 +182,7 @@ OFFLOAD = (
     ),
     Row(
         "--optimizer-state-offload host --optimizer-state-bucket 0",
-        "--optimizer-state-bucket is less than a byte",
+        "argument --optimizer-state-bucket: '0' is less than a byte",
     ),
     Row(
         "--optimizer-state-offload host",

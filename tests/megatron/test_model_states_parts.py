@@ -44,9 +44,9 @@ def test_states_go_where_activations_go_if_nothing_else_is_said() -> None:
     asked = ("--optimizer-state-offload", "ssd", "--activation-offload-dir", "a,b")
     more = ("--activation-offload-threads", "3")
     config = config_of(*asked, *more)
-    assert config.directories == (Path("a"), Path("b")) and config.threads == 3
+    assert config.directories == (Path.cwd() / "a", Path.cwd() / "b") and config.threads == 3
     own = config_of(*asked, *more, "--optimizer-state-dir", "c", "--optimizer-state-threads", "2")
-    assert own.directories == (Path("c"),) and own.threads == 2
+    assert own.directories == (Path.cwd() / "c",) and own.threads == 2
     assert not config_of("--activation-offload-dir", "a").enabled
 
 

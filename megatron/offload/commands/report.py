@@ -6,38 +6,58 @@ The command line calls them. Only the second one starts anything.
 
 from __future__ import annotations
 
-import json
+import math
 import shlex
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
 
+import msgspec
 from tabulate import tabulate
 
 from megatron.offload.commands.training_runs.script import ScriptTrainer
 from megatron.offload.commands.training_runs.trainer import METRICS, PLACEMENT_FLAGS
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.documents import each_line, from_json
 from megatron.offload.sizes import format_size
 
 _HEADER = ("run", "steps", "last loss", "losses", "s/step", "peak", "written/step", "stall/step")
 
 
-def read_steps(path: Path) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Step:
+    """A line of a metrics.jsonl, as far as the table is made of it. Bytes and seconds."""
+
+    step: int
+    loss: float | None  # NaN where a training diverged
+    step_time_s: float
+    peak_activation_bytes: float
+    written_bytes: float = 0.0
+    stall_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("step_time_s", "peak_activation_bytes", "written_bytes", "stall_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+
+
+def read_steps(path: Path) -> list[Step]:
     """The steps of one run; none if it ended in its first.
 
     Raises:
         ConfigurationError: the file is not a metrics.jsonl.
+        OSError: it cannot be read.
     """
-    try:
-        steps = [json.loads(line) for line in path.read_text().splitlines()]
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is not a metrics.jsonl: {error}") from None
-    if not all(isinstance(step, dict) and "loss" in step for step in steps):
-        raise ConfigurationError(f"{path} is not a metrics.jsonl: a line has no loss")
-    return steps
+    advice = "give one that metrics_file= or the trainer has written"
+    return each_line(path, "a metrics.jsonl", advice, _step)
+
+
+def _step(line: bytes) -> Step:
+    values = from_json(line)
+    # A step's own figures, or those of offload.
+    return msgspec.convert({**values.get("offload", {}), **values}, Step)
 
 
 def compare_runs(paths: Sequence[Path]) -> str:
@@ -54,12 +74,12 @@ def compare_runs(paths: Sequence[Path]) -> str:
             (
                 name,
                 str(len(steps)),
-                "-" if steps[-1]["loss"] is None else f"{steps[-1]['loss']:.4f}",
+                "-" if steps[-1].loss is None else f"{steps[-1].loss:.4f}",
                 _same_losses(first, steps),
-                f"{_median(steady, 'step_time_s'):.3f}",
-                format_size(max(step["peak_activation_bytes"] for step in steady)),
-                format_size(_median(steady, "written_bytes")),
-                f"{_median(steady, 'stall_s'):.3f} s",
+                f"{median(step.step_time_s for step in steady):.3f}",
+                format_size(max(step.peak_activation_bytes for step in steady)),
+                format_size(median(step.written_bytes for step in steady)),
+                f"{median(step.stall_s for step in steady):.3f} s",
             )
         )
     return tabulate(rows, tablefmt="plain", disable_numparse=True)
@@ -96,20 +116,14 @@ def _names_of(paths: Sequence[Path]) -> list[str]:
     return [(folders.count(path.parent) == 1 and path.parent.name) or path.name for path in paths]
 
 
-def _median(steps: list[dict[str, Any]], name: str) -> float:
-    """Of a step's own figures or of its offload figures; 0 where it has none."""
-    values = (step.get(name, step.get("offload", {}).get(name, 0)) for step in steps)
-    return float(statistics.median(values))
-
-
-def _same_losses(first: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
-    wanted = {step["step"]: step["loss"] for step in first}
-    common = [step for step in other if step["step"] in wanted]
-    if all(step["loss"] is None for step in first):
+def _same_losses(first: Sequence[Step], other: Sequence[Step]) -> str:
+    wanted = {step.step: step.loss for step in first}
+    common = [step for step in other if step.step in wanted]
+    if all(step.loss is None for step in first):
         return "unknown"
     if not common:
         return "no common step"
     for step in common:
-        if step["loss"] != wanted[step["step"]]:
-            return f"differ from step {step['step']}"
+        if repr(step.loss) != repr(wanted[step.step]):  # NaN is the same as NaN
+            return f"differ from step {step.step}"
     return "identical"

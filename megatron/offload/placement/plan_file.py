@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from megatron.offload.documents import FAULTS, check_finite, from_json, in_file, reason_of
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.atomic_file import write_atomically
 from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
@@ -55,7 +56,8 @@ def plans_from_json(text: str) -> dict[int, Plan]:
     """
     values: Any = None
     try:
-        values = json.loads(text, object_hook=_in_todays_words)
+        values = from_json(text, object_hook=_in_todays_words)
+        check_finite(values)
         if (version := values["version"]) != FORMAT_VERSION:
             raise ConfigurationError(
                 f"the plan has format {version}, this release reads {FORMAT_VERSION}; plan again"
@@ -65,10 +67,10 @@ def plans_from_json(text: str) -> dict[int, Plan]:
         for plan in plans:
             parts = [f"{one.part} of {one.layer} in chunk {one.chunk}" for one in plan.parts]
             _check_once("part", parts)
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    except ConfigurationError:
+        raise
+    except FAULTS as error:
+        reason = reason_of(error)
         raise ConfigurationError(
             f"this is no activation plan ({reason}{_line(values, reason)}); correct it, or give a "
             "file that --activation-offload-plan has written"
@@ -98,9 +100,12 @@ def update_plan(path: Path, plan: Plan) -> None:
 def load_plans(path: Path) -> dict[int, Plan]:
     """The plans in a file, by stage. Raises ConfigurationError."""
     try:
-        return plans_from_json(path.read_text())
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"the plan {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else reason_of(error)
+        raise ConfigurationError(f"the plan {path} cannot be read: {reason}") from None
+    with in_file(f"the plan {path}"):
+        return plans_from_json(text)
 
 
 _ALL_PARTS = "%parts%"  # stands for them until each has its line

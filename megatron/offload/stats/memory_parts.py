@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from megatron.offload.documents import each_line
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.saved.scope import Scope, layer_of
 
@@ -116,22 +117,18 @@ def load_steps(path: Path) -> list[StepMemory]:
         ConfigurationError: it is none, or is of another format version.
         OSError: it cannot be read.
     """
-    steps = []
-    try:
-        for line in path.read_text().splitlines():
-            version = msgspec.json.decode(line, type=_Head).version
-            if version != FORMAT_VERSION:
-                raise ConfigurationError(
-                    f"the memory report {path} has format {version}, this release reads "
-                    f"{FORMAT_VERSION}; run the training again"
-                )
-            steps.append(msgspec.json.decode(line, type=StepMemory))
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"{path} is no memory report ({error}); give a file that --activation-memory-report "
-            "has written"
-        ) from None
-    return steps
+
+    def read(line: bytes) -> StepMemory:
+        version = msgspec.json.decode(line, type=_Head).version
+        if version != FORMAT_VERSION:
+            raise ConfigurationError(
+                f"the memory report {path} has format {version}, this release reads "
+                f"{FORMAT_VERSION}; run the training again"
+            )
+        return msgspec.json.decode(line, type=StepMemory)
+
+    advice = "give a file that --activation-memory-report has written"
+    return each_line(path, "a memory report", advice, read)
 
 
 def name_of(scope: Scope) -> str:

@@ -7,7 +7,6 @@ libaio where the kernel or a container forbids io_uring. `parse_sample` reads wh
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from megatron.offload.commands.bench.sample import Sample
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.device.allocator import allocator_environment
 from megatron.offload.device.kernel_text import kernel_text
+from megatron.offload.documents import FAULTS, from_json, reason_of
 from megatron.offload.sizes import KIB, MIB, format_size
 
 ENGINES = ("io_uring", "libaio")
@@ -43,7 +43,7 @@ def parse_sample(output: str) -> Sample:
     """
     try:
         # Warnings may stand before the object.
-        (job,) = json.loads(output[output.index("{") :])["jobs"]
+        (job,) = from_json(output[output.index("{") :])["jobs"]
         ways = [job[way] for way in ("read", "write")]
         if job["error"]:
             raise FioError(f"fio's job failed: {os.strerror(job['error'])}")
@@ -52,8 +52,8 @@ def parse_sample(output: str) -> Sample:
             wall_s=max(way["runtime"] for way in ways) / 1000,
             cpu_s=(job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000,
         )
-    except (ValueError, KeyError, TypeError) as error:
-        raise FioError(f"fio's output was not understood: {error!r}") from None
+    except FAULTS as error:
+        raise FioError(f"fio's output was not understood: {reason_of(error)}") from None
     if not sample.num_bytes or not sample.wall_s:
         raise FioError("fio moved too few bytes to measure")
     return sample

@@ -9,11 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.offload.commands.memory.text import as_text
+from megatron.offload.documents import reading
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.plan_file import plans_from_json
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.stats.memory_parts import PredictedPeak, StepMemory, load_steps
+
+_RUN_AGAIN = "let a training write another one with --activation-memory-report"
 
 
 def explain_memory(path: Path, picture: Path | None) -> str:
@@ -52,8 +55,9 @@ def predicted_peak(step: StepMemory) -> PredictedPeak | None:
     check_libraries("what was predicted of a memory report")
     from megatron.offload.planner.simulator.timeline import Timeline  # brings numba
 
-    (plan,) = plans_from_json(step.plan).values()
-    return Timeline(StageProfile.from_json(step.profile)).explain_peak(plan)
+    with reading("the plan in the memory report is not that of its profile", _RUN_AGAIN):
+        (plan,) = plans_from_json(step.plan).values()
+        return Timeline(StageProfile.from_json(step.profile)).explain_peak(plan)
 
 
 def _peak_of(step: StepMemory) -> int:

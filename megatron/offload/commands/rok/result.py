@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron.offload.commands.rok.measurements import MeasuredPoint, Point
-from megatron.offload.commands.rok.verdict import Rival, Verdict
+from megatron.offload.commands.rok.verdict import Verdict
 from megatron.offload.commands.training_runs.run import Run
 from megatron.offload.commands.training_runs.trainer import CHECKOUT
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.documents import check_finite, from_json, reading
 
 _OF_STEP = ("loss", "grad_norm", "step_time_s", "peak_activation_bytes_rank0")
 _OF_OFFLOAD = ("plans", "written_bytes", "read_bytes", "stall_s")
@@ -69,26 +71,21 @@ class Result:
     @classmethod
     def from_json(cls, text: str) -> Result:
         """All but the runs. Raises ConfigurationError: it is no rok.json."""
-        try:
-            values = json.loads(text)
-            return cls(
-                title=values["title"],
-                conditions=values["conditions"],
-                measured=[MeasuredPoint(**one) for one in values["figures"]],
-                verdicts=[_verdict(one) for one in values["verdicts"]],
-                frontier=[Point(**one) for one in values["frontier"]],
-                rule={int(size): number for size, number in values["rule"].items()},
-                differences=values["differences"],
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"this is no rok.json ({error!r}); give one that megatron-offload rok has written"
-            ) from None
+        return cls._read(text, "this is no rok.json")
 
     @classmethod
     def load(cls, path: Path) -> Result:
         """Reads a result's file, as `from_json`. Raises ConfigurationError, OSError."""
-        return cls.from_json(path.read_text())
+        return cls._read(path.read_bytes(), f"{path} is no rok.json")
+
+    @classmethod
+    def _read(cls, text: str | bytes, otherwise: str) -> Result:
+        with reading(otherwise, "give one that megatron-offload rok has written"):
+            values = from_json(text)
+            values["runs"] = ()
+            check_finite(values)
+            values["measured"] = values["figures"]
+            return msgspec.convert(values, cls, str_keys=True)
 
 
 def _text(value: Any) -> str:
@@ -96,11 +93,6 @@ def _text(value: Any) -> str:
     if isinstance(value, list) and value:
         return "[\n  " + ",\n  ".join(json.dumps(one) for one in value) + "\n ]"
     return json.dumps(value)
-
-
-def _verdict(values: dict[str, Any]) -> Verdict:
-    fields = {name: value for name, value in values.items() if name != "is_won"}
-    return Verdict(**{**fields, "rivals": tuple(Rival(**one) for one in values["rivals"])})
 
 
 def _run(run: Run, skip: int) -> dict[str, Any]:

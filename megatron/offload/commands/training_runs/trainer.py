@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import json
 import os
 import shlex
 import signal
@@ -25,6 +24,7 @@ from typing import Any
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.device.allocator import allocator_environment
 from megatron.offload.device.kernel_text import kernel_text
+from megatron.offload.documents import from_json, reading
 
 # The checkout that this file is part of; the trainer is no part of the installed package.
 CHECKOUT = Path(__file__).resolve().parents[4]
@@ -84,8 +84,13 @@ def read_metrics(path: Path) -> Steps:
     """Reads the lines of a metrics.jsonl, but for a last one that is still being written."""
     if not path.exists():
         return []
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    whole = path.read_bytes().split(b"\n")[:-1]
+    advice = "the training writes what is no metrics.jsonl there; give another folder"
+    steps: Steps = []
+    for number, line in enumerate(whole, 1):
+        with reading(f"{path} cannot be read: line {number}", advice):
+            steps.append(dict(from_json(line)))
+    return steps
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ import json
 import os
 from dataclasses import dataclass
 
+import msgspec
+
 from megatron.offload.config import OffloadConfig
+from megatron.offload.documents import from_json, reading
 
 _VARIABLE = "MEGATRON_OFFLOAD_RUN"
 
@@ -43,14 +46,19 @@ class MeasuredRun:
 
     @classmethod
     def of_environment(cls) -> MeasuredRun | None:
-        """The one that this process was started for; None: nobody measures it."""
+        """The one that this process was started for; None: it is not measured.
+
+        Raises:
+            ConfigurationError: the variable is something else.
+        """
         text = os.environ.get(_VARIABLE)
         if not text:
             return None
-        values = json.loads(text)
-        if values["flags"] is not None:
-            values["flags"] = tuple(values["flags"])
-        return cls(**values)
+        with reading(
+            f"the environment variable {_VARIABLE} is not what a command of megatron-offload sets",
+            "unset it",
+        ):
+            return msgspec.convert(from_json(text), cls)
 
     def environment(self) -> dict[str, str]:
         """The variables that a script is started with."""

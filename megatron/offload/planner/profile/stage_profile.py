@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from megatron.offload.documents import in_file, reading
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.profile.numbers import with_numbers
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
@@ -193,28 +194,27 @@ class StageProfile:
         Raises:
             ConfigurationError: it is none, or one of another format version.
         """
-        try:
+        with reading("this is no profile of a stage", "give one that a run has written"):
             version = msgspec.json.decode(text, type=_Head).version
             if version != FORMAT_VERSION:
                 raise ConfigurationError(
                     f"the profile has format {version}, this release reads {FORMAT_VERSION}; "
                     "measure it again"
                 )
-            return msgspec.json.decode(text, type=cls)
-        except msgspec.MsgspecError as error:
-            if isinstance(error.__cause__, ConfigurationError):  # of `__post_init__`
-                raise error.__cause__ from None
-            raise ConfigurationError(
-                f"this is no profile of a stage: {error}; give one that a run has written"
-            ) from None
+            try:
+                return msgspec.json.decode(text, type=cls)
+            except msgspec.MsgspecError as error:
+                if isinstance(error.__cause__, ConfigurationError):  # of `__post_init__`
+                    raise error.__cause__ from None
+                raise
 
     @classmethod
     def load(cls, path: Path) -> StageProfile:
         """The profile in a file. Raises ConfigurationError, OSError."""
-        try:
-            return cls.from_json(path.read_text())
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(f"{path} is no profile of a stage: {error}") from None
+        with reading(f"{path} is no profile of a stage", "give one that a run has written"):
+            text = path.read_text(encoding="utf-8")
+        with in_file(str(path)):
+            return cls.from_json(text)
 
 
 def tokens_of(sizes: Mapping[str, int]) -> int:
