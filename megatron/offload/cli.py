@@ -15,6 +15,7 @@ doctor, rok and report also take a training script that calls `offload_activatio
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shutil
 import sys
@@ -112,6 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.error("give either files or --script or --memory")
         if args.picture is not None and args.memory is None:
             report.error("--picture is for --memory")
+    for stream in (sys.stdout, sys.stderr):  # names of files and mounts need not be UTF-8
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         if args.command == "doctor" and args.script is not None:
             doctor.parse_args(flags_of_script(args.script, args.script_args), args)

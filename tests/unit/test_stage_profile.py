@@ -51,6 +51,27 @@ def test_a_wrong_value_in_a_file_is_said_with_its_place() -> None:
         StageProfile.from_json(json.dumps(values))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('"num_micro_batches": 1', '"num_micro_batches": 1000000000000000000', "micro-batches; at"),
+        ('"position": [\n  1,', '"position": [\n  1000000000,', "pipeline stage 0 of 1000000000"),
+        ('"position": [\n  1,\n  0,', '"position": [\n  1,\n  1,', "pipeline stage 1 of 1;"),
+        ('"transient_bytes": 0', '"transient_bytes": 1e18', "got `float`"),
+        ('"transient_bytes": 0', '"transient_bytes": 1000000000000000000', "transient_bytes = 1e"),
+        ('"step_fixed_s": 0.0', '"step_fixed_s": 1e300', "step_fixed_s = 1e+300"),
+    ],
+)
+def test_a_profile_that_no_simulation_ends_with_is_refused(
+    old: str, new: str, sentence: str
+) -> None:
+    text = stage().to_json()
+    assert old in text
+    with pytest.raises(ConfigurationError) as refused:
+        StageProfile.from_json(text.replace(old, new))
+    assert sentence in str(refused.value)
+
+
 def test_figures_that_cannot_be_are_refused_in_a_file_too() -> None:
     text = stage().to_json().replace('"num_micro_batches": 1', '"num_micro_batches": 0')
     with pytest.raises(ConfigurationError, match=r"^activation offload: the profile has num_micro"):

@@ -10,13 +10,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.errors import PREFIX, ConfigurationError
 from megatron.offload.planner.projection.hardware import DEFAULT_DRIVE, names
 from megatron.offload.planner.projection.projection import MIB
 from megatron.offload.sizes import parse_size
 from megatron.offload.states.config import DEFAULT_WINDOW_BYTES
+from megatron.offload.values import parse_count, parse_slowdown, quoted
+
+T = TypeVar("T")
+
+_MOST_LAYERS = 10_000  # with more, planning takes minutes
 
 DESCRIPTION = """\
 Decides, without running anything, which activations stay in device memory, are recomputed, or go
@@ -72,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_hardware(group: Any) -> None:
     group.add_argument(
         "--ssds",
-        type=float,
+        type=_number(0, 1024),
         default=1,
         metavar="N",
         help="drives for each GPU, 0.5 where two share one; 0: none. Default: 1",
@@ -95,14 +100,15 @@ def _add_hardware(group: Any) -> None:
     )
     group.add_argument(
         "--matmul-fraction",
-        type=float,
+        type=_number(0.001, 1),
         metavar="FRACTION",
         help="part of the GPU's peak that matrix products reach. Default: the GPU's, see gpus.json",
     )
 
 
 def _add_model(group: Any) -> None:
-    for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
+    group.add_argument("--num-layers", type=_checked(_layers), metavar="N")
+    for flag in ("--hidden-size", "--num-attention-heads", "--seq-length"):
         group.add_argument(flag, type=_count, metavar="N")
     for flag in ("--ffn-hidden-size", "--kv-channels", "--num-query-groups"):
         group.add_argument(flag, type=_count, metavar="N")
@@ -117,7 +123,9 @@ def _add_model(group: Any) -> None:
     )
     group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     for flag in ("--hidden-dropout", "--attention-dropout"):
-        group.add_argument(flag, type=float, default=0.1, metavar="P", help="default: 0.1")
+        group.add_argument(
+            flag, type=_number(0, 0.999), default=0.1, metavar="P", help="default: 0.1"
+        )
     group.add_argument("--bf16", action="store_true")
     group.add_argument("--fp16", action="store_true")
     group.add_argument(
@@ -136,8 +144,10 @@ def _add_model(group: Any) -> None:
 def _add_parallelism(group: Any) -> None:
     for flag in ("--micro-batch-size", "--global-batch-size"):
         group.add_argument(flag, type=_count, metavar="N")
-    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
-        group.add_argument(flag, type=_count, default=1, metavar="N")
+    group.add_argument("--tensor-model-parallel-size", type=_count, default=1, metavar="N")
+    group.add_argument(
+        "--pipeline-model-parallel-size", type=_checked(_layers), default=1, metavar="N"
+    )
     group.add_argument("--num-layers-per-virtual-pipeline-stage", type=_count, metavar="N")
     group.add_argument("--sequence-parallel", action="store_true")
     group.add_argument("--use-distributed-optimizer", action="store_true")
@@ -165,7 +175,7 @@ def _add_goal(group: Any) -> None:
     )
     group.add_argument(
         "--activation-offload-max-slowdown",
-        type=float,
+        type=_checked(parse_slowdown),
         metavar="FRACTION",
         help="the least memory in a step that is at most this much slower than one that keeps "
         "everything. Default, without a budget: 0.02",
@@ -211,7 +221,7 @@ def _add_streaming(group: Any) -> None:
     )
     group.add_argument(
         "--layer-major-units",
-        type=lambda text: None if text == "auto" else _count(text),
+        type=lambda text: None if text == "auto" else _checked(_layers)(text),
         metavar="{auto,N}",
         help="default: auto, each layer",
     )
@@ -248,20 +258,31 @@ def _add_streaming(group: Any) -> None:
     )
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not allowed; the smallest value is 1")
-    return number
-
-
-def _checked(parse: Callable[[str], int]) -> Callable[[str], int]:
-    def convert(text: str) -> int:
+def _checked(parse: Callable[[str], T]) -> Callable[[str], T]:
+    def convert(text: str) -> T:
         try:
             return parse(text)
         except ConfigurationError as error:
-            words = str(error).removeprefix("activation offload: ")
-            raise argparse.ArgumentTypeError(words) from None
+            raise argparse.ArgumentTypeError(str(error).removeprefix(PREFIX)) from None
 
-    convert.__name__ = "size"  # argparse's own message names it
     return convert
+
+
+_count = _checked(parse_count)
+
+
+def _layers(text: str) -> int:
+    return parse_count(text, _MOST_LAYERS)
+
+
+def _number(least: float, most: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = float("nan")
+        if not least <= number <= most:
+            raise ConfigurationError(f"{quoted(text)} is no number from {least:g} to {most:g}")
+        return number
+
+    return _checked(parse)

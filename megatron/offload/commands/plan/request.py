@@ -77,13 +77,6 @@ def request_of(args: argparse.Namespace) -> Request:
     budget, slowdown = args.activation_memory_budget, args.activation_offload_max_slowdown
     if budget is None and slowdown is None:
         slowdown = 0.02
-    if slowdown is not None and slowdown < 0:
-        raise ConfigurationError(
-            f"--activation-offload-max-slowdown {slowdown} is below zero; write the part of a "
-            "step's time, for example 0.02"
-        )
-    if args.ssds < 0:
-        raise ConfigurationError(f"--ssds {args.ssds} is below zero; give a number of drives")
     rated = args.activation_offload_drive_tbw
     if args.profile is not None:
         given = [flag_of(name) for name in _NEEDED if getattr(args, name) is not None]

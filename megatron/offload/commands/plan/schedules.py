@@ -28,6 +28,8 @@ from megatron.offload.sizes import format_size
 _GOALS = ("activation_memory_budget", "activation_offload_max_slowdown")
 Pairs = tuple[tuple[ScheduleCost, ScheduleCost], ...]  # one after the other, layer-major
 
+_MOST_WORK = 200_000  # layers times micro-batches: some ten seconds
+
 
 @dataclass(frozen=True)
 class Schedules:
@@ -67,6 +69,13 @@ def schedules_of(args: argparse.Namespace) -> Schedules:
         raise ConfigurationError(
             "--parameter-offload compares steps without pipeline stages; leave out "
             "--pipeline-model-parallel-size"
+        )
+    layers, micro_batches = stages[0].model.num_layers, stages[0].parallel.num_micro_batches
+    if layers * micro_batches > _MOST_WORK:
+        raise ConfigurationError(
+            f"steps of {layers} layers and {micro_batches} micro-batches take minutes to simulate, "
+            f"pass by pass; at most {_MOST_WORK} of both together are; give a smaller "
+            "--global-batch-size, or more --num-gpus"
         )
     of = StreamedProjection(
         stages[0],

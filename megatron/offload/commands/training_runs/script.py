@@ -112,7 +112,7 @@ def flags_of_script(script: Path, arguments: str) -> list[str]:
                 f"{script} did not come to offload_activations in {_PATIENCE_S:.0f} s"
             ) from None
         if file.is_file():
-            return file.read_text().splitlines()
+            return file.read_text(errors="surrogateescape").split("\n")[:-1]
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-_TAIL_LINES:])
         raise RunError(
             f"{script} ended with exit code {done.returncode} and did not call "

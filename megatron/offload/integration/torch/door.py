@@ -118,5 +118,6 @@ def offload_activations(
 def _tell(config: OffloadConfig, path: Path) -> NoReturn:
     """Writes what the script asks for, and ends it: that was all that was wanted of it."""
     settings = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
-    path.write_text("\n".join(OffloadConfig.flags_of(settings)) + "\n")
+    lines = "\n".join(OffloadConfig.flags_of(settings)) + "\n"
+    path.write_text(lines, errors="surrogateescape")  # names of directories are bytes
     sys.exit(0)

@@ -180,6 +180,19 @@ class StageProfile:
                 f"the profile has tiers {names}; expected host and ssd, each once at most; "
                 "measure it again"
             )
+        at = self.position
+        if not 0 <= at.stage < at.num_stages <= _MOST_STAGES:
+            raise ConfigurationError(
+                f"the profile is of pipeline stage {at.stage} of {at.num_stages}; expected a "
+                f"stage from 0 up of at most {_MOST_STAGES}; measure it again"
+            )
+        work = max(len(self.layers), at.num_stages * chunks) * self.num_micro_batches
+        if work > _MOST_WORK:
+            raise ConfigurationError(
+                f"the profile has {len(self.layers)} layers, {at.num_stages} stages and "
+                f"{self.num_micro_batches} micro-batches; at most {_MOST_WORK} passes of layers "
+                f"can be planned, got {work}; divide the model or the batch among more ranks"
+            )
         for field in dataclasses.fields(self):
             with_numbers(_check_number, getattr(self, field.name), name=field.name)
 
@@ -237,7 +250,22 @@ _BY_CHUNK = ("before_s", "after_s", "backward_before_s", "backward_after_s", "pa
 _ABOVE_ZERO = ("bytes_per_s", "num_micro_batches", "num_stages", "num_chunks")
 
 
+# Beyond these a simulation has no end, or its sums are wrong.
+_MOST_WORK = 4_000_000  # layers, or chunks of all stages, times micro-batches
+_MOST_STAGES = 10_000
+_MOST = {"bytes": 2.0**50, "s": 1e9}  # of what names end with; of all other numbers:
+_MOST_OF_OTHERS = 1e18
+
+
 def _check_number(name: str, number: float) -> float:
+    most = _MOST.get(name.rpartition("_")[2], _MOST_OF_OTHERS)
+    if name.endswith(("_per_s", "capacity_bytes")):
+        most = _MOST_OF_OTHERS
+    if number > most:
+        raise ConfigurationError(
+            f"the profile has {name} = {number:.4g}; the largest value that can be planned with is "
+            f"{most:.4g}; measure it again, or give a smaller model"
+        )
     if not math.isfinite(number) or number < 0 or (number == 0 and name.endswith(_ABOVE_ZERO)):
         raise ConfigurationError(
             f"the profile has {name} = {number}; expected a finite number from zero up, and above "
