@@ -27,6 +27,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron.offload.integration.megatron import ModelStates
+from megatron.offload.placement.atomic_file import write_atomically
 
 from .errors import UserError
 from .model import Task, unwrap
@@ -34,6 +35,7 @@ from .optimizer import load_optimizer_state, materialize_adam_state
 
 _log = logging.getLogger(__name__)
 _TRACKER_FILE = "latest_checkpointed_iteration.txt"
+_MOST_DIGITS = 18  # of an iteration
 # Flags that a checkpoint fixes, besides the task's own: with other values its tensors do not fit.
 _FIXED_FLAGS = (
     "num_layers",
@@ -111,9 +113,9 @@ def find_checkpoint(directory: Path) -> Path:
     tracker = directory / _TRACKER_FILE
     if not tracker.is_file():
         raise UserError(f"--load {directory} has no checkpoint ({_TRACKER_FILE} is missing there)")
-    text = tracker.read_text().strip()
-    if not text.isdecimal():
-        raise UserError(f"--load: {tracker} should hold an iteration, got {text!r}")
+    text = tracker.read_text(errors="replace").strip()
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        raise UserError(f"--load: {tracker} should hold an iteration, got {text[:40]!r}")
     checkpoint = _checkpoint_directory(directory, int(text))
     if not dist_checkpointing.check_is_distributed_checkpoint(str(checkpoint)):
         raise UserError(f"--load: {checkpoint} is not a checkpoint although {tracker} names it")
@@ -131,9 +133,7 @@ def save_checkpoint(directory: Path, progress: Progress, state: TrainingState) -
     dist.barrier()
     if dist.get_rank() == 0:
         tracker = directory / _TRACKER_FILE
-        partial = tracker.with_suffix(".partial")
-        partial.write_text(f"{progress.iteration}\n")
-        partial.replace(tracker)
+        write_atomically(tracker, f"{progress.iteration}\n")
     dist.barrier()
     _log.info("saved %s", checkpoint)
     return checkpoint

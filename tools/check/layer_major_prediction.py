@@ -12,7 +12,6 @@ micro-batches and the one with the most. All others, and all bytes, are predicte
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from megatron.offload.documents import load_json  # noqa: E402
 from megatron.offload.planner.profile.stage_profile import TierProfile  # noqa: E402
 from megatron.offload.planner.simulator.streamed_step import (  # noqa: E402
     StreamedCost,
@@ -84,7 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path, help="JSON of tools/bench/layer_major.py")
-    result = json.loads(parser.parse_args(argv).results.read_text())
+    result = load_json(
+        parser.parse_args(argv).results,
+        "a result of tools/bench/layer_major.py",
+        "give one of its --json",
+    )
     rows = result["summary"]["by_micro_batches"]
     model = Model(make_parser().parse_args(shlex.split(result["command"])[1:]))
     model.fit(rows)

@@ -43,6 +43,7 @@ from tabulate import tabulate
 from megatron.offload.commands.memory.command import predicted_peak
 from megatron.offload.commands.training_runs.run import RunError, settled_steps
 from megatron.offload.commands.training_runs.trainer import TRAINER, Trainer
+from megatron.offload.documents import from_json, reading
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.memory_parts import load_steps
 
@@ -298,8 +299,9 @@ def _load(path: Path | None) -> list[Result]:
     """The results that were saved there; none if there is no such file."""
     if path is None or not path.exists():
         return []
-    saved = json.loads(path.read_text())["results"]
-    return [msgspec.convert(one, Result) for one in saved]
+    with reading(f"{path} is not a result of this check", "give one of its --json"):
+        saved = from_json(path.read_bytes())["results"]
+        return [msgspec.convert(one, Result) for one in saved]
 
 
 def _save(path: Path | None, results: Sequence[Result], argv: Sequence[str] | None) -> None:

@@ -47,6 +47,7 @@ from megatron.offload.commands.tune.search import search
 from megatron.offload.commands.tune.setting import Setting, settings_to_measure
 from megatron.offload.commands.tune.step_model import Measurement, StepModel
 from megatron.offload.commands.tune.training_command import CommandTrainer, TrainingCommand
+from megatron.offload.documents import load_json
 from megatron.offload.sizes import format_size
 
 LEAST_SHARE = 0.95  # of the best candidate's tokens a second
@@ -264,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     phases = ["fits", "candidates"]
     found: dict[str, Any] = {"machine": machine_facts(args.directory), "measured": {}}
     if args.source is not None:
-        found = json.loads(args.source.read_text())
+        found = load_json(args.source, "a result of this check", "give one of its --json")
         phases = ["again"] if args.again else []
         models = [one for one in models if one.name in found["measured"]]
     output = Path("runs") / f"tune-check-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -10,7 +10,6 @@ with. In the legend a file `metrics.jsonl` goes by the name of its folder.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -19,10 +18,13 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from megatron.offload.documents import each_line, from_json
+
 
 def losses_of(path: Path) -> list[float]:
     """The loss of each step."""
-    return [float(json.loads(line)["loss"]) for line in path.read_text().splitlines()]
+    advice = "give one that metrics_file= or the trainer has written"
+    return each_line(path, "a metrics.jsonl", advice, lambda line: float(from_json(line)["loss"]))
 
 
 def label_of(path: Path) -> str:

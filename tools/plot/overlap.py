@@ -10,7 +10,6 @@ A row for each file and tier; the one whose idle share is the median of the step
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+
+from megatron.offload.documents import FAULTS, from_json, reason_of
 
 COLORS = {
     "compute": "tab:gray",
@@ -65,11 +66,11 @@ def main(argv: list[str] | None = None) -> int:
     shown: list[tuple[str, dict[str, Any]]] = []
     for path in args.results:
         try:
-            for figure in json.loads(path.read_text())["figures"]:
+            for figure in from_json(path.read_bytes())["figures"]:
                 if args.tier in (None, figure["tier"]):
                     shown.append((f"{path.stem}, {figure['tier']}", figure))
-        except (OSError, ValueError, KeyError) as error:
-            parser.error(f"{path} is not a result of overlap.py --json: {error!r}")
+        except (OSError, *FAULTS) as error:
+            parser.error(f"{path} is not a result of overlap.py --json: {reason_of(error)}")
     if not shown:
         parser.error(f"no result has the tier {args.tier}")
     figure, all_axes = plt.subplots(

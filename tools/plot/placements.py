@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+
+from megatron.offload.documents import FAULTS, from_json, reason_of
 
 COLORS = {
     "off": "tab:gray",
@@ -75,9 +76,10 @@ def main() -> int:
     )
     for axes, path in zip(all_axes[0], args.results, strict=True):
         try:
-            plot(axes, json.loads(path.read_text()))
-        except (OSError, ValueError, KeyError) as error:
-            parser.error(f"{path} is not a result of compare_placements.py --json: {error!r}")
+            plot(axes, from_json(path.read_bytes()))
+        except (OSError, *FAULTS) as error:
+            reason = reason_of(error)
+            parser.error(f"{path} is not a result of compare_placements.py --json: {reason}")
     figure.tight_layout()
     figure.savefig(args.output, dpi=120)
     print(f"wrote {args.output}")

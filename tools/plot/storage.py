@@ -9,12 +9,12 @@ Bars are medians over the rounds, whiskers the smallest and the largest round.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from megatron.offload.commands.bench.picture import draw
 from megatron.offload.commands.bench.text import format_table, system_lines
+from megatron.offload.documents import FAULTS, from_json, reason_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,14 +26,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="PNG or SVG")
     args = parser.parse_args(argv)
     try:
-        result = json.loads(args.result.read_text())
+        result = from_json(args.result.read_bytes())
         print(system_lines(result["machine"]) + "\n")
         for tier in dict.fromkeys(point["tier"] for point in result["figures"]):
             own = [point for point in result["figures"] if point["tier"] == tier]
             print(f"{tier}\n{format_table(own)}\n")
         draw(result, args.output)
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(f"{args.result} is no result of megatron-offload bench --json: {error!r}")
+    except (OSError, *FAULTS) as error:
+        reason = reason_of(error)
+        parser.error(f"{args.result} is no result of megatron-offload bench --json: {reason}")
     print(f"wrote {args.output}")
     return 0
 

@@ -84,7 +84,7 @@ class Corpus:
                     continue
                 try:
                     record = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:  # RecursionError: nested deeply
                     raise InputError(f"{path}, line {number}: not JSON ({error})") from None
                 for key in self.json_keys:
                     text = record.get(key) if isinstance(record, dict) else None

@@ -4,15 +4,26 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes the file, in folders made for it; a reader finds all of it or none. Raises OSError."""
+    """Writes the file, in folders made for it; a reader finds all of it or none. Raises OSError.
+
+    Until it is whole it has a name that cannot be guessed, and is no file that was there before: in
+    a folder that others may write to, that could be a link to any file. What fails leaves nothing.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    unfinished = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
+    number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with open(number, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def check_place(path: Path) -> None:

@@ -8,13 +8,14 @@ crash is not lost, and gpu_check.py can print a check as soon as it is there.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
+
+from megatron.offload.placement.atomic_file import write_atomically
 
 _WORDS = {True: "pass", False: "FAIL", None: "skip"}
 
@@ -111,9 +112,7 @@ class Section:
 
 def save(sections: Sequence[Section], path: Path) -> None:
     """Writes them all; whoever reads meanwhile sees the former state or this one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps([asdict(section) for section in sections]))
-    os.replace(temporary, path)
+    write_atomically(path, json.dumps([asdict(section) for section in sections]))
 
 
 def load(path: Path) -> list[Section]:

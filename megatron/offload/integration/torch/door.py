@@ -27,6 +27,7 @@ from megatron.offload.integration.torch.ranks import local_world_size, rank
 from megatron.offload.integration.torch.refusals import check_models
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.tiers.open import check_tiers
+from megatron.offload.values import parse_path
 
 
 def offload_activations(
@@ -103,12 +104,12 @@ def offload_activations(
         models,
         found,
         heads=heads,
-        run_directory=None if run_directory is None else Path(run_directory),
+        run_directory=None if run_directory is None else parse_path(run_directory),
     )
     if metrics_file is not None and rank() == 0:
         in_turns = measured is not None and measured.in_turns
         try:
-            offload.log_steps(Path(metrics_file), in_turns=in_turns)
+            offload.log_steps(parse_path(metrics_file), in_turns=in_turns)
         except BaseException:  # nobody gets the handle
             offload.close()
             raise
