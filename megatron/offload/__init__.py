@@ -9,6 +9,7 @@ for: a patched megatron-core imports a small part of this package, not torch.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ __all__ = [
     "offload_optimizer",
     "offload_parameters",
 ]
+if importlib.util.find_spec("transformers") is None:
+    __all__.remove("OffloadCallback")  # `import *` would ask for it; alone it names what is missing
 
 _FILES = {
     "ChangedInPlaceError": "errors",

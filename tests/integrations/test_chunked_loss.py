@@ -5,15 +5,20 @@ door with and without offload. How close to fp64 chunks are: tests/unit/test_chu
 
 from __future__ import annotations
 
+import collections.abc
 import copy
+import operator
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.offload import ConfigurationError, offload_activations
+from megatron.offload.integration.pending_logits import PendingLogits
 from tests.support.same_training import train
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -134,12 +139,199 @@ def test_evaluation_and_generation_get_their_logits() -> None:
         assert model.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2).shape == (1, 4)
 
 
-def test_logits_that_a_training_uses_are_an_error_and_not_wrong() -> None:
-    model = llama()
+# -- scale, soft cap, words that are left out ------------------------------------------------------
+
+# What is not in here is as the class has it; a soft cap is small enough to bend the logits.
+SCALED = {
+    "Cohere": {},
+    "Cohere2": {},
+    "Granite": {"logits_scaling": 8.0},
+    "GraniteMoe": {"logits_scaling": 6.0, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Gemma2": {"final_logit_softcapping": 8.0, "head_dim": 8},
+    "Gemma3Text": {"final_logit_softcapping": 5.0, "head_dim": 8},
+    "RecurrentGemma": {"logits_soft_cap": 8.0, "lru_width": 32, "num_hidden_layers": 3},
+    "FalconH1": {
+        "lm_head_multiplier": 0.3,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+    },
+    "NanoChat": {},
+    "Mamba": {"state_size": 8},  # `.float()`
+    "OPT": {"word_embed_proj_dim": 32, "ffn_dim": 64},  # `.contiguous()`
+    "InklingText": {
+        "vocab_size": WORDS + 5,
+        "unpadded_vocab_size": WORDS,
+    },  # `[..., :words]`, `.shape`
+}
+
+
+def scaled(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """A small model of that configuration, whose logits are large."""
+    config = getattr(transformers, f"{name}Config", None)
+    if config is None:
+        pytest.skip(f"this transformers has no {name}")
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": WORDS,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    model = transformers.AutoModelForCausalLM.from_config(config(**{**sizes, **SCALED[name]}))
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=1.5)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_what_models_do_with_their_logits_is_carried_into_the_chunks(name: str) -> None:
+    own = passes(lambda: scaled(name))
+    found = passes(lambda: scaled(name), chunked_loss=13)
+    most = max(float(one.norm()) for one in own[1].values() if one is not None)
+    assert float((found[0] - own[0]).abs() / own[0]) < 1e-6
+    for parameter, gradient in own[1].items():
+        if gradient is None:
+            assert found[1][parameter] is None
+        else:  # some are zero but for rounding: keys' biases
+            bound = 2e-6 * float(gradient.norm()) + 1e-8 * most
+            assert float((found[1][parameter] - gradient).norm()) <= bound, parameter
+
+
+def test_words_that_are_left_out_have_no_bias() -> None:
+    def padded() -> torch.nn.Module:
+        model = scaled("InklingText")
+        model.lm_head = torch.nn.Linear(32, WORDS + 5)
+        return model
+
+    assert_close(passes(padded, chunked_loss=13), passes(padded), 2e-6)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Granite", "FalconH1"])
+def test_under_autocast_they_are_as_close_to_fp64_as_the_models_own(name: str) -> None:
+    exact = passes(lambda: scaled(name, torch.float64))
+    own = passes(lambda: scaled(name), torch.bfloat16)
+    found = passes(lambda: scaled(name), torch.bfloat16, chunked_loss=13)
+
+    def error(of: Any) -> float:
+        squares = [float((of[1][key] - one).double().norm() ** 2) for key, one in exact[1].items()]
+        return sum(squares) ** 0.5
+
+    assert error(found) <= 1.5 * error(own)
+    assert abs(float(found[0] - exact[0])) <= 1.5 * abs(float(own[0] - exact[0])) + 1e-3
+
+
+def test_offload_changes_no_bit_of_a_capped_loss(tmp_path: Path) -> None:
+    def model() -> torch.nn.Module:
+        return scaled("Gemma2")
+
+    chunked = train(model, text_batches(), tmp_path, mode="off", chunked_loss=13)
+    assert train(model, text_batches(), tmp_path, chunked_loss=13, min_bytes="1KiB") == chunked
+
+
+@pytest.mark.slow
+def test_a_capped_model_compiled_as_a_whole_has_it_too() -> None:
+    own = passes(lambda: scaled("Gemma2"))
+    torch.manual_seed(5)
+    model = scaled("Gemma2").train()
+    compiled = torch.compile(model, backend="aot_eager")
+    with offload_activations(compiled, mode="off", chunked_loss=13):
+        loss = compiled(**batch()).loss
+        loss.backward()
+    assert_close((loss.detach(), {n: p.grad for n, p in model.named_parameters()}), own, 2e-6)
+
+
+# -- probes and uses ------------------------------------------------------------------------------
+
+
+def pending() -> Any:
+    """What the output of a training pass has in place of its logits."""
+    model = llama().train()
     with offload_activations(model, mode="off", chunked_loss="auto"):
-        logits = model(**batch()).logits
-        with pytest.raises(ConfigurationError, match=r"used \(argmax\) and not only for its loss"):
-            logits.argmax(-1)
+        return model(**batch()).logits
+
+
+def test_probes_find_no_tensor_and_go_on() -> None:
+    logits = pending()
+    assert not torch.is_tensor(logits) and not isinstance(logits, torch.Tensor)
+    for name in ("dtype", "is_cuda", "grad_fn", "requires_grad", "_version", "__iter__", "data"):
+        assert not hasattr(logits, name)
+        assert getattr(logits, name, "none") == "none"
+    kinds = (collections.abc.Iterable, collections.abc.Mapping, collections.abc.Sequence, list)
+    assert not isinstance(logits, kinds)
+    assert not (logits is None or logits == None) and logits != None  # noqa: E711
+    assert logits in {logits} and "chunked_loss" in repr(logits)
+    seen = []
+    torch.utils._pytree.tree_map(seen.append, {"logits": [logits]})
+    assert seen[0] is logits
+    assert copy.copy(logits) is logits
+    assert copy.deepcopy({"logits": logits})["logits"] is logits
+    again = pickle.loads(pickle.dumps(logits))
+    with pytest.raises(ConfigurationError, match="not only for its loss"):
+        again.argmax(-1)
+
+
+IDS = torch.zeros(2, 64, dtype=torch.long)
+USES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "method": ("argmax", lambda one: one.argmax(-1)),
+    "attribute": ("dtype", lambda one: one.dtype),
+    "torch": ("argmax", lambda one: torch.argmax(one, -1)),
+    "lists": ("cat", lambda one: torch.cat([one, one])),
+    "keyword": ("softmax", lambda one: torch.softmax(input=one, dim=-1)),
+    "loss": ("cross_entropy", lambda one: torch.nn.functional.cross_entropy(one, IDS)),
+    "log_softmax": ("log_softmax", lambda one: torch.nn.functional.log_softmax(one, -1)),
+    "module": ("cross_entropy", lambda one: torch.nn.CrossEntropyLoss()(one, IDS)),
+    "sum": ("add", lambda one: one + 1),
+    "reflected": ("rsub", lambda one: 1 - one),
+    "in place": ("add", lambda one: operator.iadd(one, 1)),
+    "of a tensor": ("mul", lambda one: torch.ones(1) * one),
+    "with a tensor": ("mul with what is no number", lambda one: one * torch.ones(2)),
+    "with zero": ("truediv with 0.0", lambda one: one / 0),
+    "power": ("pow", lambda one: one**2),
+    "product": ("matmul", lambda one: one @ one),
+    "minus": ("neg", lambda one: -one),
+    "abs": ("abs", abs),
+    "index": ("indexing", lambda one: one[0]),
+    "slice": ("indexing", lambda one: one[..., :-1, :]),
+    "assignment": ("setitem", lambda one: operator.setitem(one, 0, 1)),
+    "length": ("len", len),
+    "loop": ("indexing", lambda one: next(iter(one))),
+    "list": ("len", list),
+    "membership": ("indexing", lambda one: 1 in one),
+    "reversed": ("len", lambda one: list(reversed(one))),
+    "truth": ("bool", bool),
+    "number": ("float", float),
+    "equal": ("eq", lambda one: one == 1),
+    "unequal": ("ne", lambda one: one != 1),
+    "equal to a tensor": ("eq", lambda one: torch.ones(1) == one),
+    "greater": ("gt", lambda one: one > 0),
+    "numpy": ("numpy", lambda one: one.__array__()),
+    "array": ("numpy", lambda one: np.asarray(one)),
+    "numpy's function": ("exp", lambda one: np.exp(one)),
+    "another type": ("to", lambda one: one.to(torch.long)),
+    "two caps": ("a second tanh", lambda one: one.tanh().tanh()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_use_of_the_logits_is_an_error_that_names_it(use: str) -> None:
+    name, function = USES[use]
+    logits = PendingLogits(torch.randn(2, 64, 8), torch.randn(WORDS, 8), "chunked_loss")
+    sentence = rf"logits of this model are used \(_*{name}_*\) and not only .* Drop chunked_loss"
+    with pytest.raises(ConfigurationError, match=sentence):
+        function(logits)
+
+
+def test_logits_that_a_training_uses_are_an_error_and_not_wrong() -> None:
+    with pytest.raises(ConfigurationError, match=r"used \(argmax\) and not only for its loss"):
+        pending().argmax(-1)
+    with pytest.raises(AttributeError):
+        pending().argmax(-1)
 
 
 def test_a_label_that_is_no_token_is_an_error() -> None:
@@ -195,7 +387,7 @@ def test_an_output_layer_that_computes_more_is_refused() -> None:
 def test_a_second_chunked_loss_is_refused_and_leaves_the_first_alone() -> None:
     model = llama()
     with offload_activations(model, mode="off", chunked_loss="auto"):
-        with pytest.raises(ConfigurationError, match="somebody has replaced the forward"):
+        with pytest.raises(ConfigurationError, match="has a forward already that is not"):
             offload_activations(model, mode="off", chunked_loss="auto")
         assert not isinstance(model(**batch()).logits, torch.Tensor)
 

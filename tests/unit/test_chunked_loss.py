@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.offload.ops import chunked_gradients
 from megatron.offload.ops.chunked_logits import LossSettings, chunk_tokens_for
 from megatron.offload.ops.chunked_loss import ExpectedGradient, chunked_cross_entropy
 from megatron.offload.ops.chunked_mean import chunked_mean_loss
@@ -83,10 +84,14 @@ def in_one_piece(
     labels: torch.Tensor,
     bias: torch.Tensor | None = None,
     ignore_index: int = IGNORED,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """As frameworks compute it: logits in the model's dtype, the loss in fp32."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = torch.nn.functional.linear(hidden, weight, bias) * logit_scale
+    if soft_cap is not None:
+        logits = torch.tanh(logits / soft_cap) * soft_cap
     wide = logits.float() if logits.dtype is not torch.float64 else logits
     return torch.nn.functional.cross_entropy(
         wide, labels, reduction="none", ignore_index=ignore_index, **options
@@ -142,6 +147,12 @@ def test_the_error_against_fp64_is_that_of_the_loss_in_one_piece(
         {"ignore_index": IGNORED},
         {"scale": 30.0},  # logits as large as their softmax is sharp
         {"scale": 1e-3},
+        {"logit_scale": 0.0625},
+        {"logit_scale": 3.0, "has_bias": True, "label_smoothing": 0.1},
+        {"soft_cap": 30.0},
+        {"soft_cap": 5.0, "scale": 30.0},  # nearly all logits are at the cap
+        {"soft_cap": 50.0, "scale": 200.0, "ignore_index": IGNORED},  # exponentials that vanish
+        {"soft_cap": 7.0, "logit_scale": -1.7, "label_smoothing": 0.3, "ignore_index": IGNORED},
         {},
     ],
     ids=str,
@@ -247,14 +258,41 @@ class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-def test_no_tensor_is_larger_than_a_chunk_of_logits_or_a_gradient() -> None:
-    case = Case(tokens=1024, vocab=512, hidden=16)
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 5.0}], ids=str)
+def test_no_tensor_is_larger_than_a_chunk_of_logits_or_a_gradient(options: dict[str, Any]) -> None:
+    case = Case(tokens=1024, vocab=512, hidden=16, **options)
     with Allocations() as seen:
         case.run(in_chunks(64))
     assert seen.largest == 64 * 512
     with Allocations() as seen:
         case.run(in_one_piece)
     assert seen.largest == 1024 * 512
+
+
+def test_a_product_for_the_weights_gradient_is_added_by_blocks_of_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU it is an fp32 matrix of its own: 2 GB of Llama 3's vocabulary, were it whole."""
+    if "dtype" not in torch.ops.aten.mm.overloads():
+        pytest.skip("this torch has no product of bf16 matrices in fp32")
+    sizes: list[int] = []
+    mm = torch.mm
+
+    def counted(left: torch.Tensor, right: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
+        product = mm(left.to(out_dtype), right.to(out_dtype))
+        sizes.append(product.nbytes)
+        return product
+
+    monkeypatch.setattr(torch, "mm", counted)  # a CPU has none with `out_dtype`
+    monkeypatch.setattr(chunked_gradients, "_PRODUCT_BYTES", 4096)
+    draw = torch.Generator().manual_seed(3)
+    of_logits = torch.randn(24, 509, generator=draw).bfloat16()
+    hidden = torch.randn(24, 64, generator=draw).bfloat16()
+    total = torch.ones(509, 64)
+    chunked_gradients._add_product(total, of_logits.t(), hidden)
+    assert max(sizes) == 4096 and sum(sizes) == total.nbytes
+    exact = of_logits.t().double() @ hidden.double()
+    assert float(((total - 1.0) - exact).norm() / exact.norm()) < 1e-6
 
 
 # ------------------------------------------------------------------ gradients made in forward
@@ -289,7 +327,11 @@ DIVISOR = 61
 @pytest.mark.parametrize("factor", [1.0, 0.125, 0.3])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"label_smoothing": 0.3, "has_bias": True, "ignore_index": IGNORED}],
+    [
+        {},
+        {"label_smoothing": 0.3, "has_bias": True, "ignore_index": IGNORED},
+        {"logit_scale": 0.3, "soft_cap": 4.0, "has_bias": True, "ignore_index": IGNORED},
+    ],
     ids=str,
 )
 def test_gradients_made_in_forward_keep_to_the_error_in_one_piece(
@@ -336,7 +378,11 @@ class Products:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"label_smoothing": 0.3, "has_bias": True, "ignore_index": IGNORED}],
+    [
+        {},
+        {"label_smoothing": 0.3, "has_bias": True, "ignore_index": IGNORED},
+        {"logit_scale": 0.3, "soft_cap": 4.0},
+    ],
     ids=str,
 )
 def test_a_gradient_that_was_expected_saves_a_product_and_changes_no_bit(

@@ -2,8 +2,8 @@
 """A model's output layer and its loss, when the loss is computed over chunks: `OutputHead`.
 
 `megatron/` and `torch/` each have one that knows their models. While a loss follows, the
-output layer's `forward` hands on what the logits would be made of (`PendingLogits`), and the loss
-takes it. Only objects are touched, no classes. How the loss is computed: `ops/chunked_loss.py`.
+output layer's `forward` hands on what the logits would be made of (`pending_logits.py`), and the
+loss takes it. Only objects are touched, no classes. How it is computed: `ops/chunked_loss.py`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from megatron.offload.errors import ConfigurationError
-
-
-class PendingLogits:
-    """What logits would be made of, on its way from the output layer to the loss.
-
-    Attributes:
-        hidden: [..., hidden], the output layer's input.
-        weight: [vocabulary, hidden], or a rank's part of it.
-        switch: what asked for this, as people write it.
-    """
-
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, switch: str) -> None:
-        self.hidden, self.weight, self.switch = hidden, weight, switch
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise ConfigurationError(
-            f"the logits of this model are used ({name}) and not only for its loss; with "
-            f"{self.switch} they are never in memory together. Drop it"
-        )
+from megatron.offload.integration.pending_logits import PendingLogits
 
 
 class InPlaceOf:
@@ -82,19 +62,21 @@ class OutputHead:
     ) -> None:
         self.switch = switch
         self._model, self._layer = model, layer
-        self._signature = inspect.signature(model.forward)
-        found = [name for name in labels if name in self._signature.parameters]
+        self._parameters = tuple(inspect.signature(model.forward).parameters)
+        found = [name for name in labels if name in self._parameters]
         if not found:
             self.refuse(f"{type(model).__name__}.forward has no parameter {' or '.join(labels)}")
         own: Any = vars(layer).get("forward")
         # A copy of a layer whose forward was replaced has the class's method.
         if own is not None and getattr(own, "__func__", None) is not type(layer).forward:
             self.refuse(
-                f"somebody has replaced the forward of the output layer of {type(model).__name__} "
-                "already"
+                f"the output layer of {type(model).__name__} has a forward already that is not its "
+                "class's, as another chunked loss sets it, accelerate's device_map, or TRL's "
+                "cast_lm_head_to_fp32"
             )
         self._labels = found[0]
         self._loss_follows = False
+        self._given: dict[str, Any] = {}  # the arguments of the pass under way
 
     def connect(self) -> None:
         """Takes the place."""
@@ -125,15 +107,19 @@ class OutputHead:
 
     def pending(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> Any:
         """What the output layer answers while a loss follows."""
-        own: Any = self._layer.weight
-        return PendingLogits(hidden, own if weight is None else weight, self.switch)
+        layer: Any = self._layer
+        own: torch.Tensor = layer.weight if weight is None else weight
+        return PendingLogits(hidden, own, self.switch, layer.bias)
 
     def refuse(self, reason: str) -> NoReturn:
         """Raises ConfigurationError for a model that this does not fit."""
         raise ConfigurationError(f"{self.switch} does not fit: {reason}. Drop {self.switch}")
 
     def _begin(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._loss_follows = self.follows(self._signature.bind_partial(*args, **kwargs).arguments)
+        # Not bound to the signature: a trainer's own forward takes more than the model's.
+        self._given = dict(zip(self._parameters, args, strict=False)) | kwargs
+        self._loss_follows = self.follows(self._given)
 
     def _end(self, *_: Any) -> None:
         self._loss_follows = False  # the pass may have raised before its output layer
+        self._given = {}

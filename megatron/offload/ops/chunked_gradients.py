@@ -136,8 +136,18 @@ class _HiddenGradient:
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Adds a product of bf16 or fp16 matrices, computed in fp32, to `total` (CUDA)."""
-    if "dtype" in torch.ops.aten.mm.overloads():  # torch 2.8
-        total += torch.mm(left, right, out_dtype=torch.float32)
-    else:
-        total.addmm_(left.float(), right.float())
+    """Adds a product of bf16 or fp16 matrices, computed in fp32, to `total` (CUDA).
+
+    By blocks of rows, since torch does not add into `total` itself: a product of a whole vocabulary
+    in fp32 would be as large as the sum.
+    """
+    num_rows = max(1, _PRODUCT_BYTES // (4 * total.shape[1]))
+    blocks = (one.split(num_rows) for one in (total, left))
+    for part, factor in zip(*blocks, strict=True):
+        if "dtype" in torch.ops.aten.mm.overloads():  # torch 2.8
+            part += torch.mm(factor, right, out_dtype=torch.float32)
+        else:
+            part.addmm_(factor.float(), right.float())
+
+
+_PRODUCT_BYTES = 256 << 20  # of a block, in fp32; large enough for a GPU to compute at its rate

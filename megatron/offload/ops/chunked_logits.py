@@ -3,6 +3,14 @@
 
 `chunked_loss.py` and `chunked_mean.py` make their losses of them. Of the logits no more than a
 chunk exists at any time, in memory that all chunks share.
+
+Note [Scale and soft cap]
+With products z = x W^T + b in the model's dtype, scale s and soft cap c the logits are, in fp32,
+
+    l = s z,    or  l = c tanh(s z / c),    and  dl/dz = s,    or  s (1 - tanh(s z / c)^2)
+
+With a cap the slope dl/dz is kept for a chunk beside its logits where gradients follow: by then
+all that is left of the logits is their exponentials, which do not tell it where they vanish.
 """
 
 from __future__ import annotations
@@ -32,6 +40,8 @@ class LossSettings:
         ignore_index: a label whose tokens have loss and gradients zero; None: there is none.
         into_main_grad: add the weight's gradient to its `main_grad`, and say so in its
             `grad_added_to_main_grad`, as Megatron's fused accumulation does.
+        logit_scale: what the products are multiplied with: Note [Scale and soft cap].
+        soft_cap: what no logit exceeds; None: they are not capped.
     """
 
     chunk_tokens: int | None = None
@@ -40,6 +50,8 @@ class LossSettings:
     label_smoothing: float = 0.0
     ignore_index: int | None = None
     into_main_grad: bool = False
+    logit_scale: float = 1.0
+    soft_cap: float | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -100,9 +112,16 @@ class ChunkedLogits:
         self._wide = self._narrow
         if weight.dtype is not torch.float32:
             self._wide = torch.empty_like(self._narrow, dtype=torch.float32)
+        self._slopes: torch.Tensor | None = None
 
-    def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The rows of each chunk and its logits in fp32, which the next chunk overwrites."""
+    def chunks(self, *, with_gradients: bool) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The rows of each chunk and its logits in fp32, which the next chunk overwrites.
+
+        Args:
+            with_gradients: whether `into_gradients` follows for each.
+        """
+        if with_gradients and self.settings.soft_cap is not None:
+            self._slopes = torch.empty_like(self._wide)
         for start in range(0, self.hidden.shape[0], self._rows):
             hidden = self.hidden[start : start + self._rows]
             narrow, wide = self._narrow[: len(hidden)], self._wide[: len(hidden)]
@@ -112,6 +131,7 @@ class ChunkedLogits:
                 torch.addmm(self.bias, hidden, self.weight.t(), out=narrow)
             if wide is not narrow:
                 wide.copy_(narrow)
+            self._scale_and_cap(wide)
             yield slice(start, start + len(hidden)), wide
 
     def into_gradients(
@@ -121,7 +141,7 @@ class ChunkedLogits:
         gradient: torch.Tensor,
         exp_sum: torch.Tensor,
     ) -> torch.Tensor:
-        """Turns a chunk's exp(logit - largest) into the logits' gradients, in place.
+        """Turns a chunk's exp(logit - largest) into the products' gradients, in place.
 
         Args:
             exponentials: [tokens, vocabulary / ranks], fp32.
@@ -138,7 +158,25 @@ class ChunkedLogits:
             exponentials.sub_((gradient * (smoothing / self.vocab_size))[:, None])
         places, is_here = self.places(labels)
         of_label, at = gradient * is_here * (1.0 - smoothing), places[:, None]
-        return exponentials.scatter_(1, at, exponentials.gather(1, at) - of_label[:, None])
+        exponentials.scatter_(1, at, exponentials.gather(1, at) - of_label[:, None])
+        if self._slopes is not None:
+            exponentials.mul_(self._slopes[: len(exponentials)])
+        elif self.settings.logit_scale != 1.0:
+            exponentials.mul_(self.settings.logit_scale)
+        return exponentials
+
+    def _scale_and_cap(self, wide: torch.Tensor) -> None:
+        """Turns a chunk's products into logits, in place, and keeps the slopes."""
+        scale, cap = self.settings.logit_scale, self.settings.soft_cap
+        if cap is None:
+            if scale != 1.0:
+                wide.mul_(scale)
+            return
+        wide.mul_(scale / cap).tanh_()
+        if self._slopes is not None:
+            slopes = self._slopes[: len(wide)]
+            torch.mul(wide, wide, out=slopes).mul_(-scale).add_(scale)
+        wide.mul_(cap)
 
     def narrow(self, wide: torch.Tensor) -> torch.Tensor:
         """A chunk in the weight's dtype; in the memory of the logits that it was made of."""

@@ -13,7 +13,8 @@ keeps m and S = sum(exp(l - m)). The loss of a token with label y is log(S) - (l
     dl = g * (exp(l - m) / S - onehot(y)),    dx = dl W,    dW = sum over chunks of dl^T x
 
 with g the gradient of its loss. Not log-sum-exp = m + log(S): one rounding of a number as large
-as m would make the softmax of large logits less exact than the usual one.
+as m would make the softmax of large logits less exact than the usual one. Logits that are scaled or
+capped, and what dl is then: `chunked_logits.py`, Note [Scale and soft cap].
 
 Note [Gradients in forward]
 Where g is known in forward, a chunk's logits need not be computed again: three matrix products
@@ -147,7 +148,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         settings: LossSettings = ctx.settings
         logits = ChunkedLogits(_gathered(hidden, settings), weight, bias, settings)
         gradients = ChunkedGradients(logits, ctx.needs_input_grad[:3], ctx.parameter)
-        for rows, wide in logits.chunks():
+        for rows, wide in logits.chunks(with_gradients=True):
             wide.sub_(largest[rows, None]).exp_()
             logits.into_gradients(wide, labels[rows], gradient[rows], exp_sum[rows])
             gradients.add(rows, wide)
@@ -184,7 +185,7 @@ def token_losses(
     sums = torch.zeros((3, num_tokens), dtype=torch.float32, device=logits.hidden.device)
     own = torch.empty_like(sums[0])
     places, is_here = logits.places(labels)
-    for rows, wide in logits.chunks():
+    for rows, wide in logits.chunks(with_gradients=gradients is not None):
         torch.amax(wide, dim=1, out=own[rows])
         sums[1, rows] = wide.gather(1, places[rows, None]).squeeze(1)
         if smoothing:

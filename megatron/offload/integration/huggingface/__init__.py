@@ -6,6 +6,9 @@ Accelerate and PEFT need nothing of their own: `offload_activations` takes their
 
 from __future__ import annotations
 
-from megatron.offload.integration.huggingface.callback import OffloadCallback
+from megatron.offload.integration.missing_library import named
+
+with named("transformers", extra="huggingface"):
+    from megatron.offload.integration.huggingface.callback import OffloadCallback
 
 __all__ = ["OffloadCallback"]

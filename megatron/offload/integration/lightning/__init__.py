@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
-from megatron.offload.integration.lightning.callback import OffloadCallback
+from megatron.offload.integration.missing_library import named
+
+with named("lightning", extra="lightning"):
+    from megatron.offload.integration.lightning.callback import OffloadCallback
 
 __all__ = ["OffloadCallback"]

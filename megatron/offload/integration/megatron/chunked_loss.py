@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.output_head import InPlaceOf, OutputHead, PendingLogits
+from megatron.offload.integration.output_head import InPlaceOf, OutputHead
+from megatron.offload.integration.pending_logits import PendingLogits
 from megatron.offload.ops.chunked_logits import LossSettings
 from megatron.offload.ops.chunked_loss import ExpectedGradient, chunked_cross_entropy
 
@@ -119,12 +120,14 @@ class _Head(OutputHead):
             logits.hidden.reshape(-1, logits.hidden.shape[-1]),  # sequence before batch
             logits.weight,
             labels.transpose(0, 1).reshape(-1),
-            bias=None if layer.skip_bias_add else layer.bias,
+            bias=None if layer.skip_bias_add else logits.bias,
             settings=LossSettings(
                 self._chunk_tokens,
                 group=layer.tp_group,
                 sequence_parallel=layer.sequence_parallel,
                 into_main_grad=layer.gradient_accumulation_fusion,
+                logit_scale=logits.logit_scale,
+                soft_cap=logits.soft_cap,
             ),
             expected=self._expected,
         )

@@ -3,20 +3,25 @@
 
 The door calls it if `chunked_loss` is set. Each head takes the place of the `forward` of a model's
 output embeddings, and of its `loss_function`, which transformers lets anybody set. Passes without
-labels or without gradients stay as they are: whoever evaluates wants the logits.
+labels or without gradients stay as they are: an evaluation wants the logits. Where a training has
+no use for a head, since its trainer computes the loss itself, the head says so once.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.output_head import InPlaceOf, OutputHead, PendingLogits
+from megatron.offload.integration.output_head import InPlaceOf, OutputHead
+from megatron.offload.integration.pending_logits import PendingLogits
 from megatron.offload.ops.chunked_logits import LossSettings
 from megatron.offload.ops.chunked_mean import chunked_mean_loss
+
+logger = logging.getLogger(__name__)
 
 _SETTING = "chunked_loss"
 _IGNORED = -100  # the label of tokens without a loss, in all of transformers
@@ -49,6 +54,7 @@ class _Head(OutputHead):
     def __init__(self, model: Any, layer: Any, chunk_tokens: int | None) -> None:
         super().__init__(model, layer, ("labels",), _SETTING)
         self._chunk_tokens = chunk_tokens
+        self._has_told = False
         if type(layer) is not torch.nn.Linear:
             self.refuse(
                 f"the output layer of {type(model).__name__} is {type(layer).__name__}, not "
@@ -116,27 +122,68 @@ class _Head(OutputHead):
                 wanted,
                 torch.as_tensor(divisor, device=hidden.device),
                 bias=bias,
-                settings=LossSettings(self._chunk_tokens, ignore_index=ignore_index),
+                settings=LossSettings(
+                    self._chunk_tokens,
+                    ignore_index=ignore_index,
+                    logit_scale=logits.logit_scale,
+                    soft_cap=logits.soft_cap,
+                ),
             )
 
     def _operands(
         self, logits: PendingLogits, vocab_size: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Hidden states [tokens, hidden], weight and bias, in the dtype of the product."""
-        hidden, weight = logits.hidden, logits.weight
+        hidden, weight, bias = logits.hidden, logits.weight, logits.bias
         if hasattr(weight, "full_tensor") or not weight.untyped_storage().nbytes():
             self.refuse(
                 "the output layer's weight is divided over ranks, and gathered only while it runs"
             )
         if weight.shape[0] != vocab_size:
             self.refuse(f"the loss is of {vocab_size} words, the output layer of {weight.shape[0]}")
-        bias: Any = self._layer.bias
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         return hidden, weight, bias
+
+    def _end(self, model: Any, args: Any, output: Any) -> None:
+        if output is not None and not self._has_told:  # None: the pass raised
+            self._tell_if_idle()
+        super()._end()
+
+    def _tell_if_idle(self) -> None:
+        """Says once that a pass of a training had no use for this, and what else made its loss."""
+        if self._loss_follows:  # and the output layer was not called
+            reason = (
+                "TRL's trainer computes the loss with a fused head of its own, in chunks too"
+                if self._given.get("fused_lm_head")
+                else "its forward computes the loss without calling its output layer, as a kernel "
+                "does (use_liger_kernel)"
+            )
+            advice = f"drop {_SETTING}, or leave the loss to the model"
+        elif (
+            self._model.training
+            and torch.is_grad_enabled()
+            and self._given.get(self._labels) is None
+        ):
+            reason = (
+                "a training pass came without labels, so all its logits are in memory, and the "
+                "trainer computes the loss of them (label_smoothing_factor, compute_loss_func, a "
+                "trainer with a loss of its own)"
+            )
+            advice = f"give the labels to the model and take its loss, or drop {_SETTING}"
+        else:
+            return
+        self._has_told = True
+        logger.warning(
+            "activation offload: %s does nothing for %s: %s; %s",
+            _SETTING,
+            type(self._model).__name__,
+            reason,
+            advice,
+        )
 
 
 def _with_loss(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, Any]]:

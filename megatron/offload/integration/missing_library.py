@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said where an integration's library is not installed: `named`.
+
+The packages of `huggingface/` and `lightning/` import their callbacks within it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def named(library: str, *, extra: str) -> Iterator[None]:
+    """Names the extra of this package that brings a library, where the library is missing.
+
+    Args:
+        library: what is imported inside.
+        extra: of this package.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; of other modules, as it comes.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if importlib.util.find_spec(library) is not None:
+            raise
+        raise ModuleNotFoundError(
+            f"OffloadCallback is for {library}, which is not installed; install it with "
+            f"`pip install 'megatron-offload[{extra}]'`, or import offload_activations, which "
+            "needs nothing but torch",
+            name=library,
+        ) from error
