@@ -257,6 +257,52 @@ def test_whoever_uses_what_stands_for_a_state_gets_an_error(
     assert same(trained.train(1).result, expected.result)
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda value, param: value.to(param.device),
+        lambda value, param: value.to("cpu", non_blocking=True),
+        lambda value, param: value.to(param),
+        lambda value, param: value.cpu(),
+        lambda value, param: value.to(value.device),
+    ],
+    ids=["device", "text", "parameter", "cpu", "its own"],
+)
+def test_states_may_be_moved_to_where_they_belong(
+    move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], offload: dict[str, Any]
+) -> None:
+    """As scripts and trainers do behind `load_state_dict`; what is away stays away."""
+
+    def resumed(**offload: Any) -> Any:
+        saved = Trained(OPTIMIZERS["adamw"]).train(2).optimizer.state_dict()
+        trained = Trained(OPTIMIZERS["adamw"], **offload)
+        trained.optimizer.load_state_dict(saved)
+        for param, state in trained.optimizer.state.items():
+            for key, value in state.items():
+                state[key] = move(value, param)
+        is_away = [one["exp_avg"].device.type == "meta" for one in trained.optimizer.state.values()]
+        return any(is_away), trained.train(2).result
+
+    (is_away, found), (_, expected) = resumed(**offload), resumed()
+    assert is_away and same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda value: value.to(torch.float64),
+        lambda value: value.to("cpu", torch.bfloat16),
+        lambda value: value.to("cpu", memory_format=torch.contiguous_format),
+    ],
+)
+def test_states_that_are_away_cannot_be_moved_elsewhere(
+    move: Callable[[torch.Tensor], torch.Tensor], on_ssd: dict[str, Any]
+) -> None:
+    trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
+    with pytest.raises(OffloadError, match=r"asked for of a state that is on a tier"):
+        move(trained.optimizer.state[next(trained.model.parameters())]["exp_avg"])
+
+
 @pytest.mark.parametrize("is_shown", [False, True])
 def test_what_has_no_values_is_not_taken_for_a_state(
     is_shown: bool, on_ssd: dict[str, Any]

@@ -254,3 +254,19 @@ def test_off_touches_nothing() -> None:
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
     with offload_optimizer(optimizer, mode="off") as handle:
         assert handle.states is None and "step" not in optimizer.__dict__
+
+
+def test_states_are_listed_in_the_order_in_which_they_were_made(tmp_path: Path) -> None:
+    """Also where some parameters have no gradient in the first step."""
+    found = []
+    for is_offloaded in (True, False):
+        params = list(small_model().parameters())
+        optimizer = torch.optim.AdamW(params)
+        if is_offloaded:
+            offload_optimizer(optimizer, tmp_path, bucket_bytes=1, window_bytes=0)
+        for missing in ({1, 4, 9}, {4}, set()):
+            for index, param in enumerate(params):
+                param.grad = None if index in missing else torch.ones_like(param)
+            optimizer.step()
+        found.append(list(optimizer.state_dict()["state"]))
+    assert found[0] == found[1] != sorted(found[1])

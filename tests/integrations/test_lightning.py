@@ -111,3 +111,63 @@ def test_parameters_wait_on_an_ssd_and_keep_their_bits(tmp_path: Path) -> None:
     assert found.losses == expected.losses and callback.read_bytes > 0
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):
         assert digest(one) == digest(other)
+
+
+@pytest.mark.parametrize("parameters", [False, True], ids=["states", "states and parameters"])
+def test_a_training_that_stopped_goes_on_to_the_weights_of_one_that_did_not(
+    parameters: bool, tmp_path: Path
+) -> None:
+    """Lightning moves states to their device behind `load_state_dict`."""
+
+    class Resumed(Trained):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.model = llama()  # Lightning's checkpoints have no generator for dropout
+
+    def fit(num_epochs: int, callbacks: list[Any], checkpoint: Path | None = None) -> Resumed:
+        module = Resumed()
+        trainer = lightning.Trainer(
+            max_epochs=num_epochs,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=callbacks,
+        )
+        batches = torch.utils.data.DataLoader(text_batches(), batch_size=None)
+        trainer.fit(module, batches, ckpt_path=checkpoint, weights_only=False)
+        return module
+
+    def callbacks() -> list[Any]:
+        states = {"bucket_bytes": "64KiB", "window_bytes": "64KiB"}
+        offload = OffloadCallback(tmp_path, optimizer_states=states, min_bytes="4KiB")
+        return [Parameters(), offload] if parameters else [offload]
+
+    saving = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", filename="one")
+    expected = fit(2, [])
+    fit(1, [*callbacks(), saving])
+    found = fit(2, callbacks(), tmp_path / "saved" / "one.ckpt")
+    assert found.losses == expected.losses[4:]
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert digest(one) == digest(other)
+
+
+def test_averages_of_weights_are_the_same_beside_states_that_move(tmp_path: Path) -> None:
+    """An exponential average while the model trains, a stochastic one at its end."""
+
+    def kinds() -> list[Any]:
+        return [
+            lightning.callbacks.EMAWeightAveraging(),
+            lightning.callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=1),
+        ]
+
+    for index in range(2):
+        expected, _ = fitted(tmp_path, [kinds()[index]])
+        states = {"bucket_bytes": "64KiB", "window_bytes": "64KiB"}
+        offload = OffloadCallback(tmp_path, optimizer_states=states, min_bytes="4KiB")
+        found, _ = fitted(tmp_path, [offload, kinds()[index]])
+        assert found.losses == expected.losses
+        for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+            assert digest(one) == digest(other)

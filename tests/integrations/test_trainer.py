@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.offload import offload_activations
+from megatron.offload import offload_activations, offload_parameters
 from tests.support.same_training import digest
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -134,6 +134,31 @@ def test_a_training_with_states_on_an_ssd_resumes_from_its_checkpoint(tmp_path: 
         )
         resumed.train(resume_from_checkpoint=str(tmp_path / folder / "checkpoint-2"))
         assert weights(resumed.model) == expected[1]
+
+
+def test_a_training_with_parameters_on_an_ssd_too_resumes_from_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    _, expected = trained(tmp_path / "whole", [], new_llama(), **saving)
+
+    def offloaded(folder: Path, **settings: Any) -> Any:
+        model = new_llama()
+        with offload_parameters(model, tmp_path):
+            trainer = transformers.Trainer(
+                model,
+                transformers.TrainingArguments(**arguments(folder, **saving)),
+                train_dataset=rows(16),
+                callbacks=[OffloadCallback(tmp_path, optimizer_states=SMALL_STATES, **SMALL)],
+            )
+            trainer.train(**settings)
+        return weights(model)
+
+    assert offloaded(tmp_path / "offloaded") == expected[1]
+    for folder in ("whole", "offloaded"):
+        checkpoint = str(tmp_path / folder / "checkpoint-2")
+        found = offloaded(tmp_path / "resumed", resume_from_checkpoint=checkpoint)
+        assert found == expected[1]
 
 
 def test_a_log_line_has_all_micro_batches_of_its_optimizer_steps(tmp_path: Path) -> None:

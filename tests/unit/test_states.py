@@ -399,8 +399,8 @@ def test_a_write_that_ends_while_a_read_is_awaited_makes_room_for_the_next_read(
         writes.append(Transfer(transfer.wait))
         return block, writes[-1]
 
-    def held_read(block: Any, deadline: float = 0.0) -> Any:
-        target, transfer = begin_read(block, deadline)
+    def held_read(block: Any, deadline: float = 0.0, into: Any = None) -> Any:
+        target, transfer = begin_read(block, deadline, into)
         reads.append(_Watched(transfer.wait))
         have_begun[len(reads) - 1].set()
         return target, reads[-1]

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.pending_logits import PendingLogits
 
 
@@ -81,7 +82,7 @@ class OutputHead:
     def connect(self) -> None:
         """Takes the place."""
         self._forward: Any = self._layer.forward
-        self._layer.forward = InPlaceOf(self.project, self._forward)
+        self._put_back = put(self._layer, "forward", InPlaceOf(self.project, self._forward))
         begin, end = InPlaceOf(self._begin, _do_nothing), InPlaceOf(self._end, _do_nothing)
         self._hooks = [
             self._model.register_forward_pre_hook(begin, with_kwargs=True),
@@ -92,7 +93,7 @@ class OutputHead:
         """Gives it back: the class's method is found again."""
         while self._hooks:
             self._hooks.pop().remove()
-        del self._layer.forward
+        self._put_back()
 
     def follows(self, given: dict[str, Any]) -> bool:
         """Whether a forward pass with these arguments ends in a loss, and nothing but that."""

@@ -45,6 +45,7 @@ class Bucket:
         self.storage: torch.UntypedStorage | None = None
         self.block: Any = None
         self.write_error: BaseException | None = None  # of the last write that failed
+        self._device = torch.device("cpu")  # in whose memory its bytes are
         self._transfer: Transfer | None = None
         self._changed = changed
         # Protects what the end of a write changes. Held for a few assignments.
@@ -78,7 +79,7 @@ class Bucket:
     def fill(self, layout: Layout, storage: torch.UntypedStorage) -> None:
         """It has these bytes from now on, whatever it had before."""
         self.take_back()
-        self.layout, self.storage = layout, storage
+        self.layout, self.storage, self._device = layout, storage, storage.device
         self.where, self.block = Where.IN_MEMORY, None
 
     def forget(self) -> None:
@@ -138,9 +139,12 @@ class Bucket:
         return self.end_read()
 
     def begin_read(self) -> None:
-        """Starts to bring it back to memory."""
+        """Starts to bring it back to memory of the kind that it had before."""
         assert self.where is Where.ON_TIER, self.where
-        self.storage, self._transfer = self.block.tier.begin_read(self.block)
+        assert self.layout is not None
+        # An accelerator's would have to wait for what used it before: the tier knows how.
+        into = self.layout.new_storage(self._device) if self._device.type == "cpu" else None
+        self.storage, self._transfer = self.block.tier.begin_read(self.block, into=into)
         self.where = Where.READING
         self._transfer.add_done_callback(lambda _: self._changed())
 

@@ -24,6 +24,7 @@ _HARMLESS = {
     "_warned_capturable_if_run_uncaptured",  # torch's
     "_dummy_overflow_buf",  # of Apex and Transformer Engine
     "initialized",  # of bitsandbytes: states are on the device
+    "_cpu_paged_warned",  # of bitsandbytes: a note has been given
 }
 
 
@@ -47,7 +48,7 @@ class Kept:
         """
         own = set(params)
         if keys := [key for key in optimizer.state if key not in own]:
-            raise OffloadError(_sentence(optimizer, f"keeps {_listed(keys)} in its state"))
+            raise OffloadError(refusal(optimizer, f"keeps {_listed(keys)} in its state"))
         before, after = self._attributes, _attributes(optimizer)
         changed = [
             name
@@ -61,13 +62,13 @@ class Kept:
             if name in versions and versions[name][0] is tensor and versions[name][1] != version
         ]
         if changed:
-            raise OffloadError(_sentence(optimizer, f"changes what it has as {_listed(changed)}"))
+            raise OffloadError(refusal(optimizer, f"changes what it has as {_listed(changed)}"))
 
 
 def check_state_keys(optimizer: torch.optim.Optimizer) -> None:
     """Raises ConfigurationError for an optimizer that has a state of no parameter."""
     if keys := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
-        raise ConfigurationError(_sentence(optimizer, f"keeps {_listed(keys)} in its state"))
+        raise ConfigurationError(refusal(optimizer, f"keeps {_listed(keys)} in its state"))
 
 
 def check_groups(
@@ -81,7 +82,7 @@ def check_groups(
     ]
     if differing:
         what = f"computes {_listed(differing)} of a group from several parameters"
-        raise OffloadError(_sentence(optimizer, what))
+        raise OffloadError(refusal(optimizer, what))
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -117,7 +118,8 @@ def _listed(names: Iterable[Any]) -> str:
     return ", ".join(sorted(map(repr, names)))
 
 
-def _sentence(optimizer: torch.optim.Optimizer, what: str) -> str:
+def refusal(optimizer: torch.optim.Optimizer, what: str) -> str:
+    """The sentence for an optimizer whose step does what it may not."""
     return (
         f"{STATES_PREFIX}those of {type(optimizer).__name__} cannot be offloaded: its step {what}, "
         "where one parameter after the other has to be updated by its own gradient and state; "

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron.offload.states.kept import Kept, check_groups, check_state_keys
+from megatron.offload.states.trial import Trial
 
 State = dict[str, Any]  # of a parameter, by the optimizer's keys
 
@@ -34,15 +35,21 @@ class OptimizerSlice:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._groups_after: dict[int, dict[str, Any]] = {}  # by their number
+        self._num_tried = 0  # groups whose parameters were in a trial
 
     def begin_step(self, slices: Iterable[Sequence[torch.Tensor]]) -> None:
         """A step begins, whose slices have these parameters, in this order.
 
         Raises:
-            ConfigurationError: the optimizer has a state of no parameter.
+            ConfigurationError: the optimizer has a state of no parameter, or its step is no sum of
+                slices.
         """
         self._groups_after = {}  # of a step that has not come to its end
         check_state_keys(self._optimizer)
+        slices, num_groups = list(slices), len(self._optimizer.param_groups)
+        if len(slices) > 1 and num_groups != self._num_tried:
+            Trial(self._optimizer, _step_in_slices).check(p for own in slices for p in own)
+            self._num_tried = num_groups
 
     def step(
         self, params: Sequence[torch.Tensor], states: Mapping[torch.Tensor, State]
@@ -129,6 +136,17 @@ class OptimizerSlice:
             state = self._optimizer.state
             own = {param: state[param] for param in others if state.get(param)}
             self._run({param: param for param in others}, own)
+
+
+def _step_in_slices(
+    optimizer: torch.optim.Optimizer, slices: Sequence[Sequence[torch.Tensor]]
+) -> None:
+    """A whole step of an optimizer, all of whose parameters are in these slices."""
+    step = OptimizerSlice(optimizer)
+    for params in slices:
+        own = {param: optimizer.state[param] for param in params if optimizer.state.get(param)}
+        optimizer.state.update(step.step(params, own))
+    step.end_step()
 
 
 def _own_step(kind: type[torch.optim.Optimizer]) -> Any:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -152,8 +153,7 @@ class OptimizerStates:
             if index < stays:
                 window.put_away(bucket)
         self._slice.end_step()
-        if len(self._optimizer.state) > num_known:
-            self._sort_states()
+        self._sort_states(num_known)
         self._is_half_done = False
         window.end_step()
 
@@ -169,11 +169,18 @@ class OptimizerStates:
                 self._updated(params)
         self._places.take_over(bucket, after, views)
 
-    def _sort_states(self) -> None:
-        """Has states in the order of the optimizer's parameters: checkpoints list them so."""
+    def _sort_states(self, num_known: int) -> None:
+        """Has states that are new in the order of the optimizer's parameters, not of buckets.
+
+        Checkpoints list them as the optimizer has made them: those of earlier steps first.
+
+        Args:
+            num_known: states that were there before.
+        """
         state = self._optimizer.state
-        for group in self._optimizer.param_groups:
-            for param in [param for param in group["params"] if param in state]:
+        new = set(itertools.islice(state, num_known, None))
+        for group in self._optimizer.param_groups if new else ():
+            for param in [param for param in group["params"] if param in new]:
                 state[param] = state.pop(param)
 
     def _check_whole(self) -> None:

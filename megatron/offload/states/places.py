@@ -143,8 +143,9 @@ class Places:
         slots = {} if bucket.layout is None else bucket.layout.slots
         for index, param in enumerate(bucket.params):
             if param in states:
+                homes = bucket.devices[index], self._device
                 self._optimizer.state[param] = {
-                    key: stand_in(slots[index, key]) if (index, key) in slots else value
+                    key: stand_in(slots[index, key], homes) if (index, key) in slots else value
                     for key, value in states[param].items()
                 }
             if (index, PARAM) in slots:

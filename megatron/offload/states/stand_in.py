@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is in an optimizer's state in place of a tensor that is away: `StandIn`, without bytes.
 
-Nobody may take it for the tensor: who asks for more than its shape and type gets an error. What
-were made of it, as a meta tensor is made of a meta tensor, would be put in its place and lost.
+Nothing may take it for the tensor: asking for more than its shape and type is an error. What were
+made of it, as a meta tensor is made of a meta tensor, would be put in its place and lost. Moving it
+to where the state is at home gives itself: scripts and trainers do that behind `load_state_dict`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -19,9 +20,10 @@ _T = TypeVar("_T", bound=torch.Tensor)
 
 
 class StandIn(torch.Tensor):
-    """Stands for the tensor that `slot` is for. Made by `stand_in`."""
+    """Stands for the tensor that `slot` is for, at home on any of `homes`. Made by `stand_in`."""
 
     slot: Slot
+    homes: frozenset[torch.device]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without values."""
@@ -36,15 +38,50 @@ class StandIn(torch.Tensor):
         raise _refusal("a copy, or to be saved,")
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Raises OffloadError, whatever is to be done with it."""
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
+    ) -> StandIn:
+        """Itself where it is moved to where it belongs.
+
+        Raises:
+            OffloadError: anything else is to be done with it.
+        """
+        if func is torch.ops.aten._to_copy.default and args[0]._is_at_home_with(**(kwargs or {})):
+            own: StandIn = args[0]
+            return own
         raise _refusal(str(func))
 
+    def _is_at_home_with(
+        self,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        memory_format: torch.memory_format | None = None,
+        pin_memory: bool | None = None,
+        **_: Any,
+    ) -> bool:
+        """Whether `.to` with these arguments leaves the tensor that this stands for as it is."""
+        if device is None or pin_memory or dtype not in (None, self.dtype):
+            return False
+        if memory_format not in (None, torch.preserve_format):
+            return False
+        return device.type != "meta" and torch.empty(0, device=device).device in self.homes
 
-def stand_in(slot: Slot) -> StandIn:
-    """A tensor on the device `meta`, of a slot's shape and type."""
+
+def stand_in(slot: Slot, homes: Iterable[torch.device]) -> StandIn:
+    """A tensor on the device `meta`, of a slot's shape and type.
+
+    Args:
+        slot: of the tensor that it stands for.
+        homes: devices that this tensor may be moved to and be where it was: its parameter's, and
+            that in whose memory it is updated.
+    """
     made = without_bytes(StandIn, slot.shape, slot.stride, slot.dtype, torch.device("meta"))
-    made.slot = slot
+    made.slot, made.homes = slot, frozenset(homes)
     return made
 
 

@@ -42,11 +42,14 @@ def storage_at(address: int, num_bytes: int, owner: object) -> torch.UntypedStor
 def own_pages(num_bytes: int) -> torch.UntypedStorage:
     """A storage of fresh pages, contents undefined, that go back to the system when it is freed.
 
-    For what is large and stays: an allocator would keep much of it, whoever frees it.
+    For what is large and stays: an allocator would keep much of it, whoever frees it. Behind it is
+    a spare page, which takes no memory: vector kernels may read past the end of a tensor (torch
+    2.13's fused SGD does, of a bf16 momentum on a CPU).
     """
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = num_bytes + mmap.PAGESIZE
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     prefer_huge_pages(pages)
-    return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+    return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes).untyped_storage()
 
 
 class Pages:

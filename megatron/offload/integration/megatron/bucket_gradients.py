@@ -42,6 +42,7 @@ from megatron.offload.integration.megatron.bucket_group import (
     set_main_grad,
 )
 from megatron.offload.integration.megatron.main_weights import MainWeights
+from megatron.offload.integration.own_attributes import put
 from megatron.offload.parameters.away_gradient import AwayGradient, away
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.unit import Part
@@ -99,8 +100,8 @@ class BucketGradients(Gradients):
             if all(window.has(param) for param in group.params)
         ]
         for one in self._groups:
-            one.group.finish_grad_sync = functools.partial(self._finish, one)
-            self._undo.append(functools.partial(vars(one.group).pop, "finish_grad_sync"))
+            finish = functools.partial(self._finish, one)
+            self._undo.append(put(one.group, "finish_grad_sync", finish))
         for chunk in model_chunks:
             for buffer in all_of(chunk, "buffers"):
                 self._give_up(buffer)

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.offload.integration.megatron.bucket_group import all_of
+from megatron.offload.integration.own_attributes import put
 from megatron.offload.parameters.unit import ParameterUnit, Part
 from megatron.offload.parameters.window import ParameterWindow
 
@@ -186,13 +187,7 @@ class GatheredParameters:
         group.cached_param_buffer_shard_list = [None] * len(group.buckets)
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        # Of this one object. What its class, or somebody before us, has there comes back.
-        own = vars(owner).get(name)
-        setattr(owner, name, function)
-        if own is None:
-            self._undo.append(functools.partial(vars(owner).pop, name, None))
-        else:
-            self._undo.append(functools.partial(setattr, owner, name, own))
+        self._undo.append(put(owner, name, function))
 
 
 class _Place(NamedTuple):

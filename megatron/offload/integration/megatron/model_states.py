@@ -32,6 +32,7 @@ from megatron.offload.integration.megatron.state_settings import (
     check_state_settings,
 )
 from megatron.offload.integration.megatron.versions import check_version
+from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.torch.optimizer import OptimizerOffload
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.auto_window import AutoWindow, NoWindow
@@ -268,7 +269,7 @@ class _Part:
     def __init__(self, optimizer: Any, config: StatesConfig, num_parts: int) -> None:
         self._optimizer = optimizer
         weights = MainWeights(optimizer)
-        self._replaced: list[tuple[str, Any]] = []  # with what the object itself had there
+        self._undo: list[Callable[[], None]] = []
         self._offload = OptimizerOffload(
             optimizer.optimizer,
             config,
@@ -298,12 +299,8 @@ class _Part:
 
     def close(self, *, restore: bool = True) -> None:
         """As `ModelStates.close`."""
-        while self._replaced:
-            name, own = self._replaced.pop()
-            if own is None:
-                delattr(self._optimizer, name)
-            else:
-                setattr(self._optimizer, name, own)
+        while self._undo:
+            self._undo.pop()()
         self._offload.close(restore=restore)
 
     @contextlib.contextmanager
@@ -330,9 +327,7 @@ class _Part:
         self._replace(name, call)
 
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
-        # Of this one object. A class attribute stands behind it, which `close` uncovers.
-        self._replaced.append((name, vars(self._optimizer).get(name)))
-        setattr(self._optimizer, name, function)
+        self._undo.append(put(self._optimizer, name, function))
 
 
 def _refuse_to_move(name: str) -> None:

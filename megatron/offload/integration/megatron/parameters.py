@@ -22,6 +22,7 @@ from megatron.offload.integration.megatron.model_states import LOADING, READING
 from megatron.offload.integration.megatron.scaling import scale_in_place
 from megatron.offload.integration.megatron.unit_steps import check_steps_by_units, step_by_units
 from megatron.offload.integration.megatron.versions import check_version
+from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload, changing
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.units import units_of
@@ -267,8 +268,7 @@ def offload_model_parameters(
         with changing(params):
             return step(*args, **kwargs)
 
-    optimizer.step = step_with_all
-    return ModelParameters(offload, [functools.partial(optimizer.__dict__.pop, "step", None)])
+    return ModelParameters(offload, [put(optimizer, "step", step_with_all)])
 
 
 def _by_units(
@@ -324,18 +324,10 @@ def _show_before(offload: ParameterOffload, optimizer: Any, name: str) -> Callab
     function = getattr(optimizer, name, None)
     if function is None:
         return lambda: None
-    own = vars(optimizer).get(name)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         offload.expose()
         return function(*args, **kwargs)
 
-    def undo() -> None:
-        if own is None:
-            vars(optimizer).pop(name, None)
-        else:
-            setattr(optimizer, name, own)
-
-    setattr(optimizer, name, call)
-    return undo
+    return put(optimizer, name, call)

@@ -15,6 +15,7 @@ import torch
 from megatron.core.tensor_parallel.random import checkpoint
 
 from megatron.offload.integration.megatron.layer_split import ATTENTION, MLP
+from megatron.offload.integration.own_attributes import replaced
 
 Function = Callable[..., Any]
 
@@ -67,19 +68,6 @@ def recomputing(
             again = _recomputing(noted(part, getattr(layer, name)))
             stack.enter_context(replaced(layer, name, again))
         yield
-
-
-@contextlib.contextmanager
-def replaced(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
-    """A context in which a module has something else under a name, be it a method or a module."""
-    own = vars(module)
-    before = {name: own[name]} if name in own else {}
-    own[name] = value
-    try:
-        yield
-    finally:
-        del own[name]
-        own.update(before)
 
 
 def _recomputing(function: Function) -> Function:

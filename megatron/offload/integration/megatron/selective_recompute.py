@@ -30,8 +30,8 @@ from megatron.offload.integration.megatron.recomputation import (
     Function,
     has_parts,
     recomputed,
-    replaced,
 )
+from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.placement.policy import SELECTIVE
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings

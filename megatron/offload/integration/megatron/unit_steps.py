@@ -14,6 +14,7 @@ import torch
 
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 from megatron.offload.integration.megatron.main_weights import COPY, PAIRS, MainWeights
+from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.torch.parameter_offload import by_units, changing
 from megatron.offload.states.optimizer_slice import OptimizerSlice
 
@@ -65,11 +66,13 @@ def step_by_units(optimizer: Any) -> Callable[[], None]:
 
     hooked = torch.optim.Optimizer.profile_hook_step(step)
     hooked._offloads_states = True  # type: ignore[attr-defined]  # nobody need bring all units
-    inner.step = types.MethodType(hooked, inner)
-    setattr(optimizer, COPY, lambda: None)  # see Note [Main weights go to the model at once]
+    undone = [
+        put(inner, "step", types.MethodType(hooked, inner)),
+        put(optimizer, COPY, lambda: None),  # see Note [Main weights go to the model at once]
+    ]
 
     def undo() -> None:
-        del inner.step
-        delattr(optimizer, COPY)
+        while undone:
+            undone.pop()()
 
     return undo

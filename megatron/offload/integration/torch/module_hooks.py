@@ -22,6 +22,10 @@ from typing import Any
 
 import torch
 
+from megatron.offload.integration.own_attributes import put
+
+_CALL = "_compiled_call_impl"  # an attribute of each module
+
 
 class ModuleHooks:
     """The hooks on the modules of a model, to be taken off together."""
@@ -81,7 +85,7 @@ class ModuleHooks:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `torch.compile` or `Module.compile` has compiled a module as a whole."""
-    call = getattr(module, "_compiled_call_impl", None)
+    call = vars(module).get(_CALL)
     while isinstance(call, _Call):
         call = call._inner
     return hasattr(module, "_orig_mod") or call is not None
@@ -130,20 +134,21 @@ class _Call:
 
     def connect(self) -> None:
         """Has the module called through this, if it is not already."""
-        call: Any = self._module._compiled_call_impl
+        outer: Any = vars(self._module).get(_CALL)
+        call = outer
         while isinstance(call, _Call):
             if call is self:
                 return
             call = call._inner
-        self._inner = self._module._compiled_call_impl
-        self._module._compiled_call_impl = self
+        self._inner = outer
+        put(self._module, _CALL, self)
 
     def remove(self) -> None:
         """Tells of nothing more."""
         self._end = do_nothing
-        outer: Any = self._module._compiled_call_impl
+        outer: Any = vars(self._module).get(_CALL)
         if outer is self:
-            self._module._compiled_call_impl = self._inner
+            put(self._module, _CALL, self._inner)
         while isinstance(outer, _Call):
             if outer._inner is self:
                 outer._inner = self._inner

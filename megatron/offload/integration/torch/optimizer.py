@@ -18,6 +18,7 @@ import torch
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.torch.parameter_offload import (
     by_units,
     changing,
@@ -195,16 +196,12 @@ class OptimizerOffload:
             self._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
             return loss
 
-        own_step = optimizer.__dict__.get("step")
+        own_step = vars(optimizer).get("step")
         if own_step is not None:  # a scheduler's, which has put marks on it
             step.__dict__.update(own_step.__dict__)
-            self._undo.append(functools.partial(setattr, optimizer, "step", own_step))
-        else:
-            self._undo.append(functools.partial(delattr, optimizer, "step"))
         hooked = torch.optim.Optimizer.profile_hook_step(step)
         hooked._offloads_states = True  # type: ignore[attr-defined]
         hooked._runs_on_host = self._runs_on_host  # type: ignore[attr-defined]
-        optimizer.step = types.MethodType(hooked, optimizer)  # type: ignore[method-assign]
         kind = type(optimizer)
 
         def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
@@ -216,12 +213,12 @@ class OptimizerOffload:
             return kind.__getstate__(self)
 
         replaced: dict[str, Callable[..., Any]] = {
+            "step": hooked,
             "load_state_dict": load_state_dict,
             "__getstate__": getstate,
         }
         for name, function in replaced.items():
-            setattr(optimizer, name, types.MethodType(function, optimizer))
-            self._undo.append(functools.partial(delattr, optimizer, name))
+            self._undo.append(put(optimizer, name, types.MethodType(function, optimizer)))
         showing = optimizer.register_state_dict_pre_hook(lambda _: states.expose())
         self._undo.append(showing.remove)
 

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an optimizer updates each parameter by its own gradient and state alone: `Trial`.
+
+Before the first step in slices (`optimizer_slice.py`), the optimizer's own step updates a few small
+tensors all together, and once more in slices; their bits tell. Neither the optimizer nor a random
+generator notices: what could change is a copy, or is put back.
+
+Note [What shows in a trial]
+Sums over parameters (a norm of all gradients), random numbers, which go to other parameters, and
+lists or dicts of the optimizer's that each slice changes. Tensors are like the parameters in type
+and number of dimensions, since optimizers treat matrices in another way than vectors, and have
+numbers of their own: real gradients may be zero in a first step, and parameters may be away. What
+an optimizer does in later steps only, or with larger tensors only, does not show.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.offload.errors import STATES_PREFIX, ConfigurationError, OffloadError
+from megatron.offload.states.kept import refusal
+from megatron.offload.states.sharded import local_of
+
+logger = logging.getLogger(__name__)
+
+_NUM_STEPS = 4
+_OF_A_KIND = 2  # tensors
+_MOST_TENSORS = 16
+_MOST_IN_VECTOR, _MOST_IN_DIMENSION, _MOST_NUMBERS = 4096, 64, 1 << 16
+_LEAST_LR = 1e-3  # a warm-up begins at 0, where no update shows
+_GRADIENTS = ("grad", "decoupled_grad")  # attributes of a parameter; the latter is Megatron's
+
+# The optimizer's own step for slices of its parameters; `OptimizerSlice` has it.
+Steps = Callable[[torch.optim.Optimizer, Sequence[Sequence[torch.Tensor]]], None]
+
+
+class Trial:
+    """A trial of an optimizer's step.
+
+    Args:
+        optimizer: whose step is tried.
+        steps: runs a step of an optimizer, slice by slice.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: Steps) -> None:
+        self._optimizer = optimizer
+        self._steps = steps
+
+    def check(self, params: Iterable[torch.Tensor]) -> None:
+        """Tries it with tensors like these parameters, as far as they have gradients.
+
+        Raises:
+            ConfigurationError: a parameter is updated otherwise in a slice than with all others.
+            OffloadError: the step changes what no slice may change; see `kept.py`.
+        """
+        chosen = list(self._chosen(params))
+        if len(chosen) < 2:
+            return
+        try:
+            differs, is_random = self._compare(chosen)
+        except OffloadError:
+            raise
+        except Exception as error:
+            logger.warning(
+                "%sa trial of the step of %s on small tensors failed (%s: %s), so nothing is known "
+                "of whether it updates each parameter by its own gradient and state alone, as it "
+                "has to; compare the losses of some steps with those without offload",
+                STATES_PREFIX,
+                type(self._optimizer).__name__,
+                type(error).__name__,
+                error,
+            )
+            return
+        if differs:
+            what = (
+                "draws random numbers (for stochastic rounding, say), and these would go to other "
+                "parameters"
+                if is_random
+                else "updates a parameter otherwise where there are others (by a norm of all "
+                "gradients, say)"
+            )
+            raise ConfigurationError(refusal(self._optimizer, what))
+
+    def _compare(self, params: Sequence[torch.Tensor]) -> tuple[bool, bool]:
+        """Whether slices give other bits, and whether another seed does."""
+        together = self._run(params)
+        if _are_same(self._run(params, in_slices=True), together):
+            return False, False
+        if not _are_same(self._run(params), together):
+            logger.warning(
+                "%ssteps of %s on the same tensors give other bits each time, so a training with "
+                "it has other results each time, with offload or without",
+                STATES_PREFIX,
+                type(self._optimizer).__name__,
+            )
+            return False, False
+        return True, not _are_same(self._run(params, seed=1), together)
+
+    def _chosen(self, params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """A few of each kind."""
+        settings = {
+            param: tuple(
+                (key, value) for key, value in group.items() if isinstance(value, bool | str)
+            )
+            for group in self._optimizer.param_groups
+            for param in group["params"]
+        }
+        left: dict[Any, int] = collections.defaultdict(lambda: _OF_A_KIND)
+        num_left = _MOST_TENSORS
+        for param in params:
+            kind = (param.dim(), param.dtype, settings.get(param))
+            if num_left and left[kind] and _can_be_tried(param):
+                left[kind] -= 1
+                num_left -= 1
+                yield param
+
+    def _run(
+        self, params: Sequence[torch.Tensor], *, in_slices: bool = False, seed: int = 0
+    ) -> list[torch.Tensor]:
+        """What steps make of small tensors like these parameters, and of their states."""
+        try:
+            return self._run_from({}, params, in_slices, seed)
+        except OffloadError:
+            raise
+        except Exception:  # some make their states before the first step, as Adagrad does
+            states = {param: self._states_like(param) for param in params}
+            return self._run_from(states, params, in_slices, seed)
+
+    def _run_from(
+        self,
+        states: Mapping[torch.Tensor, dict[str, Any]],
+        params: Sequence[torch.Tensor],
+        in_slices: bool,
+        seed: int,
+    ) -> list[torch.Tensor]:
+        numbers = torch.Generator().manual_seed(0)
+        twins = {param: _small(param, numbers) for param in params}
+        optimizer = _copy_of(self._optimizer, twins)
+        optimizer.state.update({twins[p]: copy.deepcopy(own) for p, own in states.items()})
+        slices = [[twin] for twin in twins.values()] if in_slices else [list(twins.values())]
+        with _seeded({twin.device for twin in twins.values()}, seed):
+            for _ in range(_NUM_STEPS):
+                slices = slices[::-1]  # as buckets do
+                for scale, (param, twin) in enumerate(twins.items(), start=1):
+                    _give_gradient(twin, param, scale, numbers)
+                self._steps(optimizer, slices)
+        return [one for twin in twins.values() for one in _results(twin, optimizer.state[twin])]
+
+    def _states_like(self, param: torch.Tensor) -> dict[str, Any]:
+        """Small states of a parameter, as it has them; none where they have shapes of their own."""
+        found: dict[str, Any] = {}
+        for key, value in self._optimizer.state.get(param, {}).items():
+            if not isinstance(value, torch.Tensor) or not value.dim():
+                found[key] = copy.deepcopy(value)
+            elif value.shape == param.shape:
+                shape = _cut(local_of(param).shape)
+                found[key] = torch.zeros(shape, dtype=value.dtype, device=param.device)
+            else:
+                return {}
+        return found
+
+
+def _can_be_tried(param: torch.Tensor) -> bool:
+    own = local_of(param)
+    return (
+        any(getattr(param, name, None) is not None for name in _GRADIENTS)
+        and type(own) in (torch.Tensor, torch.nn.Parameter)
+        and (own.is_floating_point() or own.is_complex())
+        and own.device.type != "meta"
+        and own.numel() > 0
+    )
+
+
+def _cut(shape: Sequence[int]) -> list[int]:
+    most = _MOST_IN_VECTOR if len(shape) < 2 else _MOST_IN_DIMENSION
+    small = [min(size, most) for size in shape]
+    while torch.Size(small).numel() > _MOST_NUMBERS:
+        small[small.index(max(small))] //= 2
+    return small
+
+
+def _random(like: torch.Tensor, numbers: torch.Generator) -> torch.Tensor:
+    """Random numbers in a small tensor of this one's type, where it is."""
+    made = torch.randn(_cut(local_of(like).shape), generator=numbers)
+    return made.to(like.device, like.dtype)
+
+
+def _small(param: torch.Tensor, numbers: torch.Generator) -> torch.Tensor:
+    """A small tensor that an optimizer takes for a parameter like this one."""
+    made = _random(param, numbers)
+    if isinstance(param, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, requires_grad=param.requires_grad)
+    own = vars(param).items()
+    marks = {k: v for k, v in own if k[0] != "_" and not isinstance(v, torch.Tensor)}
+    vars(made).update(marks)  # some optimizers look for them
+    return made
+
+
+def _give_gradient(
+    twin: torch.Tensor, param: torch.Tensor, scale: float, numbers: torch.Generator
+) -> None:
+    for name in _GRADIENTS:
+        own = getattr(param, name, None)
+        if own is not None:
+            setattr(twin, name, scale * _random(param, numbers).to(own.dtype))
+
+
+def _copy_of(
+    optimizer: torch.optim.Optimizer, twins: Mapping[torch.Tensor, torch.Tensor]
+) -> torch.optim.Optimizer:
+    """The optimizer with small tensors for its parameters, no states, and all else copied."""
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    memo: dict[int, Any] = {id(optimizer): made}
+    memo |= {id(param): twins.get(param, param) for param in params}
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state", "step"):
+            vars(made)[name] = _copied(value, memo)
+    made.param_groups = []
+    for group in optimizer.param_groups:
+        own = {key: _copied(value, memo) for key, value in group.items() if key != "params"}
+        if isinstance(own.get("lr"), float | int):
+            own["lr"] = max(own["lr"], _LEAST_LR)
+        made.param_groups.append(
+            {**own, "params": [twins[param] for param in group["params"] if param in twins]}
+        )
+    made.state = collections.defaultdict(dict)
+    return made
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of what an optimizer has; itself where it is large or cannot be copied."""
+    if isinstance(value, torch.nn.Module):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # a lock, a process group
+        return value
+
+
+def _results(twin: torch.Tensor, state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The bits of a tensor and of its states."""
+    for one in (twin, *state.values()):
+        if type(one) in (torch.Tensor, torch.nn.Parameter):
+            yield one.detach().contiguous().reshape(-1).view(torch.uint8).clone()
+
+
+def _are_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+@contextlib.contextmanager
+def _seeded(devices: Iterable[torch.device], seed: int) -> Iterator[None]:
+    """A context that draws from this seed, and leaves all generators as they were."""
+    numpy: Any = sys.modules.get("numpy")
+    modules = [(one, torch.get_device_module(one)) for one in devices if one.type != "cpu"]
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        torch.default_generator.manual_seed(seed)
+        for device, module in modules:
+            stack.callback(module.set_rng_state, module.get_rng_state(device), device)
+            seeded = torch.Generator(device).manual_seed(seed).get_state()
+            module.set_rng_state(seeded, device)
+        stack.callback(random.setstate, random.getstate())
+        random.seed(seed)
+        if numpy is not None:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+            numpy.random.seed(seed)
+        yield
