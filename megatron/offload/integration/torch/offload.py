@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import logging
 import weakref
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
@@ -23,6 +25,7 @@ from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.output_head import OutputHead
+from megatron.offload.integration.torch.compute_device import compute_device
 from megatron.offload.integration.torch.layer_calls import LayerCalls
 from megatron.offload.integration.torch.module_hooks import ModuleHooks
 from megatron.offload.integration.torch.parameters import (
@@ -96,8 +99,15 @@ class ActivationOffload:
         self._run_directory = run_directory
         self._steps: TrainingSteps | None = None
         self._calls = LayerCalls(layers)
-        self._passes = Passes(self._open, self._step, self._calls.forward)
+        self._passes = Passes(
+            self._open,
+            functools.partial(compute_device, self._models),
+            config.min_bytes,
+            self._step,
+            self._calls.forward,
+        )
         self._hooks = ModuleHooks()
+        self._closing = contextlib.ExitStack()  # what is to be undone
         self._log: StepLog | None = None
         self._log_hooks = ModuleHooks()
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # sharded modules
@@ -149,12 +159,16 @@ class ActivationOffload:
         return self._steps.summary() if self._steps is not None else self._summary
 
     @contextlib.contextmanager
-    def layer_major_step(self) -> Iterator[EnginePasses]:
-        """A step whose passes the caller runs, unit by unit: what it is to tell of them."""
+    def layer_major_step(self, device: torch.device) -> Iterator[EnginePasses]:
+        """A step whose passes the caller runs, unit by unit: what it is to tell of them.
+
+        Args:
+            device: where the model computes.
+        """
         if self._is_closed:
             yield EnginePasses(None, hooks_tensors=True)
             return
-        with self._passes.whole_step() as steps:
+        with self._passes.whole_step(device) as steps:
             yield EnginePasses(
                 steps.engine,
                 hooks_tensors=True,
@@ -226,6 +240,7 @@ class ActivationOffload:
         if self._is_closed:
             return
         self._is_closed = True
+        self._closing.close()
         self._hooks.remove()
         try:
             self._passes.close()
@@ -283,11 +298,10 @@ class ActivationOffload:
 
     # -- Steps ----------------------------------------------------------------------------------
 
-    def _open(self) -> TrainingSteps:
-        first = next((p for model in self._models for p in model.parameters()), None)
-        device = open_device(torch.device("cpu") if first is None else first.device)
+    def _open(self, of_compute: torch.device) -> TrainingSteps:
         with speaking_of_settings():
-            self._steps = TrainingSteps(
+            device = open_device(of_compute)
+            self._steps = steps = TrainingSteps(
                 self._config,
                 device,
                 rank=rank(),
@@ -295,7 +309,9 @@ class ActivationOffload:
                 planned=lambda: self._planned(device.device),
                 run_directory=self._run_directory,
             )
-        weakref.finalize(self, self._steps.close)  # if nobody closes it, and nobody has it any more
+        hook = register_optimizer_step_pre_hook(_BeforeSteps(steps.engine))
+        self._closing.callback(hook.remove)
+        weakref.finalize(self, _close, steps, hook)  # if the script lets go of it without `close`
         self._calls.connect(self._passes, self._steps.engine, self._steps.profiler)
         return self._steps
 
@@ -328,6 +344,23 @@ class ActivationOffload:
         assert self._steps is not None
         for sentence in warnings_of(self._config, self._models, self._steps.engine):
             logger.warning("activation offload: %s", sentence)
+
+
+class _BeforeSteps:
+    """Tells an engine that an optimizer is about to change parameters."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        params = [one for group in optimizer.param_groups for one in group["params"]]
+        self._engine.keep_casts(params)
+
+
+def _close(steps: TrainingSteps, hook: torch.utils.hooks.RemovableHandle) -> None:
+    hook.remove()
+    steps.close()
 
 
 def _outermost(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
