@@ -35,7 +35,7 @@ from megatron.offload.integration.torch.parameters import (
 )
 from megatron.offload.integration.torch.passes import Passes
 from megatron.offload.integration.torch.ranks import local_world_size, planned_stage, rank
-from megatron.offload.integration.torch.report import report_of, warnings_of
+from megatron.offload.integration.torch.report import held_again, report_of, warnings_of
 from megatron.offload.integration.torch.step_log import StepLog
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.config import refusal
@@ -44,6 +44,8 @@ from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.pipeline_schedule import layer_major_position
 
 logger = logging.getLogger(__name__)
+
+_HOLDING_STEPS = 2  # so many in a row, and the next one will hold new tensors too
 
 # A model has one handle at a time: two would take each other's tensors.
 _handles: weakref.WeakSet[ActivationOffload] = weakref.WeakSet()
@@ -112,6 +114,8 @@ class ActivationOffload:
         self._log_hooks = ModuleHooks()
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # sharded modules
         self._num_steps = 0
+        self._has_warned_of_held = False
+        self._num_holding = 0  # the latest steps of which new storages have lived on
         self._summary = ""
         self._statistics: dict[str, int | float] = {}
         self._is_closed = not config.enabled
@@ -213,7 +217,15 @@ class ActivationOffload:
         """
         planner = self._steps.planner if self._steps is not None else None
         plan = planner.table if planner is not None else ""
-        return report_of(self._config, self._models, self.layers, self.engine, plan, self.summary())
+        return report_of(
+            self._config,
+            self._models,
+            self.layers,
+            self.engine,
+            plan,
+            self.summary(),
+            holds_again=self._num_holding >= _HOLDING_STEPS,
+        )
 
     def log_steps(self, path: Path, *, in_turns: bool = False) -> None:
         """Writes a line for each step from now on.
@@ -338,6 +350,16 @@ class ActivationOffload:
         self._num_steps += 1
         if self._num_steps == 1:
             self._warn()
+        else:
+            self._note_held(steps.engine)
+
+    def _note_held(self, engine: OffloadEngine) -> None:
+        """After a later step: the first one alone learns what lives on for good."""
+        holds = engine.statistics.long_lived_bytes >= max(self._config.min_bytes, 1)
+        self._num_holding = self._num_holding + 1 if holds else 0
+        if self._num_holding == _HOLDING_STEPS and not self._has_warned_of_held:
+            self._has_warned_of_held = True
+            logger.warning("activation offload: %s", held_again(engine))
 
     def _warn(self) -> None:
         """After the first step: what a user would not expect."""

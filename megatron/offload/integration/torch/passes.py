@@ -191,7 +191,8 @@ class Passes:
         try:
             if steps.profiler is not None:
                 enter(steps.profiler.forward(0, forward.number))
-            forward.save_order = enter(steps.engine.forward(Scope(micro_batch=forward.number)))
+            scope = Scope(micro_batch=forward.number, is_scheduled=False)
+            forward.save_order = enter(steps.engine.forward(scope))
             enter(self._around_forward())
             self._passes.append(forward)
             self._forward = forward

@@ -14,6 +14,8 @@ from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.history import LEFT_ALONE
 
+_MOST_LINES = 8  # about storages that live on
+
 
 def report_of(
     config: OffloadConfig,
@@ -22,6 +24,8 @@ def report_of(
     engine: OffloadEngine | None,
     plan: str,
     summary: str,
+    *,
+    holds_again: bool = False,
 ) -> str:
     """What was found in the models, where activations go and what stays, as lines of text."""
     lines = [f"activation offload of {' and '.join(type(model).__name__ for model in models)}"]
@@ -40,13 +44,32 @@ def report_of(
             for name, reason in LEFT_ALONE.items()
             if (num_bytes := getattr(engine.statistics, name))
         ]
-        lines += [f"  long-lived  {format_size(one.num_bytes)}: {one}" for one in engine.long_lived]
+        largest = sorted(engine.long_lived, key=lambda one: -one.num_bytes)
+        lines += [
+            f"  long-lived  {format_size(one.num_bytes)}: {one}" for one in largest[:_MOST_LINES]
+        ]
+        if rest := sum(one.num_bytes for one in largest[_MOST_LINES:]):
+            lines.append(f"  long-lived  {format_size(rest)} in others")
+        if holds_again:
+            lines.append(f"  warning     {held_again(engine)}")
         lines += [f"  warning     {one}" for one in warnings_of(config, models, engine)]
     if plan:
         lines.append(indent(plan, "  "))
     if summary:
         lines.append(summary)
     return "\n".join(lines)
+
+
+def held_again(engine: OffloadEngine) -> str:
+    """What to know where each step moves new tensors that outlive it."""
+    size = format_size(engine.statistics.long_lived_bytes)
+    largest = max(engine.long_lived, key=lambda one: one.num_bytes, default=None)
+    example = "" if largest is None else f" ({largest})"
+    return (
+        f"{size} of what each step moves stay in memory all the same{example}: something holds "
+        "these tensors until the backward pass has ended, most likely the model's output; keep "
+        "its loss alone, and set use_cache=False where a model returns its cache of keys and values"
+    )
 
 
 def warnings_of(
