@@ -13,6 +13,7 @@ import torch
 
 from megatron.offload import LayerMajor, offload_activations
 from tests.support.loops import gradients
+from tests.support.same_training import digest
 
 DEVICE = "lag"
 HIDDEN, TOKENS = 64, 128
@@ -156,3 +157,33 @@ def test_layer_major_steps_find_the_device_of_their_inputs(tmp_path: Path) -> No
     there, expected = run(lambda: Model().to(DEVICE))
     waiting, found = run(Model)
     assert waiting == there and found == expected > 0
+
+
+def test_adapters_train_on_a_base_that_accelerate_keeps_on_the_host(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    class Adapted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = torch.nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+            self.down = torch.nn.Linear(HIDDEN, 4, device=DEVICE)
+            self.up = torch.nn.Linear(4, HIDDEN, device=DEVICE)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.gelu(self.base(x) + self.up(self.down(x)))
+
+    def run(*, on_meta: bool) -> tuple[Any, int | float]:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(*(Adapted() for _ in range(3)))
+        if on_meta:
+            for layer in model:
+                accelerate.cpu_offload(layer.base, execution_device=DEVICE)
+        model.to(DEVICE) if not on_meta else None
+        assert ({p.device.type for p in model.parameters()} == {"meta", DEVICE}) is on_meta
+        with offload_activations(model, tmp_path, min_bytes=1) as handle:
+            model(noise(0).to(DEVICE)).square().mean().backward()
+            adapters = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+            return [digest(one) for one in adapters], handle.statistics["offloaded_bytes"]
+
+    there, waiting = run(on_meta=False), run(on_meta=True)
+    assert waiting == there and there[1] > 0
