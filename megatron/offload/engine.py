@@ -35,6 +35,7 @@ from megatron.offload.saved.cache import LongLived, TensorCache
 from megatron.offload.saved.observer import Observer
 from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.saved.scope import Scope
+from megatron.offload.saved.weight_casts import WeightCasts
 from megatron.offload.stats.memory_report import MemoryReport
 from megatron.offload.stats.memory_sampler import MemorySampler
 from megatron.offload.stats.statistics import StepStatistics
@@ -64,6 +65,7 @@ class OffloadEngine:
         rank: global rank, for error messages.
         hooks: `pack` and `unpack` for single tensors; layers and contexts use them.
         writer: the way out, `reader`: the way back, `dispatcher`: whose thread starts both.
+        other_devices: bytes that the last step saved on others than this engine's; they stay.
         cache: which saved tensors are the same bytes, and which never move.
         set_aside: takes what waits between two units of layers; None: that stays in memory.
         memory_report: what peaks are made of; None: nobody asked for it.
@@ -131,6 +133,8 @@ class OffloadEngine:
         )
         self.reader = Reader(device, self.dispatcher, self._inflight, step=step, rank=rank)
         self.cache = TensorCache(device.device)
+        self._casts = WeightCasts(device.device)
+        self.other_devices: dict[torch.device, int] = {}
         self.hooks = SavedTensorHooks(
             self.cache,
             self._policy,
@@ -138,6 +142,8 @@ class OffloadEngine:
             self.writer,
             self.reader,
             step,
+            min_bytes=config.min_bytes,
+            casts=self._casts,
             moves_foreign=device.is_host,
         )
         self._layers = LayerCapture(self.hooks, self.cache, self.writer, step)
@@ -185,6 +191,14 @@ class OffloadEngine:
         """These tensors' storages never move: parameters, buffers, flat gradient buffers."""
         self.cache.exclude(tensors)
 
+    def note_weights(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A step begins, with these parameters: copies of them in another type never move."""
+        self._casts.begin_step(tensors)
+
+    def keep_casts(self, changing: Iterable[torch.Tensor] | None = None) -> None:
+        """Parameters are about to change, see `WeightCasts.keep`."""
+        self._casts.keep(changing)
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around all forward and backward passes of a training step."""
@@ -206,12 +220,23 @@ class OffloadEngine:
             self.reader.end_prefetch()
             self.dispatcher.drain()
             self.statistics.long_lived_bytes = self.cache.end_step()
-            self.statistics.unsupported = self.cache.take_num_unsupported()
+            self._count_left()
             self._count_reserved()
             self.writer.end_step()
             self._traffic.end_step(self.statistics)
             if self.tracer is not None:
                 self.tracer.end_step()
+
+    def _count_left(self) -> None:
+        """What of the step's saved tensors cannot move."""
+        left, counted = self.cache.take_left_alone(), self.statistics
+        counted.unsupported, counted.unsupported_bytes = (
+            left.num_unsupported,
+            left.unsupported_bytes,
+        )
+        counted.held_bytes = left.held_bytes
+        counted.other_device_bytes = left.other_devices.total()
+        self.other_devices = dict(left.other_devices)
 
     def _count_reserved(self) -> None:
         """What the device's allocator holds, and how much of it the step could not use at once."""
@@ -237,6 +262,11 @@ class OffloadEngine:
     def place(self, scope: Scope, num_bytes: int) -> Placement:
         """Where a storage of that size goes that a layer, or a part of it, saves."""
         return self._policy.place(scope, num_bytes)
+
+    @property
+    def device(self) -> torch.device:
+        """Whose activations move."""
+        return self._device.device
 
     @property
     def divides_layers(self) -> bool:
@@ -324,6 +354,7 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Waits for transfers, ends the threads and gives memory and disk space back."""
+        self._casts.keep()  # graphs may outlive it, and weights change
         self.dispatcher.close()
         if self.tracer is not None:
             self.tracer.close()

@@ -36,6 +36,7 @@ ZERO_3 = {
     "stage3_max_reuse_distance": 0,
 }
 ON_THE_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+PARAMETERS_TOO = {"offload_param": {"device": "cpu", "pin_memory": False}}
 
 
 class DeepSpeedCheckpointed(torch.nn.Module):
@@ -65,6 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zero 3, checkpointed": {"zero": ZERO_3, "make_model": checkpointed_llama},
     "zero 3, bf16": {"zero": ZERO_3, "bf16": True},
     "zero 3, optimizer on the host": {"zero": {**ZERO_3, **ON_THE_HOST}},
+    "zero 3, parameters on the host": {"zero": {**ZERO_3, **ON_THE_HOST, **PARAMETERS_TOO}},
     "deepspeed's checkpointing": {"zero": {"stage": 1}, "make_model": DeepSpeedCheckpointed},
 }
 

@@ -103,10 +103,17 @@ def accumulating(model: Any, batch: Any) -> torch.Tensor:
     return model(**batch).loss
 
 
+def autocasting(model: Any, batch: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(**batch).loss
+
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SETTINGS: dict[str, dict[str, Any]] = {
     "ddp": {"wrap": ddp},
     "ddp, accumulating": {"wrap": ddp, "call": accumulating},
+    "ddp, autocast": {"wrap": ddp, "call": autocasting},
+    "fsdp2, autocast": {"wrap": fsdp2(), "call": autocasting},
     "fsdp2": {"wrap": fsdp2()},
     "fsdp2, not resharded": {"wrap": fsdp2(reshard_after_forward=False)},
     "fsdp2, bf16": {"wrap": fsdp2(mp_policy=BF16)},
@@ -157,6 +164,7 @@ def compared(name: str, folder: Path, setting: dict[str, Any]) -> dict[str, Any]
     return {
         "identical": every,
         "bytes": [[one["offloaded_bytes"] for one in run.statistics] for run in (after, before)],
+        "recast": after.statistics[-1]["recast_bytes"],
         "unsupported": after.statistics[-1]["unsupported"],
         "recomputed": after.statistics[-1]["recomputed_layers"],
         "left": after.left_bytes,

@@ -30,6 +30,7 @@ SETTINGS = [
     "zero 3, checkpointed",
     "zero 3, bf16",
     "zero 3, optimizer on the host",
+    "zero 3, parameters on the host",
     "deepspeed's checkpointing",
 ]
 RARE = {"zero 2", "zero 3, weights copied", "zero 3, checkpointed"}  # only where --slow is given

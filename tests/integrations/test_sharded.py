@@ -19,6 +19,8 @@ SCRIPT = Path(__file__).parent / "sharded.py"
 SETTINGS = [
     "ddp",
     "ddp, accumulating",
+    "ddp, autocast",
+    "fsdp2, autocast",
     "fsdp2",
     "fsdp2, not resharded",
     "fsdp2, bf16",
@@ -32,7 +34,7 @@ SETTINGS = [
     "tensor parallel",
 ]
 # What moves of the model is what moves of it without sharding.
-NOT_AS_ALONE = ("bf16", "checkpointed", "auto", "tensor parallel")
+NOT_AS_ALONE = ("autocast", "bf16", "checkpointed", "auto", "tensor parallel")
 AS_ALONE = [name for name in SETTINGS if not name.endswith(NOT_AS_ALONE)]
 
 
@@ -57,6 +59,11 @@ def test_every_bit_is_the_same_whatever_was_first_the_door_or_the_wrapper(
 def test_no_parameter_moves_in_any_step(setting: str, found: dict[str, Any]) -> None:
     alone = "alone, views of data" if "views" in setting else "alone"
     assert found[setting]["bytes"] == found[alone]["bytes"] * 2
+
+
+def test_casts_of_weights_that_stay_in_place_are_made_again(found: dict[str, Any]) -> None:
+    assert found["ddp, autocast"]["recast"] > 0 == found["ddp"]["recast"]
+    assert found["fsdp2, autocast"]["recast"] == 0  # gathered weights are gone meanwhile
 
 
 def test_a_plan_is_followed_under_fsdp(found: dict[str, Any]) -> None:

@@ -39,10 +39,15 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, hooks: SavedTensorHooks, batch: Batch) -> None:
         super().__init__(self._pack, hooks.unpack)
+        self._is_over = False
+        self._begin(hooks, batch)
+
+    def _begin(self, hooks: SavedTensorHooks, batch: Batch) -> None:
+        """In the thread of the forward pass."""
         self._hooks = hooks
         self._batch = batch
         self._node_number = -1  # of the operation that saved last
-        self._is_over = False
+        self._first_number = _next_number()
 
     def __exit__(self, *error: object) -> None:
         self._is_over = True
@@ -74,11 +79,16 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
             self._take_off()
             with PLAIN_TORCH():
                 return self._hooks.keep(tensor)
-        node_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        node_number = _next_number()
         if node_number != self._node_number:
             self._batch.submit_if_enough()
             self._node_number = node_number
-        return self._hooks.pack(tensor, self._batch)
+        return self._hooks.pack(tensor, self._batch, self._first_number)
+
+
+def _next_number() -> int:
+    """Of the operation that comes next in this thread, or is under way."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def others_take_what_is_saved() -> bool:

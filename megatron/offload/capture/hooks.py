@@ -19,6 +19,7 @@ from megatron.offload.saved.record import SavedStorage, Span
 from megatron.offload.saved.resident import ResidentTensor
 from megatron.offload.saved.tensor_kind import kind_of
 from megatron.offload.saved.view import SavedView
+from megatron.offload.saved.weight_casts import WeightCast, WeightCasts
 from megatron.offload.stats.step_context import StepContext
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.transfer.batch import Batch
@@ -31,7 +32,7 @@ PLAIN_TORCH = torch._C.DisableTorchFunction
 
 # What autograd keeps in place of a saved tensor. An inference tensor has no versions: it stands for
 # itself.
-Packed = SavedView | ResidentTensor | torch.Tensor
+Packed = SavedView | WeightCast | ResidentTensor | torch.Tensor
 
 
 # What is to move for a saved tensor, and where to: its storage, the span of it (None: all), the
@@ -49,6 +50,8 @@ class SavedTensorHooks:
         writer: takes new records away.
         reader: brings them back.
         step: where compute is.
+        min_bytes: of storages that are worth to move, for the counters.
+        casts: knows which saved tensors are made again instead; None: none is.
         moves_foreign: memory that is no block of torch's allocator moves too. On a device with
             memory of its own it must not: whoever made it gives it back, as a rule one buffer for
             several tensors (Transformer Engine's grouped FP8 ones), when the last of them dies.
@@ -63,8 +66,12 @@ class SavedTensorHooks:
         reader: Reader,
         step: StepContext,
         *,
+        min_bytes: int = 0,
+        casts: WeightCasts | None = None,
         moves_foreign: bool = True,
     ) -> None:
+        self._min_bytes = min_bytes
+        self._casts = casts
         self._cache = cache
         self._policy = policy
         self._tiers = tiers
@@ -79,15 +86,23 @@ class SavedTensorHooks:
 
     # -- Out --------------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor, batch: Batch | None = None) -> Packed:
+    def pack(
+        self, tensor: torch.Tensor, batch: Batch | None = None, since: int | None = None
+    ) -> Packed:
         """What autograd keeps instead of `tensor`: a view of a record, or it as it is.
 
         Args:
             tensor: that is saved.
             batch: gets what is to be written; None: it is submitted now.
+            since: see `WeightCasts.find`; None: the caller does not know.
         """
         with PLAIN_TORCH():
             storage = self._cache.movable(tensor)
+            if storage is not None and since is not None:
+                cast = self._find_cast(tensor, storage, since)
+                if cast is not None:
+                    self._step.statistics.recast_bytes += tensor.nbytes
+                    return cast
             move = None if storage is None else self.find_move(tensor, storage)
             if move is not None:
                 if batch is not None:
@@ -109,6 +124,15 @@ class SavedTensorHooks:
         """
         is_inference = storage is None and kind_of(tensor).is_inference  # what can move is none
         return tensor if is_inference else ResidentTensor(tensor, self._step.scope)
+
+    def _find_cast(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, since: int
+    ) -> WeightCast | None:
+        if self._casts is None or storage.nbytes() < self._min_bytes:
+            return None
+        if is_small_part(tensor, storage):  # it would be made as a whole for each part
+            return None
+        return self._casts.find(tensor, storage, since, self._step.scope)
 
     def find_move(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, *, whole: bool = False
@@ -132,7 +156,13 @@ class SavedTensorHooks:
             return storage, span, record, None
         num_bytes = storage.nbytes() if span is None else span.num_bytes
         tier = self._tiers.get(self._policy.place(self._step.scope, num_bytes))
-        return None if tier is None else (storage, span, None, tier)
+        if tier is None:
+            if num_bytes < self._min_bytes:
+                self._step.statistics.small_bytes += num_bytes
+            else:
+                self._step.statistics.kept_bytes += num_bytes
+            return None
+        return storage, span, None, tier
 
     def take(self, tensor: torch.Tensor, move: Move, batch: Batch) -> SavedView:
         """Carries out a move, and gives what autograd keeps instead of the tensor.
@@ -170,7 +200,7 @@ class SavedTensorHooks:
             if (sampler := self._step.sampler) is not None:
                 sampler.sample(at_once=False)
             with PLAIN_TORCH():
-                return packed.tensor() if isinstance(packed, ResidentTensor) else packed
+                return packed if isinstance(packed, torch.Tensor) else packed.tensor()
         with PLAIN_TORCH():
             tensor = packed.take_built()
             if tensor is None:

@@ -123,7 +123,9 @@ class TrainingSteps:
             stationary: tensors that never move. Asked for in each step: optimizers re-point
                 parameters into flat buffers of their own.
         """
+        stationary = list(stationary)
         self.engine.exclude(stationary)
+        self.engine.note_weights(stationary)
         try:
             measured = contextlib.nullcontext() if self.planner is None else self.planner.measure()
             traced = contextlib.nullcontext() if self._trace is None else self._trace.step()

@@ -21,8 +21,10 @@ whole.
 
 from __future__ import annotations
 
+import collections
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -46,6 +48,16 @@ class LongLived(NamedTuple):
         return f"{self.dtype} of shape {tuple(self.shape)}, first saved in {self.scope}"
 
 
+@dataclass
+class LeftAlone:
+    """Saved tensors that cannot move, by reason; each time that one is saved counts."""
+
+    num_unsupported: int = 0  # of the device, and more than their bytes
+    unsupported_bytes: int = 0
+    held_bytes: int = 0  # of storages that were found to outlive their step
+    other_devices: collections.Counter[torch.device] = field(default_factory=collections.Counter)
+
+
 class _Entry(NamedTuple):
     storage: StorageWeakRef  # that autograd saved, all of it
     record: SavedReference
@@ -59,10 +71,11 @@ class TensorCache:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._left = LeftAlone()
         self._entries: dict[tuple[int, Span | None], _Entry] = {}
         self._excluded: dict[int, StorageWeakRef] = {}
         self.long_lived: list[LongLived] = []  # learned so far
-        self._num_unsupported = 0  # saved tensors of the device that are more than their bytes
+        self._learned: set[int] = set()  # of the excluded ones, those that outlive their step
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors' storages never move: parameters, buffers, optimizer state, inputs."""
@@ -84,16 +97,27 @@ class TensorCache:
             or not (kind := kind_of(tensor)).is_all_bytes
             or kind.is_inference
         ):
-            if not isinstance(tensor, torch.nn.Parameter) and tensor.device == self._device:
-                self._num_unsupported += 1
+            if not isinstance(tensor, torch.nn.Parameter):
+                self._count_left(tensor)
             return None
         base = tensor._base
         if base is not None and isinstance(base, torch.nn.Parameter):
             return None
         storage = tensor.untyped_storage()
-        if storage.nbytes() == 0 or storage._cdata in self._excluded:
+        if storage.nbytes() == 0:
+            return None
+        if storage._cdata in self._excluded:
+            if storage._cdata in self._learned:
+                self._left.held_bytes += tensor.nbytes
             return None
         return storage
+
+    def _count_left(self, tensor: torch.Tensor) -> None:
+        if tensor.device == self._device:
+            self._left.num_unsupported += 1
+            self._left.unsupported_bytes += _bytes_of(tensor)
+        elif not tensor.is_meta and tensor.dim():  # a number costs nothing anywhere
+            self._left.other_devices[tensor.device] += _bytes_of(tensor)
 
     def movable_if_saved(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The same for a tensor that autograd holds already, to register hooks on.
@@ -106,7 +130,7 @@ class TensorCache:
         if storage is None or (tensor.dim() == 0 and storage.nbytes() == tensor.itemsize):
             return None
         if tensor.__dict__ and any(_OF_COMPILER not in name for name in tensor.__dict__):
-            self._num_unsupported += 1
+            self._count_left(tensor)
             return None
         return storage
 
@@ -178,10 +202,12 @@ class TensorCache:
                 storage = storage_if_alive(entry.storage)
                 if storage is not None:
                     self._excluded[cdata] = entry.storage
+                    self._learned.add(cdata)
                     learned_bytes += storage.nbytes()
                     self._note_long_lived(entry, storage.nbytes())
         for cdata in [c for c, weak in self._excluded.items() if weak.expired()]:
             del self._excluded[cdata]
+            self._learned.discard(cdata)
         return learned_bytes
 
     @property
@@ -194,10 +220,10 @@ class TensorCache:
         """Storages that never move, excluded or learned, and still alive at the last step's end."""
         return len(self._excluded)
 
-    def take_num_unsupported(self) -> int:
-        """Saved tensors that stayed because they are more than their bytes, since the last call."""
-        number, self._num_unsupported = self._num_unsupported, 0
-        return number
+    def take_left_alone(self) -> LeftAlone:
+        """What was saved since the last call and cannot move."""
+        left, self._left = self._left, LeftAlone()
+        return left
 
     def _note_long_lived(self, entry: _Entry, num_bytes: int) -> None:
         if len(self.long_lived) < _MOST_LONG_LIVED:
@@ -209,6 +235,15 @@ _OF_COMPILER = "_dynamo_"  # in the names of attributes that torch.compile sets 
 _MOST_LONG_LIVED = (
     100  # a list for people; a trainer that makes new ones each step must not grow it
 )
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor of any kind takes, about; 0 if it does not say."""
+    try:
+        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor what this rank has
+        return int(local.numel() * local.element_size())
+    except (AttributeError, RuntimeError):
+        return 0
 
 
 def span_of(tensor: torch.Tensor) -> Span:

@@ -40,7 +40,7 @@ def changed_in_place(
 ) -> ChangedInPlaceError:
     """The error for a tensor that was saved at another version than it has now."""
     return ChangedInPlaceError(
-        f"an activation of {scope} needed for gradient computation was modified by an in-place "
-        f"operation: {tensor.dtype} of shape {shape} is at version {tensor._version}; expected "
-        f"version {version}; make the operation out of place or clone its input"
+        f"an activation of {scope} needed for gradient computation has been modified by an "
+        f"inplace operation: {tensor.dtype} of shape {shape} is at version {tensor._version}; "
+        f"expected version {version}; make the operation out of place or clone its input"
     )

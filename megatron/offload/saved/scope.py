@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 _BEFORE_LAYERS = "before_layers"
@@ -18,14 +19,18 @@ class Scope:
     micro_batch: int = 0
     layer: str = ""  # e.g. `decoder.7`: block path and global 1-based layer number
     part: str = ""  # part of the layer, `attention` or `mlp`; empty: the layer is not divided
+    # Whether a schedule counts micro-batches; else they are forward passes of a step, for people.
+    is_scheduled: bool = dataclasses.field(default=True, compare=False)
 
     def of_layer(self, layer: str) -> Scope:
         """The same place, in another layer."""
-        return Scope(self.chunk, self.micro_batch, layer, self.part)
+        return dataclasses.replace(self, layer=layer)
 
     def __str__(self) -> str:
         layer = f" layer {self.layer}" if self.layer else ""
         part = f" {self.part}" if self.part else ""
+        if not self.is_scheduled:
+            return f"forward pass {self.micro_batch + 1}{layer}{part}"
         return f"chunk {self.chunk} micro-batch {self.micro_batch}{layer}{part}"
 
 

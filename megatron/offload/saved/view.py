@@ -41,7 +41,7 @@ class SavedView:
         self._version = tensor._version
         witness = saved.witness  # shares the version counter of all views, says the cache
         if witness is None or witness.dtype is not tensor.dtype:
-            witness = saved.witness = _witness_of(tensor)
+            witness = saved.witness = witness_of(tensor)
         self._witness = witness
         with saved._lock:
             saved.num_unused_views += 1
@@ -82,7 +82,7 @@ class SavedView:
         return tensor
 
 
-def _witness_of(tensor: torch.Tensor) -> torch.Tensor:
+def witness_of(tensor: torch.Tensor) -> torch.Tensor:
     """Shares the tensor's version counter and none of its memory.
 
     `detach` keeps the counter, assigning `data` keeps it too but swaps the storage.

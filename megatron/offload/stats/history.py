@@ -16,6 +16,16 @@ from megatron.offload.stats.statistics import StepStatistics
 # What memory does that only somebody else's code can give back, for people.
 FOREIGN = "PyTorch's allocator does not own"
 
+# Why saved bytes stay, by the name of their counter in `StepStatistics`, for people.
+LEFT_ALONE = {
+    "small_bytes": "in storages that are too small",
+    "kept_bytes": "in layers that the settings or a plan keep in memory",
+    "other_device_bytes": "on another device than the one whose activations move",
+    "unsupported_bytes": "in subclasses, sparse or nested tensors",
+    "held_bytes": "in storages that live on from step to step",
+    "foreign_bytes": f"in memory that {FOREIGN}",
+}
+
 _REMEMBERED_STEPS = 1000
 
 
@@ -49,6 +59,8 @@ class StepHistory:
         spared = f"{size('deduplicated_bytes')} more were duplicates"
         if self._median("bit_packed_bytes"):
             spared += f", {size('bit_packed_bytes')} spared by moving masks as bits"
+        if self._median("recast_bytes"):
+            spared += f", {size('recast_bytes')} of weights' casts are made again"
         rows = [("offloaded", f"{size('offloaded_bytes')} ({spared})")]
         if self._median("host_written_bytes"):
             rows += [
@@ -63,9 +75,9 @@ class StepHistory:
             ("forwarded", f"{size('forwarded_bytes')} (needed while in memory: no read)"),
             ("rejected", f"{size('rejected_bytes')} (no tier had room, or one failed: stayed)"),
         ]
-        if self._median("foreign_bytes"):
-            left = f"{size('foreign_bytes')} (in memory that {FOREIGN}: stayed)"
-            rows.append(("left alone", left))
+        for name, reason in LEFT_ALONE.items():
+            if self._median(name):
+                rows.append(("left alone", f"{size(name)} ({reason}: stayed)"))
         rows += [
             (
                 "stall",

@@ -17,6 +17,12 @@ class StepStatistics:
     bit_packed_bytes: int = 0  # of masks, of which one bit moves for each byte: not moved
     already_hooked: int = 0  # saved tensors left alone because somebody else has hooked them
     unsupported: int = 0  # saved tensors that are more than their bytes: subclasses, sparse, nested
+    unsupported_bytes: int = 0  # of those
+    small_bytes: int = 0  # saved in storages smaller than the settings say: they stay
+    kept_bytes: int = 0  # saved in layers that the settings or a plan keep in memory
+    other_device_bytes: int = 0  # saved on another device than the one whose activations move
+    held_bytes: int = 0  # saved in storages that were found to outlive the step: they stay
+    recast_bytes: int = 0  # copies of weights in another type: made again, not moved
     foreign_bytes: int = 0  # saved in memory that is no block of torch's allocator: it stays
     rejected_bytes: int = 0  # wanted by the policy, but the tiers were full or failed
     recomputed_layers: int = 0  # whose activations were dropped, over all micro-batches

@@ -57,6 +57,7 @@ class LayerCalls:
         self._most_calls: collections.Counter[torch.nn.Module] = collections.Counter()  # in any
         self._replaced: set[torch.nn.Module] = set()  # they may be recomputed in this pass
         self._layer: torch.nn.Module | None = None  # whose forward is under way
+        self._early: torch.nn.Module | None = None  # the same, before there is an engine
         self._recomputes = False  # whether it is to be recomputed
         self._has_warned = False  # of hooks that are around one
         self._timings: LayerTimings | None = None  # of it
@@ -80,7 +81,8 @@ class LayerCalls:
         if self._layer is not None:  # interrupted in an earlier pass: no hook has told us
             self._end(None)
         self._calls.clear()
-        self._enter(engine, name_after(""))
+        early, self._early = self._early, None  # the engine was opened within it
+        self._enter(engine, name_after("") if early is None else self._names[early])
         self._replaced = {
             layer
             for layer, name in self._names.items()
@@ -100,7 +102,10 @@ class LayerCalls:
     def begin(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A layer is called."""
         engine = self._engine
-        if engine is None or self._passes is None or not self._passes.is_in_forward:
+        if engine is None:
+            self._early = layer
+            return
+        if self._passes is None or not self._passes.is_in_forward:
             return
         if self._layer is not None:  # within itself
             return
@@ -124,6 +129,8 @@ class LayerCalls:
         """The call of a layer has ended, with its result or None."""
         if self._layer is layer:
             self._end(result)
+        elif self._early is layer:
+            self._early = None
 
     def _end(self, result: Any) -> None:
         assert self._engine is not None

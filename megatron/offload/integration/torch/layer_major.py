@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.process_groups import ProcessGroupConsensus
+from megatron.offload.integration.torch.compute_device import likely_device
 from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.offload import ActivationOffload
@@ -76,6 +77,7 @@ class LayerMajor:
         self._model = model
         self._offload = offload
         self._alternates = alternates
+        self._device = torch.device("cpu")  # of compute, since the first step
         self._schedule: LayerMajorSchedule | None = None  # opened by the first step
         self._consensus: ProcessGroupConsensus | None = None
         self._hooks: list[RemovableHandle] = []
@@ -103,16 +105,19 @@ class LayerMajor:
 
         sharded = ShardedUnits(self._model, self.units)
         self._consensus = sharded.consensus()
+        inputs = list(tensors_in(batches))
         if self._schedule is None:
-            self._schedule = self._open(sharded.device)
+            # What FSDP keeps on the host is computed with elsewhere.
+            self._device = sharded.device or likely_device((self._model,), inputs)
+            self._schedule = self._open()
             self._hook()
         with contextlib.ExitStack() as contexts:
             if self._offload is None:
                 own = EnginePasses(None, hooks_tensors=True)
             else:
-                own = contexts.enter_context(self._offload.layer_major_step())
+                own = contexts.enter_context(self._offload.layer_major_step(self._device))
                 if self._offload.engine is not None:
-                    self._offload.engine.exclude(tensors_in(batches))
+                    self._offload.engine.exclude(inputs)
             params = params_by_unit(self._model, self.units)
             own.around_backward = lambda unit, is_last: unit_backward(
                 params.get(unit, ()), is_last=is_last
@@ -127,18 +132,12 @@ class LayerMajor:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _open(self, device: torch.device | None) -> LayerMajorSchedule:
-        """The schedule, once it is certain where the model trains: FSDP's device, or the model's.
-
-        Parameters that FSDP keeps on the host are elsewhere than what is computed with them.
-        """
-        if device is None:
-            first = next(self._model.parameters(), None)
-            device = torch.device("cpu") if first is None else first.device
+    def _open(self) -> LayerMajorSchedule:
+        """The schedule, once it is certain where the model computes."""
         return LayerMajorSchedule(
             self.units,
-            device,
-            TorchGenerators(device),
+            self._device,
+            TorchGenerators(self._device),
             alternates=self._alternates,
             on_any_rank=self._on_any_rank,
         )

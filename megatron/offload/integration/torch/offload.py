@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import logging
 import weakref
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
@@ -23,6 +25,7 @@ from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.output_head import OutputHead
+from megatron.offload.integration.torch.compute_device import compute_device
 from megatron.offload.integration.torch.layer_calls import LayerCalls
 from megatron.offload.integration.torch.module_hooks import ModuleHooks
 from megatron.offload.integration.torch.parameters import (
@@ -32,7 +35,7 @@ from megatron.offload.integration.torch.parameters import (
 )
 from megatron.offload.integration.torch.passes import Passes
 from megatron.offload.integration.torch.ranks import local_world_size, planned_stage, rank
-from megatron.offload.integration.torch.report import report_of, warnings_of
+from megatron.offload.integration.torch.report import held_again, report_of, warnings_of
 from megatron.offload.integration.torch.step_log import StepLog
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.config import refusal
@@ -41,6 +44,8 @@ from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.pipeline_schedule import layer_major_position
 
 logger = logging.getLogger(__name__)
+
+_HOLDING_STEPS = 2  # so many in a row, and the next one will hold new tensors too
 
 # A model has one handle at a time: two would take each other's tensors.
 _handles: weakref.WeakSet[ActivationOffload] = weakref.WeakSet()
@@ -96,12 +101,21 @@ class ActivationOffload:
         self._run_directory = run_directory
         self._steps: TrainingSteps | None = None
         self._calls = LayerCalls(layers)
-        self._passes = Passes(self._open, self._step, self._calls.forward)
+        self._passes = Passes(
+            self._open,
+            functools.partial(compute_device, self._models),
+            config.min_bytes,
+            self._step,
+            self._calls.forward,
+        )
         self._hooks = ModuleHooks()
+        self._closing = contextlib.ExitStack()  # what is to be undone
         self._log: StepLog | None = None
         self._log_hooks = ModuleHooks()
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # sharded modules
         self._num_steps = 0
+        self._has_warned_of_held = False
+        self._num_holding = 0  # the latest steps of which new storages have lived on
         self._summary = ""
         self._statistics: dict[str, int | float] = {}
         self._is_closed = not config.enabled
@@ -149,12 +163,16 @@ class ActivationOffload:
         return self._steps.summary() if self._steps is not None else self._summary
 
     @contextlib.contextmanager
-    def layer_major_step(self) -> Iterator[EnginePasses]:
-        """A step whose passes the caller runs, unit by unit: what it is to tell of them."""
+    def layer_major_step(self, device: torch.device) -> Iterator[EnginePasses]:
+        """A step whose passes the caller runs, unit by unit: what it is to tell of them.
+
+        Args:
+            device: where the model computes.
+        """
         if self._is_closed:
             yield EnginePasses(None, hooks_tensors=True)
             return
-        with self._passes.whole_step() as steps:
+        with self._passes.whole_step(device) as steps:
             yield EnginePasses(
                 steps.engine,
                 hooks_tensors=True,
@@ -199,7 +217,15 @@ class ActivationOffload:
         """
         planner = self._steps.planner if self._steps is not None else None
         plan = planner.table if planner is not None else ""
-        return report_of(self._config, self._models, self.layers, self.engine, plan, self.summary())
+        return report_of(
+            self._config,
+            self._models,
+            self.layers,
+            self.engine,
+            plan,
+            self.summary(),
+            holds_again=self._num_holding >= _HOLDING_STEPS,
+        )
 
     def log_steps(self, path: Path, *, in_turns: bool = False) -> None:
         """Writes a line for each step from now on.
@@ -226,6 +252,7 @@ class ActivationOffload:
         if self._is_closed:
             return
         self._is_closed = True
+        self._closing.close()
         self._hooks.remove()
         try:
             self._passes.close()
@@ -283,11 +310,10 @@ class ActivationOffload:
 
     # -- Steps ----------------------------------------------------------------------------------
 
-    def _open(self) -> TrainingSteps:
-        first = next((p for model in self._models for p in model.parameters()), None)
-        device = open_device(torch.device("cpu") if first is None else first.device)
+    def _open(self, of_compute: torch.device) -> TrainingSteps:
         with speaking_of_settings():
-            self._steps = TrainingSteps(
+            device = open_device(of_compute)
+            self._steps = steps = TrainingSteps(
                 self._config,
                 device,
                 rank=rank(),
@@ -295,7 +321,9 @@ class ActivationOffload:
                 planned=lambda: self._planned(device.device),
                 run_directory=self._run_directory,
             )
-        weakref.finalize(self, self._steps.close)  # if nobody closes it, and nobody has it any more
+        hook = register_optimizer_step_pre_hook(_BeforeSteps(steps.engine))
+        self._closing.callback(hook.remove)
+        weakref.finalize(self, _close, steps, hook)  # if the script lets go of it without `close`
         self._calls.connect(self._passes, self._steps.engine, self._steps.profiler)
         return self._steps
 
@@ -322,12 +350,39 @@ class ActivationOffload:
         self._num_steps += 1
         if self._num_steps == 1:
             self._warn()
+        else:
+            self._note_held(steps.engine)
+
+    def _note_held(self, engine: OffloadEngine) -> None:
+        """After a later step: the first one alone learns what lives on for good."""
+        holds = engine.statistics.long_lived_bytes >= max(self._config.min_bytes, 1)
+        self._num_holding = self._num_holding + 1 if holds else 0
+        if self._num_holding == _HOLDING_STEPS and not self._has_warned_of_held:
+            self._has_warned_of_held = True
+            logger.warning("activation offload: %s", held_again(engine))
 
     def _warn(self) -> None:
         """After the first step: what a user would not expect."""
         assert self._steps is not None
         for sentence in warnings_of(self._config, self._models, self._steps.engine):
             logger.warning("activation offload: %s", sentence)
+
+
+class _BeforeSteps:
+    """Tells an engine that an optimizer is about to change parameters."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        params = [one for group in optimizer.param_groups for one in group["params"]]
+        self._engine.keep_casts(params)
+
+
+def _close(steps: TrainingSteps, hook: torch.utils.hooks.RemovableHandle) -> None:
+    hook.remove()
+    steps.close()
 
 
 def _outermost(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -21,7 +21,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -29,6 +29,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron.offload.capture.context import others_take_what_is_saved
+from megatron.offload.engine import OffloadEngine
+from megatron.offload.integration.torch.compute_device import FirstSaved
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.pausable_call import running_call
 from megatron.offload.saved.save_order import SaveOrder
@@ -57,6 +59,7 @@ class _ForwardPass:
         self.save_order = SaveOrder()
         self.has_had_backward = False
         self.listener: weakref.ref[_OutputHook] | None = None  # lives as long as the graph
+        self.first_saved: FirstSaved | None = None  # its hooks, if its device was not known
 
     @property
     def is_over(self) -> bool:
@@ -83,19 +86,25 @@ class Passes:
     """Tells an engine where in a training it is.
 
     Args:
-        open_steps: gives the steps, opened at the first pass: only then is it certain on which
-            device and among how many ranks the model trains.
+        open_steps: gives the steps, opened at the first pass: only then is it certain among how
+            many ranks the model trains. Gets the device.
+        find_device: of a pass with these inputs; None: what it saves first shows it.
+        min_bytes: of what can show it on a CPU.
         around_step: gives a context around each step, within which its passes are.
         around_forward: and one around each forward pass.
     """
 
     def __init__(
         self,
-        open_steps: Callable[[], TrainingSteps],
+        open_steps: Callable[[torch.device], TrainingSteps],
+        find_device: Callable[[Iterable[torch.Tensor]], torch.device | None],
+        min_bytes: int,
         around_step: Callable[[TrainingSteps], contextlib.AbstractContextManager[None]],
         around_forward: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._open_steps = open_steps
+        self._find_device = find_device
+        self._min_bytes = min_bytes
         self._around_step = around_step
         self._around_forward = around_forward
         self._steps: TrainingSteps | None = None
@@ -107,6 +116,7 @@ class Passes:
         self._graph_task = -1  # autograd's number of that backward
         self._has_warned = False  # of a transform
         self._has_warned_of_hooks = False
+        self._has_warned_of_capture = False
         self._stands_aside = False  # somebody else runs the passes of the step
 
     # -- Forward --------------------------------------------------------------------------------
@@ -129,24 +139,64 @@ class Passes:
             )
         if not can_hook() or _is_in_another():
             return
-        steps = self._steps = self._steps or self._open_steps()
+        if _is_captured():
+            self._warn_of_capture(module)
+            return
+        inputs = list(tensors_in((args, kwargs)))
+        if self._steps is None and (device := self._find_device(inputs)) is not None:
+            self._steps = self._open_steps(device)
         if others_take_what_is_saved():  # Note [Hooks of others]
             self._warn_of_hooks(module)
             return
-        self._go_on(steps)
+        if self._steps is None:
+            self._look(_ForwardPass(module, 0), inputs)
+            return
+        self._go_on(self._steps)
         forward = _ForwardPass(module, len(self._passes))
+        self._begin(forward, self._steps, inputs)
+        try:
+            forward.contexts.enter_context(self._steps.engine.saved_tensors_hooks())
+        except BaseException:
+            forward.has_had_backward = True
+            self._close(forward)
+            raise
+
+    def _look(self, forward: _ForwardPass, inputs: Sequence[torch.Tensor]) -> None:
+        """Opens the steps, and begins the first one, when the pass saves something."""
+
+        def open_on(device: torch.device) -> OffloadEngine:
+            hooks = forward.contexts.pop_all()
+            try:
+                steps = self._steps = self._open_steps(device)
+                self._go_on(steps)
+                self._begin(forward, steps, inputs)
+            except BaseException:
+                hooks.close()
+                raise
+            forward.contexts.push(hooks)  # they come off first
+            return steps.engine
+
+        self._forward = forward
+        _of_thread.forward = weakref.ref(forward)
+        forward.first_saved = FirstSaved(open_on, self._min_bytes)
+        forward.contexts.enter_context(forward.first_saved)
+
+    def _begin(
+        self, forward: _ForwardPass, steps: TrainingSteps, inputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Enters what is around a forward pass, but for its hooks."""
         # Held by whoever called, and in most cases until the next step.
-        steps.engine.exclude(tensors_in((args, kwargs)))
+        steps.engine.exclude(inputs)
         enter = forward.contexts.enter_context
         try:
             if steps.profiler is not None:
                 enter(steps.profiler.forward(0, forward.number))
-            forward.save_order = enter(steps.engine.forward(Scope(micro_batch=forward.number)))
+            scope = Scope(micro_batch=forward.number, is_scheduled=False)
+            forward.save_order = enter(steps.engine.forward(scope))
             enter(self._around_forward())
             self._passes.append(forward)
             self._forward = forward
             _of_thread.forward = weakref.ref(forward)
-            enter(steps.engine.saved_tensors_hooks())
         except BaseException:
             forward.has_had_backward = True
             self._close(forward)
@@ -163,6 +213,17 @@ class Passes:
             type(module).__name__,
         )
 
+    def _warn_of_capture(self, module: torch.nn.Module) -> None:
+        if self._has_warned_of_capture:
+            return
+        self._has_warned_of_capture = True
+        logger.warning(
+            "activation offload: %s is called while a CUDA graph is captured, which can hold no "
+            "transfers; what it saves there stays in memory; capture what is around the model's "
+            "layers, or train without graphs, to have it offloaded",
+            type(module).__name__,
+        )
+
     def end_forward(self, module: torch.nn.Module, result: Any) -> None:
         """The call of a hooked module has ended, with its result or None."""
         forward = self._forward
@@ -175,6 +236,8 @@ class Passes:
         if forward.depth:
             forward.depth -= 1
             return
+        if forward.first_saved is not None and result is not None:
+            forward.first_saved.end()
         self._close(forward)
         forward.has_had_backward = result is None  # it raised: whoever catches that may hold it
         hook = _OutputHook(self, forward)
@@ -252,9 +315,9 @@ class Passes:
     # -- Steps ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def whole_step(self) -> Iterator[TrainingSteps]:
+    def whole_step(self, device: torch.device) -> Iterator[TrainingSteps]:
         """A step whose passes somebody else tells the engine of, in threads of their own."""
-        steps = self._steps = self._steps or self._open_steps()
+        steps = self._steps = self._steps or self._open_steps(device)
         self._close_backward()
         self._end_step()
         self._decide(steps)
@@ -343,6 +406,11 @@ def can_hook() -> bool:
 
 def _in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _is_captured() -> bool:
+    """Whether a CUDA graph is captured: it would take our events along, and none of our copies."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _in_backward() -> bool:

@@ -12,7 +12,9 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.sizes import format_size
-from megatron.offload.stats.history import FOREIGN
+from megatron.offload.stats.history import LEFT_ALONE
+
+_MOST_LINES = 8  # about storages that live on
 
 
 def report_of(
@@ -22,6 +24,8 @@ def report_of(
     engine: OffloadEngine | None,
     plan: str,
     summary: str,
+    *,
+    holds_again: bool = False,
 ) -> str:
     """What was found in the models, where activations go and what stays, as lines of text."""
     lines = [f"activation offload of {' and '.join(type(model).__name__ for model in models)}"]
@@ -35,15 +39,19 @@ def report_of(
     )
     if engine is not None:
         lines.append(f"  tiers       {engine.where}")
-        counted = engine.statistics
-        if counted.unsupported:
-            lines.append(
-                f"  left alone  {counted.unsupported} saved tensors that are more than their bytes"
-            )
-        if counted.foreign_bytes:
-            size = format_size(counted.foreign_bytes)
-            lines.append(f"  left alone  {size} saved in memory that {FOREIGN}")
-        lines += [f"  long-lived  {format_size(one.num_bytes)}: {one}" for one in engine.long_lived]
+        lines += [
+            f"  left alone  {format_size(num_bytes)} saved {reason}"
+            for name, reason in LEFT_ALONE.items()
+            if (num_bytes := getattr(engine.statistics, name))
+        ]
+        largest = sorted(engine.long_lived, key=lambda one: -one.num_bytes)
+        lines += [
+            f"  long-lived  {format_size(one.num_bytes)}: {one}" for one in largest[:_MOST_LINES]
+        ]
+        if rest := sum(one.num_bytes for one in largest[_MOST_LINES:]):
+            lines.append(f"  long-lived  {format_size(rest)} in others")
+        if holds_again:
+            lines.append(f"  warning     {held_again(engine)}")
         lines += [f"  warning     {one}" for one in warnings_of(config, models, engine)]
     if plan:
         lines.append(indent(plan, "  "))
@@ -52,25 +60,27 @@ def report_of(
     return "\n".join(lines)
 
 
+def held_again(engine: OffloadEngine) -> str:
+    """What to know where each step moves new tensors that outlive it."""
+    size = format_size(engine.statistics.long_lived_bytes)
+    largest = max(engine.long_lived, key=lambda one: one.num_bytes, default=None)
+    example = "" if largest is None else f" ({largest})"
+    return (
+        f"{size} of what each step moves stay in memory all the same{example}: something holds "
+        "these tensors until the backward pass has ended, most likely the model's output; keep "
+        "its loss alone, and set use_cache=False where a model returns its cache of keys and values"
+    )
+
+
 def warnings_of(
     config: OffloadConfig, models: Sequence[torch.nn.Module], engine: OffloadEngine
 ) -> Iterator[str]:
     """Sentences about what a user would not expect of the last step."""
     counted = engine.statistics
     if not counted.offloaded_storages and not counted.recomputed_layers and not config.plans:
-        if counted.unsupported:
-            yield (
-                f"nothing was offloaded: {counted.unsupported} saved tensors are subclasses, "
-                "sparse or nested, and only plain tensors move (with tensor parallelism, use "
-                "local ones)"
-            )
-        elif counted.foreign_bytes:
-            yield f"nothing was offloaded: all that was saved lies in memory that {FOREIGN}"
-        else:
-            yield (
-                f"nothing was offloaded: no saved storage has {format_size(config.min_bytes)} or "
-                "more; lower min_bytes if memory matters at this size"
-            )
+        yield _why_nothing(config, engine)
+    elif counted.other_device_bytes:
+        yield f"{_on_other_devices(engine)}; move the model to one device to have it offloaded"
     for model in models:
         if _is_compiled_whole(model):
             yield (
@@ -78,10 +88,45 @@ def warnings_of(
                 "holds what comes back until its end; memory falls where layers are compiled one "
                 "by one: for layer in model.layers: layer.compile()"
             )
-    devices = {p.device for model in models for p in model.parameters()}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        yield f"the model is on several devices ({names}); activations of one of them move"
+
+
+def _why_nothing(config: OffloadConfig, engine: OffloadEngine) -> str:
+    """Why nothing was offloaded in the last step: the reason of most bytes, and what to do."""
+    counted, min_bytes = engine.statistics, format_size(config.min_bytes)
+    reasons = {name: getattr(counted, name) for name in LEFT_ALONE}
+    name = max(reasons, key=lambda one: int(reasons[one]))
+    size = format_size(reasons[name])
+    if not reasons[name]:
+        why = (
+            "the model saved nothing that could move (with parameters that are frozen, "
+            "checkpoints around all of it, or compiled as a whole, that may be right)"
+        )
+    elif name == "small_bytes":
+        why = (
+            f"no saved storage has {min_bytes} or more ({size} are in smaller ones); lower "
+            "min_bytes if memory matters at this size"
+        )
+    elif name == "kept_bytes":
+        why = f"{size} are saved in layers that the settings keep in memory; see offload_layers"
+    elif name == "other_device_bytes":
+        why = f"{_on_other_devices(engine)}; move the model to one device"
+    elif name == "unsupported_bytes":
+        why = (
+            f"{counted.unsupported} saved tensors ({size}) are subclasses, sparse or nested, and "
+            "only plain tensors move (with tensor parallelism, use local ones)"
+        )
+    elif name == "held_bytes":
+        why = f"{size} are saved {LEFT_ALONE[name]}: moving them would free nothing"
+    else:
+        why = f"all that was saved lies {LEFT_ALONE[name]} ({size})"
+    return f"nothing was offloaded: {why}"
+
+
+def _on_other_devices(engine: OffloadEngine) -> str:
+    others = engine.other_devices
+    names = ", ".join(sorted(map(str, others)))
+    size = format_size(sum(others.values()))
+    return f"{size} are saved on {names}, and only activations on {engine.device} move"
 
 
 def _is_compiled_whole(model: torch.nn.Module) -> bool:

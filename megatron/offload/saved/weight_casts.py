@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of weights in another type or on another device, which never move: `WeightCasts`.
+
+The hooks ask it for each saved tensor. Autograd then holds the weight itself, which is there in any
+case, and how to copy it once more. It never does I/O.
+
+Note [Casts of weights]
+Autocast gives an operation a copy of its weight, and autograd saves that. What is saved is known by
+its place in the graph: it is, or views, what a cast of a leaf has made. The cast is made again when
+backward asks, from an alias of the weight: bytes and version counter are those of the weight at the
+save, also where somebody gives the parameter other memory since. So the bits are the same if the
+weight has the bytes that it had when it was cast. It has them at the save if its version is that of
+the step's beginning and the cast was made since: in this forward pass, or in a thread that has
+saved it before (the cache of autocast is one for all threads).
+
+A weight that is changed while a graph holds a cast of it is an error for autograd if it is saved
+itself, but not if its cast is: the graph goes on with the cast of before. So before an optimizer
+changes weights, the casts of those that graphs still hold are made, and kept from then on. A change
+by anybody else raises. One through `data` shows nowhere, as everywhere in autograd.
+
+Left alone are casts of what has no gradient (nothing links them to the weight), of weights that
+somebody gathers and gives back meanwhile (FSDP, ZeRO 3), and those that a script makes itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.offload.errors import ChangedInPlaceError
+from megatron.offload.saved.autograd_graph import node_of
+from megatron.offload.saved.resident import changed_in_place
+from megatron.offload.saved.scope import Scope
+from megatron.offload.saved.tensor_kind import kind_of, without_graph
+from megatron.offload.saved.view import witness_of
+
+_CAST = "ToCopyBackward0"  # autograd's name of what `Tensor.to` does
+
+
+class _Weight(NamedTuple):
+    """A parameter as it was when the step began."""
+
+    parameter: weakref.ref[torch.nn.Parameter]
+    version: int
+    shape: torch.Size
+    storage: int  # its address; 0: the parameter waits on a tier, and its layer brings it
+
+
+class WeightCasts:
+    """Which saved tensors are casts of weights, and those that autograd holds.
+
+    Args:
+        device: where activations live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._weights: dict[int, _Weight] = {}  # by the address of the parameter
+        self._is_any_elsewhere = False  # on another device than activations
+        self._known: dict[int, StorageWeakRef] = {}  # casts of this step, by storage
+        self._held: weakref.WeakSet[WeightCast] = weakref.WeakSet()
+        # Forward passes and optimizers may run in threads of their own; held for an assignment.
+        self._lock = threading.Lock()
+
+    def begin_step(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A step begins: weights have the versions that they have now.
+
+        Args:
+            tensors: parameters among them.
+        """
+        self._weights = {}
+        self._known = {}
+        self._is_any_elsewhere = False
+        for one in tensors:
+            if type(one) is not torch.nn.Parameter or not one.requires_grad:
+                continue
+            kind = kind_of(one)
+            if not kind.is_all_bytes or kind.is_inference:
+                continue
+            storage = 0 if _is_away(one) else one.untyped_storage()._cdata
+            self._weights[id(one)] = _Weight(weakref.ref(one), one._version, one.shape, storage)
+            self._is_any_elsewhere |= one.device != self._device
+
+    def find(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, since: int, scope: Scope
+    ) -> WeightCast | None:
+        """What autograd keeps instead of a cast of a weight; None: the tensor is none.
+
+        Args:
+            tensor: that is saved.
+            storage: its storage, which can move.
+            since: number of the first operation in this thread since the step has begun.
+            scope: where it is saved.
+        """
+        if not self._weights:
+            return None
+        is_autocast = _is_within_autocast()
+        if not is_autocast and not self._is_any_elsewhere:
+            return None
+        cast = tensor if tensor._base is None else tensor._base
+        node: Any = node_of(cast)
+        if node is None or type(node).__name__ != _CAST:
+            return None
+        leaf: Any = getattr(node.next_functions[0][0], "variable", None)  # of its accumulator
+        weight = self._weights.get(id(leaf))
+        param = None if weight is None else weight.parameter()
+        if weight is None or param is None or leaf is not param:
+            return None
+        if cast.device == param.device and not (
+            is_autocast and cast.dtype is torch.get_autocast_dtype(self._device.type)
+        ):
+            return None
+        if cast._version or tensor.dtype is not cast.dtype or _is_away(param):
+            return None
+        if storage.nbytes() != cast.nbytes or cast.storage_offset():
+            return None
+        if param._version != weight.version or param.shape != weight.shape:
+            return None
+        if weight.storage and param.untyped_storage()._cdata != weight.storage:
+            return None
+        if storage._cdata not in self._known:  # no other storage can come to have this address
+            if node._sequence_nr() < since:
+                return None
+            self._known[storage._cdata] = StorageWeakRef(storage)
+        held = WeightCast(tensor, cast, param, scope)
+        with self._lock:
+            self._held.add(held)
+        return held
+
+    def keep(self, changing: Iterable[torch.Tensor] | None = None) -> None:
+        """Weights are about to change: makes the casts of them that graphs still hold.
+
+        Args:
+            changing: an optimizer's parameters; None, or none of the model's: any weight may change
+                (an optimizer of copies, from which weights are made).
+        """
+        addresses = {id(one) for one in changing or ()}
+        if addresses.isdisjoint(self._weights):
+            addresses.clear()
+        with self._lock:
+            held = list(self._held)
+        for one in held:
+            if not addresses or one.address in addresses:
+                one.keep()
+        if addresses:
+            for address in addresses:
+                self._weights.pop(address, None)
+        else:
+            self._weights = {}
+
+
+class WeightCast:
+    """What autograd holds in place of a saved cast of a weight.
+
+    Args:
+        tensor: that is saved.
+        cast: it, or what it is a view of; a copy of the parameter.
+        param: the weight.
+        scope: where it was saved.
+
+    Attributes:
+        address: of the parameter.
+    """
+
+    __slots__ = (
+        *("_alias", "_dtype", "_kept", "_param", "_place", "_refusal", "_scope", "_strides"),
+        *("_version", "_view", "_witness", "__weakref__", "address"),
+    )
+
+    def __init__(
+        self, tensor: torch.Tensor, cast: torch.Tensor, param: torch.nn.Parameter, scope: Scope
+    ) -> None:
+        self.address = id(param)
+        self._param = weakref.ref(param)
+        # The weight's bytes and versions, and none of its attributes.
+        self._alias: torch.Tensor | None = without_graph(param)
+        self._version = param._version
+        self._strides = cast.stride()
+        self._dtype, self._place = cast.dtype, cast.device
+        self._view = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self._witness = witness_of(tensor)
+        self._scope = scope
+        self._kept: torch.Tensor | None = None
+        self._refusal = ""  # why the cast cannot be made any more
+
+    def tensor(self) -> torch.Tensor:
+        """The saved tensor, bit for bit.
+
+        Raises:
+            ChangedInPlaceError: it, or the weight, was changed since.
+        """
+        if self._witness._version:
+            raise changed_in_place(self._witness, 0, tuple(self._view[0]), self._scope)
+        content = self._made() if self._kept is None else self._kept
+        tensor = self._witness.detach()
+        tensor.data = content.as_strided(*self._view)
+        return tensor
+
+    def keep(self) -> None:
+        """Makes the cast now, before the weight changes, and keeps it."""
+        if self._alias is None or self._refusal:
+            return
+        try:
+            self._kept = self._made()
+        except ChangedInPlaceError as error:  # backward may never ask for it
+            self._refusal = str(error)
+        self._alias = None
+
+    def _made(self) -> torch.Tensor:
+        alias, param = self._alias, self._param()
+        if self._refusal or alias is None:
+            raise ChangedInPlaceError(self._refusal)
+        found = ""
+        if alias._version != self._version:
+            found = f"has been modified by an inplace operation: it is at version {alias._version}"
+        elif (param is not None and _is_away(param)) or _has_less(alias):
+            found = "is not in memory"
+        if found:
+            raise ChangedInPlaceError(
+                f"a weight of shape {tuple(alias.shape)}, whose copy in {self._dtype} "
+                f"{self._scope} needs for gradient computation, {found}; expected version "
+                f"{self._version}, in memory; change weights after the backward pass, or in the "
+                "step of a torch.optim optimizer"
+            )
+        with torch.no_grad():
+            content = torch.empty_strided(
+                alias.shape, self._strides, dtype=self._dtype, device=self._place
+            )
+            return content.copy_(alias)
+
+
+def _is_within_autocast() -> bool:
+    """Whether this thread has entered it. While an operation is under way, torch says it is off."""
+    torch.autocast_increment_nesting()
+    return bool(torch.autocast_decrement_nesting() > 0)
+
+
+def _is_away(param: torch.Tensor) -> bool:
+    """Whether a parameter stands for bytes that are elsewhere: one value in place of all."""
+    return param.numel() > 1 and not any(param.stride())
+
+
+def _has_less(tensor: torch.Tensor) -> bool:
+    """Whether somebody has freed the memory behind a tensor."""
+    return bool(tensor.untyped_storage().nbytes() < tensor.nbytes)
