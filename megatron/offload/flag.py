@@ -14,13 +14,10 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from megatron.offload.errors import PREFIX, ConfigurationError
 from megatron.offload.sizes import KIB, format_size
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 def flag(

@@ -137,7 +137,4 @@ class _HiddenGradient:
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Adds a product of bf16 or fp16 matrices, computed in fp32, to `total` (CUDA)."""
-    if "dtype" in torch.ops.aten.mm.overloads():  # torch 2.8
-        total += torch.mm(left, right, out_dtype=torch.float32)
-    else:
-        total.addmm_(left.float(), right.float())
+    total += torch.mm(left, right, out_dtype=torch.float32)
