@@ -4,9 +4,10 @@
 #
 #   docker build -t megatron-offload --build-arg BASE=IMAGE .
 #
-# IMAGE is a PyTorch image from NVIDIA's catalogue, 25.09 or later, by its full name. The build ends with
-# the test suite on the CPU, so that an image that would not work is not made; with --build-arg TESTS=
-# it does not, with --build-arg TESTS=tests/unit it runs a part.
+# IMAGE is a PyTorch image from NVIDIA's catalogue, by its full name, whose PyTorch is 2.10 or newer; a
+# pre-release such as 2.10.0a0 is older than that, for pip too. The build ends with the test suite on the
+# CPU, so that an image that would not work is not made; with --build-arg TESTS= it does not, with
+# --build-arg TESTS=tests/unit it runs a part.
 #
 #   docker run --gpus all --rm -it --shm-size 16g --ulimit memlock=-1 --ulimit stack=67108864 \
 #       -v /nvme0/offload:/nvme -v /data/text:/data megatron-offload

@@ -5,6 +5,8 @@
 #   tests/run.sh                     everything
 #   tests/run.sh -k forwarding -x    some of the tests (lint and types still run)
 #   tests/run.sh --slow              also more layouts of what is tested anyway
+#   tests/run.sh --next              also a part of the tests with the PyTorch of tools/constraints-next.txt, in an
+#                                    environment of its own (6 GB); with CI=true in any case
 #   tests/run.sh --lag               only tests/behaviour and tests/autograd, on the test accelerator
 # All checks run even if one fails; the exit code is 0 only if all passed.
 set -euo pipefail
@@ -19,6 +21,12 @@ cd "$ROOT"
 # A device whose streams lag behind (tests/support/lag), instead of the CPU.
 if [[ "${1:-}" == --lag ]]; then
     exec "$PYTHON" -m pytest -p tests.support.lag.plugin tests/behaviour tests/autograd "${@:2}"
+fi
+
+has_next="${CI:-false}"
+if [[ "${1:-}" == --next ]]; then
+    has_next=true
+    shift
 fi
 
 failed=()
@@ -60,6 +68,14 @@ tests() {
     return $((status || others_status))
 }
 
+# The rooms that meet what differs between releases of PyTorch first, in one process.
+next_tests() {
+    local status=0
+    "$NEXT_PYTHON" -m pytest --durations=10 --ignore=tests/integrations --ignore=tests/lag --ignore=tests/megatron \
+        --ignore-glob='tests/autograd/test_[!c]*' "$@" || status=$?
+    return $((status == 5 ? 0 : status)) # 5: none of the selected tests is in these rooms
+}
+
 if ! "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
     echo "tests: no CUDA device here; tests marked gpu are skipped and say so"
 fi
@@ -88,6 +104,13 @@ else
 fi
 wait "$compiling" "$building" || true # the tests would say what is wrong
 check pytest tests "$@"
+if [[ "$has_next" == false ]]; then
+    printf '\ntests: nothing was run with %s, as CI=true and --next do\n' "$(grep '^torch==' tools/constraints-next.txt)"
+elif bootstrap_next; then
+    check next next_tests "$@"
+else
+    echo "tests: nothing was run with $(grep '^torch==' tools/constraints-next.txt), which is not installed"
+fi
 
 printf '\n'
 printf '%s\n' "${durations[@]}"

@@ -5,13 +5,17 @@
 #   source tools/bootstrap.sh; bootstrap   sets PYTHON to an interpreter with everything installed
 #   tools/bootstrap.sh                     the same, from the command line
 #   source tools/bootstrap.sh; bootstrap_frameworks   afterwards: transformers, DeepSpeed, Lightning too
+#   source tools/bootstrap.sh; bootstrap_next   sets NEXT_PYTHON: the same with a newer PyTorch, for tests
 # It creates .venv, installs the versions named in tools/constraints.txt and this package (editable),
 # and leaves a stamp. While the stamp fits, a start costs one checksum. Two starts at once: the second
 # waits for the first. An installation that was interrupted is thrown away and made again.
-#   PYTHON=...                   the Python to make .venv from (3.10 to 3.13)
+# .venv-next has the versions of tools/constraints-next.txt in place of those.
+#   PYTHON=...                   the Python to make .venv from (3.11 to 3.13)
 #   MEGATRON_OFFLOAD_PYTHON=...  use this interpreter as it is and install nothing (containers)
 
 OFFLOAD_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+_venv=.venv # or .venv-next
+_extras=dev
 
 _say() { printf 'bootstrap: %s\n' "$*" >&2; }
 
@@ -23,57 +27,69 @@ _fail() {
 # The versions wanted and the place: a moved checkout gets a new environment, its scripts name their path.
 _wanted_stamp() {
     local sum
-    sum="$(cd "$OFFLOAD_ROOT" && cat tools/constraints.txt pyproject.toml setup.py tools/bootstrap.sh | sha256sum)"
+    sum="$(cd "$OFFLOAD_ROOT" && cat tools/constraints*.txt pyproject.toml setup.py tools/bootstrap.sh | sha256sum)"
     printf '%s %s' "${sum%% *}" "$OFFLOAD_ROOT"
 }
 
 _is_ready() {
-    local venv="$OFFLOAD_ROOT/.venv"
+    local venv="$OFFLOAD_ROOT/$_venv"
     [[ -x "$venv/bin/python" && -r "$venv/.bootstrap-stamp" && ! -e "$venv/.bootstrap-incomplete" ]] || return 1
     [[ "$(<"$venv/.bootstrap-stamp")" == "$1" ]]
 }
 
 _fits() {
-    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
 }
 
 _find_python() {
     local candidate
     if [[ -n "${PYTHON:-}" ]]; then
-        _fits "$PYTHON" || _fail "PYTHON=$PYTHON is not a Python 3.10 to 3.13; set PYTHON to one that is"
+        _fits "$PYTHON" || _fail "PYTHON=$PYTHON is not a Python 3.11 to 3.13; set PYTHON to one that is"
         command -v "$PYTHON"
         return
     fi
-    for candidate in python3 python3.12 python3.11 python3.13 python3.10 python; do
+    for candidate in python3 python3.12 python3.11 python3.13 python; do
         if _fits "$candidate"; then
             command -v "$candidate"
             return
         fi
     done
-    _fail "no Python 3.10 to 3.13 found; install one (with its venv module) or set PYTHON to its path"
+    _fail "no Python 3.11 to 3.13 found; install one (with its venv module) or set PYTHON to its path"
 }
 
 # pip's lines about large downloads and about what it installed; the whole output is in the log.
 _pip() {
-    local venv="$OFFLOAD_ROOT/.venv" log="$OFFLOAD_ROOT/.venv/bootstrap.log"
+    local venv="$OFFLOAD_ROOT/$_venv" log="$OFFLOAD_ROOT/$_venv/bootstrap.log"
     if ! env -u PIP_USER -u PIP_TARGET -u PIP_PREFIX -u PIP_REQUIRE_VIRTUALENV \
         "$venv/bin/python" -m pip install --disable-pip-version-check --no-input \
-        --constraint "$OFFLOAD_ROOT/tools/constraints.txt" "$@" 2>&1 |
+        --constraint "$venv/constraints.txt" "$@" 2>&1 |
         tee -a "$log" | sed -n -u 's/^ *\(Downloading .*[MG]B)\).*/bootstrap:   \1/p' >&2; then
         grep -v '^WARNING' "$log" | tail -n 15 >&2 || true
         _fail "pip could not install the environment; the whole output is in $log"
     fi
 }
 
+# The pins; for .venv-next those of constraints-next.txt in place of the ones of the same names.
+_constraints() {
+    local next="$OFFLOAD_ROOT/tools/constraints-next.txt" names
+    if [[ "$_venv" == .venv ]]; then
+        cat "$OFFLOAD_ROOT/tools/constraints.txt"
+        return
+    fi
+    names="$(sed -n 's/^\([^#=]*\)==.*/\1/p' "$next" | paste -sd '|')"
+    grep -vE "^($names)==" "$OFFLOAD_ROOT/tools/constraints.txt"
+    cat "$next"
+}
+
 _install() {
-    local venv="$OFFLOAD_ROOT/.venv" wanted="$1" base started=$SECONDS
+    local venv="$OFFLOAD_ROOT/$_venv" wanted="$1" base started=$SECONDS
     if [[ -e "$venv/.bootstrap-incomplete" ]]; then
         _say "an earlier installation was interrupted; starting again"
         rm -rf "$venv"
     fi
     if ! _fits "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         base="$(_find_python)" || exit 2
-        _say "creating .venv with $("$base" --version 2>&1)"
+        _say "creating $_venv with $("$base" --version 2>&1)"
         "$base" -c 'import venv, ensurepip' 2>/dev/null ||
             _fail "$base has no venv module; install it (on Debian and Ubuntu: the package python3-venv)"
         mkdir -p "$venv"
@@ -82,10 +98,11 @@ _install() {
     fi
     : >"$venv/.bootstrap-incomplete"
     : >"$venv/bootstrap.log"
-    _say "installing PyTorch, megatron-core and tools at pinned versions (minutes the first time)"
+    _constraints >"$venv/constraints.txt"
+    _say "installing $(grep '^torch==' "$venv/constraints.txt"), megatron-core and tools at pinned versions into $_venv (minutes the first time)"
     # setuptools first and without build isolation: the build then uses the pinned version too.
     _pip setuptools
-    _pip --no-build-isolation --editable "${OFFLOAD_ROOT}[dev]"
+    _pip --no-build-isolation --editable "${OFFLOAD_ROOT}[$_extras]"
     printf '%s\n' "$wanted" >"$venv/.bootstrap-stamp"
     rm "$venv/.bootstrap-incomplete"
     _say "ready in $((SECONDS - started)) s: $("$venv/bin/python" -c '
@@ -137,6 +154,17 @@ bootstrap_frameworks() {
     fi
 }
 
+# After `bootstrap`: sets NEXT_PYTHON. False, with the reason, where that PyTorch cannot be installed.
+bootstrap_next() {
+    if [[ -n "${MEGATRON_OFFLOAD_PYTHON:-}" ]]; then
+        _say "MEGATRON_OFFLOAD_PYTHON is used as it is; .venv-next is not made beside it"
+        return 1
+    fi
+    bash "$OFFLOAD_ROOT/tools/bootstrap.sh" --install-next || return 1
+    # shellcheck disable=SC2034 # for the script that has sourced this
+    NEXT_PYTHON="$OFFLOAD_ROOT/.venv-next/bin/python"
+}
+
 # On a GPU: what is freed can be used again whatever its size, unless the caller has settings of their own.
 expandable_segments() {
     if [[ ! -v PYTORCH_CUDA_ALLOC_CONF && ! -v PYTORCH_ALLOC_CONF ]]; then
@@ -177,6 +205,12 @@ if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
     fi
     if [[ "${1:-}" == --install-frameworks ]]; then
         _install_frameworks
+        exit 0
+    fi
+    if [[ "${1:-}" == --install-next ]]; then
+        # As a user has it: without what checks the sources. Of the Python of .venv.
+        _venv=.venv-next _extras=test PYTHON="$OFFLOAD_ROOT/.venv/bin/python"
+        _is_ready "$(_wanted_stamp)" || _install_once
         exit 0
     fi
     bootstrap

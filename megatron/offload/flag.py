@@ -14,15 +14,12 @@ import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from megatron.offload.directories import resolved_directories
 from megatron.offload.errors import PREFIX, ConfigurationError
 from megatron.offload.sizes import KIB, format_size
 from megatron.offload.values import listed_paths, quoted
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 def flag(

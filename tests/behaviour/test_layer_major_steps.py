@@ -23,7 +23,6 @@ from megatron.offload import ConfigurationError, LayerMajor, offload_activations
 from tests.support.layer_major import (
     failing_at,
     one_by_one,
-    shows_saved_tensors_hooks,
     waiting_threads,
 )
 from tests.support.models import Block, settle
@@ -311,7 +310,6 @@ def test_autocast_around_a_step_holds_in_its_threads() -> None:
     Outcome(model, within(unit_by_unit(model))).assert_is(expected)
 
 
-@shows_saved_tensors_hooks
 def test_what_is_entered_around_a_step_meets_all_of_it() -> None:
     """Hooks of saved tensors, and modes of dispatch: here one that counts operations."""
     model = Language().eval()

@@ -258,14 +258,6 @@ def test_hooks_of_others_are_left_alone_and_said_once(tmp_path: Path, caplog: An
     assert "Net is called within hooks for saved tensors that are not ours" in said
 
 
-def test_where_torch_does_not_show_them_all_hooks_are_those_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-    for loop in (accumulates, checkpoints_the_model_and_more, changes_what_is_saved):
-        compared(loop, tmp_path)
-
-
 # -- Inside of the forward pass -------------------------------------------------------------------
 
 

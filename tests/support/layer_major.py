@@ -7,13 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 import torch
-
-shows_saved_tensors_hooks = pytest.mark.skipif(
-    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
-    reason="PyTorch shows hooks of saved tensors from 2.8 on",
-)
 
 
 def one_by_one(model: torch.nn.Module, batches: Iterable[torch.Tensor]) -> list[torch.Tensor]:

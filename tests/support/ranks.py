@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tests.support.processes import ROOT
 
+_PATIENCE_S = 280.0
 _NOTICE_S = 5.0  # that the other ranks get to notice that one has failed
 
 
@@ -40,7 +41,9 @@ def print_results(results: Any) -> None:
         print(json.dumps(everybodys))
 
 
-def run_ranks(script: Path, folder: Path, *arguments: str, num_ranks: int = 2) -> Any:
+def run_ranks(
+    script: Path, folder: Path, *arguments: str, num_ranks: int = 2, patience_s: float = _PATIENCE_S
+) -> Any:
     """Runs a script on each rank, and gives what the first one prints last.
 
     Args:
@@ -48,6 +51,7 @@ def run_ranks(script: Path, folder: Path, *arguments: str, num_ranks: int = 2) -
         folder: of its own, for what the processes write.
         arguments: of the script.
         num_ranks: processes, all on this machine.
+        patience_s: how long they may take.
     """
     logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
     shared = {
@@ -73,24 +77,29 @@ def run_ranks(script: Path, folder: Path, *arguments: str, num_ranks: int = 2) -
                 )
             )
     try:
-        _wait(processes)
+        _wait(processes, patience_s)
+        still_running = [rank for rank, one in enumerate(processes) if one.poll() is None]
     finally:
         for process in processes:
             process.kill()
             process.wait()
     codes = [process.returncode for process in processes]
     if any(codes):
-        failed = next(rank for rank, code in enumerate(codes) if code not in (0, -9))
-        tail = "\n".join(logs[failed].read_text(errors="replace").splitlines()[-40:])
-        raise AssertionError(f"ranks ended with {codes}; the end of rank {failed}:\n{tail}")
+        failed = [rank for rank, code in enumerate(codes) if code and rank not in still_running]
+        shown = (failed or still_running)[0]
+        what = f"ranks ended with {codes}"
+        if not failed:
+            what = f"ranks {still_running} had not ended after {patience_s:g} s and were killed"
+        tail = "\n".join(logs[shown].read_text(errors="replace").splitlines()[-40:])
+        raise AssertionError(f"{what}; the end of rank {shown}:\n{tail}")
     return json.loads(logs[0].read_text().splitlines()[-1])
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
+def _wait(processes: list[subprocess.Popen[bytes]], patience_s: float) -> None:
     """Until all have ended, one has failed, or too much time has passed."""
-    deadline_s = time.monotonic() + 280.0
-    while any(process.poll() is None for process in processes):
-        if any(process.returncode for process in processes):
+    deadline_s = time.monotonic() + patience_s
+    while None in (codes := [process.poll() for process in processes]):
+        if any(codes):
             deadline_s = min(deadline_s, time.monotonic() + _NOTICE_S)
         if time.monotonic() > deadline_s:
             return

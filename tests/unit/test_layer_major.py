@@ -28,7 +28,6 @@ from megatron.offload.layer_major.random_numbers import TorchGenerators, advance
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.saved.scope import Scope
-from tests.support.layer_major import shows_saved_tensors_hooks
 from tests.support.models import settle, ssd
 
 CPU = torch.device("cpu")
@@ -246,7 +245,6 @@ def test_modes_of_dispatch_hold_in_the_call() -> None:
     assert len(mode.names) == 2
 
 
-@shows_saved_tensors_hooks
 def test_hooks_of_saved_tensors_hold_in_the_call_below_its_own() -> None:
     weight = torch.ones(2, requires_grad=True)
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine
 from megatron.offload.capture.set_aside import SetAside
-from megatron.offload.errors import ChangedInPlaceError, ConfigurationError
+from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.saved.record import State
 from megatron.offload.saved.scope import Scope
 from megatron.offload.saved.view import SavedView
@@ -164,14 +164,6 @@ def test_a_gradient_that_is_needed_before_it_is_written_is_not(engine: OffloadEn
     assert waiting is not None
     aside(engine).read_ahead(waiting)
     assert aside(engine).take(waiting).data_ptr() == gradient.data_ptr()
-
-
-def test_a_pytorch_that_does_not_count_is_refused(
-    make_engine: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    with pytest.raises(ConfigurationError, match="counts the users of a storage"):
-        make_engine(boundary="ssd")
 
 
 def test_a_part_of_a_storage_stays(engine: OffloadEngine) -> None:

@@ -61,12 +61,8 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
     def _take_off(self) -> None:
         """Pops the hooks from the stack of this thread, and pushes again what is above them."""
         autograd: Any = torch._C._autograd
-        top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-        if top is None:  # before torch 2.8
-            super().__exit__()
-            return
         above = []
-        while (hooks := top(True)) is not None:
+        while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
             autograd._pop_saved_tensors_default_hooks()
             if hooks[0] is self.pack_hook:
                 break
@@ -92,24 +88,7 @@ def _next_number() -> int:
 
 
 def others_take_what_is_saved() -> bool:
-    """Whether this thread is within hooks of others; see Note [Hooks of others].
-
-    Before PyTorch 2.8, which does not show whose hooks these are, all hooks are others'.
-    """
+    """Whether this thread is within hooks of others; see Note [Hooks of others]."""
     autograd: Any = torch._C._autograd
-    top_hooks = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    if top_hooks is None:
-        return _are_there_hooks(autograd)
-    hooks = top_hooks(True)  # while tracing too
+    hooks = autograd._top_saved_tensors_default_hooks(True)  # while tracing too
     return hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), SavingContext)
-
-
-def _are_there_hooks(autograd: Any) -> bool:
-    """Whether this thread, where autograd takes hooks, is within any: then these cannot be off."""
-    try:
-        autograd._saved_tensors_hooks_disable("activation offload looks for hooks")
-    except RuntimeError:
-        return True
-    finally:
-        autograd._saved_tensors_hooks_enable()
-    return False

@@ -30,8 +30,6 @@ from megatron.offload.stats.step_context import StepContext
 from megatron.offload.transfer.batch import Batch
 from megatron.offload.transfer.writer import Writer
 
-_HAS_HOOKS = "hooks have already been set"  # autograd's words: somebody else has taken this tensor
-
 
 class LayerCapture:
     """Registers hooks on what layers saved, and has it written in one batch a layer.
@@ -136,12 +134,7 @@ class LayerCapture:
                 tensor.data = tensor.new_empty(()).expand(tensor.shape)
             return view
 
-        try:
-            saved.register_hooks(pack, self._hooks.unpack)
-        except RuntimeError as error:
-            if _HAS_HOOKS not in str(error):
-                raise
-            self._step.statistics.already_hooked += 1
+        saved.register_hooks(pack, self._hooks.unpack)
 
 
 def _wants_gradient(tensor: torch.Tensor) -> bool:

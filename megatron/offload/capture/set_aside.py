@@ -16,14 +16,12 @@ the memory nothing were gained by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.offload.capture.hooks import PLAIN_TORCH, SavedTensorHooks
-from megatron.offload.errors import ConfigurationError
 from megatron.offload.saved.cache import TensorCache
 from megatron.offload.saved.record import State
 from megatron.offload.saved.scope import Scope
@@ -53,9 +51,6 @@ class SetAside:
         hooks: bring back what nobody refers to meanwhile.
         reader: brings back what stays a tensor meanwhile.
         moves_foreign: as of `SavedTensorHooks`.
-
-    Raises:
-        ConfigurationError: this PyTorch does not say whether a tensor is alone with its storage.
     """
 
     def __init__(
@@ -76,9 +71,8 @@ class SetAside:
         self._hooks = hooks
         self._reader = reader
         self._moves_foreign = moves_foreign
-        self._num_users = _counter_of_users()
         alone = torch.empty(1)
-        self._num_of_one = self._num_users(alone.untyped_storage())
+        self._num_of_one = _num_users(alone.untyped_storage())
         self._empty: Any = WeakIdKeyDictionary()  # tensors
 
     # -- Away -----------------------------------------------------------------------------------
@@ -116,7 +110,7 @@ class SetAside:
         with PLAIN_TORCH():
             if tensor._base is not None or tensor in self._empty:
                 return None
-            if self._num_users(tensor.untyped_storage()) != self._num_of_one:
+            if _num_users(tensor.untyped_storage()) != self._num_of_one:
                 return None
             view = self.put(tensor, scope)
             if view is None:
@@ -175,12 +169,6 @@ class SetAside:
         return None if record.state is State.IN_MEMORY else view
 
 
-def _counter_of_users() -> Callable[[torch.UntypedStorage], int]:
+def _num_users(storage: torch.UntypedStorage) -> int:
     """How many tensors and others have a storage."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        raise ConfigurationError(
-            f"--activation-boundary needs a PyTorch that counts the users of a storage, which "
-            f"{torch.__version__} does not; use a newer one, or --activation-boundary keep"
-        )
-    return lambda storage: int(count(storage._cdata))
+    return int(torch._C._storage_Use_Count(storage._cdata))

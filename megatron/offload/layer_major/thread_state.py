@@ -16,8 +16,8 @@ class ThreadState:
     """What the thread that makes this has entered, as far as torch shows it.
 
     That is: a device's current stream, gradients on or off, autocast, modes (of functions, of
-    dispatch) and, from PyTorch 2.8 on, default hooks of saved tensors. Torch does not show
-    profilers, which hear of their own thread alone.
+    dispatch) and default hooks of saved tensors. Torch does not show profilers, which hear of their
+    own thread alone.
 
     Args:
         device: whose current stream counts.
@@ -84,6 +84,6 @@ class _Autocast:
 
 def _saved_tensors_hooks() -> tuple[Any, Any] | None:
     """Those that autograd calls: of all that are entered the last ones."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks: tuple[Any, Any] | None = None if top is None else top(False)  # not while tracing
+    autograd: Any = torch._C._autograd
+    hooks: tuple[Any, Any] | None = autograd._top_saved_tensors_default_hooks(False)  # not tracing
     return hooks

@@ -144,10 +144,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     num_rows = max(1, _PRODUCT_BYTES // (4 * total.shape[1]))
     blocks = (one.split(num_rows) for one in (total, left))
     for part, factor in zip(*blocks, strict=True):
-        if "dtype" in torch.ops.aten.mm.overloads():  # torch 2.8
-            part += torch.mm(factor, right, out_dtype=torch.float32)
-        else:
-            part.addmm_(factor.float(), right.float())
+        part += torch.mm(factor, right, out_dtype=torch.float32)
 
 
 _PRODUCT_BYTES = 256 << 20  # of a block, in fp32; large enough for a GPU to compute at its rate

@@ -13,8 +13,7 @@ kept, and do not nest with anybody else's.
 Note [Saved tensors that have hooks]
 To look at one is to call its unpack hook: a checkpoint would be recomputed, what an earlier capture
 took would be read back. Such a tensor is told without its content. Nodes of `autograd.Function`,
-and those with lists, show all that they saved or nothing, so one hook hides the others. Old
-versions of torch (2.6) do not tell which have hooks; there all are looked at.
+and those with lists, show all that they saved or nothing, so one hook hides the others.
 
 Note [Leaves]
 A saved leaf that requires a gradient is held by its gradient's accumulator as well, which hooks do
@@ -34,7 +33,6 @@ _RAW, _SAVED = "_raw_saved_", "_saved_"
 _Attributes = list[tuple[str, str]]  # with the `SavedTensor`s, and with their tensors
 _OF_FUNCTION = [("_raw_saved_tensors", "saved_tensors")]  # of torch.autograd.Function
 _LIST_TYPES = (tuple, list)
-_HOOK = "unpack_hook"  # of a `SavedTensor`
 _attributes_of_node_type: dict[type, _Attributes] = {}  # torch's own types
 
 
@@ -103,7 +101,7 @@ def _saved_by(node: Any, attributes: _Attributes) -> list[tuple[Any, torch.Tenso
         except RuntimeError:  # another backward pass has freed it
             continue
         raws = raw if isinstance(raw, _LIST_TYPES) else (raw,)
-        hooked = [one for one in raws if getattr(one, _HOOK, None) is not None]
+        hooked = [one for one in raws if getattr(one, "unpack_hook", None) is not None]
         if hooked:
             found.extend((one, None) for one in hooked)
             continue

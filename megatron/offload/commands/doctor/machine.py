@@ -27,8 +27,8 @@ from megatron.offload.device.cuda_allocator import EXPANDABLE_ENVIRONMENT, keeps
 from megatron.offload.device.memory_limit import PHYSICAL, MemoryLimit
 from megatron.offload.sizes import GIB, format_size
 
-_MIN_PYTHON = (3, 10)
-_MIN_TORCH = (2, 6)
+_MIN_PYTHON = (3, 11)
+_MIN_TORCH = (2, 10)  # SavedTensor.unpack_hook, GradientEdge.ownership_token
 # Names start a distribution's name: the rest is the CUDA version that it is built for.
 _OPTIONAL = (
     ("transformer-engine", "fused layers and FP8 on NVIDIA GPUs"),

@@ -156,7 +156,7 @@ class LayerCalls:
             logger.warning(
                 "activation offload: %s is to be recomputed, and the model calls it within hooks "
                 "for saved tensors that are not ours (a torch.utils.checkpoint of its own, or "
-                "others; before PyTorch 2.8 ours cannot be told from them); it is left to them",
+                "others); it is left to them",
                 name,
             )
         return True

@@ -47,7 +47,7 @@ def fsdp2_state(module: torch.nn.Module) -> Any:
 def parameter_groups(state: Any) -> list[Any]:
     """The groups of parameters that FSDP2 gathers together, of what `fsdp2_state` gave."""
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.9 and older have one group
+    if groups is None:  # torch 2.10 has one group
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
     return list(groups)
 

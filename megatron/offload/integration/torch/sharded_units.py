@@ -169,7 +169,7 @@ class ShardedUnits:
     def _abandon(self) -> None:
         """Leaves no trace of a step that has failed, but for gradients that are reduced already."""
         for root in self._roots:
-            if hasattr(root, "_reset_iter_state"):  # older versions of torch have none
+            if hasattr(root, "_reset_iter_state"):  # torch 2.10 has none
                 root._reset_iter_state()
         for parameter in (p for one in self._sharded for g in one.groups for p in g.fsdp_params):
             parameter.unsharded_accumulated_grad = None

@@ -3,15 +3,12 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstring>
 
 #include "tensors.h"
-
-#if LAG_TORCH(9)
-#include <c10/core/CachingDeviceAllocator.h>
-#endif
 
 namespace lag {
 
@@ -111,13 +108,7 @@ void free_on_device(void* address) {
   if (address) memory(device_of(address)).free(address);
 }
 
-#if LAG_TORCH(9)
-using AllocatorBase = c10::DeviceAllocator;
-#else
-using AllocatorBase = c10::Allocator;
-#endif
-
-struct DeviceAllocator final : AllocatorBase {
+struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t num_bytes) override {
     int index = current_device();
     void* address = memory(index).allocate(num_bytes, current_stream(index));
@@ -130,7 +121,6 @@ struct DeviceAllocator final : AllocatorBase {
     char *target = backing(to), *source = backing(from);
     current_stream(-1).launch(Kind::kernel, [=] { std::memcpy(target, source, num_bytes); });
   }
-#if LAG_TORCH(9)
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {
     for (int n = 0; n < device_count(); ++n) memory(n).empty_cache();
@@ -154,7 +144,6 @@ struct DeviceAllocator final : AllocatorBase {
     auto use = memory(index).use();
     return {use.total - use.reserved.current, use.total};
   }
-#endif
 };
 DeviceAllocator g_device_allocator;
 REGISTER_ALLOCATOR(kLag, &g_device_allocator)
