@@ -97,10 +97,12 @@ class RandomNumbers:
         """A step begins."""
         self._others_before = self.others.states()
 
-    def draws_others(self) -> bool:
-        """Whether the step has drawn numbers that are not counted, which is said once."""
+    def check_others(self) -> bool:
+        """Whether the step has drawn none that are not counted. If it has, the next one counts
+        again, which is said once."""
         if self.others.states() == self._others_before:
-            return False
+            return True
+        self._drawn = []
         if not self._has_said:
             self._has_said = True
             logger.warning(
@@ -109,7 +111,7 @@ class RandomNumbers:
                 "one micro-batch after the other",
                 STEPS_PREFIX,
             )
-        return True
+        return False
 
     def count(
         self, begins: Sequence[dict[str, torch.Tensor]], ends: Sequence[dict[str, torch.Tensor]]
@@ -121,7 +123,7 @@ class RandomNumbers:
             ends: and after it.
         """
         self._drawn = []
-        if self.draws_others():
+        if not self.check_others():
             return
         for begin, end in zip(begins, ends, strict=True):
             drawn = {name: num_drawn(one, end[name]) for name, one in begin.items()}

@@ -231,8 +231,7 @@ class LayerMajorSchedule:
         self, batches: Sequence[_MicroBatch[Any]], starts: Sequence[dict[str, torch.Tensor]]
     ) -> None:
         """Whether each micro-batch has begun where the one before has ended."""
-        if self._random.draws_others():
-            self._random.forget()
+        self._random.check_others()
         for before, start in zip(batches, starts[1:], strict=False):
             if any(not torch.equal(before.random[name], one) for name, one in start.items()):
                 self._random.forget()
