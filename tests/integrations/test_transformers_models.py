@@ -39,7 +39,6 @@ def gpt2() -> torch.nn.Module:
             n_head=4,
             n_positions=TOKENS,
             vocab_size=WORDS,
-            use_cache=False,
         )
     )
 
@@ -56,7 +55,6 @@ def mixtral() -> torch.nn.Module:
             num_local_experts=4,
             vocab_size=WORDS,
             output_router_logits=True,
-            use_cache=False,
         )
     )
 
@@ -72,7 +70,6 @@ def t5() -> torch.nn.Module:
             num_heads=4,
             vocab_size=WORDS,
             decoder_start_token_id=0,
-            use_cache=False,
         )
     )
 
@@ -127,7 +124,6 @@ def whisper() -> torch.nn.Module:
             decoder_start_token_id=1,
             suppress_tokens=None,
             begin_suppress_tokens=None,
-            use_cache=False,
         )
     )
 

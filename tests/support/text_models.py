@@ -21,7 +21,6 @@ def llama(**changes: Any) -> torch.nn.Module:
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "vocab_size": WORDS,
-        "use_cache": False,
         **changes,
     }
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))

@@ -12,6 +12,9 @@ Each layer that takes the tensor has an entry of its own, so that gradients add 
 which they come, as autograd's own do: with one layer in each later unit that takes it once, or with
 one consumer in all as of hidden states, they are the same bits.
 
+A list or a dict among the arguments stays the caller's: what a layer writes there is for all.
+Entries are put into it, and taken out again before the next layer, which gets its own.
+
 What a layer does not take as an argument (a sum of all layers' outputs, say) is not cut. Backward
 would run on into an earlier unit, with a part of its gradient: that is found before, and an error.
 """
@@ -24,7 +27,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.layer_major.config import refusal
@@ -99,6 +102,8 @@ class GraphCuts:
         self._begins: list[int] = []  # autograd's number of the first node of each part
         self._crossings: list[dict[Any, Crossing]] = []  # of tensors made in each, by their edges
         self._entered_in: list[list[Crossing]] = []  # what layers of each have taken
+        # Entries in lists and dicts of the caller: where, which, and what was there.
+        self._put_into: list[tuple[Any, Any, torch.Tensor, Any]] = []
 
     def begin(self) -> None:
         """The next unit begins."""
@@ -111,12 +116,37 @@ class GraphCuts:
         """A layer's arguments, with entries in place of what earlier units have made."""
         entered: dict[int, torch.Tensor] = {}  # by the tensor's address: one that is given twice
 
-        def enter(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in entered:
-                entered[id(tensor)] = self._entered(tensor)
-            return entered[id(tensor)]
+        def enter(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                if id(value) not in entered:
+                    entered[id(value)] = self._entered(value)
+                return entered[id(value)]
+            if isinstance(value, list | dict):
+                for key, one in list(
+                    value.items() if isinstance(value, dict) else enumerate(value)
+                ):
+                    if (made := enter(one)) is not one:
+                        value[key] = made
+                        self._put_into.append((value, key, made, one))
+                return value
+            if isinstance(value, tuple):
+                return _like(value, [enter(one) for one in value])
+            leaves, spec = tree_flatten(value)
+            made = [enter(one) if one is not value else one for one in leaves]
+            return value if _are_same(made, leaves) else tree_unflatten(made, spec)
 
-        return tree_map_only(torch.Tensor, enter, values)
+        return enter(values)
+
+    def leave(self) -> None:
+        """Another layer comes next: lists and dicts have in them what was put there."""
+        put_into, self._put_into = self._put_into, []
+        for container, key, entry, before in reversed(put_into):
+            if isinstance(container, list):
+                places = [i for i, one in enumerate(container) if one is entry]
+            else:
+                places = [key] if container.get(key) is entry else []
+            for place in places:
+                container[place] = before
 
     def _entered(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.grad_fn is None or tensor.grad_fn._sequence_nr() >= self._begins[-1]:
@@ -174,6 +204,17 @@ class GraphCuts:
                     "before the step) is used in it beside its layers' inputs, which a layer-major "
                     "step cannot follow; run this model micro-batch by micro-batch"
                 )
+
+
+def _like(value: Any, parts: list[Any]) -> Any:
+    """A tuple with these parts; the same one if they are its own."""
+    if _are_same(parts, value):
+        return value
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return all(mine is theirs for mine, theirs in zip(one, other, strict=True))
 
 
 def _reached(nodes: Sequence[Node]) -> Iterator[Node]:

@@ -8,6 +8,8 @@ draws is counted in a step that runs one after the other, and from then on a mic
 many numbers after the one before. When that one has ended its generators must stand where the next
 has begun: if they do not, the step has used other numbers than a step in the usual order would
 have, which is said, and the next step counts again.
+Numbers that are not torch's (of Python's `random`, of numpy, of generators of the model's own) are
+not counted. Where micro-batches draw any, steps run one micro-batch after the other.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.offload.errors import STEPS_PREFIX
+from megatron.offload.layer_major.other_numbers import OtherNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +71,14 @@ class RandomNumbers:
 
     Args:
         generators: that it draws from.
+        others: that it may draw from, and that nothing counts.
     """
 
-    def __init__(self, generators: Generators) -> None:
+    def __init__(self, generators: Generators, others: OtherNumbers | None = None) -> None:
         self.generators = generators
+        self.others = others or OtherNumbers()
+        self._others_before = self.others.states()
+        self._has_said = False  # that others are drawn from
         self._drawn: list[dict[str, int]] = []  # by micro-batch
         self._has_warned = False
 
@@ -86,6 +93,26 @@ class RandomNumbers:
             states.append({name: advanced(one, drawn[name]) for name, one in states[-1].items()})
         return states
 
+    def begin(self) -> None:
+        """A step begins."""
+        self._others_before = self.others.states()
+
+    def check_others(self) -> bool:
+        """Whether the step has drawn none that are not counted. If it has, the next one counts
+        again, which is said once."""
+        if self.others.states() == self._others_before:
+            return True
+        self._drawn = []
+        if not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "%smicro-batches draw random numbers that are not torch's (of Python's random, of "
+                "numpy, or of a generator of the model's own), which are not counted; steps run "
+                "one micro-batch after the other",
+                STEPS_PREFIX,
+            )
+        return False
+
     def count(
         self, begins: Sequence[dict[str, torch.Tensor]], ends: Sequence[dict[str, torch.Tensor]]
     ) -> None:
@@ -96,6 +123,8 @@ class RandomNumbers:
             ends: and after it.
         """
         self._drawn = []
+        if not self.check_others():
+            return
         for begin, end in zip(begins, ends, strict=True):
             drawn = {name: num_drawn(one, end[name]) for name, one in begin.items()}
             if any(one is None for one in drawn.values()):

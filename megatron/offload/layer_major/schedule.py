@@ -37,6 +37,7 @@ from megatron.offload.layer_major.boundary import AHEAD, Boundary, HiddenStates
 from megatron.offload.layer_major.config import refusal
 from megatron.offload.layer_major.graph_cuts import GraphCuts
 from megatron.offload.layer_major.order import micro_batch_order
+from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.layer_major.pausable_call import PausableCall, running_call
 from megatron.offload.layer_major.random_numbers import Generators, RandomNumbers
 from megatron.offload.saved.scope import Scope
@@ -83,6 +84,7 @@ class LayerMajorSchedule:
         units: of the layers, counted from 0 in the order in which they run.
         device: of the model.
         generators: that the model draws random numbers from.
+        others: random numbers of the model that nothing counts.
         alternates: every second unit takes the micro-batches backwards; other sums, see the Note.
         on_any_rank: whether something is so on one of the ranks that must run passes in the same
             order, because they meet in collectives within them.
@@ -94,13 +96,14 @@ class LayerMajorSchedule:
         device: torch.device,
         generators: Generators,
         *,
+        others: OtherNumbers | None = None,
         alternates: bool = False,
         on_any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         self.num_units = max(units.values()) + 1
         self._units = units
         self._device = device
-        self._random = RandomNumbers(generators)
+        self._random = RandomNumbers(generators, others)
         self._alternates = alternates
         self._on_any_rank = on_any_rank
         self._has_warned = False
@@ -125,7 +128,10 @@ class LayerMajorSchedule:
         """
         counts = self._on_any_rank(not self._random.knows(len(forwards)))
         starts = None if counts else self._random.starts()
-        batches = [_MicroBatch(n, f, passes, self._device) for n, f in enumerate(forwards)]
+        self._random.begin()
+        batches = [
+            _MicroBatch(n, f, passes, self._device, self.num_units) for n, f in enumerate(forwards)
+        ]
         try:
             results = self._run_forwards(batches, starts, backward)
             for turn, unit in enumerate(reversed(range(self.num_units - 1)), self.num_units):
@@ -146,8 +152,13 @@ class LayerMajorSchedule:
         """
         unit, call = self._units.get(layer), running_call()
         batch = self._under_way.get(id(call))
-        if unit is None or batch is None or not torch.is_grad_enabled():
+        if unit is None or batch is None:
             return arguments
+        if not torch.is_grad_enabled():
+            batch.hides_layers = True
+            return arguments
+        batch.has_layers = True
+        batch.cuts.leave()
         if unit != batch.unit:
             batch.pause_before(unit, arguments)
         batch.hidden.check(arguments)
@@ -212,14 +223,15 @@ class LayerMajorSchedule:
         if has_ended != (unit == self.num_units - 1):
             raise refusal(
                 f"the forward pass of micro-batch {batch.number} ended in unit {batch.unit + 1} of "
-                f"{self.num_units}: a layer-major step needs models that run all their layers, "
-                "with gradients, and checkpoints with use_reentrant=False"
+                f"{self.num_units}: a layer-major step needs models that run their layers with "
+                "gradients, and checkpoints with use_reentrant=False"
             )
 
     def _check_random(
         self, batches: Sequence[_MicroBatch[Any]], starts: Sequence[dict[str, torch.Tensor]]
     ) -> None:
         """Whether each micro-batch has begun where the one before has ended."""
+        self._random.check_others()
         for before, start in zip(batches, starts[1:], strict=False):
             if any(not torch.equal(before.random[name], one) for name, one in start.items()):
                 self._random.forget()
@@ -267,10 +279,18 @@ class _MicroBatch(Generic[T]):
     """A micro-batch on its way through the units."""
 
     def __init__(
-        self, number: int, forward: Callable[[], T], passes: Passes, device: torch.device
+        self,
+        number: int,
+        forward: Callable[[], T],
+        passes: Passes,
+        device: torch.device,
+        num_units: int,
     ) -> None:
         self.number = number
         self.unit = 0
+        self.has_layers = False  # one has run, with gradients
+        self.hides_layers = False  # one has run without
+        self._last = num_units - 1
         self.cuts = GraphCuts(number, passes.boundary)
         self.hidden = HiddenStates(passes.boundary)
         self.is_next = False  # its turn comes so soon that what waits for it stays in memory
@@ -283,15 +303,25 @@ class _MicroBatch(Generic[T]):
     def _run(self) -> T:
         with self.passes.whole_forward() as self._before_pause:
             self.cuts.begin()
-            return self._forward()
+            result = self._forward()
+            self.cuts.leave()
+            if self.unit < self._last and self.has_layers and not self.hides_layers:
+                # The layers of the last units were skipped.
+                self.pause_before(self._last, result)
+                result = self.cuts.enter(result)
+            return result
 
     def pause_before(self, unit: int, arguments: Any) -> None:
-        """A layer of another unit comes next: waits for its turn."""
-        if unit != self.unit + 1:
+        """A layer of another unit comes next: waits for its turn. Units between may have none."""
+        if unit < self.unit:
             raise refusal(
                 f"a layer of unit {unit + 1} was called in unit {self.unit + 1}; a layer-major "
                 "step needs models that run their layers in one order, each once"
             )
+        while self.unit < unit:
+            self._pause(self.unit + 1, arguments)
+
+    def _pause(self, unit: int, arguments: Any) -> None:
         self._before_pause()
         if not self.is_next:
             self.hidden.leave(arguments, Scope(self.unit, self.number))

@@ -3,6 +3,12 @@
 
 What it saves gets its name, a profiler hears of it, and where the policy says so it is recomputed
 in backward, by torch's own checkpoint.
+
+Note [As it was before]
+A forward that runs again computes the same if it finds the same: arguments, buffers, attributes,
+random numbers. The checkpoint sees to torch's own random numbers alone. The rest is noted before
+the first run; what that has changed is as it was while the layer runs again, and what the caller,
+the model and later passes see is what the first run has left.
 """
 
 from __future__ import annotations
@@ -11,17 +17,22 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megatron.offload.capture.context import others_take_what_is_saved
 from megatron.offload.engine import OffloadEngine
+from megatron.offload.integration.torch.earlier_arguments import Changes, EarlierArguments
+from megatron.offload.integration.torch.earlier_attributes import EarlierAttributes
 from megatron.offload.integration.torch.earlier_buffers import EarlierBuffers
-from megatron.offload.integration.torch.passes import Passes, tensors_in
+from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
+from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
@@ -60,7 +71,11 @@ class LayerCalls:
         self._early: torch.nn.Module | None = None  # the same, before there is an engine
         self._recomputes = False  # whether it is to be recomputed
         self._has_warned = False  # of hooks that are around one
+        self._has_warned_of: set[torch.nn.Module] = set()  # why they are not recomputed
         self._timings: LayerTimings | None = None  # of it
+        self._watched: EarlierArguments | None = None  # its arguments, where it is measured
+        self._changes: collections.defaultdict[torch.nn.Module, Changes]
+        self._changes = collections.defaultdict(Changes)
         self._contexts = contextlib.ExitStack()  # around it, or around what runs after it
 
     def connect(self, passes: Passes, engine: OffloadEngine, profiler: Profiler | None) -> None:
@@ -124,6 +139,8 @@ class LayerCalls:
         )
         if self._profiler is not None:
             self._timings = self._profiler.begin_layer(scope, inputs, recomputes=self._recomputes)
+            if self._timings is not None and not self._recomputes:
+                self._watched = self._noted(layer, args, kwargs, copies=False)
 
     def end(self, layer: torch.nn.Module, result: Any) -> None:
         """The call of a layer has ended, with its result or None."""
@@ -134,10 +151,36 @@ class LayerCalls:
 
     def _end(self, result: Any) -> None:
         assert self._engine is not None
-        self._layer = self._timings = None
+        if self._watched is not None and self._layer is not None and self._timings is not None:
+            self._watched.end(())
+            self._learn(self._layer, self._timings)
+        self._layer = self._timings = self._watched = None
         if self._profiler is not None:
             self._profiler.end_layer(list(tensors_in(result)))
         self._enter(self._engine, name_after(self._engine.scope.layer))
+
+    def _noted(
+        self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], *, copies: bool
+    ) -> EarlierArguments:
+        try:
+            names = list(inspect.signature(type(layer).forward).parameters)[1:]
+        except (TypeError, ValueError):
+            names = []
+        return EarlierArguments(args, kwargs, names, self._changes[layer], copies=copies)
+
+    def _learn(self, layer: torch.nn.Module, timings: LayerTimings) -> None:
+        """A measured layer has run: plans do not recompute what would not run as before."""
+        reason = self._changes[layer].sentence
+        if reason or others_take_what_is_saved():
+            timings.can_be_recomputed = False
+        if reason and layer not in self._has_warned_of:
+            self._has_warned_of.add(layer)
+            logger.warning(
+                "activation offload: %s %s, so it is not planned to be recomputed; have it change "
+                "a copy to have it recomputed",
+                self._names[layer],
+                reason,
+            )
 
     def _is_recomputed(self, engine: OffloadEngine, layer: torch.nn.Module, name: str) -> bool:
         chunk = self.units.get(layer, engine.scope.chunk)
@@ -176,18 +219,54 @@ class LayerCalls:
         assert self._engine is not None
         if self._is_within_hooks(self._engine.scope.layer):
             return forward(*args, **kwargs)
+        arguments = self._noted(self._layer, args, kwargs, copies=True)
+        if not arguments.is_certain:
+            return self._run_watched(forward, args, kwargs)
         self._engine.statistics.recomputed_layers += 1
         noted: Callable[[], _Context] = contextlib.nullcontext
         if self._timings is not None and self._profiler is not None:
             noted = functools.partial(self._profiler.recomputation, self._timings, WHOLE_LAYER)
         buffers = EarlierBuffers(self._layer)
+        attributes = EarlierAttributes(self._layer)
+        numbers = _EarlierNumbers([*self._layer.modules(), *tree_leaves((args, kwargs))])
 
         def contexts() -> tuple[_Context, _Context]:
-            return contextlib.nullcontext(), _Recomputations(noted, buffers.restored)
+            restored = buffers.restored, attributes.restored, numbers.restored
+            return contextlib.nullcontext(), _Recomputations(noted, *restored)
 
-        result = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        run = functools.partial(arguments.run, forward)
+        passed, in_names = arguments.passed()
+        result = checkpoint(run, *passed, use_reentrant=False, context_fn=contexts, **in_names)
+        arguments.end(computed_in(result))
         buffers.keep_changed()
+        attributes.keep_changed()
+        numbers.keep_changed()
         return result
+
+    def _run_watched(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs a layer that is to be recomputed from its next call on."""
+        assert self._layer is not None
+        arguments = self._noted(self._layer, args, kwargs, copies=False)
+        result = forward(*args, **kwargs)
+        arguments.end(())
+        return result
+
+
+class _EarlierNumbers:
+    """Random numbers that are not torch's, where they were before a layer has run."""
+
+    def __init__(self, owners: Iterable[Any]) -> None:
+        self._numbers = OtherNumbers(owners)
+        self._before: list[bytes] | None = self._numbers.states()
+
+    def keep_changed(self) -> None:
+        """The layer has run: lets go of what it has not drawn from."""
+        if self._numbers.states() == self._before:
+            self._before = None
+
+    def restored(self) -> _Context:
+        """A context in which the layer draws what it has drawn."""
+        return contextlib.nullcontext() if self._before is None else self._numbers.at(self._before)
 
 
 class _Recomputations(contextlib.AbstractContextManager[None]):

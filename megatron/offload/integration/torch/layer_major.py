@@ -20,6 +20,7 @@ from megatron.offload.integration.torch.parameter_offload import unit_backward
 from megatron.offload.integration.torch.passes import tensors_in
 from megatron.offload.integration.torch.sharded_units import ShardedUnits
 from megatron.offload.layer_major.config import refusal
+from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.layer_major.random_numbers import TorchGenerators
 from megatron.offload.layer_major.schedule import LayerMajorSchedule, Passes
 from megatron.offload.layer_major.units import params_by_unit, units_of
@@ -138,6 +139,7 @@ class LayerMajor:
             self.units,
             self._device,
             TorchGenerators(self._device),
+            others=OtherNumbers(self._model.modules()),
             alternates=self._alternates,
             on_any_rank=self._on_any_rank,
         )

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer was called with, as it was before its forward: `EarlierArguments`.
+
+`layer_calls.py` makes one for each call of a layer that is to run again in backward, and for calls
+that only show what a layer changes. The first run gets what the caller gave, so a cache has in it
+what it has without us. What runs again gets containers and objects of its own.
+
+Note [Tensors among arguments]
+What runs again needs the tensors that the first run has found. Those that nothing changes in place
+are held, without a copy. A cache also has in it what other layers have put there: a tensor with a
+graph that the layer's own graph does not lead to is held weakly, or a cache that the script has
+dropped would keep all keys and values in memory. Where such a tensor is gone, or others have
+changed it in place since, a tensor without bytes stands for it: layers ask for shapes (how long is
+the cache?), and one that computes with it gets an error.
+A layer that changes tensors in place (a static cache, a counter) needs copies from before. Which
+these are its first call shows: small ones are copied for it, and a call with large ones within a
+container or an object is not recomputed. Later calls copy what earlier ones have changed. What has
+a graph is never copied: a layer that changes that in place does not run again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.offload.errors import ChangedInPlaceError, OffloadError
+from megatron.offload.integration.torch.structures import Path, Structure, text_of
+
+_SMALL_BYTES = 1 << 16  # for a copy that may turn out not to be needed
+
+
+@dataclass
+class Changes:
+    """What the calls of a layer have been seen to change in place among their arguments.
+
+    Attributes:
+        is_known: whether a call has been seen.
+        copied: tensors without a graph: later calls copy them.
+        refused: tensors with a graph: the layer cannot run again.
+    """
+
+    is_known: bool = False
+    copied: set[Path] = field(default_factory=set)
+    refused: set[Path] = field(default_factory=set)
+
+    @property
+    def sentence(self) -> str:
+        """What keeps the layer from running again; empty: nothing does."""
+        names = sorted(map(text_of, self.refused))
+        return f"changes its argument {names[0]} in place" if names else ""
+
+
+class EarlierArguments:
+    """The arguments of a call, noted before it.
+
+    Args:
+        args: of the call.
+        kwargs: likewise.
+        names: of the parameters of the layer's forward, for people.
+        changes: of the layer's earlier calls.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        names: Sequence[str],
+        changes: Changes,
+        *,
+        copies: bool,
+    ) -> None:
+        self._changes = changes
+        self._copies = copies
+        self._begin: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._num_args, self._keys = len(args), list(kwargs)
+        positions = [names[i] if i < len(names) else f"argument {i + 1}" for i in range(len(args))]
+        self._given: list[Any] | None = [*args, *kwargs.values()]
+        self._tensors: dict[int, _Tensor] = {}  # by their addresses
+        named = zip([*positions, *self._keys], self._given, strict=True)
+        self._structure = Structure(named, self._noted)
+
+    def _noted(self, tensor: torch.Tensor, path: Path, is_inside: bool) -> Any:
+        one = self._tensors.get(id(tensor))
+        if one is None:
+            one = self._tensors[id(tensor)] = _Tensor(tensor, path)
+            if self._copies and not one.has_graph and _is_strided(tensor):
+                is_small = tensor.nbytes <= _SMALL_BYTES
+                if path in self._changes.copied or (is_small and not self._changes.is_known):
+                    one.copy = tensor.detach().clone()
+        one.is_inside = one.is_inside or is_inside
+        if not is_inside and one.copy is None:
+            return tensor
+        one.is_held = True
+        return one
+
+    # -- Before the layer runs ------------------------------------------------------------------
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether there is a copy of all that the layer may well change in place."""
+        return self._changes.is_known or not any(
+            one.is_inside and one.copy is None and not one.has_graph
+            for one in self._tensors.values()
+        )
+
+    def passed(self) -> tuple[list[Any], dict[str, Any]]:
+        """What a checkpoint is called with and holds until backward, in the arguments' place."""
+        assert self._given is not None
+        values = [
+            value if kept is value else _Given(number)
+            for number, (kept, value) in enumerate(
+                zip(self._structure.kept, self._given, strict=True)
+            )
+        ]
+        in_names = zip(self._keys, values[self._num_args :], strict=True)
+        return values[: self._num_args], dict(in_names)
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer, with what `passed` gave: for the first time, or again.
+
+        Raises:
+            ChangedInPlaceError: it runs again, and what it was called with is no longer there.
+        """
+        runs_again = self._given is None
+        arguments = self._made() if runs_again else self._given
+
+        def argument(value: Any) -> Any:
+            assert arguments is not None
+            return arguments[value.number] if isinstance(value, _Given) else value
+
+        args = tuple(argument(one) for one in args)
+        kwargs = {key: argument(one) for key, one in kwargs.items()}
+        try:
+            return forward(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            self._explain(error)
+            raise
+
+    # -- After it -------------------------------------------------------------------------------
+
+    def end(self, results: Iterable[torch.Tensor]) -> None:
+        """The first run has ended. Holds no more than what a second one needs.
+
+        Args:
+            results: what it gave.
+
+        Raises:
+            ChangedInPlaceError: it cannot run again as it is to.
+        """
+        given, self._given = self._given or [], None
+        self._changes.is_known = True
+        changed = [one for one in self._tensors.values() if one.was_changed]
+        for one in changed:
+            (self._changes.refused if one.has_graph else self._changes.copied).add(one.path)
+        if not self._copies:
+            return
+        for one in changed:
+            if one.copy is None:
+                raise ChangedInPlaceError(
+                    f"a layer that is to be recomputed has changed its argument "
+                    f"{text_of(one.path)} in place, and needs it as it was; have the layer change "
+                    "a copy, or do not recompute it"
+                )
+        of_others = [one for one in self._tensors.values() if one.is_inside and one.has_graph]
+        used = _nodes_before(self._begin, results) if of_others else set()
+        for one in self._tensors.values():
+            one.settle(used)
+        # A checkpoint has the rest, and perhaps it is to leave memory.
+        for number, (kept, value) in enumerate(zip(self._structure.kept, given, strict=True)):
+            if kept is value:
+                self._structure.kept[number] = None
+
+    # -- When it runs again ---------------------------------------------------------------------
+
+    def _made(self) -> list[Any]:
+        for one in self._tensors.values():
+            if not one.is_inside and one.copy is None and one.was_changed:
+                raise ChangedInPlaceError(
+                    f"{text_of(one.path)}, with which a recomputed layer was called, was changed "
+                    "in place since; change a copy of it, or do not recompute the layer"
+                )
+        copies = {
+            id(one): one.copy.clone() for one in self._tensors.values() if one.copy is not None
+        }
+
+        def tensor_of(value: Any) -> Any:
+            if not isinstance(value, _Tensor):
+                return value
+            return copies[id(value)] if id(value) in copies else value.present()
+
+        return self._structure.made(tensor_of)
+
+    def _explain(self, error: Exception) -> None:
+        """Raises an error that says more, if the layer may have used a tensor without bytes."""
+        gone = [text_of(one.path) for one in self._tensors.values() if one.is_gone]
+        if gone and not isinstance(error, OffloadError):
+            raise ChangedInPlaceError(
+                f"a layer could not run again ({error}); among its arguments are tensors that are "
+                f"gone or were changed in place since, such as {gone[0]}: give layers what stays "
+                "as it is until backward, or do not recompute this one"
+            ) from error
+
+
+class _Given:
+    """Stands for an argument that may change."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Tensor:
+    """A tensor among the arguments of a call, and the bytes that it had then."""
+
+    def __init__(self, tensor: torch.Tensor, path: Path) -> None:
+        self.path = path
+        self.has_graph = tensor.requires_grad
+        self.is_inside = False  # a container or an object that may change
+        self.is_held = False  # here, until the layer runs again
+        self.copy: torch.Tensor | None = None
+        self.is_gone = False
+        self._version = _version(tensor)
+        self._strong: torch.Tensor | None = tensor
+        self._weak = weakref.ref(tensor)
+        self._shape: torch.Tensor | None = None
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether it is there and no longer as it was."""
+        tensor = self._weak()
+        return tensor is not None and _version(tensor) != self._version
+
+    def settle(self, used: set[Any]) -> None:
+        """The layer has run: holds what a second run needs.
+
+        Args:
+            used: nodes of others that lead to what it has computed.
+        """
+        tensor, self._strong = self._strong, None
+        assert tensor is not None
+        if self.was_changed:
+            return
+        self.copy = None
+        if not self.is_held:
+            return
+        if tensor.grad_fn is None or tensor.grad_fn in used or not _is_strided(tensor):
+            self._strong = tensor
+        if _is_strided(tensor):
+            self._shape = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+            ).requires_grad_(self.has_graph)
+
+    def present(self) -> torch.Tensor:
+        """It, or one without bytes."""
+        tensor = self._weak()
+        if tensor is not None and (self._shape is None or not self.was_changed):
+            return tensor
+        self.is_gone = True
+        assert self._shape is not None
+        return self._shape
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _nodes_before(begin: int, results: Iterable[torch.Tensor]) -> set[Any]:
+    """The nodes that those made since `begin` lead to, by autograd's numbers."""
+    left: list[Any] = [one.grad_fn for one in results]
+    seen: set[Any] = {None}
+    before: set[Any] = set()
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node._sequence_nr() < begin:
+            before.add(node)
+        else:
+            left += [following for following, _ in node.next_functions]
+    return before

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attributes that a layer's forward changes, as they were before: `EarlierAttributes`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# Torch's own, and what is in the place of the layer's forward while it runs.
+_OF_EACH_MODULE = {*vars(torch.nn.Module()), "forward", "_compiled_call_impl"}
+_KEEPS_VIEWS = "FullyShardedDataParallel"  # FSDP1: attributes are views of what it gathers
+_SMALL_BYTES = 1 << 16  # of a tensor that is copied because it may be changed in place
+_ABSENT = object()
+
+
+class EarlierAttributes:
+    """What the attributes of a layer's modules held when this was made, for a second forward.
+
+    A layer counts its calls, keeps a state for the next call, appends to a list of its own. So a
+    forward that runs again finds all of that as the first one did, and leaves it as the first one
+    did. Looked at are plain attributes, what lists, dicts and sets among them hold, and small
+    tensors without a graph, which may be changed in place; buffers are `EarlierBuffers`'.
+
+    Args:
+        layer: whose forward comes next.
+    """
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # and what they were
+        self._containers: list[tuple[Any, Any]] = []  # and what was in them
+        self._tensors: list[tuple[dict[str, Any], str, int, torch.Tensor]] = []
+        for module in _modules(layer):
+            attributes = vars(module)
+            self._attributes.append((attributes, dict(attributes)))
+            for name, value in attributes.items():
+                if name in _OF_EACH_MODULE:
+                    continue
+                if isinstance(value, list | dict | set):
+                    self._containers.append((value, value.copy()))
+                elif isinstance(value, torch.Tensor) and _may_be_changed(value):
+                    self._tensors.append((attributes, name, value._version, value.clone()))
+
+    def keep_changed(self) -> None:
+        """That forward has ended: lets go of what it has left alone."""
+        self._attributes = [
+            (now, changed) for now, before in self._attributes if (changed := _changed(now, before))
+        ]
+        self._containers = [
+            (now, before) for now, before in self._containers if not _holds_the_same(now, before)
+        ]
+        self._tensors = [
+            (owner, name, version, copy)
+            for owner, name, version, copy in self._tensors
+            if isinstance(now := owner.get(name), torch.Tensor) and now._version != version
+        ]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """A context in which the layer has what it had before."""
+        containers = [(one, one.copy()) for one, _ in self._containers]
+        attributes = [
+            (now, {name: now.get(name, _ABSENT) for name in before})
+            for now, before in self._attributes
+        ]
+        tensors = [(owner, {name: owner.get(name, _ABSENT)}) for owner, name, *_ in self._tensors]
+        for container, before in self._containers:
+            _fill(container, before)
+        for owner, name, _, copy in self._tensors:
+            owner[name] = copy.clone()
+        for now, before in self._attributes:
+            _set(now, before)
+        try:
+            yield
+        finally:
+            for now, present in (*attributes, *tensors):
+                _set(now, present)
+            for container, content in containers:
+                _fill(container, content)
+
+
+def _modules(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    found = [layer]
+    seen: set[torch.nn.Module] = set()
+    while found:
+        module = found.pop()
+        if module not in seen and type(module).__name__ != _KEEPS_VIEWS:
+            seen.add(module)
+            yield module
+            found += module.children()
+
+
+def _may_be_changed(tensor: torch.Tensor) -> bool:
+    return (
+        not tensor.requires_grad
+        and not tensor.is_inference()
+        and tensor.layout is torch.strided
+        and tensor.nbytes <= _SMALL_BYTES
+    )
+
+
+def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """What those attributes were that are others now."""
+    return {
+        name: before.get(name, _ABSENT)
+        for name in before.keys() | now.keys()
+        if name not in _OF_EACH_MODULE and before.get(name, _ABSENT) is not now.get(name, _ABSENT)
+    }
+
+
+def _set(attributes: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is _ABSENT:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
+
+
+def _holds_the_same(one: Any, other: Any) -> bool:
+    """Whether two containers hold the same objects: equality is no matter of tensors."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and other[key] is value for key, value in one.items())
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(mine is theirs for mine, theirs in zip(one, other, strict=True))
+
+
+def _fill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
