@@ -37,6 +37,7 @@ from tests.behaviour.test_layer_major_steps import (
     micro_batches,
     usual,
 )
+from tests.support.beneath import beneath
 from tests.support.layer_major import one_by_one
 
 MAKE_OPTIMIZER = torch.optim.AdamW
@@ -201,12 +202,14 @@ def away(handle: ParameterOffload) -> ParameterUnit:
     return next(one for one in reversed(units_of(handle)) if one.where is Where.AWAY)
 
 
-def test_what_is_away_reads_as_nan(offloaded: tuple[Language, ParameterOffload]) -> None:
+def test_what_is_away_is_nan_beneath_and_shown_when_it_is_touched(
+    offloaded: tuple[Language, ParameterOffload],
+) -> None:
     _, handle = offloaded
     unit = away(handle)
-    assert all(param.isnan().all() for param in unit.params)
-    handle.expose()
-    assert not any(param.isnan().any() for param in unit.params)
+    assert all(beneath(param).isnan().all() for param in unit.params)
+    assert not unit.params[-1].isnan().any() and unit.where is Where.AWAY
+    assert not any(beneath(param).isnan().any() for param in unit.params)
     handle.close()
 
 
@@ -283,7 +286,7 @@ def test_a_deep_copy_of_a_model_is_whole_and_another_model(
     """For moving averages, say. Also of weights that are copied before anybody hears of it."""
     model, handle = offloaded
     expected, batch = Language().eval(), micro_batches(0)[0]
-    assert away(handle).params[0].isnan().all()
+    assert beneath(away(handle).params[0]).isnan().all()
     params, twin = copy.deepcopy((list(model.parameters()), model))
     for one, copied, other in zip(twin.parameters(), params, expected.parameters(), strict=True):
         assert torch.equal(one, other) and copied is one and one.requires_grad
@@ -295,7 +298,7 @@ def test_a_deep_copy_of_a_model_is_whole_and_another_model(
     assert torch.equal(loss, expected(batch))
     copy.deepcopy(twin).double()(batch)
     twin.load_state_dict({name: 2 * value for name, value in twin.state_dict().items()})
-    assert handle.statistics == before and was.params[0].isnan().all()
+    assert handle.statistics == before and beneath(was.params[0]).isnan().all()
     handle.close()
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other) and one.grad is None
@@ -335,7 +338,7 @@ def test_what_is_used_outside_of_layers_too_stays(gradients: str, tmp_path: Path
     with offload_parameters(found, tmp_path, gradients=gradients) as handle:
         away(handle)
         staying = {found.last.weight, *found.norm.parameters()}
-        assert not any(param.isnan().any() for param in staying)
+        assert not any(beneath(param).isnan().any() for param in staying)
         for model in (found, expected):
             torch.manual_seed(5)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -23,6 +23,7 @@ from megatron.offload.parameters.unit import ParameterUnit, Where
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.drive import Drive
 from tests.support.accelerators import Lag
+from tests.support.beneath import beneath
 from tests.support.lag.module import LagModule
 from tests.support.layer_major import one_by_one
 from tests.support.models import Block
@@ -187,9 +188,9 @@ def test_what_is_away_reads_as_nan_until_it_is_shown(lag: LagModule, tmp_path: P
     wide = Wide(tmp_path, mode="host")
     wide.settle()
     unit = wide.units[-1]
-    assert unit.where is Where.AWAY and unit.params[0].cpu().isnan().all()
+    assert unit.where is Where.AWAY and beneath(unit.params[0]).isnan().all()
     wide.handle.expose()
-    assert not unit.params[0].cpu().isnan().any()
+    assert not beneath(unit.params[0]).isnan().any()
     wide.model(torch.ones(1, 512).to(DEVICE))
     assert unit.where is not Where.AWAY and wide.units[0].where is Where.AWAY
     wide.handle.close()
@@ -273,7 +274,7 @@ def test_a_read_that_fails_ends_the_training(
     wide.handle.window.use(0, 1)  # the drive is well again, and nothing was lost
     assert round((lag.memory_allocated(DEVICE) - before) / wide.layer_bytes) == 2
     wide.handle.close()
-    assert not any(p.cpu().isnan().any() for p in wide.model.parameters())
+    assert not any(beneath(p).isnan().any() for p in wide.model.parameters())
 
 
 def test_layers_on_several_devices_are_refused(lag: LagModule, tmp_path: Path) -> None:

@@ -4,8 +4,15 @@
 Note [A storage that stays]
 What autograd saves of a weight in forward it wants in backward, and by then the weight has been
 away. So a unit's parameters have a storage of their own for good, and only the memory behind it
-comes and goes: `unit_memory.py`. Saved views hold the storage, never the bytes. While a unit is
-away, whoever looks at one of its parameters finds NaN: never bytes of before, and never zeros.
+comes and goes: `unit_memory.py`. Saved views hold the storage, never the bytes.
+
+Note [What others change]
+A parameter is in its place while its layer computes, while the optimizer updates it, and from when
+it is touched until the next of these (`away_parameter.py`); else something that has no bytes is
+there. So a script, a trainer or a library changes it where it is in its place. What was put there
+is compared with what is there before it leaves: another version means that it was changed in place,
+other memory that it was replaced. Then the unit takes new memory for what its parameters hold: who
+has kept the memory of before (an average of the weights does, to put it back) has it as it was.
 
 Note [Leaving a device]
 The host runs ahead of a device. Memory that is let go while work with it is queued could not be
@@ -19,13 +26,16 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron.offload.device.device import Device
+from megatron.offload.errors import PARAMETERS_PREFIX, OffloadError
+from megatron.offload.parameters.away_parameter import Away
+from megatron.offload.parameters.places import Part, Places
 from megatron.offload.parameters.unit_memory import open_unit_memory
 from megatron.offload.states.layout import Layout
 from megatron.offload.tiers.tier import Tier
@@ -49,20 +59,6 @@ def can_take_place(one: torch.device | str, other: torch.device | str) -> bool:
     return bool(torch._has_compatible_shallow_copy_type(*tensors))
 
 
-class Part(NamedTuple):
-    """A tensor that is some elements of a parameter: a distributed optimizer updates such shards.
-
-    Attributes:
-        tensor: of one dimension; where the parameter is, it is too.
-        start: of its elements in the parameter, counted as in memory.
-        end: behind them.
-    """
-
-    tensor: torch.Tensor
-    start: int
-    end: int
-
-
 class ParameterUnit:
     """Some parameters in one piece of memory, which have a block on a tier unless they changed.
 
@@ -71,6 +67,8 @@ class ParameterUnit:
         params: they get new memory on the device, with the same bytes.
         device: where layers compute.
         parts: of some of these parameters.
+        touched: called when one of them is touched while it is not in its place: it is to `show`
+            them, and say what that says. None: that is all.
     """
 
     def __init__(
@@ -79,28 +77,22 @@ class ParameterUnit:
         params: Sequence[torch.nn.Parameter],
         device: Device,
         parts: Mapping[torch.Tensor, Part] | None = None,
+        touched: Callable[[], bool] | None = None,
     ) -> None:
         self.name = name
         self.params = list(params)
-        self._parts = {n: parts[p] for n, p in enumerate(self.params) if parts and p in parts}
+        own_parts = {n: parts[p] for n, p in enumerate(self.params) if parts and p in parts}
+        away = Away(name, self.params, touched or self.show)
+        self._places = Places(self.params, own_parts, away)
         self.where = Where.IN_MEMORY
-        self._is_attached = False  # whether parameters are views of its memory
-        self._layout = Layout({(i, _KEY): p.detach() for i, p in enumerate(self.params)})
-        self.num_bytes = self._layout.num_bytes
         self._device = device
         self._homes = [param.device for param in self.params]
-        self._memory = open_unit_memory(self.num_bytes, device)
-        self._events: Sequence[Any] = [device.restored_is_free()]  # after which it has its bytes
-        self.use_here()
-        views = self._layout.views(self._memory.storage)
-        self._views = [views[i, _KEY] for i in range(len(self.params))]
         self.block: Any = None  # has their bytes; None: they have changed since
         self._transfer: Transfer | None = None
         # Protects what the end of a write changes, and tells of it.
         self._lock = threading.Condition()
-        for param, view in zip(self.params, self._views, strict=True):
-            view.copy_(param.detach())
-        self._attach()
+        self._take_memory([param.detach() for param in self.params])
+        self._places.attach()
 
     # -- To a tier ------------------------------------------------------------------------------
 
@@ -117,8 +109,9 @@ class ParameterUnit:
             self._give_up_read()
         if self.where is not Where.IN_MEMORY:
             return True
+        self._take_notice()
         if self.block is not None:
-            self._detach()
+            self._places.detach()
             self.where = Where.AWAY
             self._device.wait_for_event(self._device.record_event())  # Note [Leaving a device]
             self._memory.release()
@@ -127,7 +120,7 @@ class ParameterUnit:
         for tier in tiers:
             started = tier.begin_write(self._memory.storage, after)
             if started is not None:
-                self._detach()
+                self._places.detach()
                 self.block, transfer = started
                 with self._lock:
                     self.where, self._transfer = Where.WRITING, transfer
@@ -184,6 +177,13 @@ class ParameterUnit:
         Raises:
             OSError: they could not be read; they are still away.
         """
+        self._read()
+        self.use_here()
+        self._take_notice()
+        if not self._places.is_attached:
+            self._places.attach()
+
+    def _read(self) -> None:
         self.take_back()
         self.begin_read()
         if self.where is Where.READING:
@@ -196,8 +196,6 @@ class ParameterUnit:
                 raise
             self._events = self._transfer.events or ()
             self.where, self._transfer = Where.IN_MEMORY, None
-        self.use_here()
-        self._attach()
 
     def _give_up_read(self) -> None:
         """A read has ended, and what it has read is not wanted, or wrong."""
@@ -227,11 +225,6 @@ class ParameterUnit:
         self.block = None
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether its parameters are in memory and in their places, for whoever computes."""
-        return self.where is Where.IN_MEMORY and self._is_attached
-
-    @property
     def memory_bytes(self) -> int:
         """Bytes of memory that it takes now."""
         return 0 if self.where is Where.AWAY else self.num_bytes
@@ -243,43 +236,89 @@ class ParameterUnit:
             is_leaving = self.where in (Where.AWAY, Where.WRITING)
             return self.block.tier if is_leaving else None
 
+    def set_aside(self) -> None:
+        """They are not computed with for now: who touches one tells of it."""
+        if self.where is Where.IN_MEMORY and self._places.is_attached:
+            self._take_notice()
+            self._places.detach()
+
     # -- For whoever looks between steps --------------------------------------------------------
 
-    def show(self) -> None:
+    @torch.inference_mode(False)
+    def show(self) -> bool:
         """Puts them in their places wherever they are: what is on a tier is mapped there.
 
         On a device whose tensors cannot stand in a CPU tensor's place they are brought instead.
 
+        Returns:
+            Whether what is there stays as it is for who holds it, whatever becomes of the unit.
+
         Raises:
             OSError: the tier cannot show them, or has other bytes.
         """
+        if self._places.is_replaced:  # while it was away
+            self.adopt()
         if self.where is not Where.AWAY or not can_take_place(self._device.device, "cpu"):
             self.bring()
-            return
-        views = self._layout.views(self.block.tier.view(self.block))
-        self._place([views[index, _KEY] for index in range(len(self.params))])
+            storage = self._memory.storage
+        else:
+            storage = self.block.tier.view(self.block)
+        views = (
+            self._layout.views_apart(storage)
+            if self._device.is_host or (self.where is Where.AWAY)
+            else self._layout.views(storage)
+        )
+        self._places.show([views[index, _KEY] for index in range(len(self.params))])
+        return self.where is Where.AWAY
 
-    def versions(self) -> list[tuple[int, int]]:
-        """Change when a parameter is changed or replaced, as far as autograd sees it."""
-        tensors = [*self.params, *(part.tensor for part in self._parts.values())]
-        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+    @property
+    def has_changed(self) -> bool:
+        """Whether one was changed or replaced since it was put in its place."""
+        return self._places.is_changed_in_place or self._places.is_replaced
+
+    def _take_notice(self) -> None:
+        """What others have changed counts from now on; it is in memory.
+
+        Raises:
+            OffloadError: something was written to what has no bytes.
+        """
+        if self._places.is_replaced:
+            self.adopt()
+        elif self._places.is_changed_in_place:
+            self._places.forget_changes()
+            if not self._places.is_attached:
+                raise OffloadError(
+                    f"{PARAMETERS_PREFIX}a parameter of {self.name} was written to while it was "
+                    "on a tier, by what does not go through Python and would have brought it "
+                    "there, and the change is lost; call expose() of the handle before"
+                )
+            self.block = None
 
     def adopt(self) -> None:
-        """Takes over what the parameters hold now, wherever that is."""
-        values = [param.detach() for param in self.params]
-        parts = {index: part.tensor.detach() for index, part in self._parts.items()}
-        self.take_back()
-        if self.where is Where.AWAY:
+        """Takes over what the parameters hold now, wherever that is.
+
+        Raises:
+            OSError: some were replaced, and the others could not be read.
+        """
+        if self._places.is_replaced:
+            if self.where is Where.AWAY and self._places.shown:
+                self.block.tier.renew(self.block)  # others may have been changed there
+            self._read()  # for the others, and for what has kept views of them
+            parts = self._places.held_by_parts()
+            self._device.wait_for_event(self._device.record_event())  # Note [Leaving a device]
+            self._take_memory(self._places.held())
+            for index, value in parts.items():
+                self._places.part_in_memory(index).copy_(value)
+        elif self.where is Where.AWAY:
+            values = self._places.held()
             self._obtain()
-        self.where, self.block = Where.IN_MEMORY, None
-        self.use_here()
-        for view, value in zip(self._views, values, strict=True):
-            if value.data_ptr() != view.data_ptr():
+            self.use_here()
+            for view, value in zip(self._places.views, values, strict=True):
                 view.copy_(value)
-        for index, value in parts.items():
-            if value.data_ptr() != self._part_of(index, values[index]).data_ptr():
-                self._part_of(index, self._views[index]).copy_(value)
-        self._attach()
+        else:
+            self.take_back()
+        self.where, self.block = Where.IN_MEMORY, None
+        self._places.attach()
 
     def hide(self) -> None:
         """Ends `show`. What was changed in its place stays so, by whatever way it was changed.
@@ -289,18 +328,23 @@ class ParameterUnit:
         """
         if self.where is Where.AWAY:
             self.block.tier.renew(self.block)
-            self._detach()
+            self._places.detach()
         elif self.where is Where.IN_MEMORY:
             self.block = None
+            self._places.detach()
 
     def give_back(self) -> None:
         """Gives parameters memory of their own again, as they had before."""
-        self._place(
+        self._places.give(
             [
                 param.detach().to(home, copy=True)
                 for param, home in zip(self.params, self._homes, strict=True)
             ]
         )
+
+    def give_up(self) -> None:
+        """Those that are away are gone: they are NaN for good."""
+        self._places.give_up()
 
     # -- Bytes ----------------------------------------------------------------------------------
 
@@ -316,28 +360,22 @@ class ParameterUnit:
         size = slot.dtype.itemsize
         return slice(slot.start_bytes + start * size, slot.start_bytes + end * size)
 
-    # -- Places ---------------------------------------------------------------------------------
+    # -- Memory ---------------------------------------------------------------------------------
 
     def _obtain(self) -> None:
         self._memory.obtain()
         self._events = [self._device.restored_is_free()]
 
-    def _attach(self) -> None:
-        self._place(self._views)
-
-    def _detach(self) -> None:
-        kinds = {param.dtype for param in self.params}
-        at = self._device.device
-        nothing = {one: torch.full((), float("nan"), dtype=one, device=at) for one in kinds}
-        self._place([nothing[param.dtype].expand(param.shape) for param in self.params])
-
-    def _place(self, values: Sequence[torch.Tensor]) -> None:
-        self._is_attached = values is self._views
-        for param, value in zip(self.params, values, strict=True):
-            param.data = value
-        for index, part in self._parts.items():
-            part.tensor.data = self._part_of(index, values[index])
-
-    def _part_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        part = self._parts[index]
-        return value.view(-1)[part.start : part.end]
+    @torch.inference_mode(False)  # who evaluates may have replaced something
+    def _take_memory(self, values: Sequence[torch.Tensor]) -> None:
+        """Has new memory, with these in it."""
+        layout = Layout({(index, _KEY): value for index, value in enumerate(values)})
+        memory = open_unit_memory(layout.num_bytes, self._device)
+        events = [self._device.restored_is_free()]  # after which it has its bytes
+        self._device.use_after(memory.storage, events)
+        views = layout.views(memory.storage)
+        for index, value in enumerate(values):
+            views[index, _KEY].copy_(value)
+        self._places.use([views[index, _KEY] for index in range(len(values))])
+        self._layout, self._memory, self._events = layout, memory, events
+        self.num_bytes = layout.num_bytes

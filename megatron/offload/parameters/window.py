@@ -12,16 +12,23 @@ other time to leave costs nothing, their bytes are on the tier already.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from megatron.offload.device.device import Device
-from megatron.offload.errors import PARAMETERS_PREFIX, InterruptedStepError, LostStateError
+from megatron.offload.errors import (
+    PARAMETERS_PREFIX,
+    InterruptedStepError,
+    LostStateError,
+    OffloadError,
+)
 from megatron.offload.parameters.gradients import Gradients
-from megatron.offload.parameters.unit import ParameterUnit, Part, Where
+from megatron.offload.parameters.places import Part
+from megatron.offload.parameters.unit import ParameterUnit, Where
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.tier import Tier
 
@@ -59,7 +66,7 @@ class ParameterWindow:
         # Of units, by the identity of their parameters and of parts of these.
         self._numbers: dict[int, int] = {}
         self._direction = 1
-        self._shown: dict[int, list[tuple[int, int]]] = {}  # versions of what is shown, by unit
+        self._shown: set[int] = set()  # units
         self._has_warned = False
 
     def add(
@@ -76,7 +83,8 @@ class ParameterWindow:
             parts: of some parameters, of whatever units.
         """
         number = len(self.units)
-        unit = ParameterUnit(name, params, self.device, parts)
+        touched = functools.partial(self.show, number)
+        unit = ParameterUnit(name, params, self.device, parts, touched)
         self.units.append(unit)
         self._numbers |= {id(param): number for param in params}
         self._numbers |= (
@@ -102,8 +110,8 @@ class ParameterWindow:
         """
         unit = self.units[number]
         here = (number, direction) == (self._used, self._direction)
-        if here and unit.is_in_place and not self._shown:
-            unit.use_here()  # perhaps on another stream
+        if here and unit.where is Where.IN_MEMORY and not self._shown:
+            self._bring(unit)  # to their places, and perhaps on another stream
             return
         self.conceal()
         ahead = range(number, number + direction * self.live_units, direction)
@@ -127,23 +135,39 @@ class ParameterWindow:
                 self.units[other].begin_read()
         self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
 
+    def set_aside(self, numbers: Iterable[int] | None = None) -> None:
+        """Layers have computed: what touches their parameters before they do again tells of it.
+
+        Args:
+            numbers: of their units; None: all.
+        """
+        for number in range(len(self.units)) if numbers is None else numbers:
+            if number not in self._shown:
+                self.units[number].set_aside()
+
     def _bring(self, unit: ParameterUnit) -> None:
         began_s = time.perf_counter()
+        self._try_twice(unit, unit.bring)
+        self.stall_s += time.perf_counter() - began_s
+
+    def _adopt(self, unit: ParameterUnit) -> None:
+        self._try_twice(unit, unit.adopt)
+
+    def _try_twice(self, unit: ParameterUnit, read: Callable[[], None]) -> None:
         try:
-            unit.bring()
-        except torch.OutOfMemoryError:
+            read()
+        except (torch.OutOfMemoryError, OffloadError):
             raise
         except Exception as error:
             logger.warning("%sa read failed (%s); trying once more", PARAMETERS_PREFIX, error)
             try:
-                unit.bring()
+                read()
             except Exception as again:
                 raise LostStateError(
                     f"{PARAMETERS_PREFIX}those of {unit.name} ({format_size(unit.num_bytes)}; "
                     f"{unit.block}) could not be read back: {again}; there is no other copy, so "
                     "training stops; check the disk and resume from the last checkpoint"
                 ) from again
-        self.stall_s += time.perf_counter() - began_s
 
     def _is_here(self, number: int) -> bool:
         return self.units[number].where in (Where.IN_MEMORY, Where.READING)
@@ -190,7 +214,8 @@ class ParameterWindow:
             yield
         for number in numbers:
             self.units[number].note_change()  # should it have been written meanwhile
-            self.units[number].adopt()  # an optimizer may put other tensors in their places
+            self._adopt(self.units[number])  # an optimizer may put other tensors in their places
+            self.units[number].set_aside()
 
     def number_of(self, param: torch.Tensor) -> int | None:
         """The unit that a parameter, or a part of one, belongs to; None: it belongs to none."""
@@ -231,31 +256,43 @@ class ParameterWindow:
             LostStateError: parameters could not be read.
             InterruptedStepError: the last step ended in its middle.
         """
+        for number in range(len(self.units)):
+            self.show(number)
+
+    def show(self, number: int) -> bool:
+        """The same of one unit: it is called when one of its parameters is touched.
+
+        Returns:
+            See `ParameterUnit.show`.
+        """
         self.check_whole()
+        unit = self.units[number]
+        if number in self._shown:
+            return unit.where is Where.AWAY
         for tier in self.tiers:
             tier.wait_for_writes()  # what is on its way to a drive would come there as it was
-        for number, unit in enumerate(self.units):
-            if number in self._shown:
-                continue
-            try:
-                unit.show()
-            except OSError:
-                self._bring(unit)
-            self._shown[number] = unit.versions()
+        try:
+            unit.show()
+        except OSError:
+            self._bring(unit)
+            unit.show()
+        self._shown.add(number)
+        self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
+        return unit.where is Where.AWAY
 
     def conceal(self) -> None:
         """Ends `expose`; what was changed or replaced meanwhile is taken over."""
         while self._shown:
-            number, versions = next(iter(self._shown.items()))
-            self._conceal(self.units[number], versions)
-            del self._shown[number]
+            number = min(self._shown)
+            self._conceal(self.units[number])
+            self._shown.discard(number)
 
-    def _conceal(self, unit: ParameterUnit, versions: list[tuple[int, int]]) -> None:
-        if unit.versions() == versions:
+    def _conceal(self, unit: ParameterUnit) -> None:
+        if not unit.has_changed:
             with contextlib.suppress(OSError):
                 unit.hide()
                 return
-        unit.adopt()
+        self._adopt(unit)
         self._put_away(unit)
         unit.wait_for_write()
 
@@ -291,6 +328,8 @@ class ParameterWindow:
                 unit.give_back()
             except LostStateError as one:
                 error = error or one
+        for unit in self.units:
+            unit.give_up()
         for tier in self.tiers:
             tier.close()
         self.units, self._numbers = [], {}

@@ -16,7 +16,7 @@ from megatron.offload.states.bucket import Bucket
 from megatron.offload.states.layout import Layout, Name
 from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.optimizer_slice import State
-from megatron.offload.states.sharded import as_part_of, local_of
+from megatron.offload.states.sharded import as_part_of, local_of, part_of
 from megatron.offload.states.stand_in import is_stand_in, stand_in
 
 PARAM = "the parameter itself"  # the key of one that moves; no optimizer calls a state so
@@ -64,7 +64,7 @@ class Places:
 
     def usual_bytes(self, param: torch.Tensor) -> int:
         """Of states of a parameter: those that it will have, and itself where it moves."""
-        own = local_of(param)
+        own = part_of(param)
         states_bytes = typed_states_bytes(self._optimizer, own)
         if states_bytes is None:
             states_bytes = own.nbytes * 2  # as of Adam

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank has of a tensor that others share: `local_of`, and back: `as_part_of`.
+"""What a rank has of a tensor that others share: `part_of`, `local_of`, and back: `as_part_of`.
 
 States of sharded parameters (FSDP2, tensor parallelism) are DTensors. A rank moves its own part.
 """
@@ -9,10 +9,15 @@ from __future__ import annotations
 import torch
 
 
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor itself: for who asks what it is."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; of any other tensor all of it."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.detach()
+    """The bytes of `part_of`, without a graph."""
+    return part_of(tensor).detach()
 
 
 def as_part_of(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

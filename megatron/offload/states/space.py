@@ -17,7 +17,7 @@ import torch
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.places import typed_states_bytes
-from megatron.offload.states.sharded import local_of
+from megatron.offload.states.sharded import part_of
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.probe import measure_bandwidth
 from megatron.offload.tiers.purpose import STATES
@@ -44,7 +44,7 @@ def expected_bytes(
     """
     return [
         _bytes_of_states(optimizer, group, param)
-        + (local_of(param).nbytes if moves_param(param) else 0)
+        + (part_of(param).nbytes if moves_param(param) else 0)
         for group in optimizer.param_groups
         for param in group["params"]
     ]
@@ -53,10 +53,10 @@ def expected_bytes(
 def _bytes_of_states(
     optimizer: torch.optim.Optimizer, group: dict[str, object], param: torch.Tensor
 ) -> int:
-    own = local_of(param)
+    own = part_of(param)
     if state := optimizer.state.get(param):
         tensors = (one for one in state.values() if isinstance(one, torch.Tensor))
-        return sum(local_of(t).nbytes for t in tensors if t.shape == param.shape and t.dim())
+        return sum(part_of(t).nbytes for t in tensors if t.shape == param.shape and t.dim())
     if (typed_bytes := typed_states_bytes(optimizer, own)) is not None:
         return typed_bytes
     if "momentum" in group:

@@ -95,7 +95,8 @@ def do_nothing(*_: Any) -> None:
     """What a hook becomes in a copy of its model; see Note [Copies of a model]."""
 
 
-def _get_do_nothing() -> Callable[..., None]:
+def get_do_nothing() -> Callable[..., None]:
+    """What a copy of a hook is made by."""
     return do_nothing
 
 
@@ -110,7 +111,7 @@ class _Hook:
             self._call(*args)
 
     def __reduce__(self) -> Any:  # of pickle and of deepcopy
-        return _get_do_nothing, ()
+        return get_do_nothing, ()
 
 
 class _OutsideOfGraphs(_Hook):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -27,12 +28,19 @@ from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.open import open_parameter_tiers
-from megatron.offload.parameters.unit import Part, can_take_place
+from megatron.offload.parameters.places import Part
+from megatron.offload.parameters.unit import can_take_place
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.tier import Tier
 
 _windows: weakref.WeakSet[ParameterWindow] = weakref.WeakSet()
+_windows_lock = threading.Lock()  # other threads may open and close theirs; nothing waits under it
+
+
+def _of_process() -> list[ParameterWindow]:
+    with _windows_lock:
+        return list(_windows)
 
 
 class ParameterOffload:
@@ -80,7 +88,8 @@ class ParameterOffload:
             num_local_ranks=local_world_size(),
         )
         self.window = window = ParameterWindow(tiers, computes_on, config.live_units)
-        _windows.add(window)
+        with _windows_lock:
+            _windows.add(window)
         try:
             for number, params in enumerate(units):
                 window.add(f"unit {number + 1} of {len(units)}", params, parts)
@@ -89,10 +98,11 @@ class ParameterOffload:
         except BaseException:
             window.close()
             raise
+        end_of_backward = _EndOfBackward(window.set_aside)
         steps = OptimizerSteps(window)
         self._undo.append(steps.close)
         for layer, number in layers.items():
-            self._hook(layer, number, steps)
+            self._hook(layer, number, steps, end_of_backward)
 
     def __enter__(self) -> ParameterOffload:
         return self
@@ -145,8 +155,8 @@ class ParameterOffload:
     def expose(self) -> None:
         """Shows all parameters in their places until the next forward pass or step.
 
-        Whoever looks at a parameter that is away finds NaN otherwise. `state_dict()`,
-        `load_state_dict()` and `copy.deepcopy` of the model, and of its parts, do it by themselves.
+        A parameter that is touched while it is away shows its unit by itself; this shows all units
+        at once, as `state_dict()` and `load_state_dict()` of the model and of its parts do.
         """
         if self.window is not None:
             self.window.expose()
@@ -176,12 +186,19 @@ class ParameterOffload:
             self._undo.pop()()
         window, self.window = self.window, None
         if window is not None:
-            _windows.discard(window)
+            with _windows_lock:
+                _windows.discard(window)
             window.close(restore=restore)
 
     # -- Hooks ----------------------------------------------------------------------------------
 
-    def _hook(self, layer: torch.nn.Module, number: int, steps: OptimizerSteps) -> None:
+    def _hook(
+        self,
+        layer: torch.nn.Module,
+        number: int,
+        steps: OptimizerSteps,
+        end_of_backward: _EndOfBackward,
+    ) -> None:
         window = self.window
         assert window is not None
         types = [(name, param, param.dtype) for name, param in layer.named_parameters()]
@@ -205,25 +222,46 @@ class ParameterOffload:
             if window.gradients is not None:
                 window.gradients.check_is_told()
             window.use(number, -1)
+            end_of_backward.tell()
 
         def after_forward(_: torch.nn.Module, __: Any, result: Any) -> None:
             if torch.is_grad_enabled():
                 for one in computed_in(result):
                     one.register_hook(before_backward)
 
+        def end_forward(*_: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:  # else backward of this layer comes next
+                window.set_aside([number])
+
         def before_state_dict(*_: Any) -> None:
             check_types()
             window.expose()
 
         hooks = [
-            layer.register_forward_pre_hook(LayerHook(before_forward, window)),
-            layer.register_forward_hook(LayerHook(after_forward, window)),
+            layer.register_forward_pre_hook(LayerHook(before_forward)),
+            layer.register_forward_hook(LayerHook(after_forward)),
+            layer.register_forward_hook(LayerHook(end_forward), always_call=True),
         ]
         for module in layer.modules():
-            hook = LayerHook(before_state_dict, window)
+            hook = LayerHook(before_state_dict)
             hooks.append(module.register_state_dict_pre_hook(hook))
             hooks.append(module.register_load_state_dict_pre_hook(hook))
         self._undo += [hook.remove for hook in hooks]
+
+
+class _EndOfBackward:
+    """Calls a function when the backward pass that runs has ended, once for each pass."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._told = -1  # the pass
+
+    def tell(self) -> None:
+        """A backward pass runs."""
+        now = torch._C._current_graph_task_id()
+        if now != self._told:
+            self._told = now
+            torch.autograd.Variable._execution_engine.queue_callback(self._function)
 
 
 @contextlib.contextmanager
@@ -233,7 +271,7 @@ def changing(params: Sequence[torch.Tensor]) -> Iterator[None]:
     For whoever updates parameters and is no `torch.optim.Optimizer`.
     """
     with contextlib.ExitStack() as contexts:
-        for window in _windows:
+        for window in _of_process():
             own = [param for param in params if window.has(param)]
             if own:
                 contexts.enter_context(window.changing(own))
@@ -242,19 +280,19 @@ def changing(params: Sequence[torch.Tensor]) -> Iterator[None]:
 
 def unit_of(param: torch.Tensor) -> int:
     """Number of the unit that a parameter comes in with where it is offloaded; -1: it stays."""
-    numbers = [window.number_of(param) for window in _windows]
+    numbers = [window.number_of(param) for window in _of_process()]
     return max((number for number in numbers if number is not None), default=-1)
 
 
 def tier_of(param: torch.Tensor) -> Tier | None:
     """The tier that has a parameter's bytes when writes have ended; None: memory has them."""
-    found = (window.tier_of(param) for window in _windows)
+    found = (window.tier_of(param) for window in _of_process())
     return next((tier for tier in found if tier is not None), None)
 
 
 def gradient_tier_of(param: torch.Tensor) -> Tier | None:
     """The same of its gradient; of one that is not there yet, where it is to wait."""
-    found = (window.gradient_tier_of(param) for window in _windows)
+    found = (window.gradient_tier_of(param) for window in _of_process())
     return next((tier for tier in found if tier is not None), None)
 
 
@@ -271,7 +309,7 @@ def by_units(
     pieces: dict[tuple[int, int], list[torch.Tensor]] = {}
     for param in params:
         place = (-1, -1)  # of those that are in no unit
-        for index, window in enumerate(_windows):
+        for index, window in enumerate(_of_process()):
             number = window.number_of(stands_for(param))
             place = place if number is None else (index, number)
         pieces.setdefault(place, []).append(param)
@@ -287,9 +325,11 @@ def unit_backward(params: Sequence[torch.Tensor], *, is_last: bool) -> Iterator[
         is_last: of the micro-batches.
     """
     with contextlib.ExitStack() as contexts:
-        for window in _windows:
-            if window.gradients is not None:
-                contexts.enter_context(window.gradients.backward(params, is_last=is_last))
+        for window in _of_process():
+            gradients = window.gradients
+            own = [] if gradients is None else [p for p in params if gradients.has(p)]
+            if gradients is not None and own:
+                contexts.enter_context(gradients.backward(own, is_last=is_last))
         yield
 
 
@@ -366,6 +406,8 @@ def _params_of(
         for name, param in layer.named_parameters():
             if param in staying:
                 continue
+            if unit_of(param) >= 0:
+                raise _refusal(f"{name} is offloaded already; close() the handle that has it")
             if owner.setdefault(id(param), number) != number:
                 raise _refusal(f"{name} belongs to layers of two units; give fewer units")
             if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:

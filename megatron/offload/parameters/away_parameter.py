@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a parameter is while it is not in its place: `AwayParameter`, which shows it when touched.
+
+A unit of parameters (`unit.py`) has its parameters leave and return: the same objects, of another
+class meanwhile. So whatever a script, a trainer or a library does with one, reads it, changes it in
+place or through `data`, replaces it, copies or saves it, first has the real one in its place, and
+what was changed there is kept. Below the class there is NaN: whatever does not ask Python finds
+that, never bytes of before and never zeros.
+
+Note [What is no touch]
+What asks for a parameter's shape, type, device or gradient wants none of its bytes and gets its
+answer at once, as does a conversion to what the parameter is already (`model.to(device)`).
+
+Note [What autograd saves of one that is touched]
+Of a parameter that is an operation's argument autograd saves the parameter, and looks into it in
+the backward pass: when its unit is elsewhere again. A penalty on weights does so. What is mapped
+stays as it is for who holds it; of what is in memory a copy is saved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from megatron.offload.errors import PARAMETERS_PREFIX, OffloadError
+
+# Attributes that are of its bytes.
+_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_ABOUT = {
+    "__len__",
+    "_has_compatible_shallow_copy_type",
+    "backward",
+    "dim",
+    "element_size",
+    "get_device",
+    "grad",  # torch.autograd.grad
+    "is_complex",
+    "is_floating_point",
+    "is_inference",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "retain_grad",
+    "size",
+}
+_CONVERSIONS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"}
+
+
+class Away(NamedTuple):
+    """Of the parameters of a unit that are away.
+
+    Attributes:
+        name: of the unit.
+        params: of the unit.
+        show: has them in their places; whether what they show then stays as it is when they leave.
+    """
+
+    name: str
+    params: Sequence[torch.nn.Parameter]
+    show: Callable[[], bool]
+
+
+class AwayParameter(torch.nn.Parameter):
+    """A parameter that is not in its place. Made of one by `leave`."""
+
+    _away: Away
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Does what is asked for, with the parameters in their places.
+
+        Raises:
+            LostStateError: they could not be read.
+            OffloadError: it is in the place of no parameter any more.
+        """
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if _is_no_touch(func, args):
+                return func(*args, **kwargs)
+            if func.__name__ in _CONVERSIONS:
+                converted = func(*args, **kwargs)
+                if converted is args[0] or not isinstance(converted, torch.Tensor):
+                    return converted
+            own = [one for one in tree_leaves((args, kwargs)) if type(one) is cls]
+            stay = {id(one): _show(one) for one in own}
+            if not torch.is_grad_enabled():
+                return func(*args, **kwargs)
+            kept = {one.untyped_storage()._cdata: stay[id(one)] for one in own}
+            pack = functools.partial(_pack, kept)
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+                return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """A copy of the parameter."""
+        if id(self) not in memo:
+            _show(self)
+            with torch._C.DisableTorchFunctionSubclass():
+                value = self.detach().clone(memory_format=torch.preserve_format)
+                memo[id(self)] = torch.nn.Parameter(value, self.requires_grad)
+        copied: torch.nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What is pickled of the parameter."""
+        _show(self)
+        with torch._C.DisableTorchFunctionSubclass():
+            same = torch.nn.Parameter(self.detach(), self.requires_grad)
+        vars(same).update({name: one for name, one in vars(self).items() if name != "_away"})
+        return same.__reduce_ex__(protocol)
+
+
+def leave(param: torch.nn.Parameter, away: Away) -> None:
+    """Has a parameter shown when it is touched, from now on."""
+    vars(param)["_away"] = away
+    param.__class__ = AwayParameter
+
+
+def arrive(param: torch.nn.Parameter) -> None:
+    """Ends `leave`; its bytes are in their place."""
+    if type(param) is AwayParameter:
+        param.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+        vars(param).pop("_away", None)
+
+
+def _show(param: AwayParameter) -> bool:
+    away = param._away
+    if not any(one is param for one in away.params):
+        raise OffloadError(
+            f"{PARAMETERS_PREFIX}a tensor that had the place of a parameter of {away.name} while "
+            "that was on a tier was asked for its values, and has none: it was swapped with "
+            "another one (torch.utils.swap_tensors); call expose() of the handle before"
+        )
+    return away.show()
+
+
+# Note [What autograd saves of one that is touched]: a tensor, and its version then.
+_Saved = tuple[torch.Tensor, int]
+
+
+def _pack(kept: Mapping[int, bool], tensor: torch.Tensor) -> _Saved:
+    stays = kept.get(tensor.untyped_storage()._cdata)
+    saved = tensor if stays is None else tensor.detach()
+    return (saved.clone() if stays is False else saved), tensor._version
+
+
+def _unpack(saved: _Saved) -> torch.Tensor:
+    tensor, version = saved
+    if tensor._version > version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            "operation: what was computed with a parameter outside of its layer"
+        )
+    return tensor
+
+
+def _is_no_touch(func: Any, args: tuple[Any, ...]) -> bool:
+    """Note [What is no touch]."""
+    name = func.__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        is_same = len(args) > 1 and args[1] is args[0]  # what a conversion to the same type sets
+        return is_same or func.__self__.__name__ not in _VALUES
+    return name in _ABOUT
