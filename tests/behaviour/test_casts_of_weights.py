@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.offload import ChangedInPlaceError, LayerMajor, offload_activations
+from megatron.offload import (
+    ChangedInPlaceError,
+    LayerMajor,
+    offload_activations,
+    offload_parameters,
+)
 from megatron.offload.capture.hooks import Move, SavedTensorHooks
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.saved.view import SavedView
@@ -362,3 +367,35 @@ def test_layer_major_steps_make_them_again_too(tmp_path: Path) -> None:
 
     _, statistics = run("ssd")
     assert statistics["recast_bytes"] > 0
+
+
+def test_parameters_that_wait_on_a_tier_are_cast_again_when_their_layer_has_them(
+    tmp_path: Path,
+) -> None:
+    def run(mode: str) -> tuple[Any, Any, dict[str, int | float]]:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            offload_parameters(model, tmp_path, mode=mode) as parameters,
+            offload_activations(model, tmp_path, mode=mode, min_bytes=1) as handle,
+            moved() as found,
+        ):
+            for seed in range(3):
+                optimizer.zero_grad()
+                with autocast():
+                    loss = model(noise(seed))
+                loss.backward()
+                assert mode == "off" or parameters.statistics["memory_bytes"] < layer_bytes
+                optimizer.step()
+            parameters.expose()
+            assert casts_in(found, model) == 0
+            return gradients(model), [one.clone() for one in model.parameters()], handle.statistics
+
+    layer_bytes = sum(one.nbytes for one in Net().layers.parameters())
+    *expected, _ = run("off")
+    *found, statistics = run("ssd")
+    assert all(map(torch.equal, found[1], expected[1]))
+    assert found[0] == expected[0]
+    assert statistics["recast_bytes"] == 2 * sum(
+        one.numel() for one in Net().parameters() if one.dim() > 1
+    )

@@ -495,3 +495,49 @@ def test_outcomes_of_the_other_file_agree(tmp_path: Path) -> None:
         found = Outcome(model, functools.partial(one_by_one, model))
         handle.expose()
         found.assert_is(expected)
+
+
+class _HandsOn(torch.nn.Module):
+    """A layer of which the first makes what the others take, and hand on: T5's position bias."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(HIDDEN))
+        self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.bias = torch.nn.Parameter(torch.randn(HIDDEN)) if is_first else None
+
+    def forward(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(self.scale * x)
+        if self.bias is not None:
+            bias = self.bias * 2
+        assert bias is not None
+        return x + y * bias, bias
+
+
+class _HandedOn(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.layers = torch.nn.ModuleList(_HandsOn(is_first=n == 0) for n in range(4))
+
+    def forward(self, x: torch.Tensor, *, by_name: bool) -> torch.Tensor:
+        x, bias = self.first(x), None
+        for layer in self.layers:
+            x, bias = layer(x, bias=bias) if by_name else layer(x, bias)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_layer_that_hands_on_what_an_earlier_one_has_made(by_name: bool, tmp_path: Path) -> None:
+    def run(mode: str) -> list[torch.Tensor | None]:
+        model = _HandedOn()
+        with offload_parameters(model, tmp_path, mode=mode):
+            model(torch.ones(4, HIDDEN), by_name=by_name).backward()
+            return [one.grad for one in model.parameters()]
+
+    for found, expected in zip(run("ssd"), run("off"), strict=True):
+        assert found is not None and expected is not None
+        assert torch.equal(found, expected)

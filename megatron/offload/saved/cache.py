@@ -79,10 +79,11 @@ class TensorCache:
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors' storages never move: parameters, buffers, optimizer state, inputs."""
-        for tensor in tensors:
-            if kind_of(tensor).has_plain_storage:
-                storage = tensor.untyped_storage()
-                self._excluded[storage._cdata] = StorageWeakRef(storage)
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter on a tier shows itself if asked
+            for tensor in tensors:
+                if kind_of(tensor).has_plain_storage:
+                    storage = tensor.untyped_storage()
+                    self._excluded[storage._cdata] = StorageWeakRef(storage)
 
     def movable(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The tensor's storage, if its bytes can move exactly and are not excluded.

@@ -76,15 +76,16 @@ class WeightCasts:
         self._weights = {}
         self._known = {}
         self._is_any_elsewhere = False
-        for one in tensors:
-            if type(one) is not torch.nn.Parameter or not one.requires_grad:
-                continue
-            kind = kind_of(one)
-            if not kind.is_all_bytes or kind.is_inference:
-                continue
-            storage = 0 if _is_away(one) else one.untyped_storage()._cdata
-            self._weights[id(one)] = _Weight(weakref.ref(one), one._version, one.shape, storage)
-            self._is_any_elsewhere |= one.device != self._device
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter on a tier shows itself if asked
+            for one in tensors:
+                if not isinstance(one, torch.nn.Parameter) or not one.requires_grad:
+                    continue
+                kind = kind_of(one)
+                if not kind.is_all_bytes or kind.is_inference:
+                    continue
+                storage = 0 if _is_away(one) else one.untyped_storage()._cdata
+                self._weights[id(one)] = _Weight(weakref.ref(one), one._version, one.shape, storage)
+                self._is_any_elsewhere |= one.device != self._device
 
     def find(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, since: int, scope: Scope
@@ -241,8 +242,9 @@ def _is_within_autocast() -> bool:
 
 
 def _is_away(param: torch.Tensor) -> bool:
-    """Whether a parameter stands for bytes that are elsewhere: one value in place of all."""
-    return param.numel() > 1 and not any(param.stride())
+    """Whether a parameter may stand for bytes that are elsewhere: while its layer does not compute
+    it is of another class then."""
+    return type(param) is not torch.nn.Parameter
 
 
 def _has_less(tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 from megatron.offload.integration.torch.layer_hook import LayerHook
 from megatron.offload.integration.torch.layers import find_layers, params_outside
 from megatron.offload.integration.torch.optimizer_steps import OptimizerSteps
-from megatron.offload.integration.torch.passes import computed_in
+from megatron.offload.integration.torch.passes import computed_in, tensors_in
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
@@ -224,9 +224,13 @@ class ParameterOffload:
             window.use(number, -1)
             end_of_backward.tell()
 
-        def after_forward(_: torch.nn.Module, __: Any, result: Any) -> None:
-            if torch.is_grad_enabled():
-                for one in computed_in(result):
+        def after_forward(_: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            # What a layer hands on (T5's position bias) gets its gradient in an earlier layer.
+            given = set(map(id, tensors_in((args, kwargs))))
+            for one in computed_in(result):
+                if id(one) not in given:
                     one.register_hook(before_backward)
 
         def end_forward(*_: Any) -> None:
@@ -239,7 +243,7 @@ class ParameterOffload:
 
         hooks = [
             layer.register_forward_pre_hook(LayerHook(before_forward)),
-            layer.register_forward_hook(LayerHook(after_forward)),
+            layer.register_forward_hook(LayerHook(after_forward), with_kwargs=True),
             layer.register_forward_hook(LayerHook(end_forward), always_call=True),
         ]
         for module in layer.modules():

@@ -19,15 +19,12 @@ from typing import Any
 
 import torch
 
-from megatron.offload.parameters.away_parameter import AwayParameter
-
 
 def stationary_tensors(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
     """Parameters, their gradients and buffers; of a DTensor the local part."""
     for model in models:
         for parameter in model.parameters():
-            if type(parameter) is not AwayParameter:  # nothing of it is computed with
-                yield _local(parameter)
+            yield _local(parameter)
             if parameter.grad is not None:
                 yield _local(parameter.grad)
         for buffer in model.buffers():
