@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field
 from typing import Any, ClassVar, Self
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, Self
 from megatron.offload.directories import resolved_directories
 from megatron.offload.errors import PREFIX, ConfigurationError
 from megatron.offload.sizes import KIB, format_size
-from megatron.offload.values import listed_paths, quoted
+from megatron.offload.values import paths_of, quoted
 
 
 def flag(
@@ -143,9 +142,8 @@ class Settings:
                 raise ConfigurationError(
                     f"{cls.prefix}directory and directories are the same setting; give one of them"
                 )
-            one = isinstance(directory, str | os.PathLike)
             try:
-                named = listed_paths([directory] if one else directory)
+                named = paths_of(directory)
             except ConfigurationError as error:
                 words = str(error).removeprefix(PREFIX)
                 raise ConfigurationError(f"{cls.prefix}directory: {words}") from None

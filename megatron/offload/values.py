@@ -141,13 +141,17 @@ def parse_paths(value: object) -> tuple[Path, ...]:
     """
     if isinstance(value, str):
         return tuple(parse_path(part) for part in value.split(","))
-    if isinstance(value, os.PathLike):
-        return (parse_path(value),)
-    return listed_paths(value)
+    return paths_of(value)
 
 
-def listed_paths(values: object) -> tuple[Path, ...]:
-    """Each of several paths, commas and all. Raises ConfigurationError: one of them is none."""
+def paths_of(values: object) -> tuple[Path, ...]:
+    """One path or each of several, commas and all.
+
+    Raises:
+        ConfigurationError: one of them is none.
+    """
+    if isinstance(values, str | os.PathLike):
+        return (parse_path(values),)
     if not isinstance(values, Iterable) or isinstance(values, bytes | bytearray):
         raise ConfigurationError(
             f"{quoted(values)} is no path; give text, a pathlib.Path, or a list of them"

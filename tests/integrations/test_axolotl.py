@@ -40,7 +40,7 @@ def test_the_trainer_gets_a_callback_with_the_settings_of_the_config(
         activation_offload_settings={"min_bytes": "64KiB"},
     )
     (callback,) = made.add_callbacks_post_trainer(config.model_dump(), trainer=None)
-    assert callback._directory == str(tmp_path) and callback._settings == {"min_bytes": "64KiB"}
+    assert callback._directory == (tmp_path,) and callback._settings == {"min_bytes": "64KiB"}
 
 
 def test_a_config_that_says_nothing_goes_to_host_memory(plugin: Any) -> None:

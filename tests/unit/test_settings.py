@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from megatron.offload import ConfigurationError, OffloadConfig
 from megatron.offload.flag import Settings, destination
+from megatron.offload.integration.torch.trainer_callback import TrainerOffload
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_set import LayerSet
 from megatron.offload.parameters.config import ParametersConfig
@@ -234,6 +235,24 @@ def test_a_path_is_the_same_after_a_change_of_the_working_directory(
     assert config.directories == (tmp_path / "d",)
     assert config.trace_file == tmp_path / "trace.json"
     assert config.memory_report_file == tmp_path / "report.jsonl"
+
+
+@pytest.mark.parametrize("own", [{}, {"window_bytes": 0}])
+def test_a_callback_keeps_the_directory_that_was_meant_when_it_was_made(
+    own: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d").mkdir()
+    monkeypatch.chdir(tmp_path)
+    callback = TrainerOffload("d", optimizer_states=own or True)
+    monkeypatch.chdir("/")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    callback.open(model, [optimizer])
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    callback.close()
+    with pytest.raises(ConfigurationError, match="a path is empty"):
+        TrainerOffload("")
 
 
 def test_without_a_working_directory_a_relative_path_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from megatron.offload.integration.torch.door import offload_activations
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.optimizer import OptimizerOffload, offload_optimizer
+from megatron.offload.values import paths_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ class TrainerOffload:
         **settings: Any,
     ) -> None:
         self.offload: ActivationOffload | None = None
-        self._directory = directory
+        # As they are called now: the working directory may be another one when training begins.
+        self._directory = directory = None if directory is None else paths_of(directory)
         self._settings = settings
         self._of_states: dict[str, Any] | None = None
         if optimizer_states is not False:
