@@ -63,7 +63,8 @@ def test_no_parameter_moves_in_any_step(setting: str, found: dict[str, Any]) -> 
 
 def test_casts_of_weights_that_stay_in_place_are_made_again(found: dict[str, Any]) -> None:
     assert found["ddp, autocast"]["recast"] > 0 == found["ddp"]["recast"]
-    assert found["fsdp2, autocast"]["recast"] == 0  # gathered weights are gone meanwhile
+    # What FSDP gathers into is known from the second step on.
+    assert found["fsdp2, autocast"]["recast"] == found["ddp, autocast"]["recast"]
 
 
 def test_a_plan_is_followed_under_fsdp(found: dict[str, Any]) -> None:

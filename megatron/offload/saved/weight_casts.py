@@ -19,7 +19,8 @@ changes weights, the casts of those that graphs still hold are made, and kept fr
 by anybody else raises. One through `data` shows nowhere, as everywhere in autograd.
 
 Left alone are casts of what has no gradient (nothing links them to the weight), of weights that
-somebody gathers and gives back meanwhile (FSDP, ZeRO 3), and those that a script makes itself.
+have other memory each time they are gathered (FSDP1, ZeRO 3; FSDP2's keep theirs), and those that a
+script makes outside of autocast.
 """
 
 from __future__ import annotations
