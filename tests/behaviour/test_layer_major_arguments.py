@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.offload import LayerMajor
+from megatron.offload import ConfigurationError, LayerMajor
 
 WIDTH, LAYERS, MICRO_BATCHES = 8, 4, 3
 
@@ -160,3 +160,23 @@ def test_layers_that_are_skipped_in_some_passes(skipped: set[int], units: int) -
     model = Model(skips=lambda call, layer: call in (3, 5, 7) and layer in skipped)
     # Steps in units begin their passes in the order of the micro-batches too.
     assert trained(model, units) == trained(model, None)
+
+
+def test_a_state_that_layers_keep_in_an_attribute_is_refused() -> None:
+    """The model sets it back when a pass begins; in units other passes have begun meanwhile."""
+
+    def kept(layer: Layer, _: Any, made: torch.Tensor) -> torch.Tensor:
+        scale = vars(layer).get("state", torch.ones(1)) + made.mean()
+        vars(layer)["state"] = scale
+        return scale
+
+    class Resets(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                vars(layer).pop("state", None)
+            return super().forward(x)
+
+    model = Resets(kept)
+    trained(model, None)
+    with pytest.raises(ConfigurationError, match="used what another one has computed"):
+        trained(model, 2)
