@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.offload import LayerMajor
+from megatron.offload import ConfigurationError, LayerMajor
 
 WIDTH, LAYERS, MICRO_BATCHES = 8, 4, 3
 
@@ -155,8 +155,31 @@ def test_numbers_that_nothing_counts_make_steps_run_in_the_usual_order(
 
 @pytest.mark.parametrize("units", [2, LAYERS])
 @pytest.mark.parametrize("skipped", [{0}, {1}, {3}, {2, 3}, {1, 2}, {1, 2, 3}])
-def test_layers_that_are_skipped_in_some_passes(skipped: set[int], units: int) -> None:
+def test_layers_that_are_skipped_in_some_passes(
+    skipped: set[int], units: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """In the second step, after one with all layers: whole units of a micro-batch are empty."""
     model = Model(skips=lambda call, layer: call in (3, 5, 7) and layer in skipped)
     # Steps in units begin their passes in the order of the micro-batches too.
     assert trained(model, units) == trained(model, None)
+    assert not caplog.text  # and not in the usual order
+
+
+def test_a_state_that_layers_keep_in_an_attribute_is_refused() -> None:
+    """The model sets it back when a pass begins; in units other passes have begun meanwhile."""
+
+    def kept(layer: Layer, _: Any, made: torch.Tensor) -> torch.Tensor:
+        scale = vars(layer).get("state", torch.ones(1)) + made.mean()
+        vars(layer)["state"] = scale
+        return scale
+
+    class Resets(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                vars(layer).pop("state", None)
+            return super().forward(x)
+
+    model = Resets(kept)
+    trained(model, None)
+    with pytest.raises(ConfigurationError, match="used what another one has computed"):
+        trained(model, 2)

@@ -114,28 +114,29 @@ class GraphCuts:
 
     def enter(self, values: Any) -> Any:
         """A layer's arguments, with entries in place of what earlier units have made."""
-        entered: dict[int, torch.Tensor] = {}  # by the tensor's address: one that is given twice
+        return self._enter(values, {})
 
-        def enter(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                if id(value) not in entered:
-                    entered[id(value)] = self._entered(value)
-                return entered[id(value)]
-            if isinstance(value, list | dict):
-                for key, one in list(
-                    value.items() if isinstance(value, dict) else enumerate(value)
-                ):
-                    if (made := enter(one)) is not one:
-                        value[key] = made
-                        self._put_into.append((value, key, made, one))
-                return value
-            if isinstance(value, tuple):
-                return _like(value, [enter(one) for one in value])
-            leaves, spec = tree_flatten(value)
-            made = [enter(one) if one is not value else one for one in leaves]
-            return value if _are_same(made, leaves) else tree_unflatten(made, spec)
-
-        return enter(values)
+    def _enter(self, value: Any, entered: dict[int, torch.Tensor]) -> Any:
+        """
+        Args:
+            entered: by the tensor's address: one that is given twice.
+        """
+        if isinstance(value, torch.Tensor):
+            if id(value) not in entered:
+                entered[id(value)] = self._entered(value)
+            return entered[id(value)]
+        if isinstance(value, list | dict):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, one in list(pairs):
+                if (made := self._enter(one, entered)) is not one:
+                    value[key] = made
+                    self._put_into.append((value, key, made, one))
+            return value
+        if isinstance(value, tuple):
+            return _like(value, [self._enter(one, entered) for one in value])
+        leaves, spec = tree_flatten(value)
+        parts = [self._enter(one, entered) if one is not value else one for one in leaves]
+        return value if _are_same(parts, leaves) else tree_unflatten(parts, spec)
 
     def leave(self) -> None:
         """Another layer comes next: lists and dicts have in them what was put there."""

@@ -76,7 +76,11 @@ def _access_to(value: Any) -> _Access | None:
     if isinstance(value, _FREQUENT):
         return None
     if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
+        # As bytes: what pickle makes of two equal tensors differs.
+        return (
+            lambda: value.get_state().numpy().tobytes(),
+            lambda state: value.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+        )
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     if (numpy := sys.modules.get("numpy")) is None:

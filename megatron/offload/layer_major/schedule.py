@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -181,7 +181,7 @@ class LayerMajorSchedule:
             self._forward(batch, last, is_last=is_last)
             result = results[batch.number] = batch.call.take_result()
             batch.cuts.check(last, _nodes_of(result))
-            with batch.passes.backward(last, batch.number, is_last=is_last):
+            with batch.passes.backward(last, batch.number, is_last=is_last), _used_once():
                 backward(result)
             batch.end_backward()
 
@@ -256,7 +256,7 @@ class LayerMajorSchedule:
             batch.passes.prepare_backward(unit, batch.number)
             roots, gradients = batch.cuts.roots(unit)
             is_last = batch is batches[-1]
-            with batch.passes.backward(unit, batch.number, is_last=is_last):
+            with batch.passes.backward(unit, batch.number, is_last=is_last), _used_once():
                 torch.autograd.backward(roots, gradients)
             del roots, gradients
             batch.end_backward()
@@ -341,6 +341,21 @@ class _MicroBatch(Generic[T]):
         """A backward pass has ended."""
         if not self.is_next:
             self.cuts.put_gradients()
+
+
+@contextlib.contextmanager
+def _used_once() -> Iterator[None]:
+    """Around a backward pass, which may have come into the graph of another micro-batch."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise refusal(
+            "a backward pass has come to a graph that is used up: a micro-batch has used what "
+            "another one has computed (does a layer keep a state in an attribute?), which a "
+            "layer-major step cannot follow; run this model micro-batch by micro-batch"
+        ) from error
 
 
 def _nodes_of(result: Any) -> list[Any]:

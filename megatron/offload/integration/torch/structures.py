@@ -58,7 +58,7 @@ class Structure:
         self._of_tensor = of_tensor
         self._known: dict[int, tuple[Any, _Thing]] = {}  # by address; what has it is held
         self.kept = [self._taken(value, (None, name), 0, False) for name, value in values]
-        self._known.clear()
+        del self._of_tensor, self._known  # so that nothing refers to itself
 
     def made(self, other: Callable[[Any], Any]) -> list[Any]:
         """The values, with containers and objects of their own.
