@@ -24,7 +24,7 @@ from megatron.offload.integration.megatron.estimate import (
     stage_of,
 )
 from megatron.offload.integration.megatron.layer_major import LayerMajorHooks
-from megatron.offload.integration.megatron.versions import check_version
+from megatron.offload.integration.megatron.versions import SUPPORTED_VERSIONS, check_version
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_set import LayerSet
 
@@ -129,7 +129,7 @@ def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         install(OffloadConfig(mode="ssd", directories=(tmp_path,)), model())
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.19.1", "0.19.1+5be9626709"])
+@pytest.mark.parametrize("version", [*SUPPORTED_VERSIONS, "0.19.1+5be9626709"])
 def test_a_checkouts_version_may_name_its_commit(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +137,7 @@ def test_a_checkouts_version_may_name_its_commit(
     check_version()
 
 
-@pytest.mark.parametrize("version", ["0.19.0", "0.19.1rc0", "0.16.10", "0.16.1.dev1+abc"])
+@pytest.mark.parametrize("version", ["0.19.3", "0.19.1rc0", "0.16.10", "0.16.1.dev1+abc"])
 def test_a_version_that_only_looks_alike_is_refused(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

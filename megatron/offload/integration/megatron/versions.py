@@ -6,7 +6,8 @@ from __future__ import annotations
 from megatron.offload.errors import ConfigurationError
 
 # The last one is what `pip install megatron-offload[megatron]` brings.
-SUPPORTED_VERSIONS = ("0.19.1", "0.16.1")
+# 0.19.1: the tag core_v0.19.0 of Megatron-LM; PyPI has 0.19.0 and 0.19.2.
+SUPPORTED_VERSIONS = ("0.19.2", "0.19.1", "0.19.0", "0.16.1")
 
 
 def check_version() -> None:
