@@ -37,7 +37,7 @@ import shlex
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -48,14 +48,14 @@ for folder in (ROOT / "tools", ROOT):  # nothing has to be installed
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+import megatron.offload  # noqa: E402
 from check.family.catalogue import KINDS, Family, chosen, families  # noqa: E402
 from check.family.cells import Cell, Left, summary_of  # noqa: E402
 from check.family.columns import COLUMNS  # noqa: E402
 from check.family.pool import Work, run_families  # noqa: E402
 from check.family.report import failures_table, page, summary_table  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-import megatron.offload  # noqa: E402
 
 ATTENTIONS = ("sdpa", "eager")
 # Each has found something: caches, sliding windows, states between layers, soft caps, experts,
@@ -88,16 +88,60 @@ def load() -> None:
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
-def results_of(
-    cells: Sequence[Cell], left: Sequence[Left], facts: dict[str, str]
-) -> dict[str, object]:
-    """The JSON file's content."""
-    return {
-        "summary": summary_of(cells, left),
-        **facts,
-        "rows": [asdict(cell) for cell in cells],
-        "left_out": [asdict(one) for one in left],
-    }
+class Results:
+    """What has been found so far; written after each family, so that a run may be cut short.
+
+    Args:
+        order: the place of each family.
+        columns: in their order.
+        facts: date, command and versions.
+    """
+
+    def __init__(
+        self, order: Mapping[str, int], columns: Sequence[str], facts: dict[str, str]
+    ) -> None:
+        self.cells: list[Cell] = []
+        self.left: list[Left] = []
+        self._order, self._columns, self._facts = order, columns, facts
+
+    def add(self, found: Cell | Left) -> None:
+        """Takes what a process has found."""
+        if isinstance(found, Cell):
+            self.cells.append(found)
+            self.cells.sort(
+                key=lambda c: (self._order[c.family], self._columns.index(c.column), c.attention)
+            )
+        else:
+            self.left.append(found)
+            self.left.sort(key=lambda one: (self._order[one.family], one.attention))
+
+    def write(self, json_file: Path | None, page_file: Path | None) -> None:
+        """As JSON, and as a page."""
+        summary = summary_of(self.cells, self.left)
+        if json_file is not None:
+            content = {
+                "summary": summary,
+                **self._facts,
+                "rows": [asdict(cell) for cell in self.cells],
+                "left_out": [asdict(one) for one in self.left],
+            }
+            json_file.write_text(json.dumps(content, indent=1).replace(f"{ROOT}/", "") + "\n")
+        if page_file is not None:
+            page_file.write_text(page(self.cells, self.left, summary, self._columns, self._facts))
+
+    def show(self) -> int:
+        """Prints tables; the exit code."""
+        summary = summary_of(self.cells, self.left)
+        has_failed = bool(summary["crashes"] + summary["differences"])
+        print(f"{summary_table(self.cells, self._columns)}\n")
+        if has_failed:
+            print(f"{failures_table(self.cells)}\n")
+        print(json.dumps(summary))
+        if not self.cells:
+            reasons = "; ".join(sorted({one.reason for one in self.left})) or "no family was given"
+            print(f"families.py: error: nothing was trained: {reasons}", file=sys.stderr)
+            return 2
+        return 1 if has_failed else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,52 +172,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     load()
     works = works_of(wanted, columns, attentions)
-    cells: list[Cell] = []
-    left: list[Left] = []
+    arguments = sys.argv[1:] if argv is None else argv
+    results = Results(
+        {work.family.name: number for number, work in enumerate(works)},
+        columns,
+        {
+            "date": datetime.date.today().isoformat(),
+            "command": shlex.join([".venv/bin/python", "tools/check/families.py", *arguments]),
+            "versions": f"transformers {transformers.__version__}, torch {torch.__version__}, "
+            f"Python {platform.python_version()}, megatron-offload {megatron.offload.__version__}",
+        },
+    )
     with tempfile.TemporaryDirectory(prefix="families-", dir=args.dir) as directory:
         tqdm.monitor_interval = 0  # a thread, which forks do not have
         with tqdm(total=len(works), disable=None, unit="model") as bar:
 
-            def tell(found: Cell | Left) -> None:
-                cells.append(found) if isinstance(found, Cell) else left.append(found)
-
             def ended(work: Work) -> None:
                 bar.set_postfix_str(f"{work.family.name} {work.attention}", refresh=False)
                 bar.update()
+                results.write(args.json, args.markdown)
 
             run_families(
                 works,
                 Path(directory),
                 processes=args.processes,
                 timeout_s=args.timeout,
-                tell=tell,
+                tell=results.add,
                 ended=ended,
             )
-    order = {work.family.name: number for number, work in enumerate(works)}
-    cells.sort(key=lambda c: (order[c.family], columns.index(c.column), c.attention))
-    left.sort(key=lambda one: (order[one.family], one.attention))
-    arguments = sys.argv[1:] if argv is None else argv
-    facts = {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join([".venv/bin/python", "tools/check/families.py", *arguments]),
-        "versions": f"transformers {transformers.__version__}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, megatron-offload {megatron.offload.__version__}",
-    }
-    results = results_of(cells, left, facts)
-    summary = summary_of(cells, left)
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=1).replace(f"{ROOT}/", "") + "\n")
-    if args.markdown is not None:
-        args.markdown.write_text(page(cells, left, summary, columns, facts))
-    print(f"{summary_table(cells, columns)}\n")
-    if summary["crashes"] + summary["differences"]:
-        print(f"{failures_table(cells)}\n")
-    print(json.dumps(summary))
-    if not cells:
-        reasons = "; ".join(sorted({one.reason for one in left})) or "no family was asked for"
-        print(f"families.py: error: nothing was trained: {reasons}", file=sys.stderr)
-        return 2
-    return 1 if summary["crashes"] + summary["differences"] else 0
+    return results.show()
 
 
 def _wanted(only: str | None, quick: bool) -> list[Family]:

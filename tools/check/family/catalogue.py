@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families of the transformers that is installed: `families`, from its own automatic classes."""
+"""The families of the transformers that is installed: `families`, of its own automatic classes."""
 
 from __future__ import annotations
 

@@ -3,28 +3,24 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
 from check.family.cells import Outcome
 from check.family.inputs import Batch
 from check.family.sample import Sample, in_a_line, loss_of
 from check.family.training import (
-    BackwardOfStep,
     Training,
     adamw,
     distance,
     first_difference,
     one_after_the_other,
-    seed_everything,
     train,
 )
-
 from megatron.offload import (
     ChangedInPlaceError,
     LayerMajor,
@@ -201,7 +197,11 @@ class Columns:
                 is_near = error <= MOST * max(allowed, _ROUNDING) or apart <= _ROUNDING
                 note = f"{error:.1e} from fp64, the loss in one piece {allowed:.1e}"
             if not is_near:
-                return Outcome.DIFFERENT, f"{'loss' if what == {'loss'} else 'gradients'} {note}", True
+                return (
+                    Outcome.DIFFERENT,
+                    f"{'loss' if what == {'loss'} else 'gradients'} {note}",
+                    True,
+                )
         return Outcome.IDENTICAL, "within rounding", True
 
     # -- What they share ------------------------------------------------------------------------

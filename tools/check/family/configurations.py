@@ -186,9 +186,7 @@ def _smaller(name: str, value: Any, way: Way, layers: int, config: PreTrainedCon
     return value
 
 
-def _smaller_number(
-    name: str, value: int, way: Way, layers: int, config: PreTrainedConfig
-) -> int:
+def _smaller_number(name: str, value: int, way: Way, layers: int, config: PreTrainedConfig) -> int:
     if "vocab" in name:
         return min(value, WORDS)
     if _TOKEN.search(name):

@@ -170,9 +170,7 @@ class _Inputs:
             shapes += [(name, shape) for shape in both]
         for name, shape in shapes:
 
-            def draw(
-                generator: torch.Generator, name: str = name, shape: Any = shape
-            ) -> Batch:
+            def draw(generator: torch.Generator, name: str = name, shape: Any = shape) -> Batch:
                 made: Batch = {name: torch.randn(shape, generator=generator)}
                 length = max(shape[1:])
                 for mask in _MASKS[:2]:

@@ -133,9 +133,7 @@ def _first_to_say(running: Sequence[_Process], timeout_s: float) -> list[_Proces
     soonest_s = min(one.since_s for one in running) + timeout_s - time.monotonic()
     ready = wait([one.pipe for one in running], max(0.0, soonest_s) + 0.1)
     return [
-        one
-        for one in running
-        if one.pipe in ready or time.monotonic() - one.since_s > timeout_s
+        one for one in running if one.pipe in ready or time.monotonic() - one.since_s > timeout_s
     ]
 
 

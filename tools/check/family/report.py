@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from check.family.cells import FAILED, Cell, Left, Outcome
 from tabulate import tabulate
+
+from check.family.cells import FAILED, Cell, Left, Outcome
 
 _WORST_FIRST = (
     Outcome.CRASH,

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils._pytree import tree_leaves
+from transformers import CONFIG_MAPPING
+
 from check.family.catalogue import Family
 from check.family.configurations import small_configurations
 from check.family.inputs import Batch, WayToCall, ways_to_call
-from torch.utils._pytree import tree_leaves
-from transformers import CONFIG_MAPPING
 
 _MOST_PARAMETERS = 8_000_000
 _PLACES = (16, 4, 1)  # for a picture in a text, tried before an error tells the right number

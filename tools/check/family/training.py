@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 import torch
+
 from check.family.inputs import Batch
 from check.family.sample import loss_of
 
