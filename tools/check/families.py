@@ -62,7 +62,7 @@ ATTENTIONS = ("sdpa", "eager")
 # encoders, running statistics, random numbers that are not torch's.
 QUICK = (
     *("llama", "mistral", "gemma2", "qwen3_next", "mixtral", "falcon_h1", "bloom"),
-    *("t5", "vit", "resnet", "whisper", "qwen2_vl"),
+    *("t5", "vit", "resnet", "whisper", "qwen3_vl"),
 )
 _LOADED = ("llama", "mixtral", "t5", "whisper", "vit", "qwen2_vl", "mamba2")
 

@@ -47,6 +47,7 @@ _NOT_WIDTH = re.compile(
     r"out_features|spatial|tile|crop|input_channels|queue|grid|batch|codebook_size|downsample|"
     r"temporal|conv_dim|bucket|mel|group_size|input_dim|tokenizer|step|feature_size|expand"
 )
+_KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "attention_layers")
 _EXPERTS = re.compile(r"^(num|n|moe_num)_(\w*_)?experts$|^n_routed_experts$|^num_local_experts$")
 _CHOSEN = re.compile(r"experts_per_tok|moe_topk|top_?k(_experts)?$|moe_k$|experts_top|num_selected")
 _POSITIONS = re.compile(
@@ -112,6 +113,12 @@ def _ways() -> Iterator[Way]:
             ),
             lambda name, value, by=by: max(1, value // by),  # type: ignore[misc]
         )
+    for by in (8, 16, 32):  # fewer heads, each of them as wide as it is
+        yield Way(
+            f"widths and heads / {by}",
+            lambda name, value, by=by: value if _HEAD_SIZE.search(name) else max(4, value // by),  # type: ignore[misc]
+            lambda name, value, by=by: max(1, value // by),  # type: ignore[misc]
+        )
     yield Way("widths as they are", lambda name, value: value, lambda name, value: value)
 
 
@@ -145,7 +152,10 @@ def _arguments(default: PreTrainedConfig, way: Way) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     layers = _num_layers(default)
     for name, parameter in inspect.signature(type(default).__init__).parameters.items():
-        value = getattr(default, name, None)
+        try:
+            value = getattr(default, name, None)
+        except AttributeError:  # of those that differ from layer to layer
+            continue
         if isinstance(value, PreTrainedConfig):
             changed[name] = _made(value, way)
             continue
@@ -159,7 +169,7 @@ def _arguments(default: PreTrainedConfig, way: Way) -> dict[str, Any]:
 
 def _num_layers(default: PreTrainedConfig) -> int:
     """As many as have a layer of every kind in them, and at least `LAYERS`."""
-    kinds = getattr(default, "layer_types", None) or getattr(default, "layers_block_type", None)
+    kinds = next(filter(None, (getattr(default, name, None) for name in _KINDS_OF_LAYERS)), None)
     if not isinstance(kinds, list | tuple):
         return LAYERS
     every = set(map(str, kinds))

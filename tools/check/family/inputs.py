@@ -140,18 +140,21 @@ class _Inputs:
                     "image_grid_thw": torch.tensor([[1, 4, 4]] * ROWS),
                 },
             )
+            return
         frames = _size(config, "num_frames", default=2)
-        shapes = [(ROWS,), (ROWS, 1), (ROWS, frames), (ROWS, 3)]
-        for before in shapes:
+        for before in dict.fromkeys([(ROWS,), (ROWS, 1), (ROWS, frames), (ROWS, 3)]):
             shape = (*before, channels, side, side)
+            for says_size in (False, True) if self.has("image_sizes") else (False,):
 
-            def draw(generator: torch.Generator, shape: Any = shape) -> Batch:
-                made: Batch = {name: torch.randn(shape, generator=generator)}
-                if self.has("image_sizes"):
-                    made["image_sizes"] = torch.tensor([[side, side]] * ROWS)
-                return made
+                def draw(
+                    generator: torch.Generator, shape: Any = shape, says_size: bool = says_size
+                ) -> Batch:
+                    made: Batch = {name: torch.randn(shape, generator=generator)}
+                    if says_size:
+                        made["image_sizes"] = torch.tensor([[side, side]] * ROWS)
+                    return made
 
-            yield f"{name} {list(shape)}", draw
+                yield f"{name} {list(shape)}{', image_sizes' if says_size else ''}", draw
 
     def _sounds(self) -> Iterator[tuple[str, Callable[[torch.Generator], Batch]]]:
         config = self._config
