@@ -69,9 +69,13 @@ class Stack(torch.nn.Module):
         return types.SimpleNamespace(loss=x.square().mean())
 
 
-def columns_of(model: torch.nn.Module, directory: Path) -> Columns:
+def sample_of(model: torch.nn.Module) -> Sample:
     way = WayToCall("x", lambda generator: {"x": torch.randn(4, 16, generator=generator)})
-    return Columns(Sample(FAMILY, "as it is", way, model), directory)
+    return Sample(FAMILY, "as it is", way, model)
+
+
+def columns_of(model: torch.nn.Module, directory: Path) -> Columns:
+    return Columns(sample_of(model), directory)
 
 
 @pytest.mark.parametrize("column", ["ssd", "recompute", "parameters", "states", "layer-major"])
@@ -95,6 +99,18 @@ def test_an_exception_that_is_not_ours_is_a_crash(tmp_path: Path) -> None:
 def test_a_sentence_of_ours_is_a_refusal(tmp_path: Path) -> None:
     outcome, note, _ = columns_of(Stack(), tmp_path).run("chunked loss")
     assert outcome is Outcome.REFUSED and "drop chunked_loss" in note
+
+
+@pytest.mark.parametrize(("has_sdpa", "number"), [(True, 1), (False, 2)])
+def test_auto_is_tried_with_one_kind_of_attention(
+    has_sdpa: bool, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Columns, "run", lambda *_: (IDENTICAL, "", True))
+    monkeypatch.setattr(Stack, "_supports_sdpa", has_sdpa, raising=False)
+    found: list[Any] = []
+    work = Work(FAMILY, "eager", ("auto", "ssd"), is_second=True)
+    pool.run_sample(sample_of(Stack()), work, tmp_path, found.append)
+    assert len([one for one in found if isinstance(one, Cell)]) == number
 
 
 @pytest.mark.parametrize("column", ["recompute", "parameters", "layer-major", "auto"])
@@ -279,7 +295,10 @@ def test_the_exit_code_says_what_was_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def run(works: list[Work], directory: Path, **given: Any) -> None:
-        assert [work.columns for work in works] == [("ssd", "auto"), ("ssd",)]
+        assert [(work.attention, work.is_second) for work in works] == [
+            ("sdpa", False),
+            ("eager", True),
+        ]
         for work in works:
             if outcome is None:
                 given["tell"](work.left("no text"))

@@ -70,9 +70,9 @@ _LOADED = ("llama", "mixtral", "t5", "whisper", "vit", "qwen2_vl", "mamba2")
 def works_of(
     wanted: Iterable[Family], columns: Sequence[str], attentions: Sequence[str]
 ) -> list[Work]:
-    """What is to be run: `auto`, which plans for seconds, with the first kind of attention."""
+    """What is to be run."""
     return [
-        Work(family, attention, tuple(c for c in columns if c != "auto" or number == 0))
+        Work(family, attention, tuple(columns), is_second=number > 0)
         for family in wanted
         for number, attention in enumerate(attentions)
     ]

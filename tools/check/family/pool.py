@@ -29,6 +29,7 @@ from check.family.sample import NotBuiltError, Sample, find_sample, in_a_line
 Found = Cell | Left
 _fork = multiprocessing.get_context("fork")
 _MOST_MEMORY_BYTES = 8 << 30  # of address space beyond what this process has
+ONCE = {"auto"}  # it plans for seconds
 _PREPARING = ""  # in the place of a column
 
 
@@ -40,11 +41,13 @@ class Work:
         family: that it trains.
         attention: `eager` or `sdpa`.
         columns: in their order.
+        is_second: its columns in `ONCE` are run with sdpa, where its model has that.
     """
 
     family: Family
     attention: str
     columns: tuple[str, ...]
+    is_second: bool = False
 
     def cell(self, column: str, outcome: Outcome, note: str) -> Cell:
         """What came of a column."""
@@ -81,7 +84,10 @@ def run_sample(
     if difference:
         tell(work.left(f"two plain trainings differ: {difference}", is_random=True))
         return
+    has_sdpa = getattr(type(sample.pristine), "_supports_sdpa", False)
     for column in work.columns:
+        if column in ONCE and work.is_second and has_sdpa:
+            continue
         tell(column)
         began_s = time.perf_counter()
         outcome, note, moved = columns.run(column)
