@@ -103,8 +103,8 @@ def _why_nothing(config: OffloadConfig, engine: OffloadEngine) -> str:
         )
     elif name == "small_bytes":
         why = (
-            f"no saved storage has {min_bytes} or more ({size} are in smaller ones); lower "
-            "min_bytes if memory matters at this size"
+            f"no saved storage has {min_bytes} or more; lower min_bytes if memory matters at this "
+            f"size ({size} are saved in smaller ones)"
         )
     elif name == "kept_bytes":
         why = f"{size} are saved in layers that the settings keep in memory; see offload_layers"
