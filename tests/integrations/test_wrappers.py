@@ -121,7 +121,8 @@ def test_fabric_trains_saves_and_loads_the_same(
     assert run(is_offloaded=True) == run(is_offloaded=False)
 
 
-def test_accelerate_saves_and_loads_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parameters", [False, True], ids=["states", "states and parameters"])
+def test_accelerate_saves_and_loads_the_same(parameters: bool, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     batches = text_batches()
 
@@ -135,6 +136,8 @@ def test_accelerate_saves_and_loads_the_same(tmp_path: Path) -> None:
             if is_offloaded:
                 stack.enter_context(offload_activations(model, tmp_path, min_bytes="4KiB"))
                 stack.enter_context(offload_optimizer(optimizer, tmp_path, **STATES))
+                if parameters:
+                    stack.enter_context(offload_parameters(plain, tmp_path))
 
             def train(own: list[Any]) -> None:
                 for batch in own:
