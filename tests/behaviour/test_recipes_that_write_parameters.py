@@ -24,7 +24,10 @@ from megatron.offload import (
     offload_parameters,
 )
 from megatron.offload.errors import ConfigurationError, OffloadError
-from megatron.offload.integration.torch.parameter_offload import ParameterOffload
+from megatron.offload.integration.torch.parameter_offload import (
+    ParameterOffload,
+    unit_backward,
+)
 from megatron.offload.parameters.unit import Where
 from tests.behaviour.test_parameters_that_others_write import LAYERS, Net, batch
 from tests.support.beneath import beneath
@@ -417,3 +420,19 @@ def test_a_model_is_offloaded_once(offloaded: tuple[Net, ParameterOffload]) -> N
     with pytest.raises(ConfigurationError, match="is offloaded already; close"):
         offload_parameters(model, mode="host")
     handle.close()
+
+
+def test_a_backward_pass_is_of_its_own_model_alone(tmp_path: Path) -> None:
+    """Another model of the process trains in another thread, perhaps."""
+    models = Net(), Net()
+    handles = [offload_parameters(model, tmp_path, gradients="on") for model in models]
+    told = []
+    with unit_backward(list(models[0].layers[0].parameters()), is_last=False):
+        for handle in handles:
+            assert handle.window is not None and handle.window.gradients is not None
+            with contextlib.suppress(OffloadError):
+                handle.window.gradients.check_is_told()
+                told.append(handle)
+    assert told == handles[:1]
+    for handle in handles:
+        handle.close()
