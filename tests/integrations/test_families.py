@@ -19,7 +19,8 @@ from check.family.cells import Cell, Left, Outcome
 from check.family.columns import COLUMNS
 from check.family.pool import Work, run_here
 
-IN_PLACE_OF_SDPA = {"resnet": "eager"}  # it has no attention
+# One has no attention, the others none by torch's scaled_dot_product_attention.
+IN_PLACE_OF_SDPA = {"resnet": "eager", "gemma2": "eager", "bloom": "eager"}
 PLANNED = "llama"  # a plan takes seconds, so `auto` is tried with one
 WITHOUT_AUTO = tuple(column for column in COLUMNS if column != "auto")
 
