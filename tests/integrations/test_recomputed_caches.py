@@ -45,7 +45,7 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Where several threads add gradients up, as in DeepSeek-V3's experts, no run equals another."""
+    """Where several threads add gradients, as in DeepSeek-V3's experts, no run equals another."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
