@@ -128,13 +128,12 @@ class Settings:
         """The config that the arguments of a door for PyTorch models ask for.
 
         Args:
-            directory: one, several, or None. From here on each is the directory that it is now,
-                whatever becomes of links and of the working directory.
+            directory: one, several, or None.
             mode: None: `ssd` with a directory, `host` without one.
             settings: fields by name.
 
         Raises:
-            ConfigurationError: as `from_settings`; or a directory cannot be used.
+            ConfigurationError: as `from_settings`.
         """
         named = settings.get("directories", ())
         if directory is not None:
@@ -149,11 +148,12 @@ class Settings:
                 raise ConfigurationError(f"{cls.prefix}directory: {words}") from None
         if mode is None:
             mode = "ssd" if named else "host"
-        config = cls.from_settings({**settings, "mode": mode, "directories": named})
-        return config.resolved()
+        return cls.from_settings({**settings, "mode": mode, "directories": named})
 
     def resolved(self) -> Self:
         """This config with the directories themselves in place of their names.
+
+        From here on each is the directory that it is now, whatever becomes of links.
 
         Raises:
             ConfigurationError: one of them cannot be used, or two are the same.

@@ -298,10 +298,10 @@ def test_a_directory_is_resolved_once(
     real.mkdir()
     link.symlink_to(real)
     monkeypatch.chdir(tmp_path)
-    assert kind.of_door("link", None, {}).directories == (real,)
+    assert kind.of_door("link", None, {}).resolved().directories == (real,)
     for same in ([real, link], [real, "real/../real"], [link, "link"]):
         with pytest.raises(ConfigurationError, match="names a directory twice"):
-            kind.of_door(same, None, {})
+            kind.of_door(same, None, {}).resolved()
 
 
 @pytest.mark.parametrize("kind", WITH_DIRECTORIES)
@@ -319,11 +319,11 @@ def test_what_cannot_be_reached_is_refused_in_a_sentence(
         ("nul\0byte", "NUL byte"),
     ]:
         with pytest.raises(ConfigurationError, match=reason) as refused:
-            kind.of_door(str(tmp_path / name), None, {})
+            kind.of_door(str(tmp_path / name), None, {}).resolved()
         assert str(refused.value).startswith(kind.prefix)
     for wrong, reason in [(5, "5 is no path"), ([5], "5 is no path"), ("", "a path is empty")]:
         with pytest.raises(ConfigurationError, match=f"directory: {reason}"):
-            kind.of_door(wrong, None, {})
+            kind.of_door(wrong, None, {}).resolved()
     asked = os.stat
 
     def dead(path: Any, **options: Any) -> os.stat_result:
@@ -334,4 +334,4 @@ def test_what_cannot_be_reached_is_refused_in_a_sentence(
     (tmp_path / "dead").mkdir()
     monkeypatch.setattr(os, "stat", dead)
     with pytest.raises(ConfigurationError, match=r"dead cannot be reached \(Transport endpoint"):
-        kind.of_door(tmp_path / "dead", None, {})
+        kind.of_door(tmp_path / "dead", None, {}).resolved()

@@ -84,6 +84,7 @@ def offload_activations(
             config = measured.config(config)
             run_directory = measured.run_directory or run_directory
             metrics_file = measured.metrics_file or metrics_file
+        config = config.resolved()
         found = find_layers(models, layers)
         heads = chunked_losses(models, config.chunk_tokens) if config.chunks_loss else []
         if config.enabled:

@@ -306,7 +306,7 @@ def offload_optimizer(
             "the first handle before"
         )
     try:
-        config = StatesConfig.of_door(directory, mode, settings)
+        config = StatesConfig.of_door(directory, mode, settings).resolved()
         return OptimizerOffload(optimizer, config)
     except ConfigurationError as error:
         raise ConfigurationError(StatesConfig.in_settings(str(error))) from None

@@ -376,7 +376,7 @@ def offload_parameters(
         ConfigurationError: the directory, a setting or the model cannot work; says why.
     """
     try:
-        config = ParametersConfig.of_door(directory, mode, settings)
+        config = ParametersConfig.of_door(directory, mode, settings).resolved()
         found = list(find_layers((model,), layers))
         staying = set(params_outside(model, found))
         return ParameterOffload(units_of(found, units), config, device, staying=staying)
