@@ -20,7 +20,6 @@ from megatron.offload import (
     offload_optimizer,
     offload_parameters,
 )
-from megatron.offload.parameters.unit import Where
 from tests.support.same_training import digest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -29,8 +28,7 @@ from tests.integrations.test_adapters import METHODS, new_llama  # noqa: E402
 from tests.support.text_models import text_batches  # noqa: E402
 
 STATES = {"bucket_bytes": 1 << 14, "window_bytes": 1 << 14}
-DOORS = ("parameters", "parameters states", "parameters states activations")
-TIERS = ("ssd", "host")
+DOORS = ("parameters", "parameters states activations", "host parameters states")
 
 
 def weights(model: torch.nn.Module) -> dict[str, str]:
@@ -86,7 +84,7 @@ def trained_adapter(
             seen.append(digest(loss))
             optimizer.step()
             if hasattr(model.base_model, "update_and_allocate"):
-                model.base_model.update_and_allocate(step)  # AdaLoRA's own call
+                model.base_model.update_and_allocate(step + 1)  # AdaLoRA's own call
             optimizer.zero_grad()
             between(model, seen)
         adapter = weights(model)
@@ -108,12 +106,12 @@ def evaluate_merged(model: Any, seen: list[str]) -> None:
     model.train()
 
 
-@pytest.mark.parametrize("method", ["LoRA", "DoRA", "AdaLoRA", "IA3", "OFT", "LoHa"])
+@pytest.mark.parametrize("method", ["LoRA", "DoRA", "AdaLoRA", "IA3", "OFT"])
 def test_an_adapter_is_merged_for_each_evaluation_and_at_the_end(
     method: str, tmp_path: Path
 ) -> None:
     expected = trained_adapter(method, "", tmp_path, evaluate_merged)
-    for door in (*DOORS, "host parameters"):
+    for door in DOORS if method == "LoRA" else DOORS[1:2]:
         assert trained_adapter(method, door, tmp_path, evaluate_merged) == expected, door
 
 
@@ -121,11 +119,7 @@ def test_an_adapter_is_merged_for_each_evaluation_and_at_the_end(
 
 
 @pytest.mark.parametrize("kind", ["EMA", "SWA"])
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("states", [False, True], ids=["", "states"])
-def test_averages_of_lightning_have_the_same_weights(
-    kind: str, is_first: bool, states: bool, tmp_path: Path
-) -> None:
+def test_averages_of_lightning_have_the_same_weights(kind: str, tmp_path: Path) -> None:
     """An exponential average is swapped in for validation, a stochastic one at the end."""
     lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
     from megatron.offload.integration.lightning import OffloadCallback
@@ -137,15 +131,16 @@ def test_averages_of_lightning_have_the_same_weights(
     }
     plain, _ = fitted(tmp_path, [])
     expected, wanted = fitted(tmp_path, [kinds[kind]()])
-    callback = Parameters()
-    callbacks: list[Any] = [callback]
-    if states:
-        callbacks.append(OffloadCallback(tmp_path, optimizer_states=STATES, min_bytes="4KiB"))
-    average = [kinds[kind]()]
-    found, trainer = fitted(tmp_path, callbacks + average if is_first else average + callbacks)
-    assert found.losses == expected.losses and callback.read_bytes > 0
-    assert trainer.callback_metrics["valid"] == wanted.callback_metrics["valid"]
-    assert weights(found) == weights(expected) != weights(plain)
+    for states in (False, True):
+        callback, average = Parameters(), kinds[kind]()
+        callbacks = [callback, average]
+        if states:
+            own = OffloadCallback(tmp_path, optimizer_states=STATES, min_bytes="4KiB")
+            callbacks = [average, own, callback]
+        found, trainer = fitted(tmp_path, callbacks)
+        assert found.losses == expected.losses and callback.read_bytes > 0
+        assert trainer.callback_metrics["valid"] == wanted.callback_metrics["valid"]
+        assert weights(found) == weights(expected) != weights(plain)
 
 
 # -- torch ----------------------------------------------------------------------------------------
@@ -185,7 +180,7 @@ def test_a_checkpoint_is_loaded_between_steps(assign: bool, tmp_path: Path) -> N
             model.load_state_dict(other, assign=assign)
 
     expected = stepped("", tmp_path, between=between)
-    for door in (*DOORS, "host parameters"):
+    for door in DOORS:
         assert stepped(door, tmp_path, between=between) == expected, door
 
 
@@ -196,12 +191,134 @@ def compile_layers(model: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [compile_layers, lambda model: model.gradient_checkpointing_enable()],
-    ids=["compiled by layer", "checkpointed"],
+    [
+        compile_layers,
+        lambda model: model.compile(backend="aot_eager"),
+        lambda model: model.gradient_checkpointing_enable(),
+        lambda model: model.gradient_checkpointing_enable({"use_reentrant": True}),
+    ],
+    ids=["compiled by layer", "compiled", "checkpointed", "checkpointed reentrant"],
 )
-@pytest.mark.parametrize("door", [*DOORS, "host parameters"])
-def test_a_changed_model_trains_the_same(
-    change: Callable[[Any], None], door: str, tmp_path: Path
+def test_a_changed_model_trains_the_same(change: Callable[[Any], None], tmp_path: Path) -> None:
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)  # what is compiled adds up gradients in an order that threads decide
+    try:
+        expected = stepped("", tmp_path, change)
+        for door in DOORS:
+            assert stepped(door, tmp_path, change) == expected, door
+    finally:
+        torch.set_num_threads(number)
+
+
+@pytest.mark.parametrize("wraps_first", [True, False])
+def test_ddp_trains_the_same(wraps_first: bool, tmp_path: Path) -> None:
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+
+        def run(which: str) -> tuple[list[str], dict[str, str]]:
+            model, wrap = new_llama(), torch.nn.parallel.DistributedDataParallel
+            wrapped = wrap(model) if wraps_first else None
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            seen = []
+            with doors(model, optimizer, which, tmp_path):
+                wrapped = wrapped or wrap(model, gradient_as_bucket_view=True)
+                for step, batch in enumerate(text_batches(num_steps=4)):
+                    # Accumulates over two micro-batches.
+                    with wrapped.no_sync() if step % 2 == 0 else contextlib.nullcontext():
+                        loss = wrapped(**batch).loss
+                        loss.backward()
+                    seen.append(digest(loss))
+                    if step % 2:
+                        torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.5)
+                        optimizer.step()
+                        optimizer.zero_grad()
+            return seen, weights(model)
+
+        expected = run("")
+        for door in DOORS:
+            assert run(door) == expected, door
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("gradients", ["off", "on"])
+def test_a_layer_major_step_under_autocast_has_the_same_bits(
+    gradients: str, tmp_path: Path
 ) -> None:
-    expected = stepped("", tmp_path, change)
-    assert stepped(door, tmp_path, change) == expected
+    """`autocast` keeps casts of weights, which come and go meanwhile."""
+
+    def run(which: str) -> tuple[list[str], dict[str, str]]:
+        model = new_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        seen = []
+        torch.manual_seed(6)
+        settings = {"gradients": gradients} if which else {}
+        with doors(model, optimizer, which, tmp_path, **settings):
+            layer_major = LayerMajor(model)
+            for step in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    losses = layer_major.step(
+                        text_batches(step, 2), lambda batch: model(**batch).loss / 2
+                    )
+                seen += [digest(loss) for loss in losses]
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            layer_major.close()
+        return seen, weights(model)
+
+    expected = run("")
+    for door in ("parameters", "parameters states", "host parameters states"):
+        assert run(door) == expected, door
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [pickled, saved, copy.deepcopy])
+@pytest.mark.parametrize("method", ["", "LoRA"], ids=["model", "adapter"])
+def test_a_copy_with_every_door_is_whole_and_another_model(
+    copied: Callable[[Any], Any], method: str, tmp_path: Path
+) -> None:
+    """With a chunked loss too; taken between a forward and its backward pass, and between steps."""
+
+    def run(which: str) -> tuple[list[str], dict[str, str], list[str]]:
+        model = adapted(method) if method else new_llama()
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(params, lr=1e-3)
+        at: Any = {"mode": "off"} if not which else {"directory": tmp_path, "min_bytes": "4KiB"}
+        seen, of_twins = [], []
+        torch.manual_seed(6)
+        with offload_activations(model, chunked_loss="auto", **at) as activations:
+            with doors(model, optimizer, which, tmp_path):
+                for batch in text_batches(num_steps=3):
+                    loss = model(**batch).loss
+                    twin = copied(model)
+                    loss.backward()
+                    seen.append(digest(loss))
+                    assert weights(twin) == weights(model)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    twin = copied(model)
+                    assert weights(twin) == weights(model)
+                    before = activations.statistics
+                    twin.train()(**text_batches(9)[0]).loss.backward()
+                    assert activations.statistics == before
+                    of_twins += [digest(p.grad) for p in twin.parameters() if p.grad is not None]
+                    assert all(param.grad is None for param in model.parameters())
+                twin = copied(model)
+        assert type(next(twin.parameters())) is torch.nn.Parameter
+        return seen, weights(twin), of_twins
+
+    expected = run("")
+    for door in ("parameters", "parameters states"):
+        assert run(door) == expected, door
