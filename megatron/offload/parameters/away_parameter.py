@@ -72,7 +72,10 @@ class AwayParameter(torch.nn.Parameter):
 
     _away: Away
 
+    # A graph of torch.compile would have what is traced here, and would be called with parameters
+    # that are not in their places again.
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -185,6 +185,8 @@ class OptimizerOffload:
         offload = self
 
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if torch.compiler.is_compiling():
+                _refuse_compiled()
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -227,6 +229,14 @@ class OptimizerOffload:
         if last is not None:
             hook = last.register_post_accumulate_grad_hook(lambda _: states.prefetch())
             self._undo.append(hook.remove)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_compiled() -> None:
+    raise ConfigurationError(
+        f"{StatesConfig.prefix}torch.compile has compiled the step of this optimizer, and a graph "
+        "needs all states in memory; call optimizer.step itself"
+    )
 
 
 def _half_way(groups: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor | None:

@@ -57,6 +57,7 @@ class OptimizerSteps:
             hook.remove()
         self.forget()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -109,6 +110,7 @@ class OptimizerSteps:
         stack.enter_context(self._window.changing(self._params_of(optimizer)))
         self._open[optimizer] = stack  # in the place of one that did not end
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         step = self._open.pop(optimizer, None)
         if step is not None:

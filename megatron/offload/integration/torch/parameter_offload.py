@@ -20,6 +20,7 @@ import torch
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 from megatron.offload.integration.torch.layer_hook import LayerHook
+from megatron.offload.integration.torch.layer_parameters import LayerParameters
 from megatron.offload.integration.torch.layers import find_layers, params_outside
 from megatron.offload.integration.torch.optimizer_steps import OptimizerSteps
 from megatron.offload.integration.torch.passes import computed_in, tensors_in
@@ -201,19 +202,11 @@ class ParameterOffload:
     ) -> None:
         window = self.window
         assert window is not None
-        types = [(name, param, param.dtype) for name, param in layer.named_parameters()]
-
-        def check_types() -> None:
-            for name, param, had in types:
-                if param.dtype != had:
-                    raise _refusal(
-                        f"{name} had type {had} when it was offloaded and has {param.dtype} now; "
-                        "call close() of the handle, then model.to(...), then offload_parameters"
-                    )
+        params = LayerParameters(layer, window.has)
 
         def before_forward(*_: Any) -> None:
             window.check_whole()
-            check_types()
+            params.check()
             steps.forget()
             in_backward = torch._C._current_graph_task_id() != -1  # it is recomputed
             window.use(number, -1 if in_backward else 1)
@@ -238,7 +231,7 @@ class ParameterOffload:
                 window.set_aside([number])
 
         def before_state_dict(*_: Any) -> None:
-            check_types()
+            params.check()
             window.expose()
 
         hooks = [
