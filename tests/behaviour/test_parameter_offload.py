@@ -470,7 +470,7 @@ def test_what_an_optimizer_has_updated_before_an_error_is_not_lost(tmp_path: Pat
         ),
         (Language, {"mode": "host", "live_units": 1}, "live_units 1 leaves no room to read ahead"),
         (Language, {"mode": "host", "units": 9}, "the model has 6 layers"),
-        (Language, {"mode": "tape"}, "mode is 'tape'"),
+        (Language, {"mode": "tape"}, "mode: 'tape' is none of its values"),
     ],
 )
 def test_what_cannot_work_is_refused(

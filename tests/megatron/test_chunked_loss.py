@@ -66,9 +66,13 @@ def test_a_training_is_the_same_within_rounding_and_with_offload_bit_for_bit(
     flags = f"{layout} --train-iters 3 --eval-interval 3 --eval-iters 1"
     own, chunked = train(flags, **more), train(flags, CHUNKED, **more)
     offloaded = train(flags, CHUNKED, ssd(tmp_path), **more)
-    close = 1e-2 if "bf16" in layout else 1e-4
+    # The first step is within the rounding of one pass. What bf16 rounds away of an update differs
+    # from then on, by 1 % of the third gradient norm on one kind of processor.
+    first, close = (1e-3, 2e-2) if "bf16" in layout else (1e-5, 1e-4)
     for name in ("loss", "grad_norm"):
-        assert chunked.values(name) == pytest.approx(own.values(name), rel=close), name
+        own_values, values = own.values(name), chunked.values(name)
+        assert values[0] == pytest.approx(own_values[0], rel=first), name
+        assert values == pytest.approx(own_values, rel=close), name
     assert validations(chunked) == pytest.approx(validations(own), rel=close)
     assert chunked.model != own.model  # it is another order of sums: chunks were computed
     assert_same_bits(offloaded, chunked, 3)
