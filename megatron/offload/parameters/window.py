@@ -249,7 +249,7 @@ class ParameterWindow:
             )
 
     def check_backward(self) -> None:
-        """Raises OffloadError where a backward pass that begins would find weights without bytes."""
+        """Raises OffloadError where a backward pass would find weights without bytes."""
         if self.is_lost:
             raise OffloadError(
                 f"{PARAMETERS_PREFIX}a backward pass needs those of a layer, and the handle was "

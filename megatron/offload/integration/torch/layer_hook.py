@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron.offload.integration.torch.module_hooks import get_do_nothing
 
 
@@ -24,8 +26,9 @@ class LayerHook:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
-        """What the hook does."""
+        """What the hook does; `torch.compile` ends its graph before it."""
         return self._function(*args)
 
     def __reduce__(self) -> Any:  # of pickle and of deepcopy
