@@ -49,6 +49,7 @@ class ParameterWindow:
         live_units: in memory at a time.
         gradients: of these parameters, where they wait on the tiers too.
         stall_s: seconds that compute has waited for parameters.
+        is_lost: closed without all of them in memory again.
         is_whole: false while parameters are brought together from several ranks, and for good once
             that ended in its middle.
     """
@@ -60,6 +61,7 @@ class ParameterWindow:
         self.stall_s = 0.0
         self.peak_bytes = 0  # of parameters in memory
         self.is_whole = True
+        self.is_lost = False
         self.device = device
         self.live_units = live_units
         self._used = 0  # the unit that was used last
@@ -197,6 +199,7 @@ class ParameterWindow:
             LostStateError: some could not be read back.
         """
         params = list(params)
+        is_in_backward = torch._C._current_graph_task_id() != -1  # a step in a hook of a gradient
         used: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.gradients is not None:
             self.gradients.begin_reads(params)
@@ -215,7 +218,8 @@ class ParameterWindow:
         for number in numbers:
             self.units[number].note_change()  # should it have been written meanwhile
             self._adopt(self.units[number])  # an optimizer may put other tensors in their places
-            self.units[number].set_aside()
+            if not is_in_backward:  # else their layer may need them still
+                self.units[number].set_aside()
 
     def number_of(self, param: torch.Tensor) -> int | None:
         """The unit that a parameter, or a part of one, belongs to; None: it belongs to none."""
@@ -242,6 +246,21 @@ class ParameterWindow:
                 f"{PARAMETERS_PREFIX}a step ended in its middle, by an error or an interrupt: "
                 "ranks have some of its parameters from each other and others not, which is no "
                 "state to go on from or to save; resume from the last checkpoint"
+            )
+
+    def check_backward(self) -> None:
+        """Raises OffloadError where a backward pass would find weights without bytes."""
+        if self.is_lost:
+            raise OffloadError(
+                f"{PARAMETERS_PREFIX}a backward pass needs those of a layer, and the handle was "
+                "closed without bringing them back; call close() after the backward pass, or with "
+                "restore=True"
+            )
+        if self.units and torch.is_grad_enabled():
+            raise OffloadError(
+                f"{PARAMETERS_PREFIX}a backward pass with create_graph=True makes a graph that "
+                "needs weights of all layers, and they come layer by layer; for gradients of "
+                "gradients keep parameters in memory: close() the handle before the forward pass"
             )
 
     # -- Between steps --------------------------------------------------------------------------
@@ -333,5 +352,6 @@ class ParameterWindow:
         for tier in self.tiers:
             tier.close()
         self.units, self._numbers = [], {}
+        self.is_lost = not restore or error is not None
         if error is not None:
             raise error

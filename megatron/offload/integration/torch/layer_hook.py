@@ -30,7 +30,7 @@ class LayerHook:
     # parameters that are not in their places yet.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
-        """What the hook does."""
+        """What the hook does; `torch.compile` ends its graph before it."""
         return self._function(*args)
 
     def __reduce__(self) -> Any:  # of pickle and of deepcopy

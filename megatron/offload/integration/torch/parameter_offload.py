@@ -212,6 +212,9 @@ class ParameterOffload:
             window.use(number, -1 if in_backward else 1)
 
         def before_backward(_: torch.Tensor) -> None:
+            window.check_backward()
+            if not window.units:  # closed since, and all are in memory
+                return
             if window.gradients is not None:
                 window.gradients.check_is_told()
             window.use(number, -1)

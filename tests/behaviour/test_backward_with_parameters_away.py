@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens within and around a backward pass of layers whose parameters are on a tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.offload import offload_activations, offload_optimizer, offload_parameters
+from megatron.offload.errors import OffloadError
+from tests.behaviour.test_parameters_that_others_write import Net, batch
+
+STEPS = 3
+
+
+def steps_in_backward(directory: Path | None, doors: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Each parameter is updated as soon as its gradient is there, by an optimizer of its own."""
+    model = Net()
+    optimizers = {one: torch.optim.AdamW([one], lr=1e-2) for one in model.parameters()}
+
+    def update(param: torch.Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(update)
+    handles = []
+    if directory is not None:
+        handles = [offload_parameters(model, directory)]
+        if "recompute" in doors:
+            handles += [offload_activations(model, directory, recompute_layers="1-2", min_bytes=1)]
+        if "states" in doors:
+            handles += [offload_optimizer(one, directory) for one in optimizers.values()]
+    losses = []
+    for step in range(STEPS):
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            loss = model(batch(step))
+        loss.backward()
+        losses.append(loss.detach())
+    for handle in handles:
+        handle.close()
+    return [*losses, *(one.detach() for one in model.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("doors", ["parameters", "recompute", "states"])
+def test_an_optimizer_may_step_within_the_backward_pass(
+    doors: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    expected = steps_in_backward(None, doors, dtype)
+    found = steps_in_backward(tmp_path, doors, dtype)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_gradients_of_gradients_are_refused(tmp_path: Path) -> None:
+    model = Net()
+    with offload_parameters(model, tmp_path):
+        loss = model(batch(0))
+        with pytest.raises(OffloadError, match="keep parameters in memory: close"):
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        model(batch(1)).backward()  # what comes after it has the right gradients
+    found = [one.grad for one in model.parameters()]
+    model.zero_grad()
+    model(batch(1)).backward()
+    for one, param in zip(found, model.parameters(), strict=True):
+        assert one is not None and param.grad is not None and torch.equal(one, param.grad)
+
+
+def test_a_graph_outlives_the_handle(tmp_path: Path) -> None:
+    model = Net()
+    handle = offload_parameters(model, tmp_path)
+    loss = model(batch(0))
+    handle.close()
+    loss.backward()
+    found = [one.grad for one in model.parameters()]
+    model.zero_grad()
+    model(batch(0)).backward()
+    for one, param in zip(found, model.parameters(), strict=True):
+        assert one is not None and param.grad is not None and torch.equal(one, param.grad)
+
+
+def test_a_graph_does_not_outlive_parameters_that_were_not_brought_back(tmp_path: Path) -> None:
+    model = Net()
+    handle = offload_parameters(model, tmp_path)
+    loss = model(batch(0))
+    handle.close(restore=False)
+    with pytest.raises(OffloadError, match="closed without bringing them back"):
+        loss.backward()
+
+
+def train_compiled(directory: Path | None) -> list[torch.Tensor]:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    handle = None if directory is None else offload_parameters(model, directory)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    for step in range(STEPS):
+        model(batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if handle is not None:
+        handle.close()
+    return [one.detach() for one in model.parameters()]
+
+
+def test_layers_may_be_compiled(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    expected = train_compiled(None)
+    torch.compiler.reset()
+    assert all(map(torch.equal, train_compiled(tmp_path), expected))
