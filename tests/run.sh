@@ -6,7 +6,7 @@
 #   tests/run.sh -k forwarding -x    some of the tests (lint and types still run)
 #   tests/run.sh --slow              also more layouts of what is tested anyway
 #   tests/run.sh --next              also a part of the tests with the PyTorch of tools/constraints-next.txt, in an
-#                                    environment of its own (6 GB); with CI=true in any case
+#                                    environment of its own (6 GB)
 #   tests/run.sh --lag               only tests/behaviour and tests/autograd, on the test accelerator
 # All checks run even if one fails; the exit code is 0 only if all passed.
 set -euo pipefail
@@ -23,7 +23,7 @@ if [[ "${1:-}" == --lag ]]; then
     exec "$PYTHON" -m pytest -p tests.support.lag.plugin tests/behaviour tests/autograd "${@:2}"
 fi
 
-has_next="${CI:-false}"
+has_next=false
 if [[ "${1:-}" == --next ]]; then
     has_next=true
     shift
@@ -109,7 +109,7 @@ fi
 wait "$compiling" "$building" || true # the tests would say what is wrong
 check pytest tests "$@"
 if [[ "$has_next" == false ]]; then
-    printf '\ntests: nothing was run with %s, as CI=true and --next do\n' "$(grep '^torch==' tools/constraints-next.txt)"
+    printf '\ntests: nothing was run with %s, as --next does\n' "$(grep '^torch==' tools/constraints-next.txt)"
 elif bootstrap_next; then
     check next next_tests "$@"
 else

@@ -45,7 +45,7 @@ class Bucket:
         self.storage: torch.UntypedStorage | None = None
         self.block: Any = None
         self.write_error: BaseException | None = None  # of the last write that failed
-        self._device = torch.device("cpu")  # in whose memory its bytes are
+        self._has_pages = False  # of a CPU, made by its layout
         self._transfer: Transfer | None = None
         self._changed = changed
         # Protects what the end of a write changes. Held for a few assignments.
@@ -79,7 +79,9 @@ class Bucket:
     def fill(self, layout: Layout, storage: torch.UntypedStorage) -> None:
         """It has these bytes from now on, whatever it had before."""
         self.take_back()
-        self.layout, self.storage, self._device = layout, storage, storage.device
+        self.layout, self.storage = layout, storage
+        # A gradient may have memory of an allocator's, which begins anywhere in a page.
+        self._has_pages = storage.device.type == "cpu" and layout.is_aligned(storage)
         self.where, self.block = Where.IN_MEMORY, None
 
     def forget(self) -> None:
@@ -143,7 +145,7 @@ class Bucket:
         assert self.where is Where.ON_TIER, self.where
         assert self.layout is not None
         # An accelerator's would have to wait for what used it before: the tier knows how.
-        into = self.layout.new_storage(self._device) if self._device.type == "cpu" else None
+        into = self.layout.new_storage(torch.device("cpu")) if self._has_pages else None
         self.storage, self._transfer = self.block.tier.begin_read(self.block, into=into)
         self.where = Where.READING
         self._transfer.add_done_callback(lambda _: self._changed())
