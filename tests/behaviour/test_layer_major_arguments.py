@@ -165,6 +165,26 @@ def test_layers_that_are_skipped_in_some_passes(
     assert not caplog.text  # and not in the usual order
 
 
+class Dropping(Model):
+    """Skips layers at random, as transformers' models do, and has dropout."""
+
+    def __init__(self, layerdrop: float) -> None:
+        super().__init__(skips=lambda *_: self.training and float(torch.rand([])) < self.layerdrop)
+        self.layerdrop = layerdrop
+        self.first = torch.nn.Sequential(self.first, torch.nn.Dropout(0.5))
+        for layer in self.layers:
+            layer.register_forward_hook(lambda _, __, x: torch.nn.functional.dropout(x, 0.1))
+
+
+@pytest.mark.parametrize("layerdrop", [0.0, 0.5])
+def test_a_model_that_skips_layers_at_random_meets_the_same_dropout(
+    layerdrop: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Dropping(layerdrop)
+    assert trained(model, 2) == trained(model, None)
+    assert ("skips layers at random" in caplog.text) is (layerdrop > 0)
+
+
 def test_a_state_that_layers_keep_in_an_attribute_is_refused() -> None:
     """The model sets it back when a pass begins; in units other passes have begun meanwhile."""
 

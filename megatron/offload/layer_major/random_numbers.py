@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -72,10 +72,18 @@ class RandomNumbers:
     Args:
         generators: that it draws from.
         others: that it may draw from, and that nothing counts.
+        varies: whether a micro-batch draws more or fewer in each step.
     """
 
-    def __init__(self, generators: Generators, others: OtherNumbers | None = None) -> None:
+    def __init__(
+        self,
+        generators: Generators,
+        others: OtherNumbers | None = None,
+        varies: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.generators = generators
+        self._varies = varies
+        self._has_said_varying = False
         self.others = others or OtherNumbers()
         self._others_before = self.others.states()
         self._has_said = False  # that others are drawn from
@@ -84,6 +92,16 @@ class RandomNumbers:
 
     def knows(self, num_micro_batches: int) -> bool:
         """Whether it is known what all micro-batches of such a step draw."""
+        if self._varies():
+            if not self._has_said_varying:
+                self._has_said_varying = True
+                logger.warning(
+                    "%sthe model skips layers at random (layerdrop), so its micro-batches draw "
+                    "more or fewer random numbers in each step; steps run one micro-batch after "
+                    "the other; set its layerdrop to 0 to have them run layer by layer",
+                    STEPS_PREFIX,
+                )
+            return False
         return len(self._drawn) == num_micro_batches
 
     def starts(self) -> list[dict[str, torch.Tensor]]:

@@ -85,6 +85,7 @@ class LayerMajorSchedule:
         device: of the model.
         generators: that the model draws random numbers from.
         others: random numbers of the model that nothing counts.
+        varies: whether a micro-batch draws more or fewer random numbers in each step.
         alternates: every second unit takes the micro-batches backwards; other sums, see the Note.
         on_any_rank: whether something is so on one of the ranks that must run passes in the same
             order, because they meet in collectives within them.
@@ -97,13 +98,14 @@ class LayerMajorSchedule:
         generators: Generators,
         *,
         others: OtherNumbers | None = None,
+        varies: Callable[[], bool] = lambda: False,
         alternates: bool = False,
         on_any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         self.num_units = max(units.values()) + 1
         self._units = units
         self._device = device
-        self._random = RandomNumbers(generators, others)
+        self._random = RandomNumbers(generators, others, varies)
         self._alternates = alternates
         self._on_any_rank = on_any_rank
         self._has_warned = False

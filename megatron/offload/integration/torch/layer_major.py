@@ -141,9 +141,15 @@ class LayerMajor:
             self._device,
             TorchGenerators(self._device),
             others=OtherNumbers(self._model.modules()),
+            varies=self._skips_layers,
             alternates=self._alternates,
             on_any_rank=self._on_any_rank,
         )
+
+    def _skips_layers(self) -> bool:
+        """Whether a layer may be left out of a pass, as transformers' models do."""
+        rates = (vars(one).get("layerdrop") for one in self._model.modules() if one.training)
+        return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
 
     def _on_any_rank(self, holds: bool) -> bool:
         consensus = self._consensus
