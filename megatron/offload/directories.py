@@ -19,7 +19,7 @@ def resolved_directories(directories: Iterable[Path], prefix: str, flag: str) ->
     """The directories themselves, without links and `..` on the way to them.
 
     Args:
-        directories: that somebody has named.
+        directories: that a person has named.
         prefix: what sentences begin with.
         flag: that names them.
 

@@ -8,7 +8,7 @@ Note [Casts of weights]
 Autocast gives an operation a copy of its weight, and autograd saves that. What is saved is known by
 its place in the graph: it is, or views, what a cast of a leaf has made. The cast is made again when
 backward asks, from an alias of the weight: bytes and version counter are those of the weight at the
-save, also where somebody gives the parameter other memory since. So the bits are the same if the
+save, also where a script gives the parameter other memory since. So the bits are the same if the
 weight has the bytes that it had when it was cast. It has them at the save if its version is that of
 the step's beginning and the cast was made since: in this forward pass, or in a thread that has
 saved it before (the cache of autocast is one for all threads).
@@ -249,5 +249,5 @@ def _is_away(param: torch.Tensor) -> bool:
 
 
 def _has_less(tensor: torch.Tensor) -> bool:
-    """Whether somebody has freed the memory behind a tensor."""
+    """Whether the memory behind a tensor was freed."""
     return bool(tensor.untyped_storage().nbytes() < tensor.nbytes)
