@@ -205,6 +205,9 @@ class Settings:
         values = {
             spec.name: getattr(args, destination(spec), spec.default) for spec in _fields(cls)
         }
+        for spec in _fields(cls):  # no directories, as Megatron's checkpoints hold them
+            if values[spec.name] == "" and spec.default == ():
+                values[spec.name] = spec.default
         return cls(**values)
 
 

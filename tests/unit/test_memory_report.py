@@ -364,10 +364,10 @@ def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     for text in ("hello\n", "{}\n", '{"version": 1, "step": 3}\n'):
         path.write_text(text)
-        with pytest.raises(ConfigurationError, match="is no memory report"):
+        with pytest.raises(ConfigurationError, match="is not a memory report"):
             load_steps(path)
     path.write_bytes(b"\xff\xfe\n")
-    with pytest.raises(ConfigurationError, match="is no memory report"):
+    with pytest.raises(ConfigurationError, match="is not a memory report"):
         load_steps(path)
     path.write_text(json.dumps({"version": 99}) + "\n")
     with pytest.raises(ConfigurationError, match="has format 99, this release reads 1"):

@@ -178,8 +178,8 @@ def test_a_drive_slower_than_the_groups_mean_is_no_change(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.solver.placement = Placement.SSD
-    run.planner._consensus = Group(means=lambda own: [1e15] * len(own))
+    run.planner._consensus = Group(means=lambda own: [max(1e9, 10 * one) for one in own])
     with caplog.at_level(logging.INFO, "megatron.offload"):
         run.steps(3 + 6)
-    assert run.solver.asked[0][0].tiers[0].write_bytes_per_s == 1e15
+    assert run.solver.asked[0][0].tiers[0].write_bytes_per_s >= 1e9
     assert "ssd takes" not in caplog.text

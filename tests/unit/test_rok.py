@@ -395,7 +395,7 @@ def test_a_folder_with_something_in_it_is_not_written_to(
     assert rok(tmp_path) == 2
     assert "is not empty" in capsys.readouterr().err
     assert cli.main(["rok", "--redraw", str(tmp_path / "out" / "rok.json")]) == 2
-    assert "this is no rok.json" in capsys.readouterr().err
+    assert "is no rok.json" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_frontier")

@@ -66,6 +66,11 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def is_captured() -> bool:
+    """Whether the current stream is captured into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def all_properties() -> list[Any]:
     """What torch tells of each CUDA device. Raises whatever a broken driver raises."""
     return [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]

@@ -359,11 +359,14 @@ def _request(flags: argparse.Namespace) -> _Request:
     parameters = parameters_config_from_args(flags)
     moves = config.enabled or config.chunks_loss or layer_major.enabled
     # Checkpoints hold the flags, and are to be read where this package is not installed.
-    flags.activation_offload_dir = ",".join(map(str, config.directories))
+    for name, found in (
+        ("activation_offload_dir", config),
+        ("optimizer_state_dir", states),
+        ("parameter_offload_dir", parameters),
+    ):
+        setattr(flags, name, ",".join(map(str, found.directories)))
     if config.plan_file is not None:
         flags.activation_offload_plan = str(config.plan_file)
-    flags.optimizer_state_dir = ",".join(map(str, flags.optimizer_state_dir))
-    flags.parameter_offload_dir = ",".join(map(str, flags.parameter_offload_dir))
     if not moves and not states.enabled and not parameters.enabled:
         return _Request(config, states, layer_major, parameters)
     for name, (works, reason) in _FLAGS.items():

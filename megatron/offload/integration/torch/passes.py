@@ -29,6 +29,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron.offload.capture.context import others_take_what_is_saved
+from megatron.offload.device.cuda import is_captured
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.integration.torch.compute_device import FirstSaved
 from megatron.offload.integration.training_steps import TrainingSteps
@@ -139,7 +140,8 @@ class Passes:
             )
         if not can_hook() or _is_in_another():
             return
-        if _is_captured():
+        # A graph would take our events along, and none of our copies.
+        if is_captured():
             self._warn_of_capture(module)
             return
         inputs = list(tensors_in((args, kwargs)))
@@ -406,11 +408,6 @@ def can_hook() -> bool:
 
 def _in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _is_captured() -> bool:
-    """Whether a CUDA graph is captured: it would take our events along, and none of our copies."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _in_backward() -> bool:
