@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, LayerMajor, Placement, offload_activations
+from megatron.offload.device.allocator import return_freed_memory
 from megatron.offload.placement.plan import Plan, PlannedPart
 from megatron.offload.placement.plan_file import load_plans, save_plans
 from megatron.offload.planner.profile.stage_profile import StageProfile
@@ -100,6 +102,13 @@ def plan_of(placements: Iterable[Placement]) -> Plan:
     return Plan(
         tuple(PlannedPart(unit, name, "layer", one, 1 << 20) for (name, unit), one in named)
     )
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_of_others() -> None:
+    """Memory of a CPU is that of the process: what other tests left is not to go in a step."""
+    gc.collect()
+    return_freed_memory()
 
 
 def test_units_are_planned_and_no_bit_changes(tmp_path: Path) -> None:
