@@ -326,10 +326,9 @@ def unit_backward(params: Sequence[torch.Tensor], *, is_last: bool) -> Iterator[
     """
     with contextlib.ExitStack() as contexts:
         for window in _of_process():
-            gradients = window.gradients
-            own = [] if gradients is None else [p for p in params if gradients.has(p)]
-            if gradients is not None and own:
-                contexts.enter_context(gradients.backward(own, is_last=is_last))
+            own = [param for param in params if window.has(param)]
+            if window.gradients is not None and own:
+                contexts.enter_context(window.gradients.backward(own, is_last=is_last))
         yield
 
 
