@@ -26,6 +26,7 @@ from megatron.offload.device.allocator import (
     allocator_name,
     keeps_freed_memory,
 )
+from megatron.offload.device.clock import Clock
 from megatron.offload.device.cuda_allocator import START_WITH_EXPANDABLE, keeps_fragments
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
@@ -36,6 +37,7 @@ from megatron.offload.saved.observer import Observer
 from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.saved.scope import Scope
 from megatron.offload.saved.weight_casts import WeightCasts
+from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.stats.memory_report import MemoryReport
 from megatron.offload.stats.memory_sampler import MemorySampler
 from megatron.offload.stats.statistics import StepStatistics
@@ -106,7 +108,9 @@ class OffloadEngine:
             recomputed=config.recompute_layers,
             recompute_input=Placement(config.recompute_input) if config.recompute_input else None,
         )
-        self._step = StepContext()
+        counted = StepStatistics()
+        waits = ComputeWaits(Clock(device), counted, is_host=device.is_host)
+        self._step = StepContext(waits, counted)
         self._tiers = open_tiers(
             config,
             device,
@@ -206,6 +210,7 @@ class OffloadEngine:
         if not self._device.is_host:
             self._device.reset_peak()
         self._step.statistics = StepStatistics()
+        self.waits.begin_step(self.statistics, in_detail=self._step.observer is not None)
         self.writer.begin_step()
         self._traffic.begin_step()
         if self.tracer is not None:
@@ -214,6 +219,7 @@ class OffloadEngine:
             self.memory_report.begin_step()
         try:
             yield
+            self.waits.end_step()
         finally:
             if self.memory_report is not None:
                 self.memory_report.end_step()
@@ -367,6 +373,11 @@ class OffloadEngine:
     def statistics(self) -> StepStatistics:
         """Counters of the step under way, or of the last one."""
         return self._step.statistics
+
+    @property
+    def waits(self) -> ComputeWaits:
+        """How long compute stood still for transfers."""
+        return self._step.waits
 
     @property
     def scope(self) -> Scope:

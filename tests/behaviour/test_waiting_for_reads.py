@@ -83,7 +83,7 @@ def test_a_read_that_is_waited_for_is_a_stall(engine, monkeypatch, waits, ranges
     assert ranges == ["activation offload: wait for a read"]
     assert len(waits) == is_noticeable
     for seconds, bytes_per_s in waits:
-        assert seconds == engine.statistics.stall_s and bytes_per_s > 0
+        assert seconds >= engine.statistics.stall_s and bytes_per_s > 0
 
 
 def test_a_read_that_has_arrived_is_no_stall(engine, waits, ranges):

@@ -186,7 +186,7 @@ def test_where_there_is_nothing_to_compare_with_nothing_is_found() -> None:
     drift = Drift()
     assert steps_until(drift, Reason.OVER, most=5) is None and drift.num_followed == 5
     drift.follow(EXPECTED)
-    drift.see(None, judges=True)
+    drift.see(judges=True)
     assert drift.num_followed == 1 and not any(drift.take().values())
 
 

@@ -533,7 +533,7 @@ def test_another_peak_than_was_predicted_is_planned_for_more_and_more_rarely(
     monkeypatch.setattr(PeakMemory, "end_step", lambda _: 1 << 30)
     # No other reason, on a machine that is busy.
     monkeypatch.setattr(StepMeter, "_write_speeds", lambda _: {})
-    monkeypatch.setattr(StepMeter, "_waited_s", lambda _: 0.0)
+    monkeypatch.setattr(StepMeter, "_waited_s", lambda *_: 0.0)
     planned_after, num_plans = [], 2
     for number in range(40):
         if changes:  # from one plan to another, and back again

@@ -27,7 +27,8 @@ class Clock(CpuDevice):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now_s = self.waited_s = 0.0
+        self.now_s = 0.0
+        self.waits_s: list[float] = []
 
     def timestamp(self) -> float:
         return self.now_s
@@ -35,7 +36,7 @@ class Clock(CpuDevice):
     def wait(self, seconds: float) -> None:
         """The engine makes compute wait."""
         self.now_s += seconds
-        self.waited_s += seconds
+        self.waits_s.append(seconds)
 
 
 class Takes(torch.autograd.Function):
@@ -62,7 +63,7 @@ class Run:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.profiler = Profiler(self.clock, MIN_BYTES, lambda: self.clock.waited_s)
+        self.profiler = Profiler(self.clock, MIN_BYTES, lambda: len(self.clock.waits_s))
         self.divided = True
         self.recomputed: set[str] = set()
         self.has_parts = False
@@ -158,6 +159,7 @@ class Run:
     def profile(self, **changes: Any) -> StageProfile:
         asked: dict[str, Any] = {
             "seconds_between": self.clock.seconds_between,
+            "waits_s": self.clock.waits_s,
             "step_fixed_s": 9.0,
             "recomputes": True,
             "sizes": dict(self.profiler.sizes),

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from megatron.offload.device.clock import Clock
 from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.stats.compute_waits import ComputeWaits
+from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.transfer.run_ahead import RunAhead
 
@@ -28,20 +31,24 @@ class NumberedDevice(CpuDevice):
         self.awaited.append(event)
 
 
+def run_ahead_of(device: NumberedDevice, budget: ByteBudget) -> RunAhead:
+    return RunAhead(device, budget, ComputeWaits(Clock(device), StepStatistics(), is_host=True))
+
+
 @pytest.fixture
 def device() -> NumberedDevice:
     return NumberedDevice()
 
 
 def test_within_the_bound_nobody_waits_and_little_is_recorded(device: NumberedDevice) -> None:
-    run_ahead = RunAhead(device, ByteBudget(800))
+    run_ahead = run_ahead_of(device, ByteBudget(800))
     for _ in range(40):
         run_ahead.used(10)
     assert device.awaited == [] and device.num_events == 4
 
 
 def test_who_is_too_far_ahead_waits_for_what_was_used_before(device: NumberedDevice) -> None:
-    run_ahead = RunAhead(device, ByteBudget(800))
+    run_ahead = run_ahead_of(device, ByteBudget(800))
     for _ in range(5):
         run_ahead.used(100)
     assert device.awaited == [1]
@@ -50,7 +57,7 @@ def test_who_is_too_far_ahead_waits_for_what_was_used_before(device: NumberedDev
 
 
 def test_one_large_storage_does_not_wait_for_itself(device: NumberedDevice) -> None:
-    run_ahead = RunAhead(device, ByteBudget(800))
+    run_ahead = run_ahead_of(device, ByteBudget(800))
     run_ahead.used(5000)
     assert device.awaited == []
     run_ahead.used(100)
@@ -59,7 +66,7 @@ def test_one_large_storage_does_not_wait_for_itself(device: NumberedDevice) -> N
 
 def test_the_bound_follows_what_may_be_in_flight(device: NumberedDevice) -> None:
     budget = ByteBudget(800)
-    run_ahead = RunAhead(device, budget)
+    run_ahead = run_ahead_of(device, budget)
     budget.limit_bytes = 8000
     for _ in range(40):
         run_ahead.used(100)

@@ -88,7 +88,7 @@ def test_a_limit_counts_where_transfers_are_faster(meter: StepMeter, tier: Tier)
 
 def profile_of(meter: StepMeter, previous: StageProfile | None = None) -> StageProfile:
     """Of one step without layers."""
-    moments = [Timestamp(float(second), 0.0) for second in range(4)]
+    moments = [Timestamp(float(second), 0) for second in range(4)]
     meter.profiler.steps.append([PassTimings(0, *moments)])
     meter._detailed_s.append(4.0)
     return meter.profile(PipelinePosition(1, 0, 1, 1), recomputes=True, previous=previous)
@@ -127,9 +127,7 @@ def test_what_follows_a_pause_is_no_part_of_a_step(
     meter: StepMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(
-        "megatron.offload.planner.online.step_meter.time.perf_counter", lambda: clock.now
-    )
+    monkeypatch.setattr(CpuDevice, "timestamp", lambda _: clock.now)
 
     def take_step(*, pauses: bool) -> float:
         with meter.step(detailed=False):
@@ -151,9 +149,7 @@ def test_the_optimizers_first_step_stands_for_no_other(
     meter: StepMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(
-        "megatron.offload.planner.online.step_meter.time.perf_counter", lambda: clock.now
-    )
+    monkeypatch.setattr(CpuDevice, "timestamp", lambda _: clock.now)
     seen = []
     for optimizer_s in (9.0, 1.0, 1.0, 2.0):
         with meter.step(detailed=False):

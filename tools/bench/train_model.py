@@ -14,7 +14,6 @@ import importlib.util
 import json
 import logging
 import sys
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ import transformers
 
 from megatron.offload import offload_activations
 from megatron.offload.device import vector_math
+from megatron.offload.device.clock import Clock
 from megatron.offload.device.open import open_device
 from megatron.offload.stats.memory import PeakMemory
 
@@ -118,7 +118,8 @@ def train(args: argparse.Namespace) -> None:
     model = make_model(args).to(device).train()
     context, handle = prepare(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    memory = PeakMemory(open_device(device))
+    opened = open_device(device)
+    memory, clock = PeakMemory(opened), Clock(opened)
     shape = (args.batch, args.sequence)
     with args.metrics_file.open("w") as metrics:
         step = 0
@@ -127,21 +128,22 @@ def train(args: argparse.Namespace) -> None:
             generator = torch.Generator().manual_seed(step)
             tokens = torch.randint(0, args.vocabulary, shape, generator=generator).to(device)
             torch.manual_seed(step)  # of dropout
-            began_s = time.perf_counter()
-            memory.begin_step()
-            with context():
-                loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            peak_bytes = memory.end_step()
-            seconds = time.perf_counter() - began_s
+            took_s: list[float] = []  # on the device, which may be behind
+            with clock.timed(took_s.append):
+                memory.begin_step()
+                with context():
+                    loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                peak_bytes = memory.end_step()
             line: dict[str, Any] = {"step": step, "loss": loss.item()}
             parameters = list(model.parameters())
             if step <= _DIGESTED_STEPS:
                 line["gradients"] = digest([p.grad for p in parameters if p.grad is not None])
-            began_s = time.perf_counter()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)  # gradients are no activations
-            seconds += time.perf_counter() - began_s
+            with clock.timed(took_s.append):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)  # gradients are no activations
+            clock.wait()
+            seconds = sum(took_s)
             if step <= _DIGESTED_STEPS:
                 line["weights"] = digest(parameters)
             line |= {

@@ -168,6 +168,20 @@ class AcceleratorDevice:
         event.record(self.current_stream())
         return event
 
+    def has_passed(self, timestamp: Any) -> bool:
+        """Whether the device has come to a timestamp. Does not wait."""
+        with self._on_device():
+            return bool(timestamp.query())
+
+    def number(self, tensor: torch.Tensor) -> float:
+        """What a tensor of one element holds: copied on a stream that nothing else waits on."""
+        with self.use_stream(self._numbers):
+            return tensor.item()
+
+    @functools.cached_property
+    def _numbers(self) -> Any:
+        return self._module.Stream(self.device)
+
     def seconds_between(self, earlier: Any, later: Any) -> float:
         """Seconds that the device took between two timestamps. Waits until it has passed both."""
         with self._on_device():

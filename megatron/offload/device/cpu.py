@@ -134,6 +134,14 @@ class CpuDevice:
         """Seconds from one timestamp to another."""
         return later - earlier
 
+    def has_passed(self, timestamp: float) -> bool:
+        """True: whatever came before has been done."""
+        return True
+
+    def number(self, tensor: torch.Tensor) -> float:
+        """What a tensor of one element holds."""
+        return tensor.item()
+
     def annotate(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """A range with this name in torch's profiler, as a context."""
         return torch.profiler.record_function(name)

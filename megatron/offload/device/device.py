@@ -191,8 +191,19 @@ class Device(Protocol):
         """This moment in the calling thread's stream, to measure durations with."""
         ...
 
+    def has_passed(self, timestamp: Any) -> bool:
+        """Whether the device has come to a timestamp. Does not wait."""
+        ...
+
     def seconds_between(self, earlier: Any, later: Any) -> float:
         """Seconds between two timestamps, as the device saw it. Waits until it has passed both."""
+        ...
+
+    def number(self, tensor: torch.Tensor) -> float:
+        """What a tensor of one element holds, which the device has computed.
+
+        Waits for nothing that is queued, see `has_passed`.
+        """
         ...
 
     def annotate(self, name: str) -> contextlib.AbstractContextManager[Any]:

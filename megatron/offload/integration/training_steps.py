@@ -30,6 +30,7 @@ from megatron.offload.planner.profile.pass_trace import StepTrace
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.history import StepHistory
+from megatron.offload.stats.standstill import Standstill
 
 logger = logging.getLogger(__name__)
 
@@ -103,17 +104,24 @@ class TrainingSteps:
                 if self.engine.memory_report is not None:
                     self.engine.memory_report.planned = self.planner.explained
             if self.engine.tracer is not None:
-                self.profiler = self.profiler or Profiler(device, config.min_bytes, lambda: 0.0)
+                self.profiler = self.profiler or Profiler(device, config.min_bytes, lambda: 0)
                 self._trace = StepTrace(self.engine.tracer, self.profiler, device)
         except BaseException:
             self.engine.close()
             raise
         # One rank of each machine speaks for its drives.
-        rated_bytes = config.drive_endurance_bytes if rank % num_local_ranks == 0 else None
+        speaks = rank % num_local_ranks == 0
+        rated_bytes = config.drive_endurance_bytes if speaks else None
         self._history = StepHistory(Endurance(rated_bytes, num_local_ranks))
         self._also_written = also_written
         self._drive_written_bytes: Mapping[str, int] = {}
         self._ended_s = time.monotonic()
+        self._standstill: Standstill | None = None
+        if speaks and not config.plans:
+            what = "compute" if device.is_host else "the device"
+            self._standstill = Standstill(self.engine.waits, what)
+        # Who offloads on a CPU tries it out, or has no choice.
+        self._standstill_level = logging.INFO if device.is_host else logging.WARNING
 
     @contextlib.contextmanager
     def step(self, stationary: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -123,6 +131,7 @@ class TrainingSteps:
             stationary: tensors that never move. Asked for in each step: optimizers re-point
                 parameters into flat buffers of their own.
         """
+        self._look_at_last()
         stationary = list(stationary)
         self.engine.exclude(stationary)
         self.engine.note_weights(stationary)
@@ -134,6 +143,15 @@ class TrainingSteps:
         finally:
             self._history.add(self.engine.statistics)
             self._count_drive_writes()
+
+    def _look_at_last(self) -> None:
+        """Before a step: says so where the first ones have stood still."""
+        if self._standstill is None:
+            return
+        self._standstill.begin_step()
+        sentence = self._standstill.sentence()
+        if sentence is not None:
+            logger.log(self._standstill_level, sentence)
 
     def decide(self) -> None:
         """After a step: with `auto`, what is placed otherwise from now on.
@@ -150,6 +168,8 @@ class TrainingSteps:
         """
         if self.planner is not None:
             self.planner.meter.pause()
+        if self._standstill is not None:
+            self._standstill.pause()
 
     def _count_drive_writes(self) -> None:
         written = collections.Counter(self.engine.drive_written_bytes)
@@ -171,11 +191,13 @@ class TrainingSteps:
 
         With `auto` also what was predicted and what was measured, see `Planner.metrics`.
         """
+        self.engine.waits.clock.read()
         planned = self.planner.metrics if self.planner is not None else {}
         return {**self._history.last(), **planned}
 
     def summary(self) -> str:
         """A few lines for the end of a run; empty if there was no step."""
+        self.engine.waits.clock.wait()
         return self._history.summary(self.engine.where)
 
     def close(self) -> None:

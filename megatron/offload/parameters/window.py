@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from megatron.offload.device.clock import Clock
 from megatron.offload.device.device import Device
 from megatron.offload.errors import (
     PARAMETERS_PREFIX,
@@ -48,7 +48,6 @@ class ParameterWindow:
         units: in the order in which layers run.
         live_units: in memory at a time.
         gradients: of these parameters, where they wait on the tiers too.
-        stall_s: seconds that compute has waited for parameters.
         is_lost: closed without all of them in memory again.
         is_whole: false while parameters are brought together from several ranks, and for good once
             that ended in its middle.
@@ -58,7 +57,8 @@ class ParameterWindow:
         self.tiers = list(tiers)
         self.units: list[ParameterUnit] = []
         self.gradients: Gradients | None = None
-        self.stall_s = 0.0
+        self._clock = Clock(device)
+        self._stall_s = 0.0
         self.peak_bytes = 0  # of parameters in memory
         self.is_whole = True
         self.is_lost = False
@@ -148,9 +148,18 @@ class ParameterWindow:
                 self.units[number].set_aside()
 
     def _bring(self, unit: ParameterUnit) -> None:
-        began_s = time.perf_counter()
-        self._try_twice(unit, unit.bring)
-        self.stall_s += time.perf_counter() - began_s
+        self._clock.read()
+        with self._clock.timed(self._add_stall):
+            self._try_twice(unit, unit.bring)
+
+    def _add_stall(self, seconds: float) -> None:
+        self._stall_s += seconds
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that compute has waited for parameters, as far as the device has come."""
+        self._clock.read()
+        return self._stall_s
 
     def _adopt(self, unit: ParameterUnit) -> None:
         self._try_twice(unit, unit.adopt)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from megatron.offload.saved.observer import Observer
 from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.saved.scope import Scope
+from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.stats.memory_sampler import MemorySampler
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.trace import Tracer
@@ -23,6 +24,7 @@ class StepContext:
     """The counters of a step, and the place in it that is computed now.
 
     Attributes:
+        waits: times what compute waits for.
         statistics: of the step under way, or of the last one.
         scope: where in the step compute is.
         save_order: of the forward pass under way; None outside of one.
@@ -32,7 +34,8 @@ class StepContext:
         num_entered: how often `within` was entered, which tells calls of one layer apart.
     """
 
-    statistics: StepStatistics = field(default_factory=StepStatistics)
+    waits: ComputeWaits
+    statistics: StepStatistics
     scope: Scope = field(default_factory=Scope)
     save_order: SaveOrder | None = None
     observer: Observer | None = None

@@ -11,7 +11,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Reader:
         self._dispatcher = dispatcher
         self._step = step
         self._rank = rank
-        self._run_ahead = RunAhead(device, inflight)
+        self._run_ahead = RunAhead(device, inflight, step.waits)
         self._beginning = threading.Lock()
 
     # -- Ahead of backward ----------------------------------------------------------------------
@@ -147,7 +147,7 @@ class Reader:
                 "check the disk and resume from the last checkpoint"
             ) from error
         if ready is not None:
-            self._device.use_after(memory, ready)
+            self._use_after(memory, ready)
         return self._unpacked(record, memory) if record.moves_bits else memory
 
     def _unpacked(self, record: SavedStorage, memory: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -160,15 +160,24 @@ class Reader:
     def use_built(self, view: SavedView, tensor: torch.Tensor) -> None:
         """A tensor that was made ready ahead is used on the stream of the calling thread."""
         if view.ready is not None:
-            self._device.use_after(tensor.untyped_storage(), view.ready)
+            self._use_after(tensor.untyped_storage(), view.ready)
+
+    def _use_after(self, memory: torch.UntypedStorage, ready: Sequence[Any]) -> None:
+        if not ready:
+            self._device.use_after(memory, ready)
+            return
+        with self._step.waits.for_read():
+            self._device.use_after(memory, ready)
 
     def _stall(self, record: SavedStorage) -> None:
         """Waits until a read has ended, well or badly; the read-ahead is to look further then."""
-        began = time.perf_counter()
-        with self._device.annotate("activation offload: wait for a read"):
+        began = time.perf_counter()  # of the host, whose read-ahead it is
+        with (
+            self._step.waits.for_read(),
+            self._device.annotate("activation offload: wait for a read"),
+        ):
             record.wait_for_read()
         waited_s = time.perf_counter() - began
-        self._step.statistics.stall_s += waited_s
         if self._step.tracer is not None:
             self._step.tracer.span(WAIT, f"read of {name_of(record.scope)}", began)
         if waited_s > _NOTICEABLE_S:

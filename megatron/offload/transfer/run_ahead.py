@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 from megatron.offload.device.device import Device
+from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.tiers.budget import ByteBudget
 
 
@@ -25,12 +26,14 @@ class RunAhead:
     Args:
         device: that computes.
         budget: its limit is the most bytes that are read ahead.
+        waits: times how long the device has nothing to do meanwhile.
     """
 
     _PARTS = 4  # of the bound; an event is recorded after each
 
-    def __init__(self, device: Device, budget: ByteBudget) -> None:
+    def __init__(self, device: Device, budget: ByteBudget, waits: ComputeWaits) -> None:
         self._device = device
+        self._waits = waits
         self._budget = budget
         self._new_bytes = 0  # used since the last event
         self._queued: collections.deque[tuple[Any, int]] = collections.deque()
@@ -54,4 +57,5 @@ class RunAhead:
                 self._queued_bytes -= event_bytes
                 passed.append(event)
         if passed:
-            self._device.wait_for_event(passed[-1])
+            with self._waits.for_read():
+                self._device.wait_for_event(passed[-1])

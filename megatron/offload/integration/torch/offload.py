@@ -267,7 +267,8 @@ class ActivationOffload:
                 " and ".join(type(model).__name__ for model in self._models),
             )
             return
-        self._statistics, self._summary = self._steps.statistics, self._steps.summary()
+        self._summary = self._steps.summary()
+        self._statistics = self._steps.statistics
         steps, self._steps = self._steps, None
         steps.close()
 

@@ -2,22 +2,25 @@
 """A line for each training step in a file: `StepLog`. `megatron-offload report` reads it.
 
 It sees steps by itself, so that a run without offload is measured in the same way. The handle
-opens it; nothing depends on it.
+opens it; nothing depends on it. A step takes as long as the device needs for it: where that runs
+behind, its line comes when the device has passed it, and nothing waits for that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.offload.device.clock import Clock, Moment
+from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
 from megatron.offload.integration.torch.passes import can_hook, computed_in, tensors_in
 from megatron.offload.stats.memory import PeakMemory
@@ -45,10 +48,13 @@ class StepLog:
         self._file = path.open("w", encoding="utf-8")
         self._statistics = statistics
         self._in_turns = in_turns
+        self._device: Device | None = None  # of the model, like what follows
+        self._clock: Clock | None = None
         self._memory: PeakMemory | None = None
         self._depth = 0  # of calls of hooked modules within each other
         self._number = 0  # of the step under way, from 1
-        self._began_s = self._ended_s = 0.0
+        self._began: Moment = None
+        self._ended: Moment = None  # its passes
         self._tokens = 0
         self._loss: torch.Tensor | None = None
         self._peak_bytes: int | None = None
@@ -58,17 +64,22 @@ class StepLog:
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled() or not can_hook():
             return
-        self._end_step(time.perf_counter())
-        if self._in_turns and not sys.stdin.readline():
-            sys.exit(0)
-        if self._memory is None:
+        if self._clock is not None:
+            self._end_step(self._clock, self._clock.now())
+        if self._in_turns:
+            if self._clock is not None:
+                self._clock.wait()  # for its line, which gives this step its turn
+            if not sys.stdin.readline():
+                sys.exit(0)
+        if self._memory is None or self._clock is None:
             first = next(module.parameters(), torch.empty(0))
-            self._memory = PeakMemory(open_device(first.device))
+            self._device = open_device(first.device)
+            self._clock, self._memory = Clock(self._device), PeakMemory(self._device)
         self._number += 1
         self._tokens = _tokens_of((args, kwargs))
         self._memory.begin_step()
         self._peak_bytes = None
-        self._began_s = self._ended_s = time.perf_counter()
+        self._began = self._ended = self._clock.now()
 
     def end(self, module: torch.nn.Module, result: Any) -> None:
         """The call of a hooked module has ended."""
@@ -81,7 +92,9 @@ class StepLog:
 
     def close(self) -> None:
         """Writes the last step, as long as its passes took."""
-        self._end_step(self._ended_s)
+        if self._clock is not None:
+            self._end_step(self._clock, self._ended)
+            self._clock.wait()
         self._close_file()
 
     def _close_file(self) -> None:
@@ -95,27 +108,38 @@ class StepLog:
     def _end_backward(self) -> None:
         if self._memory is not None:
             self._peak_bytes = max(self._memory.end_step(), self._peak_bytes or 0)
-        self._ended_s = time.perf_counter()
+        if self._clock is not None:
+            self._ended = self._clock.now()
 
-    def _end_step(self, ended_s: float) -> None:
-        number, loss = self._number, self._loss
-        if not number or self._file.closed or self._memory is None:
+    def _end_step(self, clock: Clock, ended: Moment) -> None:
+        """The step is over for the host; its line is written when it is over for the device."""
+        if not self._number or self._file.closed or self._memory is None:
             return
-        self._loss = None
-        seconds = max(ended_s - self._began_s, 1e-9)
         peak_bytes = self._memory.end_step() if self._peak_bytes is None else self._peak_bytes
         line: dict[str, Any] = {
-            "step": number,
-            "loss": None if loss is None else loss.item(),
+            "step": self._number,
+            "loss": None,
             "grad_norm": None,
-            "step_time_s": seconds,
-            "tokens_per_s": self._tokens / seconds,
+            "step_time_s": 0.0,
+            "tokens_per_s": float(self._tokens),
             "peak_activation_bytes": peak_bytes,
             "peak_activation_bytes_rank0": peak_bytes,
         }
         statistics = self._statistics()
         if statistics:
             line["offload"] = dict(statistics)
+        loss, self._loss = self._loss, None
+        clock.tell(self._began, ended, functools.partial(self._write, line, loss))
+        clock.read()
+
+    def _write(self, line: dict[str, Any], loss: torch.Tensor | None, seconds: float) -> None:
+        if self._file.closed:
+            return
+        if loss is not None:
+            assert self._device is not None
+            line["loss"] = self._device.number(loss)
+        line["step_time_s"] = seconds = max(seconds, 1e-9)
+        line["tokens_per_s"] /= seconds
         try:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()

@@ -59,19 +59,21 @@ class MeasuredStep:
 
     Attributes:
         step_s: all of it, in seconds.
-        stall_s: of it, computing waited for reads or for room to write.
+        stall_s: of it, computing waited for reads or for room to write; None: not measured.
         peak_bytes: most bytes of activations at a time.
         sizes: of its largest micro-batch, see `StageProfile`; empty: not known.
         write_bytes_per_s: by the name of each tier that was written to.
         gap_s: of it, between the passes of two steps, as far as it was known then.
+        in_detail: it was noted for a profile.
     """
 
     step_s: float
-    stall_s: float
+    stall_s: float | None
     peak_bytes: int
     sizes: Mapping[str, int] = field(default_factory=dict)
     write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     gap_s: float = 0.0
+    in_detail: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Drift:
 
     def __init__(self) -> None:
         self.num_followed = 0  # steps under the present plan
+        self._num_seen = 0  # of them: where compute runs behind, a step is seen after later ones
         # The last of them with micro-batches as it expects, once it had settled.
         self.recent: collections.deque[MeasuredStep] = collections.deque(maxlen=JUDGED_STEPS)
         self._expected: Expectation | None = None
@@ -107,26 +110,31 @@ class Drift:
     def follow(self, expected: Expectation | None) -> None:
         """Compares with a new plan from now on; None: there is nothing to compare with."""
         self._expected = expected
-        self.num_followed = 0
+        self.num_followed = self._num_seen = 0
         self.recent.clear()
         self._found = dict.fromkeys(Reason, "")
         self._num_in_a_row = dict.fromkeys(Reason, 0)
 
-    def see(self, step: MeasuredStep | None, *, judges: bool) -> None:
-        """Compares a step that has followed the plan; with None only counts it.
+    def see(self, *steps: MeasuredStep, judges: bool) -> None:
+        """Another step has followed the plan. Compares those that are known by now.
 
         Args:
-            step: the last one.
+            steps: as a rule one, the last or the one before; none of one that does not count.
             judges: whether what the plan leads to may be a reason.
         """
         self.num_followed += 1
+        for step in steps:
+            self._compare(step, judges=judges)
+
+    def _compare(self, step: MeasuredStep, *, judges: bool) -> None:
         expected = self._expected
-        if expected is None or step is None:
+        self._num_seen += 1
+        if expected is None:
             return
         tokens, planned_tokens = tokens_of(step.sizes), tokens_of(expected.sizes)
         is_larger = tokens > planned_tokens > 0
         self._note(Reason.OVER, _over_budget(step, expected))
-        if self.num_followed <= _SETTLING_STEPS:
+        if self._num_seen <= _SETTLING_STEPS:
             return
         self._note(Reason.SLOWER, _other_bandwidth(step, expected, 0.0, _LESS_BANDWIDTH))
         self._note(Reason.LARGER, _larger(step) if is_larger else "")
@@ -161,8 +169,9 @@ class Drift:
 
     def _unexpected(self, step: MeasuredStep, expected: Expectation) -> str:
         predicted = expected.predicted
-        if step.stall_s > predicted.stall_s + _STALLED * predicted.step_s:
-            return f"compute waited {step.stall_s:.3f} s, the plan says {predicted.stall_s:.3f} s"
+        stall_s = step.stall_s or 0.0
+        if stall_s > predicted.stall_s + _STALLED * predicted.step_s:
+            return f"compute waited {stall_s:.3f} s, the plan says {predicted.stall_s:.3f} s"
         median_s = statistics.median(one.step_s for one in self.recent)
         differs = abs(median_s - predicted.step_s) > _OTHER_TIME * predicted.step_s
         if differs and len(self.recent) == JUDGED_STEPS:

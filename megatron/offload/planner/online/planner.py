@@ -169,29 +169,30 @@ class Planner:
             ConfigurationError: after the last measured step: no plan keeps to the budget.
             OffloadError: ranks that share layers have come to different plans.
         """
+        with self.meter.left_out():
+            self._decide()
+
+    def _decide(self) -> None:
+        steps = self.meter.read()
         num_wanted = _NUM_MEASURED.get(self.phase, 0)
-        if num_wanted and self._last is not None:
-            self._measured.append(self._last)
+        is_complete = bool(num_wanted) and self.meter.num_detailed >= num_wanted
+        if is_complete:
+            steps += self.meter.read(waits=True)
+        self._measured += [one for one in steps if one.in_detail]
         if self.phase is Phase.WARMING_UP:
             self.phase = Phase.MEASURING
         elif self.phase is Phase.FOLLOWING:
             self._budget.return_excess(self.meter.last)
             if self._adapts:
-                self._compare()
+                self._compare(steps)
             else:
                 self._budget.warn_of_excess(self.meter.last)
-        elif self.meter.num_detailed >= num_wanted:
+        elif is_complete:
             if self.phase is Phase.MEASURING:
                 self._make_first_plan()
             else:
                 self._is_refined |= self.phase is Phase.REFINING
                 self._plan_for_measured()
-        self.meter.resume()
-
-    @property
-    def _last(self) -> MeasuredStep | None:
-        """The step that has just ended; None: it shows nothing of those to come."""
-        return self.meter.last if self.meter.counts else None
 
     def _in_order(self, order: Sequence[Pass]) -> bool:
         """Whether a layer-major step has run unit by unit."""
@@ -281,6 +282,7 @@ class Planner:
         self._policy.follow(plan)
         self.phase = Phase.FOLLOWING
         self._reason = None
+        self.meter.read(waits=True)  # steps under another plan show nothing of this one
         self._device.return_freed_memory()  # it fitted what was kept until now
         expected = None
         if self.profile is not None and plan.predicted is not None:
@@ -319,6 +321,7 @@ class Planner:
     def _whole_steps(self) -> WholeSteps:
         """What to calibrate with, the same on all ranks of a group: of the steps measured for this
         plan, or else of the last one."""
+        self.meter.read(waits=True)  # its last one is known then
         steps, self._measured = self._measured, []
         if self.phase is Phase.REFINING:  # nothing has changed since those before
             steps = [*steps, *self._drift.recent]
@@ -343,9 +346,9 @@ class Planner:
 
     # -- Adapting -------------------------------------------------------------------------------
 
-    def _compare(self) -> None:
+    def _compare(self, steps: Sequence[MeasuredStep]) -> None:
         """All ranks of a group ask each other at the same steps, whatever they have found."""
-        self._drift.see(self._last, judges=self._is_refined)
+        self._drift.see(*steps, judges=self._is_refined)
         num_followed = self._drift.num_followed
         if num_followed % self._consensus.period_steps:
             return

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.offload.config import OffloadConfig
+from megatron.offload.device.clock import Moment
 from megatron.offload.device.device import Device
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
@@ -28,6 +30,7 @@ from megatron.offload.planner.profile.stage_profile import (
     TierProfile,
     tokens_of,
 )
+from megatron.offload.stats.compute_waits import StepWaits
 from megatron.offload.stats.memory import PeakMemory
 from megatron.offload.tiers.tier import Tier
 
@@ -41,8 +44,9 @@ class StepMeter:
     """Measures time, memory and tiers of a rank's training steps.
 
     Attributes:
-        last: the last step, of those that count.
-        counts: whether the one that has just ended is that.
+        last: the last step, of those that count and are known: that the device has passed.
+        counts: whether the one that has just ended does.
+        num_detailed: steps noted in detail since the last profile was made.
 
     Args:
         config: of the engine.
@@ -62,9 +66,10 @@ class StepMeter:
         is_layer_major: bool = False,
         in_order: Callable[[Sequence[Pass]], bool] | None = None,
     ) -> None:
-        self.profiler = Profiler(device, config.min_bytes, self._waited_s)
+        self.profiler = Profiler(device, config.min_bytes, lambda: engine.waits.number)
         self.last: MeasuredStep | None = None
         self.counts = False
+        self.num_detailed = 0
         self._is_layer_major = is_layer_major
         self._in_order = in_order
         self._moves_inputs = config.recompute_input != "keep"
@@ -73,15 +78,13 @@ class StepMeter:
         self._peak = PeakMemory(device)
         self._moved: dict[Placement, _Moved] = {}  # by each tier so far
         self._rates: dict[Placement, Rates] = {}  # of the last step
-        self._ended_s: float | None = None
+        self._clock = engine.waits.clock
+        self._known: list[MeasuredStep] = []  # that nobody has read
+        self._ended: Moment | None = None  # the passes of the last step
+        self._left_out_s: list[float] = []  # since then
         self._gaps_s: list[float] = []  # from the end of one step's passes to the next step
         self._detailed_s: list[float] = []  # passes of the steps that the profiler noted
         self._detailed_sizes: dict[str, int] = {}  # of the largest micro-batch in them
-
-    @property
-    def num_detailed(self) -> int:
-        """Number of steps noted in detail since the last profile was made."""
-        return len(self._detailed_s)
 
     @contextlib.contextmanager
     def step(self, *, detailed: bool) -> Iterator[None]:
@@ -91,7 +94,7 @@ class StepMeter:
             detailed: also notes every layer, for `profile`.
         """
         self.pause()
-        began_s = time.perf_counter()
+        began = self._clock.now()
         self.profiler.sizes.clear()
         self.profiler.order = None if self._in_order is None else []
         self.counts = False
@@ -99,10 +102,10 @@ class StepMeter:
             self.profiler.begin_step()
             self._engine.observe(self.profiler)
         self._peak.begin_step()
-        well, passes_s = False, 0.0
+        well, ended = False, began
         try:
             yield
-            passes_s = time.perf_counter() - began_s
+            ended = self._clock.now()
             well = self._in_order is None or self._in_order(self.profiler.order or ())
         finally:
             self._engine.observe(None)
@@ -110,24 +113,55 @@ class StepMeter:
                 self.profiler.end_step(well=well)
         peak_bytes = self._peak.end_step()
         if well:
-            step = self._measured(passes_s, peak_bytes)
-            self.last, self.counts = step, True
+            self.counts = True
+            seen = _Seen(
+                peak_bytes, self._sizes(), self._write_speeds(), self._engine.waits.step, detailed
+            )
             if detailed:
-                self._detailed_s.append(passes_s)
-                both = self._detailed_sizes, dict(step.sizes)
+                self.num_detailed += 1
+                both = self._detailed_sizes, dict(seen.sizes)
                 self._detailed_sizes = max(both, key=tokens_of)
-        self.resume()
+            self._clock.tell(began, ended, functools.partial(self._know, seen))
+        self._ended, self._left_out_s = self._clock.now(), []
 
-    def resume(self) -> None:
-        """Counts time again: what went on until now, after the passes, is no part of a step."""
-        self._ended_s = time.perf_counter()
+    def _know(self, seen: _Seen, passes_s: float) -> None:
+        """The device has passed a step."""
+        self.last = self._measured(passes_s, seen)
+        self._known.append(self.last)
+        if seen.in_detail:
+            self._detailed_s.append(passes_s)
+
+    def read(self, *, waits: bool = False) -> list[MeasuredStep]:
+        """The steps that have become known since the last call, of those that count.
+
+        Args:
+            waits: for the device to pass all that have ended.
+        """
+        if waits:
+            self._clock.wait()
+        else:
+            self._clock.read()
+        known, self._known = self._known, []
+        return known
+
+    # What lies between two steps is a part of them: the optimizer's work, and waiting for data.
+
+    def left_out(self) -> contextlib.AbstractContextManager[None]:
+        """Around what is no part of a step though it lies between two, such as planning."""
+        return self._clock.timed(self._left_out_s.append)
 
     def pause(self) -> None:
         """Counts no time from now on until the next step."""
-        if self._ended_s is not None:
-            gap_s = time.perf_counter() - self._ended_s
+        if self._ended is not None:
+            self._clock.tell(self._ended, self._clock.now(), self._gap_of(self._left_out_s))
+            self._ended = None
+
+    def _gap_of(self, left_out_s: list[float]) -> Callable[[float], None]:
+        def hear(seconds: float) -> None:
+            gap_s = max(seconds - sum(left_out_s), 0.0)
             self._gaps_s = [*self._gaps_s, gap_s][-_REMEMBERED_GAPS:]
-            self._ended_s = None
+
+        return hear
 
     def profile(
         self,
@@ -148,6 +182,7 @@ class StepMeter:
             ConfigurationError: there was no such step.
         """
         steps, seconds = self.profiler.steps, self._device.seconds_between
+        self._clock.wait()
         if not steps:
             raise ConfigurationError(
                 "the first steps could not be measured: no step had a backward pass for each of "
@@ -162,6 +197,7 @@ class StepMeter:
             # What the tiers did before they changed no longer counts.
             tier_profiles(self._engine.tiers, self._rates if previous is not None else {}),
             seconds_between=seconds,
+            waits_s=self._engine.waits.seconds,
             step_fixed_s=fixed_s,
             recomputes=recomputes,
             moves_inputs=self._moves_inputs,
@@ -172,6 +208,8 @@ class StepMeter:
             source=f"measured in {len(steps)} step{'' if len(steps) == 1 else 's'}",
         )
         self.profiler.clear()
+        self._engine.waits.forget()
+        self.num_detailed = 0
         self._detailed_s.clear()
         self._detailed_sizes = {}
         if self._device.is_host:
@@ -188,18 +226,18 @@ class StepMeter:
         later_s = self._gaps_s[1:] or self._gaps_s
         return statistics.median(later_s) if later_s else 0.0
 
-    def _waited_s(self) -> float:
-        counted = self._engine.statistics
-        return counted.stall_s + counted.write_wait_s
+    def _waited_s(self, waits: StepWaits | None) -> float | None:
+        return None if waits is None else waits.seconds
 
-    def _measured(self, passes_s: float, peak_bytes: int) -> MeasuredStep:
+    def _measured(self, passes_s: float, seen: _Seen) -> MeasuredStep:
         return MeasuredStep(
             step_s=passes_s + self._gap_s,
             gap_s=self._gap_s,
-            stall_s=self._waited_s(),
-            peak_bytes=peak_bytes,
-            sizes=self._sizes(),
-            write_bytes_per_s=self._write_speeds(),
+            stall_s=self._waited_s(seen.waits),
+            peak_bytes=seen.peak_bytes,
+            sizes=seen.sizes,
+            write_bytes_per_s=seen.write_bytes_per_s,
+            in_detail=seen.in_detail,
         )
 
     def _sizes(self) -> dict[str, int]:
@@ -223,6 +261,16 @@ class StepMeter:
             for tier in self.tiers()
             if since[Placement(tier.name)].written_bytes
         }
+
+
+class _Seen(NamedTuple):
+    """What is known of a step when the host is through with it."""
+
+    peak_bytes: int
+    sizes: dict[str, int]
+    write_bytes_per_s: dict[str, float]
+    waits: StepWaits | None
+    in_detail: bool
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ def profile_of(
     tiers: Sequence[TierProfile],
     *,
     seconds_between: Callable[[object, object], float],
+    waits_s: Sequence[float] = (),
     step_fixed_s: float,
     recomputes: bool,
     moves_inputs: bool = True,
@@ -62,6 +63,7 @@ def profile_of(
         layout: of the stage.
         tiers: see `tier_profiles`.
         seconds_between: two timestamps.
+        waits_s: of each time that compute waited for the engine.
         step_fixed_s: seconds of a step outside of its passes.
         recomputes: whether layers may be recomputed at all.
         moves_inputs: whether what that starts from may wait on a tier.
@@ -72,7 +74,7 @@ def profile_of(
     def between(earlier: Timestamp | None, later: Timestamp | None) -> float:
         if earlier is None or later is None:
             return 0.0
-        waited_s = later.waited_s - earlier.waited_s
+        waited_s = sum(waits_s[earlier.num_waits : later.num_waits])
         return max(seconds_between(earlier.timestamp, later.timestamp) - waited_s, 0.0)
 
     passes = [one for step in steps for one in step]

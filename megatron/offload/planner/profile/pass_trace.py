@@ -43,14 +43,16 @@ class StepTrace:
         is_ours = not self._profiler.measures
         if is_ours:
             self._profiler.begin_step()
-        # The device may be behind what was launched: spans on a GPU may lie a little late.
-        began, began_s = self._device.timestamp(), time.perf_counter()
-
-        def at_s(moment: Timestamp) -> float:
-            return began_s + self._device.seconds_between(began, moment.timestamp)
-
         try:
             yield
+            # Where both clocks meet: the device comes to it while the host waits for that.
+            ended = self._device.timestamp()
+            self._device.seconds_between(ended, ended)
+            ended_s = time.perf_counter()
+
+            def at_s(moment: Timestamp) -> float:
+                return ended_s - self._device.seconds_between(moment.timestamp, ended)
+
             _trace_passes(self._tracer, self._profiler.passes(), at_s)
         finally:
             if is_ours:

@@ -8,8 +8,9 @@ of what it noted. Outside of the steps that it measures nobody calls it.
 Note [What a timestamp costs]
 A timestamp is a clock reading on a CPU and an event in the stream on a GPU: five to seven of them
 for each layer and micro-batch, some microseconds. Nothing waits for the device until the step is
-over. What the engine made compute wait is noted with each timestamp and left out of the durations:
-a layer takes as long as it would if nothing had to be waited for.
+over. What compute waited for the engine is timed by the same clock (`ComputeWaits`); how often it
+had waited is noted with each timestamp, and these waits are left out of the durations: a layer
+takes as long as it would if nothing had to be waited for.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ class Profiler:
     Args:
         device: that computes; its clock is used.
         min_bytes: smaller storages never move.
-        waited_s: how long compute has waited for the engine, in this step so far.
+        num_waits: how often compute has waited for the engine so far.
     """
 
-    def __init__(self, device: Device, min_bytes: int, waited_s: Callable[[], float]) -> None:
+    def __init__(self, device: Device, min_bytes: int, num_waits: Callable[[], int]) -> None:
         self.steps: list[list[PassTimings]] = []
         self.sizes: dict[str, int] = {}
         self.order: list[Pass] | None = None
         self._device = device
         self._min_bytes = min_bytes
-        self._waited_s = waited_s
+        self._num_waits = num_waits
         self._passes: dict[tuple[int, int], PassTimings] | None = None  # of a step that is measured
         self._forward: PassTimings | None = None
         self._layer: LayerTimings | None = None
@@ -88,8 +89,8 @@ class Profiler:
         self.steps.clear()
 
     def now(self) -> Timestamp:
-        """Notes the device's present time and what compute has waited so far."""
-        return Timestamp(self._device.timestamp(), self._waited_s())
+        """Notes the device's present time and how often compute has waited so far."""
+        return Timestamp(self._device.timestamp(), self._num_waits())
 
     # -- Passes ---------------------------------------------------------------------------------
 

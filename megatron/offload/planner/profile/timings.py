@@ -13,10 +13,10 @@ from megatron.offload.placement.policy import WHOLE_LAYER
 
 
 class Timestamp(NamedTuple):
-    """A moment of the device, and how long compute had waited for the engine until then."""
+    """A moment of the device, and how often compute had waited for the engine until then."""
 
     timestamp: Any
-    waited_s: float
+    num_waits: int
 
 
 TimeSpan = tuple[Timestamp, Timestamp]

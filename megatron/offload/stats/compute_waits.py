@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long compute stood still for transfers: `ComputeWaits`.
+
+Whoever makes compute wait for a transfer says so here: `Writer` for room, `Reader` for reads, both
+in the thread that computes. Counters, profiles and logs read what it found.
+
+Note [Steps whose waits are timed]
+On a CPU all of them. On other devices a wait costs two timing events, some microseconds, and there
+is one for each view that comes back. So they are timed in the steps that the engine is observed in,
+which a plan is made from, in the first steps, and in two of sixteen later ones. In the others the
+counters are those of the last step that is known: that a device has passed, and that was timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.offload.device.clock import Clock
+from megatron.offload.stats.statistics import StepStatistics
+
+_FIRST_STEPS = 16  # of a run, which people look at
+_PERIOD_STEPS, _TIMED_STEPS = 16, 2  # two in a row: one may have been disturbed
+
+
+@dataclass
+class StepWaits:
+    """What compute waited for in one step whose waits are timed.
+
+    Attributes:
+        stall_s: for reads.
+        write_wait_s: for room to write.
+        is_known: whether the device has passed the step.
+    """
+
+    stall_s: float = 0.0
+    write_wait_s: float = 0.0
+    is_known: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Together."""
+        return self.stall_s + self.write_wait_s
+
+
+class ComputeWaits:
+    """Times what compute waits for.
+
+    Attributes:
+        clock: of the device that computes.
+        is_timed: whether waits are timed now.
+        step: the waits of the step under way, or of the last one; None: they are not timed.
+        last: those of the last step that are known; None: of none yet.
+        number: of waits that were noted in detail so far.
+        seconds: of each of those that are known by now.
+
+    Args:
+        clock: of the device that computes.
+        counted: the counters that are told before the first step.
+        is_host: whether a CPU computes.
+    """
+
+    def __init__(self, clock: Clock, counted: StepStatistics, *, is_host: bool) -> None:
+        self.clock = clock
+        self.is_timed = is_host
+        self.step: StepWaits | None = StepWaits() if is_host else None
+        self.last: StepWaits | None = None
+        self.number = 0
+        self.seconds: list[float] = []
+        self._is_host = is_host
+        self._in_detail = False
+        self._counted = counted
+        self._num_steps = 0
+
+    def begin_step(self, counted: StepStatistics, *, in_detail: bool) -> None:
+        """Times the waits of a step.
+
+        Args:
+            counted: the step's counters, which are told.
+            in_detail: each wait is noted, for a profile.
+        """
+        self.clock.read()
+        self._num_steps += 1
+        is_its_turn = self._num_steps <= _FIRST_STEPS or (
+            self._num_steps % _PERIOD_STEPS < _TIMED_STEPS
+        )
+        self.is_timed = self._is_host or in_detail or is_its_turn
+        self.step = StepWaits() if self.is_timed else None
+        self._in_detail = in_detail
+        self._counted = counted
+        if not self._is_host and self.last is not None:
+            counted.stall_s, counted.write_wait_s = self.last.stall_s, self.last.write_wait_s
+
+    def end_step(self) -> None:
+        """Nothing more is waited for in the step."""
+        self._in_detail = False
+        if self.step is not None:
+            now = self.clock.now()
+            self.clock.tell(now, now, functools.partial(self._know, self.step, self._counted))
+        self.is_timed = self._is_host
+
+    def forget(self) -> None:
+        """Nobody asks any more for the waits that were noted in detail."""
+        self.clock.wait()
+        self.number = 0
+        self.seconds.clear()
+
+    @contextlib.contextmanager
+    def for_read(self) -> Iterator[None]:
+        """Around what has compute wait for bytes that come back."""
+        if not self.is_timed:
+            yield
+            return
+        began = self.clock.now()
+        yield
+        self._note(began, "stall_s")
+
+    @contextlib.contextmanager
+    def for_room(self) -> Iterator[None]:
+        """Around what has compute wait for room to write."""
+        if not self.is_timed:
+            yield
+            return
+        began = self.clock.now()
+        yield
+        self._note(began, "write_wait_s")
+
+    def _note(self, began: object, name: str) -> None:
+        step, in_detail = self.step, self._in_detail
+        counted = self._counted if self._is_host else None
+        self.number += in_detail
+
+        def hear(seconds: float) -> None:
+            if in_detail:
+                self.seconds.append(seconds)
+            for one in (step, counted):
+                if one is not None:
+                    setattr(one, name, getattr(one, name) + seconds)
+
+        self.clock.tell(began, self.clock.now(), hear)
+
+    def _know(self, step: StepWaits, counted: StepStatistics, _: float) -> None:
+        step.is_known = True
+        self.last = step
+        if not self._is_host:
+            counted.stall_s, counted.write_wait_s = step.stall_s, step.write_wait_s
