@@ -107,9 +107,7 @@ class Seen(NamedTuple):
         ]
 
 
-def measured(
-    accelerator: Lag, lag: LagModule, hidden: float, forward_s: float = FORWARD_S
-) -> Seen:
+def measured(accelerator: Lag, lag: LagModule, hidden: float, forward_s: float = FORWARD_S) -> Seen:
     """Two steps in detail, after one, with all that is saved on the host."""
     bytes_per_s = hidden * LAYER_BYTES / forward_s
     lag.set_bandwidth(bytes_per_s, bytes_per_s)
@@ -321,3 +319,34 @@ def test_auto_recomputes_nothing_for_a_link_that_hides_all(
     told_s = [one["measured_step_s"] for one in trained.told[-2:]]
     truth_s = [later - earlier for earlier, later in zip(starts_s[3:], starts_s[4:], strict=False)]
     assert off(sum(told_s) / 2, sum(truth_s) / len(truth_s)) <= 0.05
+
+
+# -- A line ---------------------------------------------------------------------------------------
+
+
+def lines_of_a_run(
+    lag: LagModule, hidden: float, caplog: pytest.LogCaptureFixture
+) -> tuple[list[str], dict[str, Any]]:
+    """What is said of copies in some steps, and the counters at the end."""
+    bytes_per_s = hidden * LAYER_BYTES / FORWARD_S
+    lag.set_bandwidth(bytes_per_s, bytes_per_s)
+    caplog.clear()
+    model = Model(Work(lag))
+    handle = offload_activations(
+        model, mode="host", layers=[Layer], min_bytes=4096, host_budget=64 << 20
+    )
+    with handle:
+        train(model, lag, 8)
+        model(torch.ones(8, device="lag")).backward()
+        statistics = dict(handle.statistics)
+    said = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    return [one for one in said if "stood still" in one], statistics
+
+
+def test_a_link_that_hides_little_is_told_of_once_and_one_that_hides_all_is_not(
+    lag: LagModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    said, statistics = lines_of_a_run(lag, 0.1, caplog)
+    assert len(said) == 1 and "the device stood still" in said[0]
+    assert statistics["stall_s"] > FORWARD_S and statistics["write_wait_s"] > FORWARD_S
+    assert lines_of_a_run(lag, 8.0, caplog)[0] == []

@@ -21,7 +21,7 @@ EXPECTED = Expectation(
 
 
 def step(
-    step_s: float = 1.0, stall_s: float = 0.1, peak_mib: float = 100, **more: Any
+    step_s: float = 1.0, stall_s: float | None = 0.1, peak_mib: float = 100, **more: Any
 ) -> MeasuredStep:
     """As it is expected, but for what is given."""
     return MeasuredStep(step_s, stall_s, int(peak_mib * MIB), **{"sizes": SIZES, **more})
@@ -236,3 +236,23 @@ def test_a_plan_that_helps_ends_the_patience(drift: Drift) -> None:
 def test_a_plan_for_no_reason_changes_no_patience(drift: Drift) -> None:
     plan_again(drift, None, changed=False)
     assert steps_until(drift, Reason.OVER) == 1
+
+
+def test_steps_that_are_known_late_count_when_they_are_known() -> None:
+    """A plan's first two steps are those that settle, however late the device comes to them."""
+    drift = Drift()
+    drift.follow(EXPECTED)
+    slow = step(stall_s=0.5)
+    for known in ((), (slow,), (slow,)):
+        drift.see(*known, judges=True)
+    assert drift.num_followed == 3 and not any(drift.take().values())
+    drift.see(slow, slow, judges=True)
+    assert drift.num_followed == 4 and drift.take()[Reason.UNEXPECTED]
+
+
+def test_a_step_whose_waits_were_not_timed_says_nothing_of_them() -> None:
+    drift = Drift()
+    drift.follow(EXPECTED)
+    for _ in range(6):
+        drift.see(step(stall_s=None), judges=True)
+    assert not any(drift.take().values())

@@ -17,6 +17,7 @@ from megatron.offload.planner.online.step_meter import StepMeter
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.profile.timings import PassTimings, Timestamp
+from tests.support.behind import DeviceBehind
 from tests.support.stages import stage
 
 FAST, SLOW = 1e9, 50e6
@@ -158,3 +159,70 @@ def test_the_optimizers_first_step_stands_for_no_other(
         seen.append((meter.last.step_s, meter.last.gap_s))
         clock.now += optimizer_s
     assert seen == [(3.0, 0.0), (12.0, 9.0), (4.0, 1.0), (4.0, 1.0)]
+
+
+def test_planning_between_two_steps_is_left_out_and_the_optimizer_is_not(
+    meter: StepMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether plans are made after a step, or before the next one as through the torch door."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(CpuDevice, "timestamp", lambda _: clock.now)
+
+    def plan() -> None:
+        with meter.left_out():
+            clock.now += 50.0
+
+    gaps_s = []
+    for _ in range(4):
+        with meter.step(detailed=False):
+            clock.now += 3.0
+        assert meter.last is not None
+        gaps_s.append(meter.last.gap_s)
+        plan()
+        clock.now += 1.0  # the optimizer, and data
+        plan()
+    assert gaps_s == [0.0, 1.0, 1.0, 1.0]
+
+
+@pytest.fixture
+def behind(tmp_path: Path) -> Iterator[tuple[StepMeter, DeviceBehind]]:
+    """A meter of a device that comes to its work when the test says so."""
+    device = DeviceBehind()
+    engine = OffloadEngine(OffloadConfig(mode="auto", directories=(tmp_path,)), device)
+    yield StepMeter(engine.config, engine, device), device
+    engine.close()
+
+
+def test_a_step_is_known_when_the_device_has_passed_it(
+    behind: tuple[StepMeter, DeviceBehind],
+) -> None:
+    meter, device = behind
+    for step_s in (3.0, 4.0):
+        with meter.step(detailed=False):
+            device.queue(step_s)
+        device.queue(1.0)  # the optimizer
+    assert meter.last is None and meter.read() == [] and meter.counts
+    device.run(2)
+    (first,) = meter.read()
+    assert first is meter.last and first.step_s == 3.0
+    (second,) = meter.read(waits=True)
+    assert second is meter.last and (second.step_s, second.gap_s) == (5.0, 1.0)
+    assert meter.read(waits=True) == []
+
+
+def test_steps_in_detail_are_known_to_be_so_and_a_profile_waits_for_them(
+    behind: tuple[StepMeter, DeviceBehind],
+) -> None:
+    meter, device = behind
+    for detailed in (False, True):
+        with meter.step(detailed=detailed):
+            with meter.profiler.forward(0, 0):
+                device.queue(3.0)
+            with meter.profiler.backward(0, 0):
+                device.queue(6.0)
+        device.queue(1.0)
+    assert meter.num_detailed == 1
+    profile = meter.profile(PipelinePosition(1, 0, 1, 1), recomputes=True, previous=None)
+    assert (profile.before_s, profile.backward_after_s) == ((3.0,), (6.0,))
+    assert profile.step_fixed_s == 1.0 and meter.num_detailed == 0
+    assert [one.in_detail for one in meter.read()] == [False, True]

@@ -37,6 +37,7 @@ class Standstill:
         """A step begins, so the last one is over; its optimizer and its data belong to it."""
         if len(self._seen) == _JUDGED_STEPS:
             return
+        self._waits.clock.read()
         before, self._began = self._began, self._waits.clock.now()
         step = self._waits.step
         if before is not None and step is not None:
