@@ -150,7 +150,30 @@ def test_time_passes_on_the_device(device: AcceleratorDevice, accelerator: Accel
     accelerator.nap()
     other = device.timestamp()
     assert device.seconds_between(one, other) > 0
-    assert other.query()
+    assert other.query() and device.has_passed(other)
+
+
+def test_the_device_says_whether_it_has_come_to_a_moment(
+    device: AcceleratorDevice, accelerator: Accelerator
+) -> None:
+    before = device.timestamp()
+    accelerator.module.synchronize()
+    with accelerator.held():
+        later = device.timestamp()
+        assert device.has_passed(before) and not device.has_passed(later)
+    device.seconds_between(before, later)
+    assert device.has_passed(later)
+
+
+def test_a_number_is_read_while_the_stream_that_computed_it_has_more_to_do(
+    device: AcceleratorDevice, accelerator: Accelerator
+) -> None:
+    number = torch.full((), 2.5, device=accelerator.kind)
+    device.number(number)  # what is done once for a stream
+    accelerator.module.synchronize()
+    with accelerator.held():
+        later = device.timestamp()
+        assert device.number(number) == 2.5 and not device.has_passed(later)
 
 
 # -- Who waits for whom -------------------------------------------------------------------------

@@ -348,7 +348,7 @@ def lines_of_a_run(
 def test_a_link_that_hides_little_is_told_of_once_and_one_that_hides_all_is_not(
     lag: LagModule, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said, statistics = lines_of_a_run(lag, 0.1, caplog)
+    said, statistics = lines_of_a_run(lag, 0.25, caplog)
     assert len(said) == 1 and "the device stood still" in said[0]
     assert statistics["stall_s"] > FORWARD_S and statistics["write_wait_s"] > FORWARD_S
     assert lines_of_a_run(lag, 8.0, caplog)[0] == []

@@ -61,6 +61,12 @@ class FakeEvent:
         self._cuda.note(f"a thread waits for {self}")
         self._cuda.open_context()
 
+    def query(self) -> bool:
+        """Notes it. The driver works in the current GPU's context."""
+        self._cuda.note(f"has {self} come?")
+        self._cuda.open_context()
+        return True
+
     def elapsed_time(self, later: FakeEvent) -> float:
         """Notes it."""
         self._cuda.note(f"from {self} to {later}")

@@ -168,6 +168,7 @@ def test_copies_and_waits_open_no_context_on_the_first_gpu(
         gpu.copy_from_host(ctypes.addressof(host), storage)
         gpu.use_after(gpu.new_restored(5), [event, gpu.restored_is_free()])
         gpu.seconds_between(gpu.timestamp(), gpu.timestamp())
+        assert gpu.has_passed(gpu.timestamp())
 
     calls_of(fake_cuda, work)
 
