@@ -352,3 +352,42 @@ def test_a_link_that_hides_little_is_told_of_once_and_one_that_hides_all_is_not(
     assert len(said) == 1 and "the device stood still" in said[0]
     assert statistics["stall_s"] > FORWARD_S and statistics["write_wait_s"] > FORWARD_S
     assert lines_of_a_run(lag, 8.0, caplog)[0] == []
+
+
+# -- A timeline -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hides", [0.25, 8.0])
+def test_a_timeline_shows_the_waits_of_the_device_and_not_those_of_the_host(
+    hides: float, lag: LagModule, tmp_path: Path
+) -> None:
+    num_words = 1 << 20
+    bytes_per_s = hides * 8 * num_words / FORWARD_S
+    lag.set_bandwidth(bytes_per_s, bytes_per_s)
+    file = tmp_path / "trace.json"
+    model = Model(work := Work(lag, num_words))
+    handle = offload_activations(
+        model,
+        mode="host",
+        layers=[Layer],
+        min_bytes=4096,
+        host_budget=256 << 20,
+        trace_file=file,
+    )
+    with handle:
+        train(model, lag, 2)
+        statistics = dict(handle.statistics)
+    assert not int(work.num_wrong)
+    spans = [one for one in json.loads(file.read_text()) if one.get("ph") == "X"]
+    second_us = max(one["ts"] for one in spans if one["name"] == "step 2")
+    waits = [
+        one
+        for one in spans
+        if one["ts"] >= second_us
+        and (one["name"].startswith("read of") or one["name"] == "wait for room to write")
+        and "scope" not in one.get("args", {})
+    ]
+    waited_s = sum(one["dur"] for one in waits) / 1e6
+    told_s = statistics["stall_s"] + statistics["write_wait_s"]
+    assert waited_s == pytest.approx(told_s, abs=0.005)
+    assert (waited_s > 2 * FORWARD_S) == (hides < 1)

@@ -79,7 +79,7 @@ def take_step(
 ) -> StepStatistics:
     counted = StepStatistics()
     waits.begin_step(counted, in_detail=in_detail)
-    with waits.for_read():
+    with waits.for_read("bytes"):
         device.queue(read_s)
     device.queue(10.0)
     with waits.for_room():

@@ -220,6 +220,8 @@ class Bench:
                     continue
                 computed = [s for s in spans if s.stream == compute and s.kind == "sleep"]
                 steps.append(step_of(computed, machine.num_layers * machine.num_parts))
+                if engine is not None:
+                    engine.waits.clock.read()  # the device has passed the step
                 counted = engine.statistics if engine is not None else None
                 waits.append((counted.write_wait_s, counted.stall_s) if counted else (0.0, 0.0))
                 timelines.append(self._timeline(spans, compute, computed[0].began_s))

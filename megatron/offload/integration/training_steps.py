@@ -105,7 +105,9 @@ class TrainingSteps:
                     self.engine.memory_report.planned = self.planner.explained
             if self.engine.tracer is not None:
                 self.profiler = self.profiler or Profiler(device, config.min_bytes, lambda: 0)
-                self._trace = StepTrace(self.engine.tracer, self.profiler, device)
+                self._trace = StepTrace(
+                    self.engine.tracer, self.profiler, device, self.engine.waits
+                )
         except BaseException:
             self.engine.close()
             raise

@@ -18,7 +18,8 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.offload.device.clock import Clock
+from megatron.offload.device.clock import Clock, Moment
+from megatron.offload.saved.scope import Scope
 from megatron.offload.stats.statistics import StepStatistics
 
 _FIRST_STEPS = 16  # of a run, which people look at
@@ -55,6 +56,7 @@ class ComputeWaits:
         last: those of the last step that are known; None: of none yet.
         number: of waits that were noted in detail so far.
         seconds: of each of those that are known by now.
+        traced: for what was waited, from when and until when, for a timeline; None: for none.
 
     Args:
         clock: of the device that computes.
@@ -69,6 +71,7 @@ class ComputeWaits:
         self.last: StepWaits | None = None
         self.number = 0
         self.seconds: list[float] = []
+        self.traced: list[tuple[Scope | str, Moment, Moment]] | None = None
         self._is_host = is_host
         self._in_detail = False
         self._counted = counted
@@ -108,14 +111,14 @@ class ComputeWaits:
         self.seconds.clear()
 
     @contextlib.contextmanager
-    def for_read(self) -> Iterator[None]:
-        """Around what has compute wait for bytes that come back."""
+    def for_read(self, what: Scope | str) -> Iterator[None]:
+        """Around what has compute wait for bytes that come back, such as those a scope saved."""
         if not self.is_timed:
             yield
             return
         began = self.clock.now()
         yield
-        self._note(began, "stall_s")
+        self._note(began, "stall_s", what)
 
     @contextlib.contextmanager
     def for_room(self) -> Iterator[None]:
@@ -125,9 +128,12 @@ class ComputeWaits:
             return
         began = self.clock.now()
         yield
-        self._note(began, "write_wait_s")
+        self._note(began, "write_wait_s", "wait for room to write")
 
-    def _note(self, began: object, name: str) -> None:
+    def _note(self, began: Moment, name: str, what: Scope | str) -> None:
+        ended = self.clock.now()
+        if self.traced is not None:
+            self.traced.append((what, began, ended))
         step, in_detail = self.step, self._in_detail
         counted = self._counted if self._is_host else None
         self.number += in_detail
@@ -139,7 +145,7 @@ class ComputeWaits:
                 if one is not None:
                     setattr(one, name, getattr(one, name) + seconds)
 
-        self.clock.tell(began, self.clock.now(), hear)
+        self.clock.tell(began, ended, hear)
 
     def _know(self, step: StepWaits, counted: StepStatistics, _: float) -> None:
         step.is_known = True

@@ -147,7 +147,7 @@ class Reader:
                 "check the disk and resume from the last checkpoint"
             ) from error
         if ready is not None:
-            self._use_after(memory, ready)
+            self._use_after(memory, ready, record)
         return self._unpacked(record, memory) if record.moves_bits else memory
 
     def _unpacked(self, record: SavedStorage, memory: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -160,25 +160,27 @@ class Reader:
     def use_built(self, view: SavedView, tensor: torch.Tensor) -> None:
         """A tensor that was made ready ahead is used on the stream of the calling thread."""
         if view.ready is not None:
-            self._use_after(tensor.untyped_storage(), view.ready)
+            self._use_after(tensor.untyped_storage(), view.ready, view.saved)
 
-    def _use_after(self, memory: torch.UntypedStorage, ready: Sequence[Any]) -> None:
+    def _use_after(
+        self, memory: torch.UntypedStorage, ready: Sequence[Any], record: SavedStorage
+    ) -> None:
         if not ready:
             self._device.use_after(memory, ready)
             return
-        with self._step.waits.for_read():
+        with self._step.waits.for_read(record.scope):
             self._device.use_after(memory, ready)
 
     def _stall(self, record: SavedStorage) -> None:
         """Waits until a read has ended, well or badly; the read-ahead is to look further then."""
         began = time.perf_counter()  # of the host, whose read-ahead it is
         with (
-            self._step.waits.for_read(),
+            self._step.waits.for_read(record.scope),
             self._device.annotate("activation offload: wait for a read"),
         ):
             record.wait_for_read()
         waited_s = time.perf_counter() - began
-        if self._step.tracer is not None:
+        if self._step.tracer is not None and self._device.is_host:  # else `StepTrace` shows it
             self._step.tracer.span(WAIT, f"read of {name_of(record.scope)}", began)
         if waited_s > _NOTICEABLE_S:
             rate = record.block.tier.statistics.reads.bytes_per_s or 0.0

@@ -57,5 +57,5 @@ class RunAhead:
                 self._queued_bytes -= event_bytes
                 passed.append(event)
         if passed:
-            with self._waits.for_read():
+            with self._waits.for_read("wait for the device"):
                 self._device.wait_for_event(passed[-1])

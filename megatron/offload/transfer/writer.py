@@ -110,7 +110,7 @@ class Writer:
                     began = time.perf_counter()  # of the host, which the timeline shows waiting
                     with self._step.waits.for_room():
                         self._inflight.acquire(one.num_bytes)
-                    if self._step.tracer is not None:
+                    if self._step.tracer is not None and self._device.is_host:
                         self._step.tracer.span(WAIT, "wait for room to write", began)
                 fitting.append(one)
         finally:  # also where somebody interrupts the wait

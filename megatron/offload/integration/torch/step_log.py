@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron.offload.device.clock import Clock, Moment
+from megatron.offload.device.cuda import is_captured
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
 from megatron.offload.integration.torch.passes import can_hook, computed_in, tensors_in
@@ -62,7 +63,7 @@ class StepLog:
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hooked module is called: if it is a training's forward pass, a step begins."""
         self._depth += 1
-        if self._depth > 1 or not torch.is_grad_enabled() or not can_hook():
+        if self._depth > 1 or not _is_training():
             return
         if self._clock is not None:
             self._end_step(self._clock, self._clock.now())
@@ -84,7 +85,7 @@ class StepLog:
     def end(self, module: torch.nn.Module, result: Any) -> None:
         """The call of a hooked module has ended."""
         self._depth = max(self._depth - 1, 0)
-        if self._depth or not self._number or not torch.is_grad_enabled() or not can_hook():
+        if self._depth or not self._number or not _is_training():
             return
         self._loss = _loss_of(result)
         for one in computed_in(result):
@@ -150,6 +151,11 @@ class StepLog:
                 error.strerror,
             )
             self._close_file()
+
+
+def _is_training() -> bool:
+    """Whether this is the forward pass of a step; while a graph is captured none runs."""
+    return torch.is_grad_enabled() and can_hook() and not is_captured()
 
 
 def _tokens_of(inputs: Any) -> int:

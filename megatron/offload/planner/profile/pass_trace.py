@@ -11,13 +11,17 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from megatron.offload.device.clock import Moment
 from megatron.offload.device.device import Device
 from megatron.offload.placement.policy import WHOLE_LAYER
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, Timestamp
-from megatron.offload.stats.trace import COMPUTE, Tracer
+from megatron.offload.saved.scope import Scope
+from megatron.offload.stats.compute_waits import ComputeWaits
+from megatron.offload.stats.trace import COMPUTE, WAIT, Tracer, name_of
 
 ATTENTION, MLP = "attention", "mlp"
+_NOTICEABLE_S = 0.0001
 
 
 class StepTrace:
@@ -27,12 +31,16 @@ class StepTrace:
         tracer: of the engine.
         profiler: of the layers. It measures these steps, for a planner or for nobody else.
         device: whose clock the profiler reads.
+        waits: of the engine. On a CPU who waits shows it.
     """
 
-    def __init__(self, tracer: Tracer, profiler: Profiler, device: Device) -> None:
+    def __init__(
+        self, tracer: Tracer, profiler: Profiler, device: Device, waits: ComputeWaits
+    ) -> None:
         self._tracer = tracer
         self._profiler = profiler
         self._device = device
+        self._waits = waits
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -43,6 +51,8 @@ class StepTrace:
         is_ours = not self._profiler.measures
         if is_ours:
             self._profiler.begin_step()
+        waits: list[tuple[Scope | str, Moment, Moment]] = []
+        self._waits.traced = None if self._device.is_host else waits
         try:
             yield
             # Where both clocks meet: the device comes to it while the host waits for that.
@@ -50,13 +60,23 @@ class StepTrace:
             self._device.seconds_between(ended, ended)
             ended_s = time.perf_counter()
 
-            def at_s(moment: Timestamp) -> float:
-                return ended_s - self._device.seconds_between(moment.timestamp, ended)
+            def at_s(moment: Moment) -> float:
+                return ended_s - self._device.seconds_between(moment, ended)
 
-            _trace_passes(self._tracer, self._profiler.passes(), at_s)
+            _trace_passes(self._tracer, self._profiler.passes(), lambda one: at_s(one.timestamp))
+            for what, began, stopped in waits:
+                _trace_wait(self._tracer, what, at_s(began), at_s(stopped))
         finally:
+            self._waits.traced = None
             if is_ours:
                 self._profiler.end_step(well=False)
+
+
+def _trace_wait(tracer: Tracer, what: Scope | str, began_s: float, ended_s: float) -> None:
+    """Unless the device stood still for a moment alone: it does so behind each event."""
+    if ended_s - began_s >= _NOTICEABLE_S:
+        name = what if isinstance(what, str) else f"read of {name_of(what)}"
+        tracer.span(WAIT, name, began_s, ended_s)
 
 
 def _trace_passes(
