@@ -50,6 +50,17 @@ def test_deactivate_restores_every_symbol() -> None:
         torch.zeros(1, device="cuda")
 
 
+def test_there_is_no_cuda_for_those_who_ask_by_counting_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A build for CUDA without a device, after accelerate has set this for its processes."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    assert cpu_runtime.activate()
+    assert torch.cuda.device_count() == 1  # for launchers
+    assert not torch.cuda.is_available()
+
+
 def test_every_redirection_says_why() -> None:
     assert all(redirection.reason for redirection in cpu_runtime._table())
 
