@@ -319,7 +319,7 @@ def test_auto_recomputes_nothing_for_a_link_that_hides_all(
     # What steps take is told one later. The plan was made before the fourth.
     told_s = [one["measured_step_s"] for one in trained.told[-2:]]
     truth_s = [later - earlier for earlier, later in itertools.pairwise(starts_s[3:])]
-    assert off(sum(told_s) / 2, sum(truth_s) / len(truth_s)) <= 0.05
+    assert off(sum(told_s) / 2, sum(truth_s) / len(truth_s)) <= 0.1
 
 
 # -- A line ---------------------------------------------------------------------------------------
