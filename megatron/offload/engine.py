@@ -126,6 +126,7 @@ class OffloadEngine:
         config, step, rank = self.config, self._step, self.rank
         self._traffic = Traffic(self.tiers)
         self._device = device
+        self._peak = None if device.is_host else device.peak_reader()
         asked_bytes = config.inflight_bytes
         self._inflight = ByteBudget(DEFAULT_INFLIGHT_BYTES if asked_bytes is None else asked_bytes)
         self.writer = Writer(
@@ -203,8 +204,8 @@ class OffloadEngine:
     def step(self) -> Iterator[None]:
         """Around all forward and backward passes of a training step."""
         self._device.begin_phase("step")
-        if not self._device.is_host:
-            self._device.reset_peak()
+        if self._peak is not None:
+            self._peak.reset()
         self._step.statistics = StepStatistics()
         self.writer.begin_step()
         self._traffic.begin_step()
@@ -241,9 +242,9 @@ class OffloadEngine:
     def _count_reserved(self) -> None:
         """What the device's allocator holds, and how much of it the step could not use at once."""
         reusable_bytes = self._device.reusable_bytes()
-        if reusable_bytes is not None:
+        if reusable_bytes is not None and self._peak is not None:
             reserved_bytes = self._device.allocated_bytes() + reusable_bytes
-            unused_bytes = reserved_bytes - self._device.peak_bytes()
+            unused_bytes = reserved_bytes - self._peak.peak_bytes()
             self.statistics.reserved_bytes = reserved_bytes
             self.statistics.fragmented_bytes = max(unused_bytes, 0)
 

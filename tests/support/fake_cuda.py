@@ -22,6 +22,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.offload.device import platform
+from megatron.offload.device.cuda import CudaPlatform
+
 _OUT_OF_MEMORY = 2
 
 
@@ -92,6 +95,8 @@ class FakeCuda:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Puts it behind torch's functions until the test ends."""
+        # Another one: devices that were opened with it go with it.
+        monkeypatch.setitem(platform._platforms, "cuda", CudaPlatform())
         cuda, memory = torch.cuda, torch.cuda.memory
         monkeypatch.setattr(cuda, "is_available", lambda: True)
         monkeypatch.setattr(cuda, "current_device", lambda: self.gpu)

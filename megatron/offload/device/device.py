@@ -36,6 +36,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.offload.device.platform import PeakReader
+
 WHOLE = slice(None)  # all bytes of a storage
 
 
@@ -163,12 +165,11 @@ class Device(Protocol):
         """Bytes that the allocator holds for reuse beside these; None: not known."""
         ...
 
-    def reset_peak(self) -> None:
-        """Makes `peak_bytes` count from now on."""
-        ...
+    def peak_reader(self) -> PeakReader:
+        """Makes a reader of the most of `allocated_bytes` at any moment, from now on.
 
-    def peak_bytes(self) -> int:
-        """The most of `allocated_bytes` at any moment since `reset_peak`."""
+        Each user has its own, and does not notice when another resets its: they share a device.
+        """
         ...
 
     def return_freed_memory(self) -> None:
