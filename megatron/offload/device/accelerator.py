@@ -22,6 +22,7 @@ import torch
 
 from megatron.offload.device.device import WHOLE, memory_at
 from megatron.offload.device.platform import PeakReader, Platform
+from megatron.offload.device.room import Room
 
 
 class AcceleratorDevice:
@@ -41,6 +42,7 @@ class AcceleratorDevice:
     def __init__(self, device: torch.device, platform: Platform) -> None:
         self._module = torch.get_device_module(device)
         self.platform = platform
+        self.room = Room()
         index = self._module.current_device() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self._index: int = index

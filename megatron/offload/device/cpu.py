@@ -19,6 +19,7 @@ from megatron.offload.device.allocator import MIMALLOC, allocator_name, return_f
 from megatron.offload.device.device import WHOLE
 from megatron.offload.device.kernel_text import kernel_text
 from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.device.room import Room
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -35,6 +36,7 @@ class CpuDevice:
     pins_host_memory = False
 
     def __init__(self) -> None:
+        self.room = Room()
         self._keeps_by_size = allocator_name() == MIMALLOC
         self._returned_s: dict[str, float] = {}  # by phase of the step: when the last time
         self._num_steps = 0

@@ -37,6 +37,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.offload.device.platform import PeakReader
+from megatron.offload.device.room import Room
 
 WHOLE = slice(None)  # all bytes of a storage
 
@@ -63,6 +64,7 @@ class Device(Protocol):
     device: torch.device
     is_host: bool  # its memory is host memory: I/O may work on it in place
     pins_host_memory: bool  # copies overlap only with page-locked host memory
+    room: Room  # of all that reads ahead into its memory
 
     def current_stream(self) -> Any:
         """The stream that the calling thread is on: there go its operations, memory and events."""

@@ -70,6 +70,7 @@ class ParameterWindow:
         self._direction = 1
         self._shown: set[int] = set()  # units
         self._has_warned = False
+        device.room.add(self)
 
     def add(
         self,
@@ -128,7 +129,7 @@ class ParameterWindow:
             one.wait_for_write()
         self._used, self._direction = number, direction
         if number in unread:
-            unit.make_room()
+            self.device.room.read(unit.make_room)
         else:
             self._bring(unit)
         for other in [n for n in wanted[1:] if n not in unread]:
@@ -157,19 +158,30 @@ class ParameterWindow:
 
     def _try_twice(self, unit: ParameterUnit, read: Callable[[], None]) -> None:
         try:
-            read()
+            self.device.room.read(read)
         except (torch.OutOfMemoryError, OffloadError):
             raise
         except Exception as error:
             logger.warning("%sa read failed (%s); trying once more", PARAMETERS_PREFIX, error)
             try:
-                read()
+                self.device.room.read(read)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as again:
                 raise LostStateError(
                     f"{PARAMETERS_PREFIX}those of {unit.name} ({format_size(unit.num_bytes)}; "
                     f"{unit.block}) could not be read back: {again}; there is no other copy, so "
                     "training stops; check the disk and resume from the last checkpoint"
                 ) from again
+
+    def give_up_reads(self) -> None:
+        """Lets go of units that were read ahead, and waits for those that leave.
+
+        See `ReadsAhead`.
+        """
+        for unit in self.units:
+            unit.give_up_read()
+            unit.wait_for_write()
 
     def _is_here(self, number: int) -> bool:
         return self.units[number].where in (Where.IN_MEMORY, Where.READING)
