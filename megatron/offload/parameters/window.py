@@ -19,6 +19,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 
 import torch
 
+from megatron.offload.device.cuda import check_not_captured
 from megatron.offload.device.device import Device
 from megatron.offload.errors import (
     PARAMETERS_PREFIX,
@@ -111,6 +112,11 @@ class ParameterWindow:
         Raises:
             LostStateError: its parameters could not be read back.
         """
+        check_not_captured(
+            PARAMETERS_PREFIX,
+            "a layer whose parameters are",
+            "capture other layers, or close() the handle before",
+        )
         unit = self.units[number]
         here = (number, direction) == (self._used, self._direction)
         if here and unit.where is Where.IN_MEMORY and not self._shown:
@@ -210,6 +216,11 @@ class ParameterWindow:
         Raises:
             LostStateError: some could not be read back.
         """
+        check_not_captured(
+            PARAMETERS_PREFIX,
+            "an optimizer's step whose parameters are",
+            "run the step without a graph, or close() the handle before",
+        )
         params = list(params)
         is_in_backward = torch._C._current_graph_task_id() != -1  # a step in a hook of a gradient
         used: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
