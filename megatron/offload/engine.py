@@ -220,7 +220,8 @@ class OffloadEngine:
                 self.memory_report.end_step()
             self.reader.end_prefetch()
             self.dispatcher.drain()
-            self.statistics.long_lived_bytes = self.cache.end_step()
+            is_settled = self._device.is_host or not self.writer.bytes_in_flight
+            self.statistics.long_lived_bytes = self.cache.end_step(is_settled=is_settled)
             self._count_left()
             self._count_reserved()
             self.writer.end_step()

@@ -115,6 +115,11 @@ class FakeCuda:
         for module in (cuda, memory):
             for function in (self.memory_stats_as_nested_dict, self.reset_peak_memory_stats):
                 monkeypatch.setattr(module, function.__name__, function)
+        generic = torch.accelerator
+        for module in (generic, getattr(generic, "memory", generic)):
+            for name in ("memory_stats", "reset_peak_memory_stats"):
+                if hasattr(module, name):  # as they are once the test has ended
+                    monkeypatch.setattr(module, name, getattr(module, name))
         zeros, empty, copy = torch.zeros, torch.empty, torch.Tensor.copy_
 
         def launched(*size: Any, device: Any = None, **more: Any) -> torch.Tensor:

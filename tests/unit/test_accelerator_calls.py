@@ -125,6 +125,15 @@ def test_events_memory_and_time_make_these_calls(
     ]
 
 
+def test_what_is_allocated_is_asked_without_a_table_of_all_counters(
+    fake_cuda: FakeCuda, gpu: AcceleratorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samplers ask at each transfer, and a sorted table takes longer than all else of them."""
+    monkeypatch.delattr(torch.cuda.memory, "memory_stats")
+    fake_cuda.take(100, gpu=1)
+    assert gpu.allocated_bytes() == 100
+
+
 def test_memory_is_counted_for_its_own_gpu(fake_cuda: FakeCuda, gpu: AcceleratorDevice) -> None:
     fake_cuda.take(100, gpu=0)
     fake_cuda.take(30, gpu=1)

@@ -137,7 +137,9 @@ class AcceleratorDevice:
 
     def allocated_bytes(self) -> int:
         """Bytes that tensors take on this device, without what the allocator holds for reuse."""
-        return int(self._module.memory_allocated(self.device))
+        # Not `memory_allocated`: torch makes a sorted table of all counters for it.
+        stats = self._module.memory_stats_as_nested_dict(self._index)
+        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
 
     def reusable_bytes(self) -> int:
         """Bytes that the allocator holds for reuse, fragments among them."""
