@@ -130,6 +130,7 @@ class OffloadEngine:
         config, step, rank = self.config, self._step, self.rank
         self._traffic = Traffic(self.tiers)
         self._device = device
+        self._peak = None if device.is_host else device.peak_reader()
         asked_bytes = config.inflight_bytes
         self._inflight = ByteBudget(DEFAULT_INFLIGHT_BYTES if asked_bytes is None else asked_bytes)
         self.writer = Writer(
@@ -207,8 +208,8 @@ class OffloadEngine:
     def step(self) -> Iterator[None]:
         """Around all forward and backward passes of a training step."""
         self._device.begin_phase("step")
-        if not self._device.is_host:
-            self._device.reset_peak()
+        if self._peak is not None:
+            self._peak.reset()
         self._step.statistics = StepStatistics()
         self.waits.begin_step(self.statistics, in_detail=self._step.observer is not None)
         self.writer.begin_step()
@@ -225,7 +226,8 @@ class OffloadEngine:
                 self.memory_report.end_step()
             self.reader.end_prefetch()
             self.dispatcher.drain()
-            self.statistics.long_lived_bytes = self.cache.end_step()
+            is_settled = self._device.is_host or not self.writer.bytes_in_flight
+            self.statistics.long_lived_bytes = self.cache.end_step(is_settled=is_settled)
             self._count_left()
             self._count_reserved()
             self.writer.end_step()
@@ -247,9 +249,9 @@ class OffloadEngine:
     def _count_reserved(self) -> None:
         """What the device's allocator holds, and how much of it the step could not use at once."""
         reusable_bytes = self._device.reusable_bytes()
-        if reusable_bytes is not None:
+        if reusable_bytes is not None and self._peak is not None:
             reserved_bytes = self._device.allocated_bytes() + reusable_bytes
-            unused_bytes = reserved_bytes - self._device.peak_bytes()
+            unused_bytes = reserved_bytes - self._peak.peak_bytes()
             self.statistics.reserved_bytes = reserved_bytes
             self.statistics.fragmented_bytes = max(unused_bytes, 0)
 

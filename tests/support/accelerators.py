@@ -15,7 +15,7 @@ import torch
 
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.device.cuda import CudaPlatform
-from megatron.offload.device.platform import Platform, register_platform
+from megatron.offload.device.platform import Platform, platform_of, register_platform
 from tests.support.lag.module import LagModule
 from tests.support.lag.platform import LagPlatform
 
@@ -96,7 +96,9 @@ class Lag(Accelerator):
 
     def __init__(self, lag: LagModule) -> None:
         self.module = lag
-        self._platform = LagPlatform(lag)
+        # The same for all tests of a process: they share its devices, as users of one process do.
+        known = platform_of(self.kind)
+        self._platform = LagPlatform(lag) if known is None else known
         register_platform(self.kind, self._platform)
 
     def platform(self) -> Platform:

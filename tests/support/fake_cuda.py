@@ -22,6 +22,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.offload.device import platform
+from megatron.offload.device.cuda import CudaPlatform
+
 _OUT_OF_MEMORY = 2
 
 
@@ -98,6 +101,8 @@ class FakeCuda:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Puts it behind torch's functions until the test ends."""
+        # Another one: devices that were opened with it go with it.
+        monkeypatch.setitem(platform._platforms, "cuda", CudaPlatform())
         cuda, memory = torch.cuda, torch.cuda.memory
         monkeypatch.setattr(cuda, "is_available", lambda: True)
         monkeypatch.setattr(cuda, "current_device", lambda: self.gpu)
@@ -116,6 +121,11 @@ class FakeCuda:
         for module in (cuda, memory):
             for function in (self.memory_stats_as_nested_dict, self.reset_peak_memory_stats):
                 monkeypatch.setattr(module, function.__name__, function)
+        generic = torch.accelerator
+        for module in (generic, getattr(generic, "memory", generic)):
+            for name in ("memory_stats", "reset_peak_memory_stats"):
+                if hasattr(module, name):  # as they are once the test has ended
+                    monkeypatch.setattr(module, name, getattr(module, name))
         zeros, empty, copy = torch.zeros, torch.empty, torch.Tensor.copy_
 
         def launched(*size: Any, device: Any = None, **more: Any) -> torch.Tensor:

@@ -442,8 +442,8 @@ MISTAKES: tuple[Mistake, ...] = (
             (
                 _ACCELERATOR,
                 "AcceleratorDevice.record_event",
-                "event = self._platform.new_event()\n",
-                "event = self.event = getattr(self, 'event', None) or self._platform.new_event()\n",
+                "event = self.platform.new_event()\n",
+                "event = self.event = getattr(self, 'event', None) or self.platform.new_event()\n",
             ),
         ),
     ),

@@ -7,6 +7,7 @@ On `FakeCuda`, which shows what is asked and in which order, not that CUDA does 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatron.offload.device import open as open_module
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.device.cuda import CudaPlatform
 from megatron.offload.device.open import open_device
-from megatron.offload.device.platform import platform_of, registered_kinds
+from megatron.offload.device.platform import platform_of, register_platform, registered_kinds
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.arena import HostArena
@@ -124,6 +125,15 @@ def test_events_memory_and_time_make_these_calls(
     ]
 
 
+def test_what_is_allocated_is_asked_without_a_table_of_all_counters(
+    fake_cuda: FakeCuda, gpu: AcceleratorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samplers ask at each transfer, and a sorted table takes longer than all else of them."""
+    monkeypatch.delattr(torch.cuda.memory, "memory_stats")
+    fake_cuda.take(100, gpu=1)
+    assert gpu.allocated_bytes() == 100
+
+
 def test_memory_is_counted_for_its_own_gpu(fake_cuda: FakeCuda, gpu: AcceleratorDevice) -> None:
     fake_cuda.take(100, gpu=0)
     fake_cuda.take(30, gpu=1)
@@ -222,6 +232,22 @@ def test_a_kind_with_a_platform_is_opened(fake_cuda: FakeCuda) -> None:
     assert open_device("cuda").device == torch.device("cuda", 0)  # the current one
 
 
+def test_all_who_open_a_device_in_a_process_share_it(fake_cuda: FakeCuda) -> None:
+    device = open_device("cuda:0")
+    assert open_device(torch.device("cuda", 0)) is open_device("cuda") is device
+    assert open_device("cuda:1") is not device
+    register_platform("cuda", CudaPlatform())  # as a test or a plugin does: not the one of before
+    assert (other := open_device("cuda:0")) is not device and open_device("cuda:0") is other
+
+
+def test_a_process_that_was_forked_has_devices_of_its_own(fake_cuda: FakeCuda) -> None:
+    device = open_device("cuda:0")
+    if (child := os.fork()) == 0:
+        os._exit(0 if open_device("cuda:0") is not device else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert open_device("cuda:0") is device
+
+
 @pytest.mark.parametrize(
     ("kind", "missing"),
     [
@@ -241,4 +267,5 @@ def test_a_registered_kind_is_no_longer_refused(monkeypatch: pytest.MonkeyPatch)
     opened = object()
     monkeypatch.setattr(open_module, "AcceleratorDevice", lambda *_: opened)
     monkeypatch.setattr(open_module, "platform_of", lambda kind: platform_of("cuda"))
-    assert open_device("xpu") is opened
+    monkeypatch.setattr(open_module, "_opened", {})
+    assert open_device("xpu:0") is opened

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,10 +82,13 @@ def test_bits_stay_the_same_when_the_window_changes(tmp_path: Path) -> None:
 class SlowActivations(CpuDevice):
     """Takes 100 MiB at the most, whoever asks."""
 
+    def peak_reader(self) -> Any:
+        return self
+
     def peak_bytes(self) -> int:
         return 100 * MIB
 
-    def reset_peak(self) -> None:
+    def reset(self) -> None:
         return
 
 

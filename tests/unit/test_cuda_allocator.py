@@ -106,3 +106,18 @@ def test_scripts_turn_it_on_unless_the_caller_has_settings(
     )
     assert found.returncode == 0, found.stderr
     assert found.stdout == ("unset" if expected is None else expected)
+
+
+@pytest.mark.parametrize("expands", [True, False])
+def test_torch_says_itself_whether_its_segments_expand(
+    monkeypatch: pytest.MonkeyPatch, expands: bool
+) -> None:
+    """Some versions know one of the variables only, and code may have set it."""
+    settings = {"allocator_settings": {"expandable_segments": expands}}
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{not expands}")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: settings)
+    assert keeps_fragments(CUDA) is not expands
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", dict)  # a version that does not say
+    assert keeps_fragments(CUDA) is expands

@@ -363,6 +363,30 @@ def test_what_is_ready_and_not_taken_goes_with_the_last_use(written: SavedStorag
     torch.UntypedStorage._free_weak_ref(weak)
 
 
+@pytest.mark.parametrize("built", [False, True])
+def test_what_was_read_ahead_is_given_up_and_read_again(written: SavedStorage, built: bool) -> None:
+    view = SavedView(written, torch.empty(4))
+    memory, transfer = new_storage(), FakeTransfer()
+    written.begin_read(memory, transfer)
+    if built:
+        written.build_views(transfer)
+    weak = memory._weak_ref()
+    del memory
+    written.give_up_read()
+    assert torch.UntypedStorage._expired(weak) and written.state is State.ON_TIER
+    torch.UntypedStorage._free_weak_ref(weak)
+    assert written.end_read() is None and view.take_built() is None
+    assert view.rebuild(read(written)).shape == (4,) and written.state is State.RESTORED
+
+
+def test_what_backward_has_used_a_part_of_is_not_given_up(written: SavedStorage) -> None:
+    views = [SavedView(written, torch.empty(4)) for _ in range(2)]
+    memory = read(written)
+    written.view_used(views[0])
+    written.give_up_read()
+    assert written.state is State.RESTORED and written.end_read() is memory
+
+
 def test_bytes_that_were_read_and_used_by_others_are_to_be_read_again(
     written: SavedStorage,
 ) -> None:

@@ -86,6 +86,24 @@ def test_each_gpu_has_its_own(fake_cuda: FakeCuda, counters: SharedCounters) -> 
     assert [torch.cuda.max_memory_allocated(gpu) for gpu in range(2)] == [500, 0]
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.accelerator, "reset_peak_memory_stats"), reason="this torch has none of these"
+)
+def test_generic_counters_are_shared_too(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    reader = SharedCounters(torch.cuda).reader(0)
+    fake_cuda.use(500)
+    assert torch.accelerator.max_memory_allocated() == 500
+    torch.accelerator.reset_peak_memory_stats()
+    assert torch.accelerator.max_memory_allocated() == 0 and reader.peak_bytes() == 500
+    fake_cuda.use(200)
+    reader.reset()
+    assert torch.accelerator.max_memory_allocated() == 200 and reader.peak_bytes() == 0
+    assert torch.accelerator.memory_stats()["num_ooms"] == 3
+
+
 def test_a_reader_that_is_gone_is_forgotten(fake_cuda: FakeCuda, counters: SharedCounters) -> None:
     reader = weakref.ref(counters.reader(0))
     gc.collect()

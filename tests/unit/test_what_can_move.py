@@ -10,6 +10,7 @@ import torch
 
 from megatron.offload.saved import tensor_kind
 from megatron.offload.saved.cache import TensorCache
+from megatron.offload.saved.scope import Scope
 from megatron.offload.saved.tensor_kind import TensorKind, kind_of
 
 
@@ -106,3 +107,17 @@ def test_a_python_number_that_was_saved_stays() -> None:
     assert cache.movable_if_saved(number) is None
     for tensor in (torch.ones(8)[3], torch.ones(1)):
         assert cache.movable_if_saved(tensor) is not None
+
+
+def test_what_a_write_may_still_hold_outlives_two_steps_before_it_stays() -> None:
+    """A write that was given up keeps its source until it ends, which may be late."""
+    cache = TensorCache(torch.device("cpu"))
+    held, table = torch.ones(64), torch.ones(32)
+    for one in (held, table):
+        assert cache.add(one.untyped_storage(), None, one, Scope())  # its record dies at once
+    assert cache.end_step(is_settled=False) == 0 == cache.num_excluded
+    del held, one
+    assert cache.add(table.untyped_storage(), None, table, Scope())
+    assert cache.end_step(is_settled=False) == table.nbytes
+    assert [one.num_bytes for one in cache.long_lived] == [table.nbytes]
+    assert cache.num_records == 0 and cache.num_excluded == 1

@@ -67,6 +67,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     vector_math.first_call()
     device = open_device(torch.device("cpu"))
+    peak = device.peak_reader()
     gc.collect()
     base_bytes = device.allocated_bytes()
     torch.manual_seed(0)
@@ -105,7 +106,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         slow.slow_down(args.rate)
         read_before = parameters.statistics["read_bytes"]
         device.return_freed_memory()
-        device.reset_peak()
+        peak.reset()
         began_s = time.perf_counter()
         if together is not None:
             losses += [loss.item() for loss in together.step(batches, loss_of)]
@@ -118,7 +119,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             {
                 "step_s": time.perf_counter() - began_s,
                 "read_bytes": parameters.statistics["read_bytes"] - read_before,
-                "peak_bytes": device.peak_bytes() - base_bytes,
+                "peak_bytes": peak.peak_bytes() - base_bytes,
             }
         )
         slow.slow_down(1e12)

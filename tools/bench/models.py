@@ -22,6 +22,7 @@ auto              offload_activations(model, DIR, mode="auto", memory_budget_byt
 chunked           offload_activations(model, mode="off", chunked_loss="auto"): not identical
 chunked_offload   offload_activations(model, DIR, chunked_loss="auto"), nor is this
 save_on_cpu       torch.autograd.graph.save_on_cpu()
+save_on_pinned    the same with pin_memory=True, for CUDA
 trl               trl.models.activation_offloading.OffloadActivations
 torchtune         torchtune.training.OffloadActivations
 axolotl_disk      Axolotl's Disco: each layer recomputed, its input a file on the disk
@@ -67,7 +68,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("gpt2", "llama")
 WAYS = ("none", "offload", "checkpointing", "auto")
 CHUNKED = ("chunked", "chunked_offload")  # another order of sums: never identical
-PEERS = ("save_on_cpu", "trl", "torchtune", "axolotl_disk")
+PEERS = ("save_on_cpu", "save_on_pinned", "trl", "torchtune", "axolotl_disk")
 _BOTH_ALLOCATORS = ("none",)
 _FIELDS = ("loss", "gradients", "weights")
 _SETTLED = 2  # first steps that do not count

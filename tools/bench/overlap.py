@@ -284,17 +284,18 @@ class Bench:
         """
         tiers: list[Any] = [] if engine is None else list(engine.tiers.values())
         peaks, in_pool = [], [0]
+        peak = self.device.peak_reader()
 
         def look() -> None:
             in_pool.append(sum(getattr(tier, "pool_bytes", 0) for tier in tiers))
 
         def at_turn() -> None:
-            peaks.append(self.device.peak_bytes())
+            peaks.append(peak.peak_bytes())
             self.lag.synchronize()
             look()
 
         self.lag.synchronize()
-        self.device.reset_peak()
+        peak.reset()
         self._step(work, engine, look, at_turn)
         self.lag.synchronize()
         return peaks[0], max(in_pool)

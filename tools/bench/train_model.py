@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -69,8 +70,9 @@ def prepare(model: Any, args: argparse.Namespace) -> tuple[Context, Any]:
         )
     if args.way == "checkpointing":
         model.gradient_checkpointing_enable()
-    elif args.way == "save_on_cpu":
-        return torch.autograd.graph.save_on_cpu, None
+    elif args.way in ("save_on_cpu", "save_on_pinned"):
+        pinned = args.way == "save_on_pinned"
+        return functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned), None
     elif args.way == "trl":
         from trl.models.activation_offloading import OffloadActivations
 

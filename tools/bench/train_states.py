@@ -219,6 +219,7 @@ def train(args: argparse.Namespace) -> None:
     """Until the input ends."""
     vector_math.first_call()  # as offload's door does: all ways are to have the same bits
     device = open_device(torch.device("cpu"))
+    peak = device.peak_reader()
     if args.way in PACKAGES:  # no part of what training takes
         importlib.import_module(PACKAGES[args.way])
     gc.collect()
@@ -242,15 +243,15 @@ def train(args: argparse.Namespace) -> None:
             if is_for_memory:
                 device.return_freed_memory()
             before_bytes = device.allocated_bytes()
-            device.reset_peak()
+            peak.reset()
             began_s = time.perf_counter()
             way.begin_step(num_micro_batches)
             losses = [way.micro_batch(one) for one in tokens]
             layers_s = time.perf_counter() - began_s
-            layers_bytes = device.peak_bytes()
+            layers_bytes = peak.peak_bytes()
             if is_for_memory:
                 device.return_freed_memory()
-            device.reset_peak()
+            peak.reset()
             began_s = time.perf_counter()
             norm = way.step()
             optimizer_s = time.perf_counter() - began_s
@@ -265,7 +266,7 @@ def train(args: argparse.Namespace) -> None:
                 "base_bytes": base_bytes,
                 "before_bytes": before_bytes,
                 "layers_bytes": layers_bytes,
-                "optimizer_bytes": device.peak_bytes(),
+                "optimizer_bytes": peak.peak_bytes(),
                 "num_params": num_params,
                 **way.traffic(),
             }

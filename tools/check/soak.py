@@ -80,13 +80,13 @@ class ResidentMemory:
     """The peak of this process's resident memory from now on, as the kernel tracks it."""
 
     def __init__(self) -> None:
-        self._device = CpuDevice()
-        self._start_bytes = self._device.allocated_bytes()
-        self._device.reset_peak()
+        device = CpuDevice()
+        self._start_bytes = device.allocated_bytes()
+        self._peak = device.peak_reader()
 
     def growth_bytes(self) -> int:
         """The largest growth since it was made."""
-        return self._device.peak_bytes() - self._start_bytes
+        return self._peak.peak_bytes() - self._start_bytes
 
 
 class Content:

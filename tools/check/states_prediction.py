@@ -102,6 +102,7 @@ class Training:
         self.limit = parse_rate(one.cap) if one.cap else None
         torch.manual_seed(0)
         self.device = CpuDevice()
+        self.peak = self.device.peak_reader()
         torch.ones(1 << 16).log()  # threads and tables
         self.device.return_freed_memory()
         self.base_bytes = self.device.allocated_bytes()
@@ -127,13 +128,13 @@ class Training:
         found = []
         for _ in range(number):
             began_s = time.perf_counter()
-            self.device.reset_peak()
+            self.peak.reset()
             self.model(self.input).square().mean().backward()
-            layers_bytes = self.device.peak_bytes() - self.base_bytes
-            self.device.reset_peak()
+            layers_bytes = self.peak.peak_bytes() - self.base_bytes
+            self.peak.reset()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=False)
-            peak = (layers_bytes, self.device.peak_bytes() - self.base_bytes)
+            peak = (layers_bytes, self.peak.peak_bytes() - self.base_bytes)
             found.append((time.perf_counter() - began_s, *peak))
         return found
 

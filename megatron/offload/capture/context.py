@@ -11,6 +11,11 @@ when the forward pass runs again, in backward, where we are not. If we took some
 between, or if what runs within them were not the same both times, they would give other tensors
 back, of the same shapes as a rule: wrong gradients, and no error. So what is within hooks of
 others is left to them, in full.
+
+Note [Captured graphs]
+A CUDA graph has addresses in it, and takes events of its stream along, but none of our copies. So
+while a stream is captured, what it saves stays where it is, and no event is recorded there: what
+operations before have saved is handed over behind the capture.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from typing import Any
 import torch
 
 from megatron.offload.capture.hooks import PLAIN_TORCH, Packed, SavedTensorHooks
+from megatron.offload.device.cuda import is_captured
 from megatron.offload.transfer.batch import Batch
 
 
@@ -75,6 +81,8 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
             self._take_off()
             with PLAIN_TORCH():
                 return self._hooks.keep(tensor)
+        if is_captured():  # Note [Captured graphs]
+            return self._hooks.keep_captured(tensor)
         node_number = _next_number()
         if node_number != self._node_number:
             self._batch.submit_if_enough()

@@ -8,11 +8,14 @@ them back.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from megatron.offload.device.cuda import check_not_captured
+from megatron.offload.errors import PREFIX
 from megatron.offload.placement.policy import Placement, Policy
 from megatron.offload.saved.cache import TensorCache, span_of
 from megatron.offload.saved.record import SavedStorage, Span
@@ -25,6 +28,8 @@ from megatron.offload.tiers.tier import Tier
 from megatron.offload.transfer.batch import Batch
 from megatron.offload.transfer.reader import Reader
 from megatron.offload.transfer.writer import Writer
+
+logger = logging.getLogger(__name__)
 
 # A context in which no mode and no subclass intercepts torch's functions: ours are none of their
 # business, and they would see some thirty calls for each saved tensor.
@@ -79,6 +84,7 @@ class SavedTensorHooks:
         self._reader = reader
         self._step = step
         self._moves_foreign = moves_foreign
+        self._has_warned_of_capture = False
         # Held while a record is brought back, of which its state and the read-ahead expect one at
         # a time: several threads may run backward through one graph. Its holder may wait for a
         # read, which no thread that waits for the lock has to end. Taken before a record's lock.
@@ -124,6 +130,17 @@ class SavedTensorHooks:
         """
         is_inference = storage is None and kind_of(tensor).is_inference  # what can move is none
         return tensor if is_inference else ResidentTensor(tensor, self._step.scope)
+
+    def keep_captured(self, tensor: torch.Tensor) -> Packed:
+        """The same of a tensor that is saved while a CUDA graph is captured; says so once."""
+        if not self._has_warned_of_capture:
+            self._has_warned_of_capture = True
+            logger.warning(
+                "activation offload: a CUDA graph is captured within a forward pass, which can "
+                "hold no transfers; what is saved there stays in memory"
+            )
+        with PLAIN_TORCH():
+            return self.keep(tensor)
 
     def _find_cast(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, since: int
@@ -194,6 +211,7 @@ class SavedTensorHooks:
 
         Raises:
             ChangedInPlaceError: it was modified in place since `pack`.
+            OffloadError: a CUDA graph is captured.
             StorageError: its bytes could not be read back.
         """
         if not isinstance(packed, SavedView):
@@ -201,6 +219,11 @@ class SavedTensorHooks:
                 sampler.sample(at_once=False)
             with PLAIN_TORCH():
                 return packed if isinstance(packed, torch.Tensor) else packed.tensor()
+        check_not_captured(
+            PREFIX,
+            "a backward pass whose activations are",
+            "capture its forward pass with it, or run it without a graph",
+        )
         with PLAIN_TORCH():
             tensor = packed.take_built()
             if tensor is None:

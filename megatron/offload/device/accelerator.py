@@ -15,7 +15,6 @@ trains on another one. So whatever may run in a thread of ours first puts it on 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,10 +22,14 @@ import torch
 
 from megatron.offload.device.device import WHOLE, memory_at
 from megatron.offload.device.platform import PeakReader, Platform
+from megatron.offload.device.room import Room
 
 
 class AcceleratorDevice:
     """An accelerator, with streams of its own for copies in either direction. Thread-safe.
+
+    `open_device` makes one for a process: torch's allocator gives memory that it holds for one
+    stream to no other, so who shares the streams shares the memory.
 
     Args:
         device: of any kind but the CPU; without an index the current one.
@@ -38,7 +41,8 @@ class AcceleratorDevice:
 
     def __init__(self, device: torch.device, platform: Platform) -> None:
         self._module = torch.get_device_module(device)
-        self._platform = platform
+        self.platform = platform
+        self.room = Room()
         index = self._module.current_device() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self._index: int = index
@@ -60,7 +64,7 @@ class AcceleratorDevice:
 
     def record_event(self, stream: Any = None) -> Any:
         """An event in a stream, recorded now; who waits for it sleeps. See `Device`."""
-        event = self._platform.new_event()
+        event = self.platform.new_event()
         event.record(self.current_stream() if stream is None else stream)
         return event
 
@@ -124,32 +128,26 @@ class AcceleratorDevice:
             RuntimeError: the system or the driver refuses.
         """
         with self._on_device():
-            self._platform.pin(address, num_bytes)
+            self.platform.pin(address, num_bytes)
 
     def unpin(self, address: int) -> None:
         """Ends what `pin` began at this address."""
         with self._on_device():
-            self._platform.unpin(address)
+            self.platform.unpin(address)
 
     def allocated_bytes(self) -> int:
         """Bytes that tensors take on this device, without what the allocator holds for reuse."""
-        return int(self._module.memory_allocated(self.device))
+        # Not `memory_allocated`: torch makes a sorted table of all counters for it.
+        stats = self._module.memory_stats_as_nested_dict(self._index)
+        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
 
     def reusable_bytes(self) -> int:
         """Bytes that the allocator holds for reuse, fragments among them."""
         return int(self._module.memory_reserved(self.device)) - self.allocated_bytes()
 
-    def reset_peak(self) -> None:
-        """Starts `peak_bytes` anew for this object alone: others read torch's counters too."""
-        self._peak.reset()
-
-    def peak_bytes(self) -> int:
-        """The most bytes that tensors took at any moment since `reset_peak`."""
-        return self._peak.peak_bytes()
-
-    @functools.cached_property
-    def _peak(self) -> PeakReader:
-        return self._platform.peak_reader(self.device)
+    def peak_reader(self) -> PeakReader:
+        """Reads the most bytes that tensors took, from now on: others read torch's counters too."""
+        return self.platform.peak_reader(self.device)
 
     def return_freed_memory(self) -> None:
         """Does nothing: `allocated_bytes` counts no freed memory."""
@@ -192,7 +190,7 @@ class AcceleratorDevice:
     @contextlib.contextmanager
     def annotate(self, name: str) -> Iterator[None]:
         """A range with this name in the vendor's and in torch's profiler, as a context."""
-        with torch.profiler.record_function(name), self._platform.annotate(name):
+        with torch.profiler.record_function(name), self.platform.annotate(name):
             yield
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import threading
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,6 +19,7 @@ from megatron.offload.device.allocator import MIMALLOC, allocator_name, return_f
 from megatron.offload.device.device import WHOLE
 from megatron.offload.device.kernel_text import kernel_text
 from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.device.room import Room
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -33,6 +36,7 @@ class CpuDevice:
     pins_host_memory = False
 
     def __init__(self) -> None:
+        self.room = Room()
         self._keeps_by_size = allocator_name() == MIMALLOC
         self._returned_s: dict[str, float] = {}  # by phase of the step: when the last time
         self._num_steps = 0
@@ -95,13 +99,9 @@ class CpuDevice:
     def reusable_bytes(self) -> None:
         """None: what the allocator holds for reuse is a part of the resident set."""
 
-    def reset_peak(self) -> None:
+    def peak_reader(self) -> ResidentPeakReader:
         """Has the kernel track the resident set's peak from now on; short peaks are not missed."""
-        _CLEAR_REFS.write_text(_RESET_PEAK)
-
-    def peak_bytes(self) -> int:
-        """The most bytes of the resident set since `reset_peak`."""
-        return _status_bytes("VmHWM")
+        return ResidentPeakReader()
 
     def return_freed_memory(self) -> None:
         """Makes the allocator return to the system what it keeps for reuse."""
@@ -145,6 +145,33 @@ class CpuDevice:
     def annotate(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """A range with this name in torch's profiler, as a context."""
         return torch.profiler.record_function(name)
+
+
+class ResidentPeakReader:
+    """Reads the peak of the process's resident set, as if nobody else reset it."""
+
+    _all: ClassVar[weakref.WeakSet[ResidentPeakReader]] = weakref.WeakSet()  # share one counter
+    _lock = threading.Lock()  # protects what they remember, from a look at the peak to its reset
+
+    def __init__(self) -> None:
+        self._remembered_bytes = 0  # since the last reset, until another reader's
+        with self._lock:
+            self._all.add(self)
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes `peak_bytes` count from now on."""
+        with self._lock:
+            peak_bytes = _status_bytes("VmHWM")
+            for one in self._all:
+                one._remembered_bytes = max(one._remembered_bytes, peak_bytes)
+            self._remembered_bytes = 0
+            _CLEAR_REFS.write_text(_RESET_PEAK)
+
+    def peak_bytes(self) -> int:
+        """The most bytes of the resident set at any moment since `reset`."""
+        with self._lock:
+            return max(self._remembered_bytes, _status_bytes("VmHWM"))
 
 
 def _status_bytes(field: str) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from megatron.offload.device.platform import PeakReader
 from megatron.offload.device.shared_peak import shared_counters
+from megatron.offload.errors import OffloadError
 
 
 class CudaPlatform:
@@ -69,6 +70,32 @@ def has_cuda() -> bool:
 def is_captured() -> bool:
     """Whether the current stream is captured into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def check_not_captured(prefix: str, what: str, remedy: str) -> None:
+    """Makes sure that the current stream is not captured into a CUDA graph.
+
+    Args:
+        prefix: of the sentence.
+        what: would be captured; its bytes come and go.
+        remedy: what to do instead.
+
+    Raises:
+        OffloadError: it is.
+    """
+    if is_captured():
+        raise OffloadError(
+            f"{prefix}a CUDA graph captures {what} on a tier, and each replay would use memory "
+            f"that others have by then; {remedy}"
+        )
+
+
+def is_graphed(module: torch.nn.Module) -> bool:
+    """Whether a module's forward replays a CUDA graph, of torch or of Transformer Engine."""
+    return getattr(vars(module).get("forward"), "__module__", None) in _GRAPHS
+
+
+_GRAPHS = ("torch.cuda.graphs", "transformer_engine.pytorch.graph")  # of make_graphed_callables
 
 
 def all_properties() -> list[Any]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The allocator under torch's CUDA tensors: whether what is freed stays in pieces that fit nothing.
 
-The engine, the planner and `doctor` ask. It reads the environment alone: nothing is set here, as
-torch reads its settings before the first allocation, and they are its user's.
+The engine, the planner and `doctor` ask. Nothing is set here: torch reads its settings before the
+first allocation, and they are its user's.
 
 Note [Why expandable segments]
 Activations leave device memory when a drive or a copy has taken them, so blocks are freed in an
@@ -31,10 +31,14 @@ def keeps_fragments(device: torch.device, environment: Mapping[str, str] | None 
 
     Args:
         device: other kinds than CUDA have allocators of their own.
-        environment: that torch was started with; default: this process's.
+        environment: that torch was started with; default: what torch says itself, once it has
+            begun to use CUDA (some versions know one of the variables only, and code may have set
+            it), before that this process's.
     """
     if device.type != "cuda":
         return False
+    if environment is None and (expands := _torch_expands()) is not None:
+        return not expands
     environment = os.environ if environment is None else environment
     text = next((environment[name] for name in _VARIABLES if name in environment), "")
     pairs = (setting.partition(":") for setting in text.split(","))
@@ -42,3 +46,13 @@ def keeps_fragments(device: torch.device, environment: Mapping[str, str] | None 
     # Another backend is CUDA's own pool, which moves pages as well.
     is_native = settings.get(_BACKEND, "native") == "native"
     return is_native and settings.get(_EXPANDABLE, "").lower() != "true"
+
+
+def _torch_expands() -> bool | None:
+    """Whether torch's own allocator expands segments, by its settings; None: it does not say."""
+    if not torch.cuda.is_initialized() or torch.cuda.memory.get_allocator_backend() != "native":
+        return None
+    try:
+        return bool(torch.cuda.memory._snapshot()["allocator_settings"][_EXPANDABLE])
+    except (AttributeError, KeyError, RuntimeError):  # a version without it
+        return None

@@ -36,6 +36,9 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.offload.device.platform import PeakReader
+from megatron.offload.device.room import Room
+
 WHOLE = slice(None)  # all bytes of a storage
 
 
@@ -61,6 +64,7 @@ class Device(Protocol):
     device: torch.device
     is_host: bool  # its memory is host memory: I/O may work on it in place
     pins_host_memory: bool  # copies overlap only with page-locked host memory
+    room: Room  # of all that reads ahead into its memory
 
     def current_stream(self) -> Any:
         """The stream that the calling thread is on: there go its operations, memory and events."""
@@ -163,12 +167,11 @@ class Device(Protocol):
         """Bytes that the allocator holds for reuse beside these; None: not known."""
         ...
 
-    def reset_peak(self) -> None:
-        """Makes `peak_bytes` count from now on."""
-        ...
+    def peak_reader(self) -> PeakReader:
+        """Makes a reader of the most of `allocated_bytes` at any moment, from now on.
 
-    def peak_bytes(self) -> int:
-        """The most of `allocated_bytes` at any moment since `reset_peak`."""
+        Each user has its own, and does not notice when another resets its: they share a device.
+        """
         ...
 
     def return_freed_memory(self) -> None:

@@ -3,20 +3,32 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.cuda import CudaPlatform
 from megatron.offload.device.device import Device
-from megatron.offload.device.platform import platform_of, register_platform, registered_kinds
+from megatron.offload.device.platform import (
+    Platform,
+    platform_of,
+    register_platform,
+    registered_kinds,
+)
 from megatron.offload.errors import ConfigurationError
 
 register_platform("cuda", CudaPlatform())
 
+# What the threads that train have opened in this process, for all who ask again: activations,
+# states, parameters and gradients share its streams, and so the memory that these have freed.
+_opened: dict[torch.device, AcceleratorDevice] = {}
+os.register_at_fork(after_in_child=_opened.clear)  # its streams are the parent's
+
 
 def open_device(device: torch.device | str) -> Device:
-    """Makes the `Device` that stands for a torch device.
+    """The `Device` that stands for a torch device; of an accelerator one for the whole process.
 
     Raises:
         ConfigurationError: there is none for its kind; the message says what is missing.
@@ -26,12 +38,22 @@ def open_device(device: torch.device | str) -> Device:
         return CpuDevice()
     platform = platform_of(device.type)
     if platform is not None:
-        return AcceleratorDevice(device, platform)
+        return _shared(device, platform)
     raise ConfigurationError(
         f"activations on a {device.type} device cannot be offloaded, only on "
         f"{', '.join(registered_kinds())} and cpu: {_missing(device.type)}; use "
         "--activation-offload off"
     )
+
+
+def _shared(device: torch.device, platform: Platform) -> AcceleratorDevice:
+    if device.index is None:
+        index = torch.get_device_module(device).current_device()
+        device = torch.device(device.type, index)
+    found = _opened.get(device)
+    if found is None or found.platform is not platform:  # another was registered meanwhile
+        found = _opened[device] = AcceleratorDevice(device, platform)
+    return found
 
 
 def _missing(kind: str) -> str:

@@ -12,9 +12,11 @@ Platforms call it, with torch's module of their kind. Two readers never see each
 
 from __future__ import annotations
 
+import collections
 import functools
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +46,25 @@ class SharedCounters:
         for place in (module, module.memory):
             for function in (self.memory_stats_as_nested_dict, self.reset_peak_memory_stats):
                 setattr(place, function.__name__, function)
+        for place in _generic_modules():
+            for name in ("memory_stats", "reset_peak_memory_stats"):
+                setattr(place, name, self._generic(getattr(place, name), getattr(self, name)))
+
+    def _generic(self, plain: Callable[..., Any], shared: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of `torch.accelerator`, which is of this kind of device as a rule."""
+
+        @functools.wraps(plain)
+        def call(device_index: Any = None, /) -> Any:
+            accelerator = torch.accelerator.current_accelerator()
+            if accelerator is None or torch.get_device_module(accelerator) is not self._module:
+                return plain(device_index)
+            return shared(device_index)
+
+        return call
+
+    def memory_stats(self, device: Any = None) -> collections.OrderedDict[str, Any]:
+        """Stands in for `torch.accelerator`'s function; torch's module of the kind has its own."""
+        return collections.OrderedDict(sorted(_flat(self.memory_stats_as_nested_dict(device))))
 
     def reader(self, index: int) -> SharedPeakReader:
         """Makes a reader for the device with that number; its peak counts from now on."""
@@ -120,6 +141,21 @@ class SharedPeakReader:
 def shared_counters(module: ModuleType) -> SharedCounters:
     """The counters of this process for a kind of device; the first call replaces its functions."""
     return SharedCounters(module)
+
+
+def _generic_modules() -> list[Any]:
+    """Where torch has memory counters of whatever accelerator there is; since 2.9."""
+    generic = getattr(torch, "accelerator", None)
+    memory = getattr(generic, "memory", None)
+    return [one for one in (generic, memory) if hasattr(one, "reset_peak_memory_stats")]
+
+
+def _flat(stats: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in stats.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _peak_of(stats: dict[str, Any]) -> int:

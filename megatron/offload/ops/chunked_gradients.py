@@ -52,7 +52,8 @@ class ChunkedGradients:
             self._bias += wide.sum(dim=0)
 
     def results(self) -> Gradients:
-        """What autograd gets; once."""
+        """What autograd gets; once. Frees the chunks' memory first: to round takes as much more."""
+        self._logits.release()
         return (
             None if self._hidden is None else self._hidden.result(),
             None if self._weight is None else self._weight.result(),

@@ -184,6 +184,10 @@ class ChunkedLogits:
             return wide
         return self._narrow[: len(wide)].copy_(wide)
 
+    def release(self) -> None:
+        """Frees the memory that chunks share; there are no more."""
+        del self._narrow, self._wide, self._slopes
+
     def places(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Labels as columns of this rank's logits, 0 where they are not, and whether they are."""
         columns = labels - self.first

@@ -152,6 +152,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             wide.sub_(largest[rows, None]).exp_()
             logits.into_gradients(wide, labels[rows], gradient[rows], exp_sum[rows])
             gradients.add(rows, wide)
+            del wide  # part of what `results` frees
         return (*gradients.results(), None, None, None)
 
 

@@ -76,6 +76,7 @@ class Gradients:
         self._in_layer_major = False
         self._at, self._direction = 0, 1  # the unit that was updated last, and where to from there
         self._has_warned = False
+        device.room.add(self)
 
     def has(self, param: torch.Tensor) -> bool:
         """Whether a parameter's gradient may leave."""
@@ -253,13 +254,15 @@ class Gradients:
 
     def _read(self, piece: Bucket, number: int) -> None:
         try:
-            events = piece.read()
+            events = self._device.room.read(piece.read)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             logger.warning("%sa read failed (%s); trying once more", GRADIENTS_PREFIX, error)
             try:
-                events = piece.read()
+                events = self._device.room.read(piece.read)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as again:
                 raise LostStateError(
                     f"{GRADIENTS_PREFIX}those of unit {number + 1} of "
@@ -270,6 +273,15 @@ class Gradients:
         if events is not None:
             assert piece.storage is not None
             self._device.use_after(piece.storage, events)
+
+    def give_up_reads(self) -> None:
+        """Lets go of gradients that were read ahead, and waits for those that leave.
+
+        See `ReadsAhead`.
+        """
+        for piece in list(self._pieces):
+            piece.give_up_read()
+            piece.wait_for_write()
 
     # -- Where they are -------------------------------------------------------------------------
 

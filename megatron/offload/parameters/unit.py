@@ -102,11 +102,7 @@ class ParameterUnit:
         Args:
             tiers: the first that takes them has them.
         """
-        if self.where is Where.READING:  # nobody wants them any more
-            assert self._transfer is not None
-            self._transfer.cancel()
-            self._transfer.wait_until_done()
-            self._give_up_read()
+        self.give_up_read()
         if self.where is not Where.IN_MEMORY:
             return True
         self._take_notice()
@@ -192,12 +188,20 @@ class ParameterUnit:
                 self._transfer.wait()
             except BaseException:
                 if self._transfer.done():  # else the wait was interrupted, and the read goes on
-                    self._give_up_read()
+                    self._forget_read()
                 raise
             self._events = self._transfer.events or ()
             self.where, self._transfer = Where.IN_MEMORY, None
 
-    def _give_up_read(self) -> None:
+    def give_up_read(self) -> None:
+        """They are not needed yet after all: lets the memory of a read go, if there is one."""
+        if self.where is Where.READING:
+            assert self._transfer is not None
+            self._transfer.cancel()
+            self._transfer.wait_until_done()
+            self._forget_read()
+
+    def _forget_read(self) -> None:
         """A read has ended, and what it has read is not wanted, or wrong."""
         self.where, self._transfer = Where.AWAY, None
         self._memory.release()

@@ -19,6 +19,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 import torch
 
 from megatron.offload.device.clock import Clock
+from megatron.offload.device.cuda import check_not_captured
 from megatron.offload.device.device import Device
 from megatron.offload.errors import (
     PARAMETERS_PREFIX,
@@ -70,6 +71,7 @@ class ParameterWindow:
         self._direction = 1
         self._shown: set[int] = set()  # units
         self._has_warned = False
+        device.room.add(self)
 
     def add(
         self,
@@ -110,6 +112,11 @@ class ParameterWindow:
         Raises:
             LostStateError: its parameters could not be read back.
         """
+        check_not_captured(
+            PARAMETERS_PREFIX,
+            "a layer whose parameters are",
+            "capture other layers, or close() the handle before",
+        )
         unit = self.units[number]
         here = (number, direction) == (self._used, self._direction)
         if here and unit.where is Where.IN_MEMORY and not self._shown:
@@ -128,7 +135,7 @@ class ParameterWindow:
             one.wait_for_write()
         self._used, self._direction = number, direction
         if number in unread:
-            unit.make_room()
+            self.device.room.read(unit.make_room)
         else:
             self._bring(unit)
         for other in [n for n in wanted[1:] if n not in unread]:
@@ -166,19 +173,30 @@ class ParameterWindow:
 
     def _try_twice(self, unit: ParameterUnit, read: Callable[[], None]) -> None:
         try:
-            read()
+            self.device.room.read(read)
         except (torch.OutOfMemoryError, OffloadError):
             raise
         except Exception as error:
             logger.warning("%sa read failed (%s); trying once more", PARAMETERS_PREFIX, error)
             try:
-                read()
+                self.device.room.read(read)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as again:
                 raise LostStateError(
                     f"{PARAMETERS_PREFIX}those of {unit.name} ({format_size(unit.num_bytes)}; "
                     f"{unit.block}) could not be read back: {again}; there is no other copy, so "
                     "training stops; check the disk and resume from the last checkpoint"
                 ) from again
+
+    def give_up_reads(self) -> None:
+        """Lets go of units that were read ahead, and waits for those that leave.
+
+        See `ReadsAhead`.
+        """
+        for unit in self.units:
+            unit.give_up_read()
+            unit.wait_for_write()
 
     def _is_here(self, number: int) -> bool:
         return self.units[number].where in (Where.IN_MEMORY, Where.READING)
@@ -207,6 +225,11 @@ class ParameterWindow:
         Raises:
             LostStateError: some could not be read back.
         """
+        check_not_captured(
+            PARAMETERS_PREFIX,
+            "an optimizer's step whose parameters are",
+            "run the step without a graph, or close() the handle before",
+        )
         params = list(params)
         is_in_backward = torch._C._current_graph_task_id() != -1  # a step in a hook of a gradient
         used: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -76,6 +76,7 @@ class TensorCache:
         self._excluded: dict[int, StorageWeakRef] = {}
         self.long_lived: list[LongLived] = []  # learned so far
         self._learned: set[int] = set()  # of the excluded ones, those that outlive their step
+        self._doubtful: set[tuple[int, Span | None]] = set()  # of the entries: see `end_step`
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors' storages never move: parameters, buffers, optimizer state, inputs."""
@@ -186,18 +187,27 @@ class TensorCache:
         storage = tensor.untyped_storage()
         return storage if storage.nbytes() and storage._cdata not in self._excluded else None
 
-    def end_step(self) -> int:
+    def end_step(self, *, is_settled: bool = True) -> int:
         """Forgets the step's records; excludes storages that outlive it. The bytes newly excluded.
 
         A storage whose records are all gone but that is still alive is held by somebody else
         from step to step (an attention mask, a rotary table): moving it never frees anything.
+
+        Args:
+            is_settled: no write is under way. Else a write that was given up may hold it, and it
+                counts only if it outlives the next step too.
         """
         learned_bytes = 0
+        doubtful = set() if is_settled else {*self._entries} - self._doubtful
+        self._doubtful = set()
         for key, entry in list(self._entries.items()):
             cdata, _ = key
             record = entry.record()
             if record is not None and not entry.storage.expired():
                 continue  # its graph is still alive
+            if key in doubtful and cdata not in self._excluded and not entry.storage.expired():
+                self._doubtful.add(key)
+                continue
             del self._entries[key]
             if record is None and not entry.storage.expired() and cdata not in self._excluded:
                 storage = storage_if_alive(entry.storage)

@@ -301,16 +301,25 @@ class SavedStorage:
         Args:
             memory: that the bytes were read into, all of them.
         """
-        restored, late = None, []  # freed when this frame ends, outside the lock
+        let_go = None  # freed when this frame ends, outside the lock
         with self._lock:
             if self._memory is not memory or self.state is not State.RESTORED:
                 return
-            self.state, restored, self._memory = State.ON_TIER, self._memory, None
             self.origin, self._origin_place = StorageWeakRef(memory), _place_of(memory)
-            for view in [view for weak in self._views if (view := weak()) is not None]:
-                late.append(view.built)
-                view.built = []
-        del restored, late
+            let_go = self._let_go()
+        del let_go
+
+    def _let_go(self) -> list[Any]:
+        """What was read is on the tier alone again. Under the lock; what is to be freed."""
+        let_go: list[Any] = [self._memory]
+        self.state, self._pending, self._memory = State.ON_TIER, None, None
+        for view in self._living_views():
+            let_go.append(view.built)
+            view.built = []
+        return let_go
+
+    def _living_views(self) -> list[View]:
+        return [view for weak in self._views if (view := weak()) is not None]
 
     def begin_read(
         self, memory: torch.UntypedStorage, pending: Pending, ready: Sequence[Any] | None = None
@@ -360,6 +369,19 @@ class SavedStorage:
         finally:
             del pending  # an error refers to this frame, and the transfer to the error
 
+    def give_up_read(self) -> None:
+        """Lets the memory go that a read has filled, or still fills, if backward has used no view.
+
+        The bytes are on their tier, to be read again. Waits for a read that is under way.
+        """
+        self.wait_for_read()
+        let_go = None  # freed when this frame ends, outside the lock
+        with self._lock:
+            is_back = self.state in (State.READING, State.RESTORED) and self.has_arrived
+            if is_back and not any(view.is_used for view in self._living_views()):
+                let_go = self._let_go()
+        del let_go
+
     def unpacked(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
         """The bytes as they were saved, of memory that was given out.
 
@@ -394,7 +416,7 @@ class SavedStorage:
         assert memory is not None
         if self.moves_bits:
             return  # they are unpacked when they are used
-        for view in [view for weak in self._views if (view := weak()) is not None]:
+        for view in self._living_views():
             if not view.is_used:
                 tensor = view.rebuild(memory)
                 with self._lock:

@@ -59,6 +59,7 @@ class AutoWindow:
         self.is_decided = False
         self._states = states
         self._device = device
+        self._peak = device.peak_reader()
         self._budget_bytes = budget_bytes
         self._write_limit_bytes_per_s = write_limit_bytes_per_s
         self._num_sharing = num_sharing
@@ -70,8 +71,8 @@ class AutoWindow:
         if self.is_decided:
             return
         if self._states.meter.num_steps > 1:
-            self._peak_bytes = max(self._peak_bytes, self._device.peak_bytes())
-        self._device.reset_peak()
+            self._peak_bytes = max(self._peak_bytes, self._peak.peak_bytes())
+        self._peak.reset()
         if self._states.meter.num_steps < _MEASURED_STEPS:
             return
         profile = self._profile()
@@ -93,7 +94,7 @@ class AutoWindow:
         profile = self._profile()
         if profile is None or self._budget_bytes is None:
             return []
-        peak_bytes = max(self._peak_bytes, self._device.peak_bytes())
+        peak_bytes = max(self._peak_bytes, self._peak.peak_bytes())
         room = self._budget_bytes - (peak_bytes - activation_bytes)
         if not self._device.is_host:
             return [given_bytes if given_bytes is not None else max(room, 0)]

@@ -150,6 +150,16 @@ class Bucket:
         self.where = Where.READING
         self._transfer.add_done_callback(lambda _: self._changed())
 
+    def give_up_read(self) -> None:
+        """Its bytes are not needed yet after all: lets the memory of a read go, if there is one."""
+        if self.where is not Where.READING:
+            return
+        transfer, self._transfer = self._transfer, None
+        assert transfer is not None
+        transfer.cancel()
+        transfer.wait_until_done()
+        self.storage, self.where = None, Where.ON_TIER
+
     @property
     def is_coming(self) -> bool:
         """Whether a read of it is under way."""

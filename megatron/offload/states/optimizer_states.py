@@ -28,8 +28,9 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.offload.device.allocator import return_freed_memory
+from megatron.offload.device.cuda import check_not_captured
 from megatron.offload.device.device import Device
-from megatron.offload.errors import LostStateError
+from megatron.offload.errors import STATES_PREFIX, LostStateError
 from megatron.offload.sizes import format_size
 from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.exposed import Exposed
@@ -123,6 +124,11 @@ class OptimizerStates:
             LostStateError: states could not be read back.
             InterruptedStepError: the step before, or any since the last load, ended in its middle.
         """
+        check_not_captured(
+            STATES_PREFIX,
+            "an optimizer's step whose states are",
+            "run the step without a graph, or close() the handle before",
+        )
         self._check_whole()
         self.conceal()
         self._find_buckets()

@@ -17,9 +17,12 @@ back only what does not fit. Copies over the link overlap the update of the buck
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 from megatron.offload.device.device import Device
 from megatron.offload.errors import LostStateError
@@ -61,6 +64,7 @@ class Window:
         self._has_warned = False
         # Told by I/O threads: a write or a read has ended. Held for a few instructions.
         self._changed = threading.Condition()
+        device.room.add(self)
 
     def tell_changed(self) -> None:
         """A write or a read of a bucket has ended. Called in whatever thread."""
@@ -125,6 +129,7 @@ class Window:
 
         Raises:
             LostStateError: it could not be read back.
+            torch.OutOfMemoryError: as torch has raised it.
         """
         bucket.take_back()
         if bucket.storage is None:
@@ -132,14 +137,9 @@ class Window:
         if bucket.where in (Where.NOWHERE, Where.IN_MEMORY):
             return
         try:
-            if bucket.where is Where.ON_TIER:
-                bucket.begin_read()
-            with self._changed:
-                while bucket.is_coming:
-                    if ahead:
-                        self.read_ahead(ahead)  # writes that have ended have made room
-                    self._changed.wait()
-            events = bucket.end_read()
+            events = self._device.room.read(functools.partial(self._read, bucket, ahead))
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             warn_of_retry(error)
             events = self._read_again(bucket)
@@ -147,11 +147,35 @@ class Window:
             assert bucket.storage is not None
             self._device.use_after(bucket.storage, events)
 
+    def _read(
+        self, bucket: Bucket, ahead: collections.deque[Bucket] | None
+    ) -> Sequence[Any] | None:
+        """As `Bucket.read`; what is needed next is read ahead meanwhile."""
+        if bucket.where is Where.ON_TIER:
+            bucket.begin_read()
+        with self._changed:
+            while bucket.is_coming:
+                if ahead:
+                    self.read_ahead(ahead)  # writes that have ended have made room
+                self._changed.wait()
+        return bucket.end_read()
+
     def _read_again(self, bucket: Bucket) -> Sequence[Any] | None:
         try:
-            return bucket.read()
+            return self._device.room.read(bucket.read)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise self._lost(bucket, error) from error
+
+    def give_up_reads(self) -> None:
+        """Lets go of buckets that were read ahead, and waits for those that leave.
+
+        See `ReadsAhead`.
+        """
+        for bucket in self.buckets:
+            bucket.give_up_read()
+            bucket.wait_for_write()
 
     def put_away(self, bucket: Bucket) -> None:
         """Writes a bucket to the first tier that takes it; where none does, it stays."""

@@ -24,6 +24,7 @@ class PeakMemory:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._peak = device.peak_reader()
         self._base_bytes = 0
         self._num_steps = 0
 
@@ -35,15 +36,15 @@ class PeakMemory:
         else:
             self._base_bytes = min(self._base_bytes, self._device.allocated_bytes())
         self._num_steps += 1
-        self._device.reset_peak()
+        self._peak.reset()
 
     def end_step(self) -> int:
         """The most bytes above the base since `begin_step`; call it after the backward pass."""
-        return max(self._device.peak_bytes() - self._base_bytes, 0)
+        return max(self._peak.peak_bytes() - self._base_bytes, 0)
 
     def device_bytes(self) -> int:
         """The most device memory since `begin_step`, in bytes, whatever it holds.
 
         Weights, gradients and states too; on a CPU the resident set of the process.
         """
-        return self._device.peak_bytes()
+        return self._peak.peak_bytes()

@@ -86,7 +86,7 @@ class MemorySampler:
         self._phase = self._where = ""
         device.return_freed_memory()  # see `sample`
         self._base_bytes = device.allocated_bytes()
-        device.reset_peak()
+        self._peak_reader = device.peak_reader()
         self._began_s = time.perf_counter()
         self._sampled_s = self._began_s - 1
         self._is_open = True
@@ -228,7 +228,7 @@ class MemorySampler:
         self._is_open = False
         assert self.peak is not None
         self.moments.sort(key=_time_of)
-        return max(self._device.peak_bytes() - self._base_bytes, self.peak.num_bytes)
+        return max(self._peak_reader.peak_bytes() - self._base_bytes, self.peak.num_bytes)
 
 
 def _time_of(moment: Moment) -> float:

@@ -159,6 +159,14 @@ class Prefetcher:
             if not is_ahead:
                 self._died(reference)
 
+    # Runs in the thread that computes, while the dispatcher's has nothing to do.
+    def take_ahead(self) -> list[SavedStorage]:
+        """What was read ahead and is not used yet: it leaves the window."""
+        references = list(self._ahead)
+        for reference in references:
+            self._died(reference)
+        return [record for one in references if (record := one()) is not None]
+
     def _died(self, reference: SavedReference) -> None:
         num_bytes = self._ahead.pop(reference, None)
         if num_bytes is not None:

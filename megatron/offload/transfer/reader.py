@@ -63,6 +63,7 @@ class Reader:
         self._rank = rank
         self._run_ahead = RunAhead(device, inflight, step.waits)
         self._beginning = threading.Lock()
+        device.room.add(self)
 
     # -- Ahead of backward ----------------------------------------------------------------------
 
@@ -126,6 +127,7 @@ class Reader:
 
         Raises:
             StorageError: they could not be read.
+            torch.OutOfMemoryError: as torch has raised it.
         """
         forwarded = record.state not in (State.READING, State.RESTORED)
         ready = record.ready
@@ -133,13 +135,10 @@ class Reader:
         if memory is not None and forwarded:
             self._step.statistics.forwarded_bytes += record.num_bytes
         try:
-            while memory is None or record.ready is not ready:  # or it is that of another read
-                if record.state is State.ON_TIER:
-                    self.begin_read(record, _NOW)
-                if not record.has_arrived:
-                    self._stall(record)
-                ready = record.ready
-                memory = record.end_read()
+            if memory is None or record.ready is not ready:  # or it is that of another read
+                memory, ready = self._device.room.read(functools.partial(self._read, record))
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise StorageError(
                 f"rank {self._rank} could not read an activation of {record.scope} back "
@@ -148,7 +147,31 @@ class Reader:
             ) from error
         if ready is not None:
             self._use_after(memory, ready, record)
-        return self._unpacked(record, memory) if record.moves_bits else memory
+        if not record.moves_bits:
+            return memory
+        return self._device.room.read(functools.partial(self._unpacked, record, memory))
+
+    def _read(self, record: SavedStorage) -> tuple[torch.UntypedStorage, Sequence[Any] | None]:
+        """A record's bytes in memory once they have arrived there, and events of the device."""
+        memory, ready = None, record.ready
+        while memory is None or record.ready is not ready:
+            if record.state is State.ON_TIER:
+                self.begin_read(record, _NOW)
+            if not record.has_arrived:
+                self._stall(record)
+            ready = record.ready
+            memory = record.end_read()
+        return memory, ready
+
+    def give_up_reads(self) -> None:
+        """Lets go of what was read ahead; nothing more is until the next backward pass.
+
+        See `ReadsAhead`.
+        """
+        self._dispatcher.submit(self.prefetcher.stop)
+        self._dispatcher.drain()
+        for record in self.prefetcher.take_ahead():
+            record.give_up_read()
 
     def _unpacked(self, record: SavedStorage, memory: torch.UntypedStorage) -> torch.UntypedStorage:
         """A mask as it was saved, unpacked once; who uses it on another stream waits for that."""

@@ -16,6 +16,7 @@ import torch
 
 from megatron.offload.capture.context import SavingContext
 from megatron.offload.capture.hooks import PLAIN_TORCH, Packed
+from megatron.offload.device.cuda import is_captured
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.saved.resident import ResidentTensor
 from megatron.offload.saved.scope import Scope
@@ -104,6 +105,8 @@ class FirstSaved(SavingContext):
     def _is_telling(self, tensor: torch.Tensor) -> bool:
         with PLAIN_TORCH():
             if type(tensor) not in _PLAIN or not tensor.dim() or not kind_of(tensor).is_all_bytes:
+                return False
+            if is_captured():  # no engine can be opened meanwhile
                 return False
             is_large = tensor.device.type != "cpu" or tensor.nbytes >= self._min_bytes
             return is_large and tensor.is_floating_point()

@@ -25,6 +25,7 @@ from megatron.offload.integration.torch.layers import find_layers, params_outsid
 from megatron.offload.integration.torch.optimizer_steps import OptimizerSteps
 from megatron.offload.integration.torch.passes import computed_in, tensors_in
 from megatron.offload.integration.torch.ranks import local_world_size
+from megatron.offload.integration.torch.refusals import check_not_graphed
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.parameters.gradients import Gradients
@@ -75,6 +76,7 @@ class ParameterOffload:
         self._undo: list[Callable[[], None]] = []
         if not config.enabled:
             return
+        check_not_graphed(layers)
         units = _params_of(layers, staying)
         computes_on = open_device(_device_of(units, device))
         sizes = [sum(param.nbytes for param in params) for params in units]

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.device.cuda import is_graphed
+from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 
 _REFUSED = {
     "DataParallel": (
@@ -43,3 +44,18 @@ def check_models(models: Sequence[torch.nn.Module]) -> None:
                 raise ConfigurationError(
                     f"{one.__name__} cannot be combined with offload: {_REFUSED[one.__name__]}"
                 )
+
+
+def check_not_graphed(layers: Iterable[torch.nn.Module]) -> None:
+    """Makes sure that no part of layers whose parameters are to leave replays a CUDA graph.
+
+    Raises:
+        ConfigurationError: one does.
+    """
+    for part in (part for layer in layers for part in layer.modules()):
+        if is_graphed(part):
+            raise ConfigurationError(
+                f"{PARAMETERS_PREFIX}{type(part).__name__} is replayed from a CUDA graph, which "
+                "has the addresses of its parameters in it, and on a tier they have none; leave "
+                "out make_graphed_callables"
+            )
