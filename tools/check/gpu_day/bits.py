@@ -63,19 +63,21 @@ DOORS: dict[str, Door] = {
     "activations on host": Door("host"),
     "activations on ssd": Door("ssd"),
     "activations on both": Door("tiered"),
-    "recomputed, inputs on host": Door(
+    "recomputed with inputs on host": Door(
         "host", {"recompute_layers": "1-2", "recompute_input": "host"}
     ),
     "states on host": Door(states="host"),
     "states on ssd": Door(states="ssd"),
     "parameters on host": Door(parameters="host"),
     "everything on host": Door("host", states="host", parameters="host"),
-    "everything on ssd, layer-major": Door("ssd", states="ssd", parameters="ssd", layer_major=True),
+    "everything on ssd in layer-major steps": Door(
+        "ssd", states="ssd", parameters="ssd", layer_major=True
+    ),
     "Trainer": Door("host", states="host", trainer=True),
-    "checkpointing, activations on host": Door("host", model="checkpointing"),
-    "FSDP2, activations on host": Door("host", model="fsdp2"),
-    "torch.compile, activations on host": Door("host", model="compiled"),
-    "torch.compile with graphs, activations on host": Door("host", model="reduce-overhead"),
+    "checkpointing and activations on host": Door("host", model="checkpointing"),
+    "FSDP2 and activations on host": Door("host", model="fsdp2"),
+    "torch.compile and activations on host": Door("host", model="compiled"),
+    "torch.compile with graphs and activations on host": Door("host", model="reduce-overhead"),
 }
 
 

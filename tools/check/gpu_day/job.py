@@ -35,7 +35,6 @@ OK, FAILED, SKIPPED, TIMED_OUT, NOT_BEGUN = "ok", "FAILED", "skipped", "TOO LONG
 _PARENT_DIED = 1  # PR_SET_PDEATHSIG of prctl(2)
 _LAST_WORDS = 4000  # characters of a log that are kept
 _GRACE_S = 5.0
-_START_S = 120.0  # at most, to import everything
 
 
 class Skip(Exception):
@@ -48,8 +47,8 @@ class Job:
 
     Attributes:
         name: `part/what`.
-        function: `module:name` below `check.gpu_day`; it is called with settings, with a function
-            that takes what has been found so far, and with `arguments`; returns plain values.
+        function: `module:name`; it is called with settings, with a function that takes what has
+            been found so far, and with `arguments`; returns plain values.
         limit_s: after which it is ended.
     """
 
@@ -62,6 +61,9 @@ class Job:
     def part(self) -> str:
         """Of which part it is."""
         return self.name.partition("/")[0]
+
+
+_START = Job("start", "check.gpu_day.machine:touch_device", 240.0)  # to import everything
 
 
 @dataclass
@@ -111,12 +113,12 @@ class Runner:
         Raises:
             RuntimeError: no process can use the device.
         """
-        first = self.run(Job("start", "machine:touch_device", _START_S))
+        first = self.run(_START)
         if first.status == OK:
             return first.found
         self._context = multiprocessing.get_context("spawn")
         self.note = f"each job imports everything anew: a forked process said {first.reason!r}"
-        second = self.run(Job("start", "machine:touch_device", _START_S))
+        second = self.run(_START)
         if second.status != OK:
             raise RuntimeError(second.reason)
         return second.found
@@ -210,9 +212,7 @@ def _work(job: Job, settings: Settings, path: Path) -> None:
 
 def _function(name: str) -> Callable[..., dict[str, Any]]:
     module, _, function = name.partition(":")
-    found: Callable[..., dict[str, Any]] = getattr(
-        importlib.import_module(f"check.gpu_day.{module}"), function
-    )
+    found: Callable[..., dict[str, Any]] = getattr(importlib.import_module(module), function)
     return found
 
 

@@ -7,6 +7,7 @@ What is wanted most comes first in a part: what has not begun when the time is u
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from check.gpu_day.bits import DOORS
@@ -40,28 +41,35 @@ _ROK_WAYS = ("none", "checkpointing", "host", "recompute_host", "half")
 _ROK_BATCHES = (1, 4)  # the part stack has the one between
 _SECONDS = 20.0  # of measured steps
 _LIMIT_S = 75.0
+_DRY_LIMITS = 4  # times those: a dry run has a core or less
+_HERE = "check.gpu_day"
 
 
 def _facts(settings: Settings) -> list[Job]:
     return [
-        Job("facts/host memory", "machine:grow_memory", 90),
-        Job("facts/machine", "machine:facts", 60),
-        Job("facts/copies", "link:copies", 90),
-        Job("facts/page-locking", "link:page_locking", 90),
-        Job("facts/calls", "launches:calls", 60),
-        Job("facts/drive", "drive:rates", 90),
-        Job("facts/Python a storage", "commands:launch_bench", 150),
+        Job("facts/host memory", f"{_HERE}.machine:grow_memory", 90),
+        Job("facts/machine", f"{_HERE}.machine:facts", 60),
+        Job("facts/copies", f"{_HERE}.link:copies", 90),
+        Job("facts/page-locking", f"{_HERE}.link:page_locking", 90),
+        Job("facts/calls", f"{_HERE}.launches:calls", 60),
+        Job("facts/drive", f"{_HERE}.drive:rates", 90),
+        Job("facts/Python a storage", f"{_HERE}.commands:launch_bench", 150),
     ]
 
 
 def _bits(settings: Settings) -> list[Job]:
     doors = [
-        Job(f"bits/{door}", "bits:compare", 150 if "compile" in door else 75, {"door": door})
+        Job(
+            f"bits/{door}",
+            f"{_HERE}.bits:compare",
+            150 if "compile" in door else 75,
+            {"door": door},
+        )
         for door in DOORS
     ]
     others = [
-        Job("bits/tests of the device layer", "commands:device_tests", 150),
-        Job("bits/gpu_check --quick", "commands:gpu_check", 280),
+        Job("bits/tests of the device layer", f"{_HERE}.commands:device_tests", 150),
+        Job("bits/gpu_check --quick", f"{_HERE}.commands:gpu_check", 280),
     ]
     return [*doors, *others]
 
@@ -73,12 +81,12 @@ def _stack(settings: Settings) -> list[Job]:
         for way, steps in _STACK_WAYS.items():
             if settings.is_tiny and seq != _LENGTHS[0] and way != "host":
                 continue  # a dry run shows nothing by it
-            jobs.append(_training(f"stack/{seq}, {way}", settings, shape, way, steps))
+            jobs.append(_training(f"stack/{seq} {way}", settings, shape, way, steps))
     return jobs
 
 
 def _auto(settings: Settings) -> list[Job]:
-    jobs = [Job("auto/compile", "commands:compile_planner", 120)]
+    jobs = [Job("auto/compile", f"{_HERE}.commands:compile_planner", 120)]
     shape = settings.shape("stack")
     for share in _BUDGETS[: settings.few(len(_BUDGETS), 1)]:
         # On a CPU a budget is of the resident set, in which a tiny model is nothing.
@@ -96,7 +104,13 @@ def _full8b(settings: Settings) -> list[Job]:
     shape = settings.shape("full")
     return [
         _training(
-            f"full8b/{way}, states on {states}", settings, shape, way, 4, limit_s=120, states=states
+            f"full8b/{way} with states on {states}",
+            settings,
+            shape,
+            way,
+            4,
+            limit_s=120,
+            states=states,
         )
         for way, states in _FULL
     ]
@@ -113,7 +127,7 @@ def _timeline(settings: Settings) -> list[Job]:
 def _rok(settings: Settings) -> list[Job]:
     return [
         _training(
-            f"rok/batch {batch}, {way}", settings, settings.shape("stack", batch=batch), way, 6
+            f"rok/batch {batch} {way}", settings, settings.shape("stack", batch=batch), way, 6
         )
         for batch in _ROK_BATCHES[: settings.few(len(_ROK_BATCHES), 1)]
         for way in _ROK_WAYS
@@ -121,7 +135,7 @@ def _rok(settings: Settings) -> list[Job]:
 
 
 def _loss(settings: Settings) -> list[Job]:
-    return [Job("loss/Llama-3's vocabulary", "commands:loss_bench", 150)]
+    return [Job("loss/Llama-3's vocabulary", f"{_HERE}.commands:loss_bench", 150)]
 
 
 PARTS: dict[str, tuple[str, Callable[[Settings], list[Job]]]] = {
@@ -141,7 +155,9 @@ PARTS: dict[str, tuple[str, Callable[[Settings], list[Job]]]] = {
 
 def jobs(parts: list[str], settings: Settings) -> list[Job]:
     """The jobs of some parts, in their order."""
-    return [job for part in parts for job in PARTS[part][1](settings)]
+    found = [job for part in parts for job in PARTS[part][1](settings)]
+    factor = settings.few(1, _DRY_LIMITS)
+    return [replace(job, limit_s=factor * job.limit_s) for job in found]
 
 
 def _training(
@@ -160,4 +176,4 @@ def _training(
         "seconds": _SECONDS,
         **more,
     }
-    return Job(name, "training:train", limit_s, arguments)
+    return Job(name, f"{_HERE}.training:train", limit_s, arguments)

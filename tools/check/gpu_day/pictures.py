@@ -17,6 +17,7 @@ from megatron.offload.sizes import GIB
 
 _DPI = 130
 _NAMES = {
+    "keep": "keep, with our hooks",
     "none": "keep",
     "checkpointing": "recompute",
     "recompute_host": "recompute, inputs on host",
@@ -51,7 +52,7 @@ def _rok(day: Day, path: Path) -> Path | None:
     figure, axes = plt.subplots(1, len(lines), figsize=(8 * len(lines), 5.5), squeeze=False)
     for ax, (seq, ways) in zip(axes[0], sorted(lines.items()), strict=True):
         for way, found in ways.items():
-            found = sorted(found, key=_memory_gib)
+            found = sorted(found, key=lambda one: (one["shape"]["batch"], _memory_gib(one)))
             xs, ys = [_memory_gib(one) for one in found], [one["TFLOP_per_s"] for one in found]
             ax.plot(xs, ys, marker="o", markersize=5, linewidth=1, label=_NAMES.get(way, way))
             for x, y, one in zip(xs, ys, found, strict=True):
@@ -89,6 +90,7 @@ def _timeline(day: Day, path: Path) -> Path | None:
     for ax, (name, spans) in zip(axes[:, 0], found.items(), strict=True):
         for row, lane in enumerate(LANES):
             ax.broken_barh([tuple(span) for span in spans["lanes"][lane]], (row, 0.8))
+        ax.set_ylim(0, len(LANES))
         ax.set_yticks([row + 0.4 for row in range(len(LANES))], LANES)
         ax.set_title(f"{name}: compute busy {spans['busy']['compute']:.0%}", fontsize=9)
     axes[-1, 0].set_xlabel("ms of a step")

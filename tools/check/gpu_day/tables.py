@@ -85,7 +85,7 @@ def _bits(day: Day) -> str:
 def _stack(day: Day) -> str:
     by_length: dict[str, dict[str, Result]] = {}
     for name, result in day.of("stack").items():
-        length, _, way = name.partition(", ")
+        length, _, way = name.partition(" ")
         by_length.setdefault(length, {})[way] = result
     return "\n\n".join(
         f"{_shape(results)}\n\n{_trainings(results)}" for results in by_length.values()
