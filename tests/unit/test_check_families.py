@@ -351,3 +351,35 @@ def test_unknown_columns_and_families_are_refused(capsys: pytest.CaptureFixture[
         assert stop.value.code == 2
     said = capsys.readouterr().err
     assert "no column ssds" in said and "no family lama" in said
+
+
+def test_a_run_that_was_cut_goes_on_with_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[tuple[str, str]]] = []
+
+    def run(works: list[Work], directory: Path, **given: Any) -> None:
+        asked.append([(work.family.name, work.attention) for work in works])
+        for number, work in enumerate(works):
+            given["tell"](work.cell("ssd", IDENTICAL, ""))
+            if number == 2 and len(asked) == 1:
+                raise KeyboardInterrupt
+            given["ended"](work)
+
+    monkeypatch.setattr(check, "run_families", run)
+    monkeypatch.setattr(check, "load", lambda: None)
+    result = tmp_path / "a.json"
+    argv = ["--only", "llama,t5", "--columns", "ssd", "--json", str(result), "--resume"]
+    before = torch.get_num_threads()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            check.main(argv)
+        assert check.main(argv) == 0
+        with pytest.raises(SystemExit) as stop:
+            check.main([*argv[:2], "--columns", "ssd,auto", *argv[4:]])
+    finally:
+        torch.set_num_threads(before)
+    assert len(asked[0]) == 4 and asked[1] == asked[0][2:]
+    rows = json.loads(result.read_text())["rows"]
+    assert sorted((row["family"], row["attention"]) for row in rows) == sorted(asked[0])
+    assert stop.value.code == 2 and "has the columns ['ssd']" in capsys.readouterr().err

@@ -5,6 +5,7 @@
     tools/check/families.py --json families.json --markdown docs/results/families.md
     tools/check/families.py --quick --json quick.json            a dozen, under 5 minutes on 2 cores
     tools/check/families.py --only llama,t5 --columns ssd,recompute --json some.json
+    tools/check/families.py --json families.json --resume        goes on with a run that was cut
 
 A family is a model type of the transformers that is installed, of a causal, seq2seq, vision, audio
 or multimodal model, which builds from a small configuration of its own class: every default is
@@ -52,7 +53,7 @@ from tqdm import tqdm  # noqa: E402
 
 import megatron.offload  # noqa: E402
 from check.family.catalogue import KINDS, Family, chosen, families  # noqa: E402
-from check.family.cells import Cell, Left, summary_of  # noqa: E402
+from check.family.cells import Cell, Left, Outcome, summary_of  # noqa: E402
 from check.family.columns import COLUMNS  # noqa: E402
 from check.family.pool import Work, run_families  # noqa: E402
 from check.family.report import failures_table, page, summary_table  # noqa: E402
@@ -102,6 +103,7 @@ class Results:
     ) -> None:
         self.cells: list[Cell] = []
         self.left: list[Left] = []
+        self.through: set[tuple[str, str]] = set()  # family and attention
         self._order, self._columns, self._facts = order, columns, facts
 
     def add(self, found: Cell | Left) -> None:
@@ -115,6 +117,28 @@ class Results:
             self.left.append(found)
             self.left.sort(key=lambda one: (self._order[one.family], one.attention))
 
+    def read(self, json_file: Path) -> None:
+        """Takes what an earlier run has written, as far as families were through.
+
+        Raises:
+            ValueError: it is of other versions or columns.
+        """
+        content = json.loads(json_file.read_text())
+        ours = {"versions": self._facts["versions"], "columns": list(self._columns)}
+        for name, expected in ours.items():
+            if content.get(name) != expected:
+                raise ValueError(
+                    f"--resume: {json_file} has the {name} {content.get(name)}, this run has "
+                    f"{expected}; give another --json, or leave --resume off"
+                )
+        self.through = {(family, attention) for family, attention in content["through"]}
+        for row in content["rows"]:
+            if (row["family"], row["attention"]) in self.through:
+                self.add(Cell(**{**row, "outcome": Outcome(row["outcome"])}))
+        for row in content["left_out"]:
+            if (row["family"], row["attention"]) in self.through:
+                self.add(Left(**row))
+
     def write(self, json_file: Path | None, page_file: Path | None) -> None:
         """As JSON, and as a page."""
         summary = summary_of(self.cells, self.left)
@@ -122,6 +146,8 @@ class Results:
             content = {
                 "summary": summary,
                 **self._facts,
+                "columns": list(self._columns),
+                "through": sorted(self.through),
                 "rows": [asdict(cell) for cell in self.cells],
                 "left_out": [asdict(one) for one in self.left],
             }
@@ -151,6 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--markdown", type=Path, help="write a page there")
+    parser.add_argument(
+        "--resume", action="store_true", help="what --json has is not run again, but the rest is"
+    )
     parser.add_argument("--quick", action="store_true", help="a dozen families")
     parser.add_argument("--only", help="families, by commas; or a kind: " + ", ".join(KINDS))
     parser.add_argument("--columns", help=f"some of {', '.join(COLUMNS)}")
@@ -183,6 +212,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"Python {platform.python_version()}, megatron-offload {megatron.offload.__version__}",
         },
     )
+    if args.resume and args.json is not None and args.json.exists():
+        try:
+            results.read(args.json)
+        except ValueError as error:
+            parser.error(str(error))
+        works = [w for w in works if (w.family.name, w.attention) not in results.through]
     with tempfile.TemporaryDirectory(prefix="families-", dir=args.dir) as directory:
         tqdm.monitor_interval = 0  # a thread, which forks do not have
         with tqdm(total=len(works), disable=None, unit="model") as bar:
@@ -190,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             def ended(work: Work) -> None:
                 bar.set_postfix_str(f"{work.family.name} {work.attention}", refresh=False)
                 bar.update()
+                results.through.add((work.family.name, work.attention))
                 results.write(args.json, args.markdown)
 
             run_families(
