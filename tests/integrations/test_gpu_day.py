@@ -26,9 +26,15 @@ from check.gpu_day.settings import Settings
 from check.gpu_day.spans import by_lane, merged
 
 ROOT = Path(__file__).resolve().parents[2]
-# Jobs that run other tools, each of which has a dry run of its own in the suite; and the compiler.
-OTHER_TOOLS = "Python a storage,gpu_check,tests of,auto/compile,torch.compile,loss/"
-TIMEOUT_S = 280.0
+# Jobs that run other tools, each of which has a dry run of its own in the suite, the compiler, and
+# those that run no line that others do not.
+LEFT_OUT = (
+    "Python a storage,gpu_check,tests of,auto/compile,torch.compile,loss/,on both,states on ssd,"
+    "recomputed,bits/checkpointing,everything on host,rok/batch 1 h,rok/batch 1 r,"
+    "timeline/recompute,full8b/fsdp2,full8b/recompute"
+)
+TIMEOUT_S = 800.0
+pytestmark = pytest.mark.timeout(900)  # dozens of processes, beside whatever else runs
 
 
 def dry_run(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -53,9 +59,9 @@ def settings(tmp_path: Path, *, is_tiny: bool = True) -> Settings:
 
 @pytest.fixture(scope="module")
 def day_out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a run of all parts, but for what other tools do."""
+    """The folder of a run of all parts, but for what is left out above."""
     out = tmp_path_factory.mktemp("day")
-    done = dry_run(out, "--skip", OTHER_TOOLS, "--limit", str(TIMEOUT_S))
+    done = dry_run(out, "--skip", LEFT_OUT, "--limit", str(TIMEOUT_S))
     assert done.returncode == 0, done.stdout + done.stderr
     (out / "drive" / "printed").write_text(done.stdout)
     yield out
@@ -72,7 +78,7 @@ def test_every_part_runs_on_the_cpu(day_out: Path) -> None:
         "stack/4096 trl": "OffloadActivations needs an accelerator",
         "stack/4096 save_on_cpu_pinned": "page-locked memory needs a GPU",
     }
-    skipped = OTHER_TOOLS.split(",")
+    skipped = LEFT_OUT.split(",")
     wanted = [j.name for j in jobs(list(PARTS), settings(day_out)) if "loss/" not in j.name]
     assert list(day.results) == [n for n in wanted if not any(text in n for text in skipped)]
 
@@ -94,7 +100,7 @@ def test_every_training_is_in_the_tables(day_out: Path) -> None:
         assert f"| {name} " in page
         if "steps_s" in result.found:
             found = result.found
-            assert len(found["steps_s"]) == len(found["losses"]) >= 2
+            assert len(found["steps_s"]) == len(found["losses"]) - found["first_steps"] >= 1
             parts = found["forward_s"] + found["backward_s"] + found["optimizer_s"]
             assert 0 < parts <= sum(found["steps_s"])
     assert "proves nothing about a GPU" in page
@@ -106,13 +112,16 @@ def test_every_training_is_in_the_tables(day_out: Path) -> None:
 
 def test_ours_and_none_have_the_same_losses(day_out: Path) -> None:
     found = {n: r.found for n, r in Day.load(day_out / "results.json").of("stack").items()}
-    reference = found["4096 none"]["losses"][0]
+    reference = found["4096 none"]["losses"]
+    assert len(set(reference)) == len(reference) >= 2
     for way in ("host", "ssd", "tiered", "half", "keep", "recompute_host", "checkpointing"):
-        assert found[f"4096 {way}"]["losses"][0] == reference, way
+        losses = found[f"4096 {way}"]["losses"]
+        shared = min(len(losses), len(reference))
+        assert losses[:shared] == reference[:shared], way
 
 
 def test_what_went_well_before_is_not_run_again(day_out: Path, tmp_path: Path) -> None:
-    again = ["--earlier", str(day_out / "results.json"), "--skip", OTHER_TOOLS]
+    again = ["--earlier", str(day_out / "results.json"), "--skip", LEFT_OUT]
     done = dry_run(tmp_path, *again, "--parts", "facts,rok")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 to run" in done.stdout

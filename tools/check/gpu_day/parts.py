@@ -41,6 +41,7 @@ _ROK_WAYS = ("none", "checkpointing", "host", "recompute_host", "half")
 _ROK_BATCHES = (1, 4)  # the part stack has the one between
 _SECONDS = 20.0  # of measured steps
 _LIMIT_S = 75.0
+_SLOW_WAYS, _SLOW_LIMIT_S = ("save_on_cpu", "tiered", "ssd"), 180.0
 _DRY_LIMITS = 4  # times those: a dry run has a core or less
 _HERE = "check.gpu_day"
 
@@ -81,7 +82,9 @@ def _stack(settings: Settings) -> list[Job]:
         for way, steps in _STACK_WAYS.items():
             if settings.is_tiny and seq != _LENGTHS[0] and way != "host":
                 continue  # a dry run shows nothing by it
-            jobs.append(_training(f"stack/{seq} {way}", settings, shape, way, steps))
+            limit_s = _SLOW_LIMIT_S if way in _SLOW_WAYS else _LIMIT_S
+            name = f"stack/{seq} {way}"
+            jobs.append(_training(name, settings, shape, way, steps, limit_s=limit_s))
     return jobs
 
 

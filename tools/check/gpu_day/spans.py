@@ -32,9 +32,15 @@ def device_spans(step: Callable[[], None], settings: Settings) -> dict[str, Any]
     events = [
         (event.name, float(event.time_range.start), float(event.time_range.end))
         for event in profile.events()
-        if not settings.on_gpu or str(event.device_type).endswith("CUDA")
+        if not settings.on_gpu or _is_of_gpu(event)
     ]
     return by_lane(events)
+
+
+def _is_of_gpu(event: Any) -> bool:
+    """A kernel or a copy; ranges that code names are shown on the device as well."""
+    is_range = getattr(event, "is_user_annotation", False)
+    return str(event.device_type).endswith("CUDA") and not is_range
 
 
 def by_lane(events: Iterable[tuple[str, float, float]]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ Note = Callable[[dict[str, Any]], None]
 _WARM_STEPS = 3
 _MOST_STEPS_OF_PLANS = 24
 _SETTLED = 5  # steps of `auto` without a new plan
+_LONG_S = 5.0  # a first step that takes longer is the only one: memory is there by then
 _MARKS = 3  # timestamps of a step
 
 
@@ -88,7 +89,7 @@ class Trainee:
             if plans != num_plans:
                 num_plans, last_plan = plans, number
             is_planned = plans is None or (plans > 0 and number - last_plan >= _SETTLED)
-            if number >= _WARM_STEPS and is_planned:
+            if (number >= _WARM_STEPS or seconds > _LONG_S) and is_planned:
                 break
         return seconds
 
@@ -117,8 +118,8 @@ def train(
     Args:
         way: see `ways.py`.
         shape: of the model.
-        num_steps: that are measured, at least two.
-        seconds: for them: fewer steps where they would take longer.
+        num_steps: that are measured.
+        seconds: for them: fewer steps, at least one, where they would take longer.
         states: where the optimizer's are: device, host, or cpu with the step there.
         budget_bytes: of `auto`.
         shows_spans: one more step runs under torch's profiler.
@@ -136,7 +137,7 @@ def train(
     last_s = trainee.settle()
     found["first_steps"] = len(trainee.losses)
     note(found)
-    count = max(2, min(num_steps, int(seconds / max(last_s, 1e-6))))
+    count = max(1, min(num_steps, int(seconds / max(last_s, 1e-6))))
     found |= measure(trainee, settings, count)
     note(found)
     if shows_spans:
@@ -157,7 +158,6 @@ def measure(trainee: Trainee, settings: Settings, num_steps: int) -> dict[str, A
     if module is not None:
         module.reset_peak_memory_stats(settings.device)
     trainee.marks.clear()
-    trainee.losses.clear()
     began_s = time.perf_counter()
     for _ in range(num_steps):
         trainee.step()
