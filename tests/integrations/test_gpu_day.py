@@ -103,7 +103,7 @@ def test_every_training_is_in_the_tables(day_out: Path) -> None:
             assert len(found["steps_s"]) == len(found["losses"]) - found["first_steps"] >= 1
             parts = found["forward_s"] + found["backward_s"] + found["optimizer_s"]
             assert 0 < parts <= sum(found["steps_s"])
-    assert "proves nothing about a GPU" in page
+    assert "prove nothing about a GPU" in page
     assert "activations on host" in page and "identical" in page
     assert "compute busy" in page and "predicted peak" in page
     printed = (day_out / "drive" / "printed").read_text()
@@ -131,7 +131,7 @@ def test_what_went_well_before_is_not_run_again(day_out: Path, tmp_path: Path) -
 # -- What goes wrong ------------------------------------------------------------------------------
 
 FAULTS = """
-import os, time
+import os, sys, time
 from check.gpu_day.job import Skip
 
 def good(settings, note):
@@ -146,44 +146,49 @@ def missing(settings, note):
 
 def hanging(settings, note):
     note({"until": "then"})
-    if os.fork() == 0:
-        os.write(1, b"its child")
+    child = os.fork()
+    if child:
+        note({"until": "then", "child": child})
     while True:
         time.sleep(1)
 
 def dying(settings, note):
     print("last words", flush=True)
     os.kill(os.getpid(), 11)
+
+def alone(settings, note):
+    if "check.gpu_day.preload" in sys.modules:
+        raise RuntimeError("CUDA has begun here")
+    return {"line": "alone"}
 """
 SCRIPT = """
-    import json, sys
-    from pathlib import Path
-    sys.path[:0] = sys.argv[3:]
-    import torch
-    from check.gpu_day.job import Job, Runner
-    from check.gpu_day.settings import Settings
+import json, sys
+from pathlib import Path
+import torch
+from check.gpu_day import job
+from check.gpu_day.settings import Settings
 
-    if __name__ == "__main__":
-        folder = Path(sys.argv[1])
-        runner = Runner(Settings(torch.device(sys.argv[2]), folder, True), folder)
-        found = {"machine": runner.prepare(), "note": runner.note, "jobs": {}}
-        for name in ("good", "wrong", "missing", "hanging", "dying", "good"):
-            limit_s = 3.0 if name == "hanging" else 200.0
-            result = runner.run(Job(f"faults/{name}", f"faults:{name}", limit_s))
-            found["jobs"][name] = vars(result)
-        print(json.dumps(found))
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    job._START = job.Job("start", sys.argv[2], 240.0)
+    runner = job.Runner(Settings(torch.device("cpu"), folder, True), folder)
+    found = {"machine": runner.prepare(), "jobs": {}}
+    found["note"] = runner.note
+    for name in sys.argv[3:]:
+        limit_s = 5.0 if name == "hanging" else 240.0
+        found["jobs"][name] = vars(runner.run(job.Job(f"faults/{name}", f"faults:{name}", limit_s)))
+    print(json.dumps(found))
 """
 
 
-def test_a_job_that_goes_wrong_ends_no_other(tmp_path: Path) -> None:
-    import textwrap
-
+def run_faults(tmp_path: Path, start: str, *names: str) -> dict[str, Any]:
+    """What a process found that ran these functions of `FAULTS` as jobs."""
     (tmp_path / "faults.py").write_text(FAULTS)
     script = tmp_path / "run.py"
-    script.write_text(textwrap.dedent(SCRIPT))
+    script.write_text(SCRIPT)
     folders = [str(tmp_path), str(ROOT / "tools"), str(ROOT)]
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), "cpu", *folders],
+        [sys.executable, str(script), str(tmp_path), start, *names],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -191,19 +196,36 @@ def test_a_job_that_goes_wrong_ends_no_other(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_job_that_goes_wrong_ends_no_other(tmp_path: Path) -> None:
+    names = ("wrong", "missing", "hanging", "dying", "good")
+    found = run_faults(tmp_path, "check.gpu_day.machine:touch_device", *names)
     assert found["note"] == "" and found["machine"]["line"]
-    ended = {name: (job["status"], job["reason"]) for name, job in found["jobs"].items()}
-    assert ended == {
-        "good": (OK, ""),
+    jobs_found = found["jobs"]
+    assert {name: (job["status"], job["reason"]) for name, job in jobs_found.items()} == {
         "wrong": (FAILED, "ValueError: a sentence"),
         "missing": (SKIPPED, "no such library"),
-        "hanging": (TIMED_OUT, "it did not end within 3 s"),
+        "hanging": (TIMED_OUT, "it did not end within 5 s"),
         "dying": (FAILED, "its process ended with -11"),
+        "good": (OK, ""),
     }
-    assert found["jobs"]["hanging"]["found"] == found["jobs"]["wrong"]["found"] == {"until": "then"}
-    assert "ValueError: a sentence" in found["jobs"]["wrong"]["log"]
-    assert "last words" in found["jobs"]["dying"]["log"]
+    assert jobs_found["wrong"]["found"] == {"until": "then"}
+    assert "ValueError: a sentence" in jobs_found["wrong"]["log"]
+    assert "last words" in jobs_found["dying"]["log"]
+    left = jobs_found["hanging"]["found"]  # of a job that was ended, what it had found until then
+    assert left["until"] == "then"
+    state = Path(f"/proc/{left['child']}/stat")  # its children ended with it; perhaps not buried
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_where_forked_processes_cannot_use_the_device_each_job_starts_anew(tmp_path: Path) -> None:
+    found = run_faults(tmp_path, "faults:alone", "good")
+    assert found["machine"] == {"line": "alone"}
+    assert "imports everything anew" in found["note"] and "CUDA has begun here" in found["note"]
+    assert found["jobs"]["good"]["status"] == OK
 
 
 def test_a_machine_that_cannot_use_its_device_is_said_in_a_sentence(tmp_path: Path) -> None:

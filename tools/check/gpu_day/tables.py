@@ -13,6 +13,7 @@ from check.gpu_day.results import Day
 from megatron.offload.sizes import format_size
 
 _DRY = "A dry run on the CPU, at sizes that prove nothing about a GPU."
+_BESIDE_AUTO = "4096 none"  # of the part stack: the same tokens
 _TRAINING = (
     *("step s", "forward s", "backward s", "optimizer s", "launching s"),
     *("tokens/s", "TFLOP/s", "of none", "peak", "base", "reserved", "retries"),
@@ -145,7 +146,9 @@ def _auto(day: Day) -> str:
     heads = ["share", "budget", "peak", "predicted peak", "its own peak"]
     heads += ["predicted step s", "step s", "plans", "steps before"]
     plans = [f"{name}:\n\n```text\n{r.found.get('report', '')}\n```" for name, r in results.items()]
-    return "\n\n".join([_trainings(results), _table(heads, rows), *plans])
+    none = day.of("stack").get(_BESIDE_AUTO)
+    beside = results if none is None else {"none": none, **results}
+    return "\n\n".join([_trainings(beside), _table(heads, rows), *plans])
 
 
 def _timeline(day: Day) -> str:
