@@ -63,7 +63,7 @@ class Case:
     ) -> None:
         self.directory = directory
         self.dtype = dtype
-        self.layer_major = LayerMajorConfig(units="auto" if is_layer_major else None)
+        self.layer_major = LayerMajorConfig(units="auto" if is_layer_major else "off")
         self.states = StatesConfig()
         if moves_states:
             self.states = StatesConfig(

@@ -50,6 +50,17 @@ def test_deactivate_restores_every_symbol() -> None:
         torch.zeros(1, device="cuda")
 
 
+def test_there_is_no_cuda_for_those_who_ask_by_counting_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A build for CUDA without a device, after accelerate has set this for its processes."""
+    assert cpu_runtime.activate()
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    assert torch.cuda.device_count() == 1  # for launchers
+    assert not torch.cuda.is_available()
+
+
 def test_every_redirection_says_why() -> None:
     assert all(redirection.reason for redirection in cpu_runtime._table())
 
@@ -70,8 +81,8 @@ def test_vector_functions_are_first_called_by_one_thread() -> None:
 
 
 def test_nothing_is_touched_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = symbols()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = symbols()
     assert not cpu_runtime.activate()
     assert not cpu_runtime.is_active()
     assert all(value is before[key] for key, value in symbols().items())

@@ -217,6 +217,7 @@ def _table() -> Iterable[Redirection]:
     yield from (
         Redirection("torch.cuda", name, replacement, reason)
         for name, replacement, reason in (
+            ("is_available", _answer(False), "may count devices: PYTORCH_NVML_BASED_CUDA_CHECK"),
             ("current_device", _answer(_CPU), "device of every buffer that core allocates"),
             ("set_device", _answer(None), "launchers"),
             ("device_count", _answer(1), "launchers"),
