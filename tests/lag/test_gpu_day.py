@@ -16,7 +16,7 @@ from check.gpu_day.training import Trainee, measure, train
 from tests.support.accelerators import Lag
 from tests.support.lag.module import LagModule
 
-_KERNEL_US = 100.0
+_KERNEL_US = 500.0
 _NUM_STEPS = 2
 
 
