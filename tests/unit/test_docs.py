@@ -60,6 +60,12 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"^\./tests/run\.sh|^\.venv/bin/python tests/mutations", "needs: minutes; it runs the tests"),
     (r"^\.venv/bin/python tests/ordering\.py", "needs: 12 minutes"),
     (r"^tools/gpu_check\.py", "needs: a GPU; tests/megatron/test_gpu_check.py tries it on a CPU"),
+    (r"^tools/gpu_wheels\.sh",
+     "tests/integrations/test_gpu_day.py::"
+     "test_wheels_are_those_of_the_pinned_versions_and_their_size_is_said"),
+    (r"^python3 -m pip install .*wheels/", "needs: the wheels of the command before it"),
+    (r"tools/gpu_day\.py",
+     "tests/integrations/test_gpu_day.py::test_every_part_runs_on_the_cpu"),
     (r"^mutmut ", "needs: mutmut, which is installed on demand"),
     (r"^\./examples/pretrain_gpt\.sh --help", "needs: nothing; it shows what is parsed below"),
     (r"^\./examples/pretrain_gpt\.sh .*--activation-offload auto",

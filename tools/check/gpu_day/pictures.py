@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The results of a day as pictures: `draw`: the ROK curve and the timeline. Measures nothing.
+
+The axes are those of the paper's curve (arXiv 2408.10013): peak memory of activations to the
+right, the model's throughput upwards; a line for each strategy through its batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from check.gpu_day.results import Day
+from check.gpu_day.spans import LANES
+from megatron.offload.sizes import GIB
+
+_DPI = 130
+_NAMES = {
+    "keep": "keep, with our hooks",
+    "none": "keep",
+    "checkpointing": "recompute",
+    "recompute_host": "recompute, inputs on host",
+}
+
+
+def draw(day: Day, folder: Path) -> list[Path]:
+    """Draws what there are results for; the files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    made = [_rok(day, folder / "rok.png"), _timeline(day, folder / "timeline.png")]
+    return [path for path in made if path is not None]
+
+
+def points(day: Day) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Length of sequences, way and what was found, of all trainings of the stack."""
+    for part in ("stack", "rok", "auto"):
+        for result in day.of(part).values():
+            if "step_s" in result.found:
+                yield result.found["shape"]["seq"], result.found["way"], result.found
+
+
+def _rok(day: Day, path: Path) -> Path | None:
+    lines: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    for seq, way, found in points(day):
+        lines.setdefault(seq, {}).setdefault(way, []).append(found)
+    if not lines:
+        return None
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(lines), figsize=(8 * len(lines), 5.5), squeeze=False)
+    for ax, (seq, ways) in zip(axes[0], sorted(lines.items()), strict=True):
+        for way, found in ways.items():
+            found = sorted(found, key=lambda one: (one["shape"]["batch"], _memory_gib(one)))
+            xs, ys = [_memory_gib(one) for one in found], [one["TFLOP_per_s"] for one in found]
+            ax.plot(xs, ys, marker="o", markersize=5, linewidth=1, label=_NAMES.get(way, way))
+            for x, y, one in zip(xs, ys, found, strict=True):
+                ax.annotate(f"B{one['shape']['batch']}", (x, y), fontsize=7, xytext=(3, 3),
+                            textcoords="offset points")  # fmt: skip
+        ax.set(xlabel="activation memory peak (GiB)", ylabel="model throughput (TFLOP/s)")
+        ax.set_title(_title(day, next(iter(ways.values()))[0]["shape"], seq), fontsize=9)
+        ax.set_ylim(bottom=0)
+        ax.set_xlim(left=0)
+        ax.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=_DPI)
+    plt.close(figure)
+    return path
+
+
+def _memory_gib(found: dict[str, Any]) -> float:
+    return max(float(found["peak_bytes"] - found["base_bytes"]), 0.0) / GIB
+
+
+def _title(day: Day, shape: dict[str, Any], seq: int) -> str:
+    dry = "dry run, proves nothing: " if day.is_dry else ""
+    layers = f"{shape['layers']} layers of {shape['hidden']}"
+    return f"{dry}{layers}, {seq} tokens, bf16; B: sequences of a step; no recomputation counts"
+
+
+def _timeline(day: Day, path: Path) -> Path | None:
+    found = {n: r.found["spans"] for n, r in day.of("timeline").items() if "spans" in r.found}
+    if not found:
+        return None
+    import matplotlib.pyplot as plt
+
+    size = (12, 2.2 * len(found))
+    figure, axes = plt.subplots(len(found), 1, figsize=size, sharex=True, squeeze=False)
+    for ax, (name, spans) in zip(axes[:, 0], found.items(), strict=True):
+        for row, lane in enumerate(LANES):
+            ax.broken_barh([tuple(span) for span in spans["lanes"][lane]], (row, 0.8))
+        ax.set_ylim(0, len(LANES))
+        ax.set_yticks([row + 0.4 for row in range(len(LANES))], LANES)
+        ax.set_title(f"{name}: compute busy {spans['busy']['compute']:.0%}", fontsize=9)
+    axes[-1, 0].set_xlabel("ms of a step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=_DPI)
+    plt.close(figure)
+    return path
