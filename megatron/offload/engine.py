@@ -50,6 +50,7 @@ from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.transfer.batch import Batch
 from megatron.offload.transfer.dispatcher import Dispatcher
+from megatron.offload.transfer.lead import Lead
 from megatron.offload.transfer.reader import Reader
 from megatron.offload.transfer.writer import Writer
 
@@ -137,6 +138,7 @@ class OffloadEngine:
             device, self.dispatcher, self._inflight, grows=asked_bytes is None, step=step
         )
         self.reader = Reader(device, self.dispatcher, self._inflight, step=step, rank=rank)
+        self._lead = Lead(device, self.waits)
         self.cache = TensorCache(device.device)
         self._casts = WeightCasts(device.device)
         self.other_devices: dict[torch.device, int] = {}
@@ -262,6 +264,17 @@ class OffloadEngine:
     def within(self, scope: Scope) -> contextlib.AbstractContextManager[None]:
         """Around a layer: what is saved meanwhile belongs to this scope."""
         return self._step.within(scope)
+
+    def begin_layer(self) -> None:
+        """A layer's forward is about to be launched, which backward will follow.
+
+        Waits where the thread that computes is further ahead of the device than it may be.
+        """
+        self._lead.begin_layer()
+
+    def bound_lead(self, most_layers: int | None) -> None:
+        """How many layers forward may be launched ahead of the device from now on; see `Lead`."""
+        self._lead.most_layers = most_layers
 
     def place_layer(self, scope: Scope) -> Placement:
         """What becomes of a layer, or a part of it; `RECOMPUTE` is the caller's to carry out."""

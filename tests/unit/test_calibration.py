@@ -12,6 +12,7 @@ from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.calibration import calibrated
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import (
+    UNBOUNDED,
     LayerProfile,
     PartProfile,
     StageProfile,
@@ -113,3 +114,22 @@ def test_what_keeps_less_has_fewer_fragments() -> None:
     after = calibrated(one, lambda one: simulate(one, Placement.KEEP), peak_bytes=measured)
     less = simulate(after, Placement.RECOMPUTE).peak_bytes - after.transient_bytes
     assert less == pytest.approx(1.2 * simulate(profile(), Placement.RECOMPUTE).peak_bytes, abs=1)
+
+
+def test_behind_a_host_only_what_lies_between_layers_is_missing() -> None:
+    slow = (TierProfile("ssd", 2e6, 2e6),)
+    inflight = profile(inflight_bytes=8 * MIB)
+    behind = dataclasses.replace(inflight, lead_layers=UNBOUNDED, tiers=slow)
+    moved = simulate(behind, Placement.SSD)
+    busy_s = moved.step_s - moved.stall_s
+    found = calibrated(
+        behind,
+        lambda one: simulate(one, Placement.SSD),
+        step_s=busy_s + 0.25,
+        peak_bytes=moved.peak_bytes,
+    )
+    assert moved.stall_s > 0 and found.layers == behind.layers
+    assert found.step_fixed_s == pytest.approx(behind.step_fixed_s + 0.25)
+    assert simulate(found, Placement.KEEP).step_s == pytest.approx(
+        simulate(behind, Placement.KEEP).step_s + 0.25
+    )

@@ -120,6 +120,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
      "tests/unit/test_compare_placements.py::test_a_whole_comparison"),
     (r"tools/write_flags\.py", "tests/unit/test_docs.py::test_the_flags_page_is_up_to_date"),
     (r"tools/check/prediction\.py", "needs: 15 minutes"),
+    (r"tools/check/auto_on_device\.py", "needs: 45 minutes"),
     (r"tools/check/slow_disk\.py", "needs: 8 minutes"),
     (r"tools/check/states_prediction\.py", "needs: minutes"),
     (r"tools/check/tune\.py --json", "needs: 9 minutes"),

@@ -26,8 +26,10 @@ from megatron.offload.commands.doctor.machine import (
     memory_checks,
     version_checks,
 )
+from megatron.offload.commands.doctor.produced import produced_check
 from megatron.offload.device.memory_limit import MemoryLimit
 from megatron.offload.device.mounts import BlockDevice, Mount
+from megatron.offload.planner.projection.hardware import GpuSpec
 from megatron.offload.sizes import GIB, MIB
 from megatron.offload.tiers import file as file_part
 from megatron.offload.tiers.file import UnlinkedFile
@@ -285,6 +287,31 @@ def test_cuda_devices_and_why_there_are_none():
     assert cpu_build.status is Status.WARNING and "built for the CPU" in cpu_build.value
     (old,) = cuda_checks(Cuda(driver="470.1", runtime="13.0", failure="too old."))
     assert old.status is Status.WARNING and "too old" in old.value
+
+
+def test_what_a_layer_makes_a_second_is_said_against_link_and_drives(diagnose, monkeypatch):
+    h100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, numa_node=0)
+    monkeypatch.setattr(f"{EXAMINE}.find_cuda", lambda: Cuda((h100,), "580.95", "13.0"))
+    _, checks = diagnose("--activation-offload", "host")
+    check = checks["activations"]
+    made, taken = (check["facts"][f"{one}_bytes_per_s"] for one in ("produced", "taken"))
+    assert 150e9 < made < 350e9  # about 25 x 4096 x 2 bytes and 0.47 GFLOP a token
+    assert taken == {"the link (PCIe 5.0 x16)": 64e9 * 0.78}
+    assert f"({49.92e9 / made:.0%})" in check["value"] and "auto" in check["advice"]
+    measured = Check(
+        "write speed", Status.OK, "", facts={"write_bytes_per_s": {"1": 4e9, "8": 6e9}}
+    )
+    both = produced_check(h100, [measured, measured])
+    assert both is not None
+    assert both.facts["taken_bytes_per_s"]["what the directories write"] == 12e9
+    assert produced_check(GPU, []) is None, "no data sheet has it"
+    for name, memory_bytes, found in (
+        ("NVIDIA A100-SXM4-40GB", 40 * GIB, "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", 80 * GIB, "a100"),
+        ("NVIDIA H200", 141 * GIB, "h200"),
+    ):
+        spec = GpuSpec.of_device(name, memory_bytes)
+        assert spec is not None and spec.name == found
 
 
 def test_the_driver_is_found_in_proc(tmp_path):

@@ -3,32 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from megatron.offload.device.clock import Clock
-from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.transfer.run_ahead import RunAhead
-
-
-class NumberedDevice(CpuDevice):
-    """Its events are numbers; it knows which were waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_events = 0
-        self.awaited: list[int] = []
-
-    def record_event(self, stream: None = None) -> Any:
-        self.num_events += 1
-        return self.num_events
-
-    def wait_for_event(self, event: Any) -> None:
-        self.awaited.append(event)
+from tests.support.numbered_device import NumberedDevice
 
 
 def run_ahead_of(device: NumberedDevice, budget: ByteBudget) -> RunAhead:

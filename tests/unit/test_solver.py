@@ -18,9 +18,14 @@ import pytest
 
 from megatron.offload.errors import ConfigurationError, InfeasibleBudgetError
 from megatron.offload.placement.plan import Plan
+from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
-from megatron.offload.planner.profile.stage_profile import PartProfile, StageProfile
+from megatron.offload.planner.profile.stage_profile import (
+    UNBOUNDED,
+    PartProfile,
+    StageProfile,
+)
 from megatron.offload.planner.simulator.instructions import RECOMPUTE_LAYER
 from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.planner.solver.formulation import Program
@@ -209,6 +214,26 @@ def test_a_tier_takes_no_more_than_it_holds() -> None:
     profile = stage(4, tiers=(tier(capacity_bytes=8),), layers=None)
     plan = solve(profile, budget_bytes=26)
     assert plan.predicted is not None and plan.predicted.written_bytes <= 8
+
+
+def test_the_hosts_lead_is_bounded_where_memory_is_short_and_only_there() -> None:
+    # Layers of 8 bytes, half a second a copy. Without a bound all four are there at once whatever
+    # moves; with one, the first has left when the last one is launched.
+    behind = stage(4, tiers=(tier("host", 16.0, 16.0),), lead_layers=UNBOUNDED)
+    near = solve(behind, budget_bytes=24)
+    assert near.lead_layers == 1 and "at most 1 layer ahead" in plan_table(near)
+    assert near.predicted is not None and near.predicted.peak_bytes <= 24
+    assert near.predicted == Timeline(behind).predict(near)
+    assert near.predicted.step_s == 12.0
+    assert Timeline(behind).predict(replace(near, lead_layers=None)).peak_bytes > 24
+    far = solve(behind, budget_bytes=32)
+    assert far.lead_layers is None and placements(far) == [Placement.KEEP] * 4
+    # A CPU's thread that computes is ahead of nothing.
+    assert solve(replace(behind, lead_layers=0), budget_bytes=24).lead_layers is None
+    # What no bound makes possible is refused with the least that one does.
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        solve(behind, budget_bytes=2)
+    assert solve(behind, budget_bytes=refused.value.smallest_bytes).predicted is not None
 
 
 def test_what_cannot_be_recomputed_or_moved_is_not() -> None:

@@ -14,7 +14,7 @@ from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
 from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
-from megatron.offload.planner.simulator import transfers
+from megatron.offload.planner.simulator import rows, transfers
 from megatron.offload.planner.simulator.arrays import arrays_of
 from megatron.offload.planner.simulator.instructions import (
     INPUT_OFFSET,
@@ -265,19 +265,20 @@ def test_while_a_read_is_under_way_a_write_has_what_is_left(
     # backward pass before is read: figures of `transfers` show it without a schedule around them.
     arrays = arrays_of(stage(tiers=(tier(shared_bytes_per_s=shared),)))
     channels = new_channels(arrays.tiers)
-    steps, log = np.zeros(1, transfers.STEP), np.zeros(9, transfers.LOG)
+    steps, log = np.zeros(1, rows.STEP), np.zeros(9, rows.LOG)
+    launched = np.zeros(0, rows.OPERATION)
     state = steps[0]
     state["urgent"], state["in_flight_limit_bytes"] = -1, 1000
     transfers.stop_reading_ahead(state)
-    pieces = np.zeros(2, transfers.PIECE)
+    pieces = np.zeros(2, rows.PIECE)
     pieces["size_bytes"] = 24, 8
-    pieces[1]["state"] = transfers.ON_TIER
-    transfers.hand_over(state, pieces, channels, log, 0)  # takes three seconds by itself
-    transfers.compute(state, pieces, channels, log, 1.0)
-    transfers.use(state, pieces, channels, log, 1)
+    pieces[1]["state"] = rows.ON_TIER
+    transfers.hand_over(state, pieces, channels, launched, log, 0)  # takes three seconds by itself
+    transfers.compute(state, pieces, channels, launched, log, 1.0)
+    transfers.use(state, pieces, channels, launched, log, 1)
     assert state["now_s"] == 2.0
-    transfers.compute(state, pieces, channels, log, 8.0)
-    writes = log[log["kind"] == transfers.WRITE]
+    transfers.compute(state, pieces, channels, launched, log, 8.0)
+    writes = log[log["kind"] == rows.WRITE]
     assert writes[0]["end"] == written_at
 
 
@@ -318,7 +319,7 @@ def test_the_window_grows_by_what_proved_missing() -> None:
         profile = stage(layers=layers(times), tiers=(tier(read=2.0),), after_s=(100.0,))
         timeline = Timeline(profile)
         chosen = timeline.choices.of_plan(plan_of(profile, SSD))
-        first = _step(arrays_of(profile), chosen, np.zeros(0, transfers.LOG), 0.0)
+        first = _step(arrays_of(profile), chosen, np.zeros(0, rows.LOG), 0.0)
         return float(first[STALL_S]), timeline.cost(chosen).stall_s
 
     (once_s, once_settled_s), (twice_s, twice_settled_s) = stalls_s(1), stalls_s(2)
@@ -334,7 +335,7 @@ def test_short_waits_do_not_widen_the_window(long_s: float, is_missing: bool) ->
     long = layer("long", backward_s=long_s, parts=(part(size=2),))
     profile = stage(layers=(quick, long), tiers=(tier(read=2.0),), after_s=(100.0,))
     chosen = Timeline(profile).choices.of_plan(plan_of(profile, SSD))
-    step = _step(arrays_of(profile), chosen, np.zeros(0, transfers.LOG), 0.0)
+    step = _step(arrays_of(profile), chosen, np.zeros(0, rows.LOG), 0.0)
     assert step[STALL_S] > 0 and bool(step[MISSING_BYTES] > 0) is is_missing
 
 

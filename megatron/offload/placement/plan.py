@@ -77,6 +77,8 @@ class Plan:
         parts: by chunk, layer and part, in the order of the forward pass.
         goal: what was asked for, for people: `at most 12 GiB`, `at most 2 % slower`.
         predicted: of this plan. `fastest`: of keeping everything, whatever it needs.
+        lead_layers: most layers that forward may be launched ahead of a device that runs behind its
+            host, see `transfer/lead.py`; None: no bound but that of the bytes on their way out.
     """
 
     parts: tuple[PlannedPart, ...]
@@ -85,6 +87,7 @@ class Plan:
     fastest: Prediction | None = None
     stage: int = 0
     notes: tuple[str, ...] = field(default_factory=tuple)
+    lead_layers: int | None = None
 
     @property
     def placements(self) -> dict[tuple[int, str, str], Placement]:
@@ -106,6 +109,8 @@ class Plan:
             for placed in (self.placements, self.inputs)
             for key, placement in sorted(placed.items())
         ]
+        if self.lead_layers is not None:
+            lines.append(f"lead {self.lead_layers}")
         return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:6], "big")
 
     def check(self, layers: Iterable[tuple[int, str]], tiers: Collection[Placement]) -> None:
@@ -126,6 +131,11 @@ class Plan:
             raise ConfigurationError(
                 f"the plan does not fit stage {self.stage} of the model: the {has} has layer "
                 f"{layer} in chunk {chunk} and the {lacks} has not; plan again for this model"
+            )
+        if self.lead_layers is not None and self.lead_layers < 1:
+            raise ConfigurationError(
+                f"the plan has lead_layers {self.lead_layers}; expected a number of layers from 1 "
+                "up, or null where forward may be launched as far ahead as it comes; correct it"
             )
         for one in self.parts:
             if one.part not in _ALL_PARTS:

@@ -43,6 +43,9 @@ def plan_table(plan: Plan, *, chunk_is: str = "chunk") -> str:
         lines.append(f"  predicted: {_describe(plan.predicted)}")
     if plan.fastest is not None:
         lines.append(f"  everything kept: {_describe(plan.fastest)}")
+    if plan.lead_layers is not None:
+        number = f"{plan.lead_layers} layer{'' if plan.lead_layers == 1 else 's'}"
+        lines.append(f"  forward is launched at most {number} ahead of the device")
     lines += [f"  note: {note}" for note in plan.notes]
     return "\n".join(lines)
 

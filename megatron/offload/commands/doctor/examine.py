@@ -24,6 +24,7 @@ from megatron.offload.commands.doctor.machine import (
     memory_checks,
     version_checks,
 )
+from megatron.offload.commands.doctor.produced import produced_check
 from megatron.offload.commands.doctor.states import states_sections
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.memory_limit import MemoryLimit, memory_limit
@@ -96,6 +97,10 @@ def examine(
     sections += states
     memory = [*memory_checks(limit, has_gpu), *_host_budget_checks(flags, limit)]
     gpu = [*cuda_checks(cuda), direct_storage_check(gds_status(has_gpu), flags.io == "gds")]
+    if has_gpu:
+        measured = [check for section in sections for check in section.checks]
+        produced = produced_check(cuda.gpus[0], measured)
+        gpu += [] if produced is None else [produced]
     sections += [
         Section("Memory", [*memory, allocator_check(has_gpu)]),
         Section("GPU", gpu),

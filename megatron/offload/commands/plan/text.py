@@ -12,6 +12,7 @@ from tabulate import tabulate
 from megatron.offload.commands.plan.comparison import PlanComparison
 from megatron.offload.placement.plan import Prediction
 from megatron.offload.placement.plan_table import plan_table
+from megatron.offload.planner.profile.produced import in_words, produced_bytes_per_s
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.projection.hardware import Hardware
 from megatron.offload.planner.projection.projection import Projection
@@ -48,6 +49,7 @@ def as_json(comparison: PlanComparison) -> str:
             for name, one in comparison.strategies.items()
         },
         "peak_parts": dict(comparison.peak.parts),
+        "produced_bytes_per_s": produced_bytes_per_s(comparison.profile.layers),
         "required_write_bytes_per_s": comparison.required_bytes_per_s,
         "plan_life_years": comparison.life_years,
         "states": _states_as_json(comparison.request.states),
@@ -79,6 +81,10 @@ def _heading(comparison: PlanComparison) -> list[str]:
         f"{tier.read_bytes_per_s / 1e9:.1f} to read"
         for tier in profile.tiers
     ]
+    made = produced_bytes_per_s(profile.layers)
+    if made:
+        taken = {tier.name: tier.write_bytes_per_s for tier in profile.tiers}
+        lines.append(f"made    {in_words(made, taken)}")
     if (states := comparison.request.states) is not None:
         lines.append(_states(states))
     return lines

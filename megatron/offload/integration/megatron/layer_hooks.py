@@ -110,6 +110,7 @@ class LayerHooks:
             return forward(layer, *args, **kwargs)
         # Without an input that wants a gradient, nothing would ask for the recomputation.
         recomputes = engine.place_layer(scope) is Placement.RECOMPUTE and _any_requires_grad(inputs)
+        engine.begin_layer()
         timings = None
         if self._profiler is not None:
             timings = self._profiler.begin_layer(scope, inputs, recomputes=recomputes)

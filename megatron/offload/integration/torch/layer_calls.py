@@ -130,6 +130,7 @@ class LayerCalls:
         # A plan has a line for each call of a layer; settings name layers.
         number = self._calls[layer] if engine.divides_layers else 1
         scope = self._enter(engine, name_of_call(self._names[layer], number))
+        engine.begin_layer()
         inputs = list(tensors_in((args, kwargs)))
         # Without an input that wants a gradient, nothing would ask for the recomputation.
         self._recomputes = (

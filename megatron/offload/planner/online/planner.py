@@ -280,6 +280,7 @@ class Planner:
         self.plan = plan
         self.num_plans += 1
         self._policy.follow(plan)
+        self._engine.bound_lead(plan.lead_layers)
         self.phase = Phase.FOLLOWING
         self._reason = None
         self.meter.read(waits=True)  # steps under another plan show nothing of this one
@@ -327,13 +328,21 @@ class Planner:
             steps = [*steps, *self._drift.recent]
         if not steps and self.meter.last is not None:
             steps = [self.meter.last]
-        passes_s = [one.step_s - one.gap_s for one in steps] or [0.0]
-        # The first steps are few, and what disturbs one, such as new memory, only makes it longer.
-        own_s = min(passes_s) if self.plan is None else statistics.median(passes_s)
-        own_s += steps[-1].gap_s if steps else 0.0
+        passes_s, own_s = self._passes_s(steps), 0.0
+        if passes_s:
+            # The first steps are few, and what disturbs one, such as new memory, only makes it
+            # longer.
+            own_s = min(passes_s) if self.plan is None else statistics.median(passes_s)
+            own_s += steps[-1].gap_s
         own_bytes = max((one.peak_bytes for one in steps), default=0)
         step_s, peak_bytes = self._consensus.largest([own_s, float(own_bytes)])
         return WholeSteps(step_s or None, int(peak_bytes))
+
+    def _passes_s(self, steps: Sequence[MeasuredStep]) -> list[float]:
+        """What passes took, as `calibrated` wants it."""
+        if self._device.is_host:
+            return [one.step_s - one.gap_s for one in steps]
+        return [one.step_s - one.gap_s - one.stall_s for one in steps if one.stall_s is not None]
 
     def _save_profile(self, profile: StageProfile) -> None:
         if self._directory is None or not self._stage.speaks:

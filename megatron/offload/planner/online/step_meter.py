@@ -25,6 +25,7 @@ from megatron.offload.planner.profile.build import Rates, passes_s, profile_of, 
 from megatron.offload.planner.profile.pipeline_schedule import Pass, PipelinePosition
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.stage_profile import (
+    UNBOUNDED,
     HandsOver,
     StageProfile,
     TierProfile,
@@ -213,8 +214,8 @@ class StepMeter:
         self._detailed_s.clear()
         self._detailed_sizes = {}
         if self._device.is_host:
-            profile = dataclasses.replace(profile, allocator_slack=_SLACK_OF_HOST)
-        return profile
+            return dataclasses.replace(profile, allocator_slack=_SLACK_OF_HOST)
+        return dataclasses.replace(profile, lead_layers=UNBOUNDED)
 
     def tiers(self) -> tuple[TierProfile, ...]:
         """The tiers, as fast as they were in the last step: bytes per second."""

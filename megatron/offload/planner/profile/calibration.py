@@ -34,9 +34,17 @@ def calibrated(
         peak_bytes: what activations took at most. The first steps, where everything is offloaded,
             show too much of it on a CPU: there an allocator holds freed memory that kept
             activations would take.
-        step_s: what a step took, in seconds; None: leave the times as they are.
+        step_s: what a step took, in seconds; None: leave the times as they are. On a device that
+            runs behind its host without what it stood still: its seconds of computing are its own,
+            and waits while everything moves say nothing of other plans. What is missing there lies
+            between the layers.
     """
-    if step_s is not None:
+    if step_s is not None and profile.lead_layers:
+        simulated = simulate(profile)
+        missing_s = step_s - (simulated.step_s - simulated.stall_s)
+        step_fixed_s = max(profile.step_fixed_s + missing_s, 0.0)
+        profile = dataclasses.replace(profile, step_fixed_s=step_fixed_s)
+    elif step_s is not None:
         factor = step_s / max(simulate(profile).step_s, 1e-9)
         profile = _slower(profile, min(max(factor, 1 / _MOST_SCALED), _MOST_SCALED))
         missing_s = step_s - simulate(profile).step_s

@@ -25,6 +25,7 @@ from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 FORMAT_VERSION = 2
 
 HandsOver = Literal["layer", "operation"]
+UNBOUNDED = 1_000_000  # more layers than a stage has: the host's lead is not bounded by layers
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,9 @@ class StageProfile:
             activations, the loss).
         allocator_slack: what saved activations take beyond their own bytes, as a part of these.
         inflight_bytes: most bytes on their way out at a time; forward waits beyond it.
+        lead_layers: most layers that the host may have begun to launch in forward and the device
+            has not begun to compute. 0: the host computes (a CPU). `UNBOUNDED`: nothing but
+            `inflight_bytes` bounds it, as on an accelerator under a plan that says nothing of it.
         hands_over: when forward hands over what is to leave: at the end of the `layer` that saved
             it, or of the `operation`.
         sizes: what the measurements depend on: micro-batch size, sequence length; in layer-major
@@ -155,6 +159,7 @@ class StageProfile:
     transient_bytes: int = 0
     allocator_slack: float = 0.0
     inflight_bytes: int = 512 << 20
+    lead_layers: int = 0
     hands_over: HandsOver = "layer"
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     source: str = ""

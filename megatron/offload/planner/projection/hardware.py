@@ -58,6 +58,18 @@ class GpuSpec:
         values["assumed"] = Fractions(**values["assumed"])
         return cls(name=name, **values)
 
+    @classmethod
+    def of_device(cls, name: str, memory_bytes: int) -> GpuSpec | None:
+        """The description of a device, by the name that its driver gives it; None: there is none.
+
+        Args:
+            name: e.g. `NVIDIA H100 80GB HBM3`.
+            memory_bytes: of it; of several that fit the nearest is taken.
+        """
+        words = name.lower().replace("-", " ").split()
+        fitting = [cls.load(one) for one in names("gpus") if one.partition("-")[0] in words]
+        return min(fitting, key=lambda one: abs(one.memory_bytes - memory_bytes), default=None)
+
     def reaching(self, fraction: float) -> GpuSpec:
         """A copy that reaches another part of its peak in matrix products, e.g. a measured one."""
         if not 0 < fraction <= 1:

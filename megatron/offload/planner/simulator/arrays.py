@@ -47,6 +47,7 @@ TIER = _row(
     *("write_bytes_per_s", "read_bytes_per_s"),
     "shared_bytes_per_s",  # while both go on
     *("latency_s", "capacity_bytes"),
+    by_device=np.int64,  # 1: a device that runs behind its host makes the copies
 )
 
 
@@ -74,6 +75,7 @@ class StageArrays(NamedTuple):
     by_operation: int  # 1: pieces are handed over while their layer runs, else at its end
     allocator_slack: float
     chunk_with_loss: int  # -1: not on this stage
+    lead_layers: int  # 0: the host computes
 
 
 def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> StageArrays:
@@ -143,6 +145,7 @@ def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> Stag
                     tier.shared_bytes_per_s or tier.read_bytes_per_s + tier.write_bytes_per_s,
                     tier.latency_s,
                     np.inf if tier.capacity_bytes is None else tier.capacity_bytes,
+                    int(tier.name == "host" and profile.lead_layers > 0),
                 )
                 for tier in profile.tiers
             ),
@@ -155,6 +158,7 @@ def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> Stag
         chunk_with_loss=position.num_chunks - 1
         if position.stage == position.num_stages - 1
         else -1,
+        lead_layers=int(profile.lead_layers),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.offload.planner.simulator.arrays import Floats, Ints, Row, Rows, StageArrays
 from megatron.offload.planner.simulator.jit import compiled
-from megatron.offload.planner.simulator.transfers import PIECE
+from megatron.offload.planner.simulator.rows import PIECE
 
 # Choices for a part. From `FIRST_TIER` on: the tier of that number. `SELECTIVE_OFFSET` is added to
 # `KEEP` or a tier where its selective operations are recomputed and the rest is kept or moved.
@@ -25,6 +25,7 @@ COMPUTE, RECOMPUTE = 0, 1  # layer (-1: outside), seconds
 # Layer (-1: outside), bytes more (or fewer, below 0): saved in forward, or again in backward.
 MEMORY, MEMORY_AGAIN = 2, 3
 HAND_OVER, USE, DROP = 4, 5, 6  # piece
+BEGIN_LAYER = 7  # in forward
 
 # One of a pass; where: layer or piece (counted from the pass's first); amount: seconds or bytes.
 INSTRUCTION = np.dtype([("kind", np.int64), ("where", np.int64), ("amount", np.float64)])
@@ -62,7 +63,7 @@ def new_pieces(stage: StageArrays, choices: Ints) -> tuple[Ints, Rows]:
         choices: [parts].
 
     Returns:
-        [chunks + 1], the first of each chunk, and [pieces] of `transfers.PIECE` with the chunk as
+        [chunks + 1], the first of each chunk, and [pieces] of `rows.PIECE` with the chunk as
         state.
     """
     chunks, layers = stage.chunks.shape[0], stage.layers.shape[0]
@@ -160,7 +161,7 @@ def instructions_of(stage: StageArrays, choices: Ints) -> tuple[Rows, Ints]:
         chunk begin, and the end.
     """
     chunks, layers = stage.chunks.shape[0], stage.layers.shape[0]
-    most = 12 * chunks + 14 * layers
+    most = 12 * chunks + 15 * layers
     for part in range(choices.shape[0]):
         most += 10 + 4 * stage.parts[part].num_pieces
     instructions = np.zeros(most, INSTRUCTION)
@@ -225,6 +226,8 @@ def _forward(
     """
     row = stage.layers[layer]
     parts = range(stage.layer_part[layer], stage.layer_part[layer + 1])
+    if stage.lead_layers > 0:
+        at = _add(instructions, at, BEGIN_LAYER, layer, 0.0)
     if _is_recomputed(stage, choices, layer):
         at = _add(instructions, at, MEMORY, layer, row.input_bytes)
         first = stage.layer_part[layer]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.offload.planner.simulator import transfers
+from megatron.offload.planner.simulator import rows
 from megatron.offload.planner.simulator.arrays import Rows
 from megatron.offload.saved.scope import Scope
 from megatron.offload.stats.memory_parts import (
@@ -27,10 +27,10 @@ from megatron.offload.stats.memory_parts import (
 )
 
 _PARTS = {
-    transfers.BEING_WRITTEN: WRITING,
-    transfers.READ_AHEAD: AHEAD,
-    transfers.IN_USE: USED,
-    transfers.RECOMPUTED: RECOMPUTED,
+    rows.BEING_WRITTEN: WRITING,
+    rows.READ_AHEAD: AHEAD,
+    rows.IN_USE: USED,
+    rows.RECOMPUTED: RECOMPUTED,
 }
 
 
@@ -38,19 +38,19 @@ def peak_of(log: Rows, names: Sequence[str], allocator_slack: float, other: floa
     """Finds the peak in a log and says what it is made of.
 
     Args:
-        log: [rows] of `transfers.LOG`, in the order in which they happened.
+        log: [rows] of `rows.LOG`, in the order in which they happened.
         names: of the layers.
         allocator_slack: what saved activations take beyond their own bytes, as a part of these.
         other: bytes that are there all the time.
     """
-    levels = log["kind"] == transfers.LEVEL
+    levels = log["kind"] == rows.LEVEL
     most = float(log["end"][levels].max(initial=0.0))
     last = int(np.argmax(levels & (log["end"] == most)))
     held: collections.Counter[int] = collections.Counter()  # by layer
     doing: collections.Counter[tuple[str, int]] = collections.Counter()  # by part and layer
     before = 0.0
     for kind, _, end, _, where in log[: last + 1].tolist():
-        if kind == transfers.LEVEL:
+        if kind == rows.LEVEL:
             held[where] += end - before
             before = end
         elif kind in _PARTS:

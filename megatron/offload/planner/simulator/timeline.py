@@ -2,7 +2,8 @@
 """What a plan will cost, before anything runs: `Timeline` simulates one step of one stage.
 
 The solver asks it thousands of times, reports and plots once. It does no I/O and measures nothing.
-The parts, in reading order: `arrays`, `instructions`, `transfers`, `other_stages`, `step`.
+The parts, in reading order: `arrays`, `rows`, `instructions`, `launched`, `transfers`,
+`other_stages`, `step`.
 
 Note [What is simulated]
     Time passes from event to event: the end of a computation or of a transfer. Each tier has a
@@ -23,8 +24,21 @@ Note [What is simulated]
               until its backward ends.
     Pipeline  A pass begins when its input arrives. All stages follow Megatron's order of passes and
               take as long for a pass as this one, with its recomputation and without its waits.
+    Behind    See Note [A device behind its host].
     Layer-major  Units are the chunks of the only stage, and all micro-batches are simulated. What a
               unit hands to the next one waits in memory for its turn, in backward its gradient.
+
+Note [A device behind its host]
+    Where the profile's `lead_layers` is not 0, an accelerator computes what its host has launched.
+    The host launches in no time and waits at few places: where too many bytes are on their way out,
+    where the layers ahead of the device would become more than `lead_layers`, for a read of a drive
+    that backward needs, in backward behind restored bytes that the device has not used (half of
+    `inflight_bytes`), and at the borders of passes with several stages, where Megatron
+    synchronizes. Memory is taken, and what was used is freed, when the host comes to it. A write
+    frees its memory when it ends, and begins when the device has produced its piece, by operation
+    when the device has come to the end of the next one. Copies to and from the host are the
+    device's: it makes all of them in their order, those that nobody needs any more too, and waits
+    itself for those that come back. A stall is a moment in which the device has nothing to compute.
 
 Note [Where it approximates]
     A piece is a storage of the part's average size, or several where a step has very many;
@@ -46,10 +60,11 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.placement.plan import Plan, Prediction
 from megatron.offload.planner.profile.pipeline_schedule import Pass
 from megatron.offload.planner.profile.stage_profile import StageProfile
-from megatron.offload.planner.simulator import transfers
+from megatron.offload.planner.simulator import rows
 from megatron.offload.planner.simulator.arrays import (
     Ints,
     Rows,
+    StageArrays,
     arrays_of,
 )
 from megatron.offload.planner.simulator.instructions import instructions_of
@@ -59,15 +74,15 @@ from megatron.offload.planner.simulator.peak import peak_of
 from megatron.offload.planner.simulator.step import simulate
 from megatron.offload.stats.memory_parts import PredictedPeak
 
-_NO_LOG = np.empty(0, transfers.LOG)
+_NO_LOG = np.empty(0, rows.LOG)
 _KINDS = {
-    transfers.FORWARD: "forward",
-    transfers.BACKWARD: "backward",
-    transfers.RECOMPUTE: "recompute",
-    transfers.WAIT_FOR_READ: "wait for a read",
-    transfers.WAIT_FOR_ROOM: "wait for a write",
-    transfers.WRITE: "write",
-    transfers.READ_BACK: "read",
+    rows.FORWARD: "forward",
+    rows.BACKWARD: "backward",
+    rows.RECOMPUTE: "recompute",
+    rows.WAIT_FOR_READ: "wait for a read",
+    rows.WAIT_FOR_ROOM: "wait for a write",
+    rows.WRITE: "write",
+    rows.READ_BACK: "read",
 }
 
 
@@ -133,7 +148,11 @@ class Timeline:
 
     def cost(self, chosen: Ints) -> Cost:
         """What a step costs with choices for all parts: [parts], see `Choices`."""
-        return Cost(*simulate(self._arrays, chosen, _NO_LOG).tolist())
+        return self._cost(self._arrays, chosen)
+
+    @staticmethod
+    def _cost(arrays: StageArrays, chosen: Ints) -> Cost:
+        return Cost(*simulate(arrays, chosen, _NO_LOG).tolist())
 
     def predict(self, plan: Plan) -> Prediction:
         """What a step costs with a plan.
@@ -141,18 +160,18 @@ class Timeline:
         Raises:
             ConfigurationError: the plan is not one for this profile.
         """
-        return prediction_of(self.cost(self.choices.of_plan(plan)))
+        return prediction_of(self._cost(self._arrays_of(plan), self.choices.of_plan(plan)))
 
     def trace(self, plan: Plan) -> Trace:
         """A plan's step in detail; of the micro-batches that are simulated."""
         chosen = self.choices.of_plan(plan)
-        rows = self._log(chosen)
+        log = self._log(self._arrays_of(plan), chosen)
         passes = [Pass(bool(one[0]), int(one[1]), int(one[2])) for one in self._own_passes]
         transient = self._arrays.transient_bytes
         slack = self._arrays.allocator_slack
         intervals, memory = [], []
-        for kind, begin_s, end, number, where in rows.tolist():
-            if kind == transfers.LEVEL:
+        for kind, begin_s, end, number, where in log.tolist():
+            if kind == rows.LEVEL:
                 memory.append((begin_s, int(np.ceil(end * (1 + slack)) + transient)))
             elif kind in _KINDS:
                 name = self._name(kind, where)
@@ -161,26 +180,34 @@ class Timeline:
 
     def explain_peak(self, plan: Plan) -> PredictedPeak:
         """What a plan's predicted peak is made of."""
-        rows = self._log(self.choices.of_plan(plan))
+        log = self._log(self._arrays_of(plan), self.choices.of_plan(plan))
         names = [layer.name for layer in self.profile.layers]
         slack, transient = self._arrays.allocator_slack, self._arrays.transient_bytes
-        return peak_of(rows, names, slack, transient)
+        return peak_of(log, names, slack, transient)
 
     @property
     def _own_passes(self) -> Ints:
         return self._arrays.passes[self._arrays.own]
 
-    def _log(self, chosen: Ints) -> Rows:
+    def _arrays_of(self, plan: Plan) -> StageArrays:
+        """With the host's lead as the plan bounds it, where the host has one."""
+        if plan.lead_layers is None:
+            return self._arrays
+        lead_layers = min(plan.lead_layers, self._arrays.lead_layers)
+        return self._arrays._replace(lead_layers=lead_layers)
+
+    @staticmethod
+    def _log(arrays: StageArrays, chosen: Ints) -> Rows:
         """The rows of a step's log."""
-        instructions, _ = instructions_of(self._arrays, chosen)
+        instructions, _ = instructions_of(arrays, chosen)
         # The three instructions of a piece make 16 rows at most, another one two.
-        log = np.zeros(8 * len(instructions) * len(self._own_passes), transfers.LOG)
+        log = np.zeros(8 * len(instructions) * len(arrays.passes[arrays.own]), rows.LOG)
         log["kind"] = -1
-        simulate(self._arrays, chosen, log)
+        simulate(arrays, chosen, log)
         return log[log["kind"] >= 0]
 
     def _name(self, kind: int, where: int) -> str:
-        if kind in (transfers.FORWARD, transfers.BACKWARD, transfers.RECOMPUTE):
+        if kind in (rows.FORWARD, rows.BACKWARD, rows.RECOMPUTE):
             return self.profile.layers[where].name if where >= 0 else ""
         return self.profile.tiers[where].name
 

@@ -12,7 +12,7 @@ import functools
 import math
 from dataclasses import replace
 
-from megatron.offload.errors import ConfigurationError, InfeasibleBudgetError
+from megatron.offload.errors import PREFIX, ConfigurationError, InfeasibleBudgetError
 from megatron.offload.placement.plan import Plan
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.arrays import Ints
@@ -35,6 +35,8 @@ _SHARE = 0.4  # of what is left of it, for the next starting point
 _MOST_PROGRAMS = 3
 _MOST_KICKS = 8
 _MOST_CHECKS = 4
+_NEAR_LAYERS = 1  # that forward is launched ahead of the device where a plan bounds that
+_LEAST_GAIN = 0.005  # of time or memory, for a plan to bound it
 _BELOW = (0.97, 0.9, 0.97, 0.8, 0.97, 0.9)  # parts of the best peak so far, to be tried in turn
 
 
@@ -65,7 +67,51 @@ def solve(
             f"a plan was asked for with a budget of {budget_bytes} bytes and a slowdown of "
             f"{max_slowdown}; expected numbers from zero up"
         )
-    return _Solution(profile, budget_bytes, max_slowdown).plan()
+    if profile.lead_layers <= _NEAR_LAYERS:
+        return _Solution(profile, budget_bytes, max_slowdown).plan()
+    return _with_lead(profile, budget_bytes, max_slowdown)
+
+
+def _with_lead(profile: StageProfile, budget_bytes: int | None, max_slowdown: float | None) -> Plan:
+    """The best plan where the host runs ahead of the device, or where its lead is bounded.
+
+    It is where that makes a better plan: what the bound costs the host cannot be known.
+    """
+    far: Plan | InfeasibleBudgetError
+    try:
+        far = _Solution(profile, budget_bytes, max_slowdown).plan()
+    except InfeasibleBudgetError as error:
+        far = error
+    if isinstance(far, Plan) and not _can_gain(far, budget_bytes):
+        return far
+    near_profile = replace(profile, lead_layers=_NEAR_LAYERS)
+    try:
+        near = _Solution(near_profile, budget_bytes, max_slowdown).plan()
+    except InfeasibleBudgetError as error:
+        if isinstance(far, Plan):
+            return far
+        nearer = replace(error.plan, lead_layers=_NEAR_LAYERS)
+        if error.smallest_bytes >= far.smallest_bytes:
+            raise far from None
+        raise InfeasibleBudgetError(
+            str(error).removeprefix(PREFIX), error.smallest_bytes, error.step_s, nearer
+        ) from None
+    near = replace(near, lead_layers=_NEAR_LAYERS)
+    if isinstance(far, InfeasibleBudgetError):
+        return near
+    assert far.predicted is not None and near.predicted is not None
+    if budget_bytes is None:
+        gains = far.predicted.peak_bytes > near.predicted.peak_bytes * (1 + _LEAST_GAIN)
+    else:
+        gains = far.predicted.step_s > near.predicted.step_s * (1 + _LEAST_GAIN)
+    return near if gains else far
+
+
+def _can_gain(far: Plan, budget_bytes: int | None) -> bool:
+    """Whether a plan may become better by a bound of the host's lead: not where it hides all."""
+    assert far.predicted is not None and far.fastest is not None
+    slower = far.predicted.step_s > far.fastest.step_s * (1 + _LEAST_GAIN)
+    return slower or budget_bytes is None
 
 
 class _Solution:

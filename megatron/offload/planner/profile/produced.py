@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What forward makes a second, against what tiers take of it: `produced_bytes_per_s`, `in_words`.
+
+The commands `plan` and `doctor` say it before anything runs. It does not depend on the batch:
+bytes and seconds of a layer both grow with its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from megatron.offload.planner.profile.stage_profile import LayerProfile
+
+
+def produced_bytes_per_s(layers: Iterable[LayerProfile]) -> float:
+    """Bytes that tiers can take, by seconds of forward, of all layers together; 0: none."""
+    saving = [layer for layer in layers if layer.movable_bytes]
+    forward_s = sum(layer.forward_s for layer in saving)
+    return sum(layer.movable_bytes for layer in saving) / forward_s if forward_s else 0.0
+
+
+def in_words(bytes_per_s: float, taken_bytes_per_s: Mapping[str, float]) -> str:
+    """Both, with the part of it that each tier takes.
+
+    Args:
+        bytes_per_s: that forward makes.
+        taken_bytes_per_s: by the name of what takes them.
+    """
+    made = f"{bytes_per_s / 1e9:.1f} GB/s of activations in forward"
+    if not bytes_per_s or not taken_bytes_per_s:
+        return made
+    parts = [
+        f"{name} {rate / 1e9:.1f} ({min(rate / bytes_per_s, 1):.0%})"
+        for name, rate in taken_bytes_per_s.items()
+    ]
+    return f"{made}; of that takes {', '.join(parts)}"
