@@ -15,6 +15,7 @@ trains on another one. So whatever may run in a thread of ours first puts it on 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 

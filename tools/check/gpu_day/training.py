@@ -154,7 +154,8 @@ def measure(trainee: Trainee, settings: Settings, num_steps: int) -> dict[str, A
     finish(device)
     base_bytes = device.allocated_bytes()
     retries = _retries(module)
-    device.reset_peak()
+    peak = device.peak_reader()
+    peak.reset()
     if module is not None:
         module.reset_peak_memory_stats(settings.device)
     trainee.marks.clear()
@@ -180,7 +181,7 @@ def measure(trainee: Trainee, settings: Settings, num_steps: int) -> dict[str, A
         "tokens_per_s": trainee.shape.tokens / step_s,
         "TFLOP_per_s": trainee.shape.step_flops / step_s / 1e12,
         "base_bytes": base_bytes,
-        "peak_bytes": device.peak_bytes(),
+        "peak_bytes": peak.peak_bytes(),
         "losses": [float(loss) for loss in trainee.losses],
     }
     if module is not None:
