@@ -123,7 +123,9 @@ def test_tokenizer_without_end_of_document(
 def test_valid_flags_exit_with_0() -> None:
     outcome = run_trainer(TINY, "--validate-only", fresh=True)
     assert outcome.exit_codes == [0]
-    assert outcome.errors == ""  # nor does any import say anything
+    # Nor does any import say anything, but torch of a build for CUDA that finds a compiler alone.
+    lines = outcome.errors.splitlines()
+    assert [line for line in lines if "No CUDA runtime is found" not in line] == []
     assert outcome.metrics == []
 
 

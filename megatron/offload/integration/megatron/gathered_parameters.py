@@ -277,7 +277,8 @@ class _Unit:
             for piece in pieces
         ]
         for one in under_way:
-            one.wait()
+            if one is not None:  # it is of no rank outside of its group
+                one.wait()
         if not all(piece.is_own for piece in pieces):
             self._unit.note_change()
             self._unit.bring()  # to the places of its parameters, if it was not read
