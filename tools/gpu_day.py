@@ -300,7 +300,6 @@ def _size(text: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    logging.getLogger("megatron.offload").setLevel(logging.WARNING)
     parser = make_parser()
     args = parser.parse_args(argv)
     earlier = check_arguments(parser, args)
@@ -311,4 +310,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("megatron.offload").setLevel(logging.WARNING)
     sys.exit(main())

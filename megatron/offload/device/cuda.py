@@ -101,3 +101,13 @@ _GRAPHS = ("torch.cuda.graphs", "transformer_engine.pytorch.graph")  # of make_g
 def all_properties() -> list[Any]:
     """What torch tells of each CUDA device. Raises whatever a broken driver raises."""
     return [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+
+
+def segments_expand() -> bool | None:
+    """Whether torch's own allocator expands segments, by its settings; None: it does not say."""
+    if not torch.cuda.is_initialized() or torch.cuda.memory.get_allocator_backend() != "native":
+        return None
+    try:
+        return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+    except (AttributeError, KeyError, RuntimeError):  # a version without it
+        return None

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 
 import torch
 
+from megatron.offload.device.cuda import segments_expand
+
 # As torch reads them: the first one that is set counts.
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE, _BACKEND = "expandable_segments", "backend"
@@ -37,7 +39,7 @@ def keeps_fragments(device: torch.device, environment: Mapping[str, str] | None 
     """
     if device.type != "cuda":
         return False
-    if environment is None and (expands := _torch_expands()) is not None:
+    if environment is None and (expands := segments_expand()) is not None:
         return not expands
     environment = os.environ if environment is None else environment
     text = next((environment[name] for name in _VARIABLES if name in environment), "")
@@ -46,13 +48,3 @@ def keeps_fragments(device: torch.device, environment: Mapping[str, str] | None 
     # Another backend is CUDA's own pool, which moves pages as well.
     is_native = settings.get(_BACKEND, "native") == "native"
     return is_native and settings.get(_EXPANDABLE, "").lower() != "true"
-
-
-def _torch_expands() -> bool | None:
-    """Whether torch's own allocator expands segments, by its settings; None: it does not say."""
-    if not torch.cuda.is_initialized() or torch.cuda.memory.get_allocator_backend() != "native":
-        return None
-    try:
-        return bool(torch.cuda.memory._snapshot()["allocator_settings"][_EXPANDABLE])
-    except (AttributeError, KeyError, RuntimeError):  # a version without it
-        return None
