@@ -76,6 +76,10 @@ class HostArena:
         if self._mapping is not None:
             # For a moment only: as long as such a view exists, the mapping cannot be closed.
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        if self._pinned_for is not None:
+            # Of an arena that is dropped and was not closed, as its owner's close had failed: what
+            # the driver takes for pinned must not be the memory of others.
+            weakref.finalize(self, _unpin, self._pinned_for, self._pinned_addresses, self._mapping)
 
     @property
     def pinned(self) -> bool:
@@ -155,9 +159,7 @@ class HostArena:
             ahead.join()
         with self._growing, self._lock:
             if self._pinned_for is not None:
-                for address in self._pinned_addresses:
-                    self._pinned_for.unpin(address)
-            self._pinned_addresses.clear()
+                _unpin(self._pinned_for, self._pinned_addresses)
             if self._mapping is not None:
                 with contextlib.suppress(BufferError):  # somebody keeps it mapped
                     self._mapping.close()
@@ -236,6 +238,12 @@ class HostArena:
         """Called under the lock."""
         while self._freed:
             self._extents.free(self._freed.popleft())
+
+
+def _unpin(device: Device, addresses: list[int], _: mmap.mmap | None = None) -> None:
+    """Ends what `pin` began, as long as the memory is mapped."""
+    while addresses:
+        device.unpin(addresses.pop(0))
 
 
 class _Forkable:
