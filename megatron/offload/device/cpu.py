@@ -148,7 +148,7 @@ class CpuDevice:
 
 
 class ResidentPeakReader:
-    """Reads the peak of the process's resident set, as if nobody else reset it."""
+    """Reads the peak of the process's resident set, as if no other reader reset it."""
 
     _all: ClassVar[weakref.WeakSet[ResidentPeakReader]] = weakref.WeakSet()  # share one counter
     _lock = threading.Lock()  # protects what they remember, from a look at the peak to its reset

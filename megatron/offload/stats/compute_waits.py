@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long compute stood still for transfers: `ComputeWaits`.
 
-Whoever makes compute wait for a transfer says so here: `Writer` for room, `Reader` for reads, both
+Those that make compute wait for a transfer say so here: `Writer` for room, `Reader` for reads, both
 in the thread that computes. Counters, profiles and logs read what it found.
 
 Note [Steps whose waits are timed]
@@ -105,7 +105,7 @@ class ComputeWaits:
         self.is_timed = self._is_host
 
     def forget(self) -> None:
-        """Nobody asks any more for the waits that were noted in detail."""
+        """The profile has been made: forgets the waits that were noted in detail."""
         self.clock.wait()
         self.number = 0
         self.seconds.clear()

@@ -80,7 +80,7 @@ class StepMeter:
         self._moved: dict[Placement, _Moved] = {}  # by each tier so far
         self._rates: dict[Placement, Rates] = {}  # of the last step
         self._clock = engine.waits.clock
-        self._known: list[MeasuredStep] = []  # that nobody has read
+        self._known: list[MeasuredStep] = []  # that the planner has not read
         self._ended: Moment | None = None  # the passes of the last step
         self._left_out_s: list[float] = []  # since then
         self._gaps_s: list[float] = []  # from the end of one step's passes to the next step

@@ -87,7 +87,7 @@ CHANNEL = np.dtype(
         ("latency_s", np.float64),
         ("used_bytes", np.float64),
         ("capacity_bytes", np.float64),
-        ("by_device", np.int64),  # copies that the device is given, which nobody takes back
+        ("by_device", np.int64),  # copies that were queued on the device, which cannot be cancelled
     ]
 )
 

@@ -290,7 +290,7 @@ def _do(
     amount: float,
     base: int,
 ) -> None:
-    """What the host does in an instruction, whoever computes."""
+    """What the host does in an instruction, on a CPU and ahead of a device."""
     if kind == MEMORY:
         rows.change_memory(state, log, amount, where)
     elif kind == MEMORY_AGAIN:

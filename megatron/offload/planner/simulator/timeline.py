@@ -37,7 +37,7 @@ Note [A device behind its host]
     synchronizes. Memory is taken, and what was used is freed, when the host comes to it. A write
     frees its memory when it ends, and begins when the device has produced its piece, by operation
     when the device has come to the end of the next one. Copies to and from the host are the
-    device's: it makes all of them in their order, those that nobody needs any more too, and waits
+    device's: it makes all of them in their order, those that backward needs no more too, and waits
     itself for those that come back. A stall is a moment in which the device has nothing to compute.
 
 Note [Where it approximates]

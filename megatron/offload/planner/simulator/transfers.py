@@ -7,7 +7,7 @@ the tiers' queues. `step` says what computes meanwhile.
 All functions work on the same arguments: `state`, the row of STEP; `pieces`, [pieces] of PIECE, one
 for each that goes to a tier, in the order of saving, chunk after chunk; `channels`, [2 x tiers] of
 CHANNEL, each tier's writes, then each tier's reads; `launched`, see there; and `log`, [rows] of
-LOG, none where nobody reads it. Seconds and bytes; bytes are whole numbers, in floats.
+LOG, none where the caller reads no log. Seconds and bytes; bytes are whole numbers, in floats.
 """
 
 from __future__ import annotations
