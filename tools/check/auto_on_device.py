@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares `mode="auto"` with every simple fixed placement where a device runs behind its host.
 
-    tools/check/auto_on_device.py --json auto.json           # an hour, about: estimated, not measured
+    tools/check/auto_on_device.py --json auto.json           # an hour, by estimate
     tools/check/auto_on_device.py --quick --json auto.json   # one link, two budgets: six minutes
 
 A model of twelve layers, each of a set time in several parts, trains on the test accelerator
