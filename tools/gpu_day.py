@@ -45,8 +45,8 @@ from check.gpu_day.parts import PARTS, jobs  # noqa: E402
 from check.gpu_day.results import Day  # noqa: E402
 from check.gpu_day.settings import Settings  # noqa: E402
 
-from megatron.offload.errors import ConfigurationError  # noqa: E402
-from megatron.offload.sizes import MIB, parse_size  # noqa: E402
+from megatron.offload.commands.bench.arguments import size_type  # noqa: E402
+from megatron.offload.sizes import MIB  # noqa: E402
 
 NO_GPU = "needs a CUDA GPU; --dry-run-cpu tries the script on the CPU"
 _LEAST_S = 10.0  # left, and a job still begins
@@ -106,10 +106,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="on the drive, made if it is missing; nothing stays in it; default: %(default)s",
     )
     parser.add_argument(
-        "--host-budget", type=_size, default="48GiB", help="for activations; default: 48GiB"
+        "--host-budget", type=size_type, default="48GiB", help="for activations; default: 48GiB"
     )
     parser.add_argument(
-        "--states-budget", type=_size, default="40GiB", help="for states; default: 40GiB"
+        "--states-budget", type=size_type, default="40GiB", help="for states; default: 40GiB"
     )
     parser.add_argument("--dry-run-cpu", action="store_true", help="on the CPU, tiny")
     return parser
@@ -288,13 +288,6 @@ def _seconds(text: str) -> float:
     if not 0.0 <= seconds < 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigurationError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def main(argv: list[str] | None = None) -> int:
