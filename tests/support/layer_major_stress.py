@@ -45,6 +45,7 @@ _HIDDEN, _NUM_LAYERS, _MICRO_BATCHES = 32, 4, 4
 _PIECE_BYTES = 4 << 10  # of staging buffers: large storages take several
 _ALONE_BYTES = 1 << 12  # a gradient that is as large is a piece by itself; others are packed
 _LATE_S = 0.004
+_UNASKED_S = 0.1  # while nobody waits for it: more than a host is slow
 _POISONED = 1e9
 # What is held back in a step, the first of which counts random numbers.
 _STEPS = ("nothing", "compute", "reads", "writes", "uses")
@@ -204,13 +205,13 @@ class _Lateness:
             late_s *= 4  # more than a unit computes: the next one is read meanwhile
         devices = list(self._devices())
         if self._what in ("compute", "uses"):
-            self._lag.late(self._lag.current_stream(DEVICE), late_s)
+            self._lag.late(self._lag.current_stream(DEVICE), late_s, _UNASKED_S)
         for device in devices:
             if self._what == "reads":
-                self._lag.late(device._load, late_s)
+                self._lag.late(device._load, late_s, _UNASKED_S)
             if self._what == "writes":
                 for stream in (device._store, device._pieces):
-                    self._lag.late(stream, late_s)
+                    self._lag.late(stream, late_s, _UNASKED_S)
 
     def _devices(self) -> Iterator[Any]:
         """Whose streams copy."""

@@ -33,6 +33,7 @@ DEVICE = "lag:1"
 _WIDTH, _NUM_LAYERS, _NUM_STEPS = 64, 5, 4
 _LAYER_BYTES = 2 * 4 * _WIDTH * (_WIDTH + 1)  # of Adam's states
 _LATE_S = 0.06
+_UNASKED_S = 0.3  # while nobody waits for it: more than a host is slow
 _DELAYS = ((60, 300), (600, 10))  # microseconds of a kernel and of a copy, at most, in turn
 _POISONED = 1e9
 
@@ -146,7 +147,7 @@ class StatesStress:
             self._lag.synchronize(DEVICE)  # compute must not be later still
             late = copies
         for stream in late:
-            self._lag.late(stream, _LATE_S * (1 + chance.random()))
+            self._lag.late(stream, _LATE_S * (1 + chance.random()), _UNASKED_S)
 
 
 def _is_poisoned(tensor: torch.Tensor) -> bool:

@@ -189,9 +189,17 @@ class LagModule:
 
     # -- What a test does to the device -----------------------------------------------------------
 
-    def late(self, stream: torch.Stream, seconds: float) -> None:
-        """Nothing that is queued on a stream from here on runs before so many seconds from now."""
-        self._extension.late(stream.device_index, stream.stream_id, seconds * 1e6)
+    def late(self, stream: torch.Stream, seconds: float, unasked_seconds: float = 0) -> None:
+        """Nothing that is queued on a stream from here on runs before so many seconds from now.
+
+        Args:
+            unasked_seconds: what neither a stream waits for, nor a thread that calls this, does not
+                run before so many seconds either. A missing wait then shows however slow the host
+                is, and one that is there costs no time.
+        """
+        self._extension.late(
+            stream.device_index, stream.stream_id, seconds * 1e6, unasked_seconds * 1e6
+        )
 
     @contextlib.contextmanager
     def held(self, stream: torch.Stream) -> Iterator[None]:

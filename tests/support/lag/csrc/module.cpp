@@ -63,9 +63,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("hold", [](int device, int stream) { lag::stream(device, stream).hold(); }, released());
   m.def("release", [](int device, int stream) { lag::stream(device, stream).release(); }, released());
   m.def("release_all", &lag::release_all, released());
-  m.def("late", [](int device, int stream, double us) {
-    auto until = lag::Clock::now() + microseconds(us);
-    lag::stream(device, stream).launch(lag::Kind::bookkeeping, [until] { lag::sleep_until(until); });
+  m.def("late", [](int device, int stream, double us, double longest_us) {
+    auto now = lag::Clock::now();
+    lag::stream(device, stream).be_late(now + microseconds(us), now + microseconds(longest_us));
   }, released());
   m.def("sleep", [](int device, int stream, double us) {
     lag::stream(device, stream).launch(lag::Kind::sleep, [us] {

@@ -20,6 +20,7 @@ namespace {
 
 thread_local int t_device = 0;
 thread_local std::vector<int> t_streams;  // the current one, by device
+thread_local bool t_makes_late = false;   // see Stream::be_late
 
 // All of this is never destroyed: threads may still look at it when the process ends.
 struct Process {
@@ -92,7 +93,8 @@ void Moment::pass() {
   at_ = Clock::now();
   changed_.notify_all();
 }
-void Moment::wait() {
+void Moment::wait(bool asks) {
+  if (asks && stream_ && !has_passed()) stream_->ask_for(number_);
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return passed_; });
 }
@@ -115,6 +117,7 @@ void Stream::launch(Kind kind, Work work) {
       if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
       queue_.push_back({kind, draw_delay_us(kind), process().epoch, std::move(work)});
       ++num_pending_;
+      ++num_launched_;
       if (is_waiting_) changed_.notify_one();
       return;
     }
@@ -181,7 +184,12 @@ double Stream::draw_delay_us(Kind kind) {
 }
 
 MomentPtr Stream::record() {
-  auto moment = std::make_shared<Moment>();
+  int64_t number;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    number = num_launched_;
+  }
+  auto moment = std::make_shared<Moment>(this, number);
   launch(Kind::bookkeeping, [moment] { moment->pass(); });
   return moment;
 }
@@ -215,6 +223,24 @@ bool Stream::release() {
   }
   gate->pass();
   return true;
+}
+void Stream::be_late(Clock::time_point at_least, Clock::time_point at_most) {
+  t_makes_late = true;
+  int64_t number;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    number = num_launched_;
+  }
+  launch(Kind::bookkeeping, [this, number, at_least, at_most] {
+    sleep_until(at_least);
+    std::unique_lock<std::mutex> lock(mutex_);
+    asked_.wait_until(lock, at_most, [&] { return num_asked_for_ > number || is_stopping_; });
+  });
+}
+void Stream::ask_for(int64_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  num_asked_for_ = std::max(num_asked_for_, number);
+  asked_.notify_all();
 }
 void Stream::seed(unsigned seed) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -277,7 +303,7 @@ void count_host_wait(bool blocks) {
 void wait_on_host(Moment& moment) {
   count_host_wait(!moment.has_passed());
   WithoutPythonLock unlocked;
-  moment.wait();
+  moment.wait(t_makes_late);
 }
 
 void wait_for_device(int device) {
@@ -286,7 +312,7 @@ void wait_for_device(int device) {
     if (!one->is_idle()) moments.push_back(one->record());
   count_host_wait(!moments.empty());
   WithoutPythonLock unlocked;
-  for (auto& moment : moments) moment->wait();
+  for (auto& moment : moments) moment->wait(t_makes_late);
 }
 void synchronize_device(int device) {
   wait_for_device(device);

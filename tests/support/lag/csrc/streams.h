@@ -47,11 +47,14 @@ int device_count();  // LAG_DEVICES, 2 if unset
 int current_device();
 void set_device(int device);
 
+class Stream;
+
 // One recording of an event.
 class Moment {
  public:
+  Moment(Stream* stream = nullptr, int64_t number = 0) : stream_(stream), number_(number) {}
   void pass();
-  void wait();
+  void wait(bool asks = true);  // asks: what is late until somebody waits for it is so no longer
   bool has_passed();
   Clock::time_point at();  // once it has passed
 
@@ -60,6 +63,8 @@ class Moment {
   std::condition_variable changed_;
   bool passed_ = false;
   Clock::time_point at_;
+  Stream* stream_;  // in which it was recorded ...
+  int64_t number_;  // ... and after how many launches
 };
 using MomentPtr = std::shared_ptr<Moment>;
 
@@ -86,6 +91,10 @@ class Stream {
   bool is_idle();
   void hold();     // nothing that is launched from now on runs ...
   bool release();  // ... before this, which ends the latest hold; false: there is none
+  // Nothing that is launched from now on runs before the first of the two moments, and before the
+  // second one only if a stream waits for it, or a thread of the host that calls this.
+  void be_late(Clock::time_point at_least, Clock::time_point at_most);
+  void ask_for(int64_t number);  // somebody waits for so many launches
   void seed(unsigned seed);
   void stop();  // ends the thread when the queue is empty
 
@@ -106,6 +115,8 @@ class Stream {
   std::condition_variable changed_;
   std::deque<Entry> queue_;
   size_t num_pending_ = 0;
+  int64_t num_launched_ = 0, num_asked_for_ = 0;
+  std::condition_variable asked_;
   bool is_waiting_ = false, is_stopping_ = false;
   std::deque<MomentPtr> gates_;
   std::mt19937 random_;
