@@ -101,3 +101,12 @@ def test_an_unknown_way_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main(["--ways", "window"])
     assert "there is no way window; choose of door, megatron" in capsys.readouterr().err
+
+
+def test_threads_that_start_transfers_and_those_of_drives_are_told_apart(tmp_path: Path) -> None:
+    argv = f"--steps 2 --layers 2 --mode ssd --dir {tmp_path} --way door"
+    found = bench.figures(bench.train_door(bench.make_parser().parse_args(argv.split())))
+    spent_us = found["others_us_per_layer"]
+    assert spent_us["starts transfers"] > 0 and spent_us["I/O"] > 0
+    of_storages = found["others_us_per_storage"] * found["storages_per_layer"]
+    assert sum(spent_us.values()) == pytest.approx(of_storages)

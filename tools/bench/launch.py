@@ -4,10 +4,11 @@
 
     tools/bench/launch.py --json launch.json          # about a minute on 2 cores
     tools/bench/launch.py --ways door --steps 200 --layers 8
+    tools/bench/launch.py --ways door --model llama   # in bf16; of a layer 15 storages move
 
 Two ways to train, each in a process of its own:
-- door: a small transformer in plain torch through `offload_activations`. Two copies of it take
-  turns, a step each, one of them without offload.
+- door: a small transformer in plain torch, or transformers' Llama (`--model`), through
+  `offload_activations`. Two copies of it take turns, a step each, one of them without offload.
 - megatron: the trainer's GPT on megatron-core, operation by operation.
 
 Each step's activations are written before its backward pass begins, so that it has to read them
@@ -23,7 +24,8 @@ meanwhile, are part of it. What it takes to look at the clock is measured before
 do nothing, and left out. In every second step processor time is taken instead, which waits are no
 part of. A sample is a layer in a step; all that it took is divided by the storages that moved.
 `both ways` is pack, submit, unpack and read_ahead together.
-`others`: processor time of all other threads, ours, for each storage.
+`others`: processor time of all other threads, ours, for each storage; by thread for each layer. The
+system's part of it is the copying of bytes, so small storages show best what Python takes.
 
 Exit code: 0 as promised (25 us a storage both ways, the median of layers and steps), 1 not, 2 it
 could not be measured.
@@ -40,6 +42,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -76,6 +79,7 @@ WARM_STEPS = 5
 CLOCKS = (time.perf_counter_ns, time.thread_time_ns)  # on the wall, on the processor
 _LEFT_OUT = ""  # a part that does not count
 _MIN_BYTES = 4096
+_OURS = "activation-offload"  # our threads' names begin so
 
 Function = Callable[..., Any]
 
@@ -285,6 +289,39 @@ class Model(torch.nn.Module):
             x = layer(x)
         return x
 
+    @staticmethod
+    def inputs(args: argparse.Namespace) -> torch.Tensor:
+        """Of shape [batch, sequence, hidden]."""
+        return torch.randn(args.batch, args.sequence, args.hidden_size)
+
+
+class Llama(torch.nn.Module):
+    """transformers' Llama in bf16, without its head and with its defaults."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaModel
+
+        config = LlamaConfig(
+            vocab_size=512,
+            hidden_size=args.hidden_size,
+            intermediate_size=7 * args.hidden_size // 2,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.hidden_size // 16,
+            num_key_value_heads=args.hidden_size // 64,
+            max_position_embeddings=args.sequence,
+        )
+        self.model = LlamaModel(config).to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Token numbers of shape [batch, sequence]; hidden states of one dimension more."""
+        return self.model(input_ids=x).last_hidden_state
+
+    @staticmethod
+    def inputs(args: argparse.Namespace) -> torch.Tensor:
+        """Of shape [batch, sequence]."""
+        return torch.randint(512, (args.batch, args.sequence))
+
 
 @dataclass
 class Steps:
@@ -296,7 +333,7 @@ class Steps:
         counted: the engine's counters of these steps.
         seconds: of a step with offload, without waits for writes between forward and backward.
         seconds_without: of one without; empty: not measured.
-        others_s: processor seconds of all other threads in all of these steps.
+        others_s: processor seconds of all other threads in all of these steps, by their names.
     """
 
     layers: list[dict[str, Layer]] = field(default_factory=list)
@@ -304,22 +341,35 @@ class Steps:
     counted: list[StepStatistics] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     seconds_without: list[float] = field(default_factory=list)
-    others_s: float = 0.0
+    others_s: collections.Counter[str] = field(default_factory=collections.Counter)
 
-    def note(self, account: Account, counted: StepStatistics, others_s: float) -> None:
+    def note(
+        self, account: Account, counted: StepStatistics, others_s: collections.Counter[str]
+    ) -> None:
         """A step has ended; not the first ones, which warm up."""
         of_this = self.layers if account.is_wall else self.on_processor
         of_this.append(account.take())
         self.counted.append(counted)
-        self.others_s += others_s
+        self.others_s.update(others_s)
+
+
+def others_seconds() -> collections.Counter[str]:
+    """Processor seconds of our threads so far: of that which starts transfers, and of I/O."""
+    spent: collections.Counter[str] = collections.Counter()
+    for thread in threading.enumerate():
+        if thread.name.startswith(_OURS) and thread.ident is not None:
+            name = "starts transfers" if thread.name == f"{_OURS} transfers" else "I/O"
+            spent[name] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return spent
 
 
 def train_door(args: argparse.Namespace) -> Steps:
     """Two copies of a model in turns, one of them with offload."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    plain, moved = Model(args).to(args.device), Model(args).to(args.device)
-    x = torch.randn(args.batch, args.sequence, args.hidden_size, device=args.device)
+    make = {"plain": Model, "llama": Llama}[args.model]
+    plain, moved = make(args).to(args.device), make(args).to(args.device)
+    x = make.inputs(args).to(args.device)
     account, steps = Account(*map(calibrated, CLOCKS)), Steps()
     with contextlib.ExitStack() as stack:
         watch(account, stack)
@@ -332,9 +382,10 @@ def train_door(args: argparse.Namespace) -> Steps:
             handle.engine.wait_for_writes()
 
         for number in tqdm(range(WARM_STEPS + args.steps), unit="step", disable=None):
-            others_s = time.process_time() - time.thread_time()
+            before_s = others_seconds()
             with_s = step_seconds(moved, x, wait_for_writes)
-            others_s = time.process_time() - time.thread_time() - others_s
+            others_s = others_seconds()
+            others_s.subtract(before_s)
             without_s = step_seconds(plain, x, lambda: None)
             assert handle.engine is not None
             if number < WARM_STEPS:
@@ -373,13 +424,15 @@ def train_megatron(args: argparse.Namespace) -> Steps:
         with backward(engine, *args):
             yield
 
-    others_s: list[float] = []  # at the end of each step, so far
+    others_s: list[collections.Counter[str]] = []  # at the end of each step, so far
 
     def ended(traffic: Traffic, counted: StepStatistics) -> None:
         end_step(traffic, counted)
-        others_s.append(time.process_time() - time.thread_time())
+        others_s.append(others_seconds())
         if len(others_s) > WARM_STEPS:
-            steps.note(account, counted, others_s[-1] - others_s[-2])
+            of_this = others_s[-1].copy()
+            of_this.subtract(others_s[-2])
+            steps.note(account, counted, of_this)
         else:
             account.take()
 
@@ -415,6 +468,7 @@ def figures(steps: Steps) -> dict[str, Any]:
         raise SystemExit("launch: error: no layer has saved anything that moves in two steps")
     both = [*steps.layers, *steps.on_processor]
     num_storages = sum(one.num_storages for of_step in both for one in of_step.values())
+    num_layers = len(layers) + len(on_processor)
     forwarded = sum(one.forwarded_bytes for one in steps.counted)
     offloaded = sum(one.offloaded_bytes for one in steps.counted)
     without = steps.seconds_without
@@ -426,7 +480,10 @@ def figures(steps: Steps) -> dict[str, Any]:
         "us_per_layer": by_part(layers, lambda _: 1),
         "us_per_storage": by_part(layers, lambda one: one.num_storages),
         "processor_us_per_storage": by_part(on_processor, lambda one: one.num_storages),
-        "others_us_per_storage": 1e6 * steps.others_s / num_storages,
+        "others_us_per_storage": 1e6 * sum(steps.others_s.values()) / num_storages,
+        "others_us_per_layer": {
+            name: 1e6 * seconds / num_layers for name, seconds in steps.others_s.items()
+        },
         "forwarded_fraction": forwarded / offloaded,
         "step_s": statistics.median(steps.seconds),
         "step_s_without": statistics.median(without) if without else None,
@@ -476,7 +533,11 @@ def sentences(way: str, found: dict[str, Any]) -> str:
     text = (
         f"{way}: {found['storages_per_layer']:.1f} storages and {found['tensors_per_layer']:.1f} "
         f"tensors a layer, {found['forwarded_fraction']:.0%} of the bytes forwarded; others "
-        f"{found['others_us_per_storage']:.0f} us a storage; a step {1e3 * found['step_s']:.1f} ms"
+        f"{found['others_us_per_storage']:.0f} us a storage"
+        + "".join(
+            f", {name} {us:.0f} us a layer" for name, us in found["others_us_per_layer"].items()
+        )
+        + f"; a step {1e3 * found['step_s']:.1f} ms"
     )
     if found["step_s_without"] is not None:
         text += f", without offload {1e3 * found['step_s_without']:.1f} ms"
@@ -501,6 +562,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     default = "default: %(default)s"
     parser.add_argument("--ways", default=",".join(WAYS), help=default)
+    parser.add_argument(
+        "--model", choices=("plain", "llama"), default="plain", help=f"of the door; {default}"
+    )
     parser.add_argument("--steps", type=int, default=60, help=f"that count; {default}")
     parser.add_argument("--layers", type=int, default=4, help=default)
     parser.add_argument("--hidden-size", type=int, default=64, help=default)
