@@ -281,8 +281,8 @@ def other_random_numbers() -> list[Any]:
     return found
 
 
-def after_errors() -> list[bool]:
-    """Steps that follow ones that failed: in a forward pass, and in a backward pass."""
+def after_errors() -> list[Any]:
+    """Steps that follow ones that failed, in a forward pass, and in a backward pass; or why not."""
     usual, model = new(fsdp), new(fsdp)
     usual_step, step = one_by_one(usual), unit_by_unit(model)
     found, calls = [], 0
@@ -301,7 +301,10 @@ def after_errors() -> list[bool]:
             gradients_of_step(model, step, 10)
         hook.remove()
         expected = gradients_of_step(usual, usual_step, number)
-        found += [calls == 3, gradients_of_step(model, step, number) == expected]
+        try:
+            found += [calls == 3, gradients_of_step(model, step, number) == expected]
+        except ConfigurationError as error:
+            return [str(error)]
     return found
 
 

@@ -58,6 +58,7 @@ class ShardedUnits:
         self._passes: Passes
         self._unit: int | None = None  # whose forward pass is under way
         self._paused: dict[int, _Place] = {}  # of micro-batches
+        self._is_lost = False  # what a step left that failed cannot be undone
 
     @property
     def device(self) -> torch.device | None:
@@ -82,11 +83,18 @@ class ShardedUnits:
             passes: told as well, within.
 
         Raises:
-            ConfigurationError: FSDP's root is not in the model.
+            ConfigurationError: FSDP's root is not in the model; or a step before has failed, and
+                this FSDP cannot go on behind one.
         """
         if not self._roots:
             yield passes
             return
+        if self._is_lost:
+            raise refusal(
+                f"a step has failed, and FSDP of PyTorch {torch.__version__} cannot be reset: "
+                "gradients of later steps would be wrong; start again from the last checkpoint, "
+                "or use PyTorch 2.13, whose FSDP can"
+            )
         self._passes = passes
         with contextlib.ExitStack() as contexts:
             self._begin(contexts)
@@ -169,8 +177,10 @@ class ShardedUnits:
     def _abandon(self) -> None:
         """Leaves no trace of a step that has failed, but for gradients that are reduced already."""
         for root in self._roots:
-            if hasattr(root, "_reset_iter_state"):  # torch 2.10 has none
+            if hasattr(root, "_reset_iter_state"):
                 root._reset_iter_state()
+            else:  # torch 2.10, whose own steps go wrong behind one that failed
+                self._is_lost = True
         for parameter in (p for one in self._sharded for g in one.groups for p in g.fsdp_params):
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
