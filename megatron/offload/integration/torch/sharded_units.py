@@ -66,6 +66,15 @@ class ShardedUnits:
         device: torch.device | None = self._roots[0]._device if self._roots else None
         return device
 
+    def check_not_lost(self) -> None:
+        """Raises ConfigurationError if this step has failed and FSDP cannot go on behind it."""
+        if self._is_lost:
+            raise refusal(
+                f"a step has failed, and FSDP of PyTorch {torch.__version__} cannot be reset: "
+                "gradients of later steps would be wrong; start again from the last checkpoint, "
+                "or use PyTorch 2.13, whose FSDP can"
+            )
+
     def consensus(self) -> ProcessGroupConsensus | None:
         """Of the ranks that share these parameters; None: there are none."""
         device = self.device
@@ -83,18 +92,11 @@ class ShardedUnits:
             passes: told as well, within.
 
         Raises:
-            ConfigurationError: FSDP's root is not in the model; or a step before has failed, and
-                this FSDP cannot go on behind one.
+            ConfigurationError: FSDP's root is not in the model.
         """
         if not self._roots:
             yield passes
             return
-        if self._is_lost:
-            raise refusal(
-                f"a step has failed, and FSDP of PyTorch {torch.__version__} cannot be reset: "
-                "gradients of later steps would be wrong; start again from the last checkpoint, "
-                "or use PyTorch 2.13, whose FSDP can"
-            )
         self._passes = passes
         with contextlib.ExitStack() as contexts:
             self._begin(contexts)
