@@ -167,7 +167,7 @@ class Settings:
 
     @classmethod
     def in_settings(cls, message: str) -> str:
-        """A sentence about flags, for somebody who gave settings: with the names of the fields."""
+        """A sentence about flags, for a caller who gave settings: with the names of the fields."""
         names = {spec.metadata["flag"]: spec.name for spec in _fields(cls)} | dict(cls.other_names)
         for name in sorted(names, key=len, reverse=True):
             message = message.replace(name, names[name])

@@ -126,7 +126,7 @@ def parse_path(value: object) -> Path:
         return Path(text).expanduser().absolute()
     except ConfigurationError:
         raise
-    except Exception as error:  # `~nobody`; no working directory; a class of others
+    except Exception as error:  # `~no_such_user`; no working directory; a caller's own class
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(
             f"{quoted(value)} is no path that can be found ({reason}); give an absolute one"

@@ -13,7 +13,7 @@ comes when their bytes have arrived.
   one event for all that it hands over; each copy waits for it: on the device where a storage is
   copied as a whole, and else in the I/O thread that wants a piece, because what is queued behind a
   copy that waits would wait as well.
-- A copy from the host fills memory that belongs to the stream of these copies, so nobody else's
+- A copy from the host fills memory that belongs to the stream of these copies, so no other stream's
   operations can still be queued for it and it waits for nothing. Compute's stream is told to wait
   for the copy when the memory is used, and the memory is not reused before that stream is done with
   it (`use_after`). That is the stream that is current in `unpack`: a layer may have parts on

@@ -15,7 +15,7 @@ import torch
 
 
 class PeakReader(Protocol):
-    """Reads the peak of one device's allocated memory, as if nobody else reset it."""
+    """Reads the peak of one device's allocated memory, as if no other reader reset it."""
 
     def reset(self) -> None:
         """Makes `peak_bytes` count from now on."""
@@ -27,7 +27,7 @@ class PeakReader(Protocol):
 
 
 class Platform(Protocol):
-    """One kind of accelerator. Whoever calls has put its thread on the device that is meant."""
+    """One kind of accelerator. Callers set the current device of their thread before a call."""
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Page-locks a range of host memory, so that copies to and from it overlap compute.

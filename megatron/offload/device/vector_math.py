@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU's vector math library, called once before two threads can be first: `first_call`.
 
-Whoever starts a training on a CPU calls it: the door for torch models and Megatron's CPU runtime.
+The door for torch models and Megatron's CPU runtime call it before a training on a CPU begins.
 
 Note [The first call]
 torch's `log`, `tanh`, `exp`, `erf`, `sqrt`, `sin` and `cos` of float32 and float64 on a CPU are

@@ -25,10 +25,10 @@ class EnginePasses:
         engine: None: nothing is offloaded.
         hooks_tensors: each forward pass runs in the engine's context for saved tensors; else layers
             are captured one by one.
-        around_forward: gives a context around each forward pass; None: there is nobody to tell.
+        around_forward: gives a context around each forward pass; None: there is no such context.
         unsynchronized: gives a context around backward passes after which gradients are not
-            complete; None: there is nobody to tell.
-        profiler: hears of all passes too; None: nobody measures.
+            complete; None: there is no such context.
+        profiler: is told of all passes too; None: nothing measures them.
 
     Attributes:
         around_backward: gives a context around each backward pass, of its unit and whether it is

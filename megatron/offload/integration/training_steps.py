@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes around each step of a training, whoever calls the engine: `TrainingSteps`.
+"""What goes around each step of a training, the same for every integration: `TrainingSteps`.
 
 An integration says where a step begins and ends. Here the planner measures and decides, the
 timeline is drawn, and what the steps moved is remembered. What happens inside of a step is the
@@ -41,7 +41,7 @@ class TrainingSteps:
     Attributes:
         engine: opened here, closed by `close`.
         planner: with `auto`, unless a policy was given.
-        profiler: to be told of passes and layers; None: nobody wants to know.
+        profiler: to be told of passes and layers; None: nothing measures them.
 
     Args:
         config: with offload enabled.
@@ -55,7 +55,7 @@ class TrainingSteps:
         run_directory: with `auto`, what was measured is written there.
         also_written: bytes that others, such as an optimizer's states, have written so far to each
             SSD directory: they wear the drives too.
-        beside: with `auto`, whoever else takes memory that the planner divides.
+        beside: with `auto`, what else takes memory that the planner divides.
 
     Raises:
         ConfigurationError: a directory, a budget, the device or the plan's file cannot work.

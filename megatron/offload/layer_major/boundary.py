@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where tensors wait between two units: `Boundary`, and of a pass that pauses `HiddenStates`.
 
-The schedule knows when a micro-batch's turn comes and has them back before; who keeps them moves
+The schedule decides when they return, before their micro-batch's turn comes; the `Boundary` moves
 them. Without a boundary all of them stay in memory.
 """
 

@@ -9,8 +9,8 @@ later units have had their backward passes, the gradient goes on from where the 
 What is kept of that tensor is its place in the graph, never its bytes.
 
 Each layer that takes the tensor has an entry of its own, so that gradients add up in the order in
-which they come, as autograd's own do: with one layer in each later unit that takes it once, or with
-one consumer in all as of hidden states, they are the same bits.
+which they come, as autograd's own do. The bits are the same if, in each later unit, one layer alone
+takes the tensor, and takes it once; hidden states, which have one consumer, always qualify.
 
 A list or a dict among the arguments stays the caller's: what a layer writes there is for all.
 Entries are put into it, and taken out again before the next layer, which gets its own.
@@ -70,7 +70,7 @@ class Crossing:
     def put(self) -> None:
         """No backward pass is under way: the sum so far may wait outside of memory.
 
-        Not before: autograd gives a gradient that nobody else refers to away, to be added to.
+        Not before: autograd may accumulate in place into a gradient that it alone refers to.
         """
         if self.boundary is not None and self.gradient is not None:
             self.waiting = self.boundary.put(self.gradient, self.scope)

@@ -49,7 +49,7 @@ _Context = contextlib.AbstractContextManager[Any]
 
 
 class Passes(Protocol):
-    """What is around the passes of a micro-batch through a unit; entered by who runs the step."""
+    """What is around the passes of a micro-batch through a unit; `LayerMajorSchedule` enters it."""
 
     @property
     def boundary(self) -> Boundary | None:
@@ -63,8 +63,8 @@ class Passes(Protocol):
     def whole_forward(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
         """Around the forward passes of a micro-batch through all units, in their thread.
 
-        One for all: in a thread hooks of saved tensors are a stack, and where a pass pauses those
-        of a checkpoint may lie on ours. What it yields is called there before each pause.
+        Entered once per micro-batch, because saved-tensor hooks are a per-thread stack and a pause
+        may happen inside a checkpoint's hooks. That thread calls what it yields before each pause.
         """
         ...
 

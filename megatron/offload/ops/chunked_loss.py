@@ -133,7 +133,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.settings, ctx.expected = settings, expected
         # Not saved tensors: they are results, needed at once, and not to be moved anywhere.
         ctx.gradients = None if gradients is None else gradients.results()
-        # Whoever packs saved tensors hands back a plain tensor, without a Parameter's attributes.
+        # Saved-tensor hooks hand back a plain tensor, without a Parameter's attributes.
         ctx.parameter = weight if settings.into_main_grad else None
         return loss
 

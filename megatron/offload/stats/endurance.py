@@ -37,7 +37,7 @@ class Endurance:
     def add_step(self, written_bytes: Mapping[str, int], seconds: float) -> None:
         """Counts a finished step: bytes that this rank wrote to each directory, and its wall time.
 
-        Time between steps counts too: a drive rests while nobody writes.
+        Time between steps counts too: the drive is not written to then.
         """
         for directory, num_bytes in written_bytes.items():
             self._written.setdefault(directory, 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples what device memory is made of while a step runs: `MemorySampler`.
 
-Whoever captures, uses and moves activations calls it where memory changes much; it hears of what
+What captures, uses and moves activations calls it where memory changes much; it hears of what
 stays as an `Observer`. Each sample reads the device and looks through everything saved that is
 alive. It moves nothing and keeps nothing alive. `MemoryReport` makes one for each step that counts.
 """
@@ -131,7 +131,7 @@ class MemorySampler:
         self.sample(at_once=False)
 
     def note_outside(self, outputs: Iterable[torch.Tensor]) -> None:
-        """At the end of a forward pass: all that its graph saved and nobody told of."""
+        """Counts, at the end of a forward pass, what its graph saved without a call of `stayed`."""
         self._note_graph(outputs, Scope())
         self._where = name_of(Scope())
         self.sample()

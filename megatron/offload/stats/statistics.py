@@ -15,7 +15,7 @@ class StepStatistics:
     offloaded_storages: int = 0
     deduplicated_bytes: int = 0  # saved again while already taken: moved no second time
     bit_packed_bytes: int = 0  # of masks, of which one bit moves for each byte: not moved
-    already_hooked: int = 0  # saved tensors left alone because somebody else has hooked them
+    already_hooked: int = 0  # saved tensors left alone because they have other code's hooks
     unsupported: int = 0  # saved tensors that are more than their bytes: subclasses, sparse, nested
     unsupported_bytes: int = 0  # of those
     small_bytes: int = 0  # saved in storages smaller than the settings say: they stay

@@ -237,7 +237,7 @@ class Training:
         since_s, known_size = time.monotonic(), -1
         while True:
             has_ended, size = self._process.poll() is not None, self._size()
-            # Not read until it has grown: whoever trains has use for the processor.
+            # Not read until it has grown: the training needs the processor.
             if size != known_size and self._read():
                 return True
             known_size = size
@@ -286,7 +286,7 @@ class Training:
 
 
 def _die_with_parent() -> None:
-    """A training that is stopped would not notice that nobody will wake it any more."""
+    """A stopped training (SIGSTOP) would not notice that its parent died and cannot wake it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -26,7 +26,7 @@ FAILED = "its training failed"  # in place of the name of a limit
 
 @dataclass(frozen=True)
 class Limits:
-    """What a rank may take; infinite where nobody has said.
+    """What a rank may take; infinite where the user has given no limit.
 
     Attributes:
         device_bytes: of device memory, with weights and states.

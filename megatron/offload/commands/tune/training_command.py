@@ -49,7 +49,7 @@ class TrainingCommand:
         left_out: those of them that were given.
         added: belong to the choice: what is measured has them too.
         offload: where its activations go.
-        device_budget_bytes: most device memory of a rank; None: nobody has said.
+        device_budget_bytes: most device memory of a rank; None: the command does not say.
         global_batch_size: of the command; None: it has none.
         seq_length: tokens of a sample; None likewise.
         num_layers: of the model; None likewise.

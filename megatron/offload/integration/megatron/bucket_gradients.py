@@ -114,7 +114,7 @@ class BucketGradients(Gradients):
         """Their buckets have memory.
 
         Raises:
-            OffloadError: nobody has said that gradients are zero since the last step.
+            OffloadError: `zero_grad_buffer` has not been called since the last step.
         """
         for one in self._groups:
             if not one.places.keys().isdisjoint(params):
@@ -132,7 +132,7 @@ class BucketGradients(Gradients):
                 self._under_way.append(one)
 
     def _finish(self, one: BucketGroup, *args: Any, **kwargs: Any) -> None:
-        """In the place of a bucket group's `finish_grad_sync`: reduced it is, and leaves."""
+        """Replaces a bucket group's `finish_grad_sync`: waits for the reduction, then offloads."""
         if one.where is Where.AWAY:
             return
         one.begin()  # if no backward pass came to it

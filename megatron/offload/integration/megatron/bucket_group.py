@@ -63,7 +63,7 @@ class BucketGroup:
         """Has memory; at first gradients are zero.
 
         Raises:
-            OffloadError: they have left, and nobody has said that they are zero.
+            OffloadError: they have left, and `zero_grad_buffer` has not been called since.
         """
         if self.where is Where.IN_MEMORY:
             return
@@ -88,7 +88,7 @@ class BucketGroup:
         self._finish(*args, **kwargs)
 
     def leave(self) -> None:
-        """Gives the memory back; somebody else has what is in it."""
+        """Gives the memory back; the caller has taken what is in it."""
         self.where = Where.AWAY
         for memory in self._memory:
             memory.release()

@@ -38,7 +38,7 @@ _is_forward_only = False
 
 
 def connect(connection: TrainingHooks | None) -> None:
-    """Has the decorated functions call `connection` from now on, or nobody if it is None."""
+    """Has the decorated functions call `connection` from now on; None: only Megatron's own code."""
     global _connection, _is_forward_only
     _connection, _is_forward_only = connection, False
 

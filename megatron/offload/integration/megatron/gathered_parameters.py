@@ -12,12 +12,13 @@ bucket (`_BucketInUnits`). Gradients, buckets and shards stay as Megatron has ma
 them every sum over ranks and every norm: all bits are the same.
 
 Note [A step in two passes]
-First each rank updates its shards, unit by unit, at its own pace: as a rule they are in units of
-which others have none. Then all ranks go through all units together, and whoever has updated a
-piece of a unit broadcasts it. A unit of which a rank has updated nothing it does not read before,
-for all bytes come; one that it has updated alone it does not write again. In both passes no more
-units are in memory than may live. What a tier does not take stays in memory and nobody waits; a
-rank that cannot read a unit leaves with a sentence, and the others find its connections closed.
+First each rank updates its shards, unit by unit, at its own pace: mostly they are in units of
+which other ranks have none. Then all ranks go through all units together, and the rank that has
+updated a piece of a unit broadcasts it. A rank does not read a unit of which it has updated nothing
+before it receives all of its bytes, and does not write a unit again that it alone has updated. In
+both passes no more units are in memory than may live. What a tier does not take stays in memory,
+and no rank waits; a rank that cannot read a unit raises an error that says so, and the others find
+its connections closed.
 """
 
 from __future__ import annotations

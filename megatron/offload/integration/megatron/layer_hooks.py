@@ -221,7 +221,7 @@ class _PiecewiseCapture:
 
     Args:
         engine: captures.
-        profiler: hears of the middle; None: nobody measures.
+        profiler: is told when the middle is reached; None: nothing measures it.
         scope: of the layer.
         inputs: of the layer.
         again: the parts that run again in backward.

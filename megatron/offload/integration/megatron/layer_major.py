@@ -56,7 +56,7 @@ class LayerMajorHooks:
         run_layer: captures what layers save; None: they run as they are.
         first_unit: called when a step's backward comes to the first layers' unit, the last one
             that runs: the optimizer's step is near.
-        profiler: hears of all passes; None: nobody measures.
+        profiler: is told of all passes; None: nothing measures them.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LayerMajorHooks:
         first_unit: Callable[[], None],
         profiler: Profiler | None = None,
     ) -> None:
-        # Here, because it imports megatron-core, which not everybody who imports us has.
+        # Imported here, because it imports megatron-core, which not every user has installed.
         from megatron.offload.integration.megatron.layer_hooks import layer_names
         from megatron.offload.integration.megatron.process_groups import consensus_of
 

@@ -134,7 +134,7 @@ class ModelStates:
         """A few lines for the end of a run; empty if there was no step.
 
         Args:
-            with_drives: how long the drives last too, if nobody else says it.
+            with_drives: also says how long the drives last; False if another summary does.
         """
         endurance = Endurance(self._rated_bytes, local_world_size()) if with_drives else None
         return states_summary(self.states, endurance)
@@ -165,7 +165,7 @@ class ModelStates:
         return InFiles(self._directories) if self._directories else contextlib.nullcontext()
 
     def make_states(self, make: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Makes states before the first step, for whoever loads into them; a few at a time.
+        """Makes states before the first step, a few at a time, so that a checkpoint can be loaded.
 
         Args:
             make: fills the state of an inner optimizer; each time of one with some parameters only.
@@ -254,7 +254,7 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
 
 
 def _check_is_known(optimizer: Any) -> None:
-    """Raises ConfigurationError for a Megatron optimizer that keeps weights nobody knows where."""
+    """Raises ConfigurationError for a Megatron optimizer whose main weights we cannot find."""
     kind = type(optimizer).__name__
     if kind not in PAIRS:
         raise STATES.refusal(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function of somebody else's code that we wrap where it stands: `PatchPoint`.
+"""A function of megatron-core or Megatron-LM that we replace with a wrapper: `PatchPoint`.
 
 `patch_points.py` lists those of megatron-core, `training_script.py` those of Megatron-LM. A patch
 point is checked by name and parameters before it is touched. What does

@@ -32,10 +32,10 @@ class ScheduleHooks:
     """Runs the passes of a stage for an engine.
 
     Args:
-        engine: hears of them.
+        engine: is told of them.
         settings: the model's `TransformerConfig`.
-        end_forward: gets what each forward pass gave, at its end.
-        profiler: hears of them too; None: nobody does.
+        end_forward: gets what each forward pass returned, at its end.
+        profiler: is told of them too; None: nothing measures them.
     """
 
     def __init__(

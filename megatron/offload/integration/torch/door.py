@@ -111,7 +111,7 @@ def offload_activations(
         in_turns = measured is not None and measured.in_turns
         try:
             offload.log_steps(parse_path(metrics_file), in_turns=in_turns)
-        except BaseException:  # nobody gets the handle
+        except BaseException:  # the caller gets no handle to close
             offload.close()
             raise
     return offload

@@ -53,8 +53,8 @@ class LayerCalls:
 
     Attributes:
         num_calls: of layers in forward passes that backward follows.
-        units: of layers, in layer-major steps: a plan's chunks. A layer that waits for its unit's
-            turn has looked its forward up in the pass of the unit before.
+        units: of layers, in layer-major steps: a plan's chunks. A paused layer's `forward` was
+            looked up while the previous unit ran, so replacement is decided before the pause.
     """
 
     def __init__(self, names: Mapping[torch.nn.Module, str]) -> None:
@@ -84,7 +84,7 @@ class LayerCalls:
         Args:
             passes: knows which calls are part of a forward pass that backward will follow.
             engine: of the model.
-            profiler: None: nobody wants to know.
+            profiler: is told of layers; None: nothing measures them.
         """
         self._passes, self._engine, self._profiler = passes, engine, profiler
 
@@ -191,7 +191,7 @@ class LayerCalls:
     def _is_within_hooks(self, name: str) -> bool:
         """Whether the model has entered hooks around a layer; see Note [Hooks of others].
 
-        When those run the layer again, our pass is over, and nobody checkpoints it within them.
+        When those hooks run the layer again, our pass is over, and we do not checkpoint it there.
         """
         if not others_take_what_is_saved():
             return False

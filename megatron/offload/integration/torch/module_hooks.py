@@ -5,8 +5,8 @@ What calls us in a PyTorch model: nothing of its code is replaced.
 
 Note [What ends a call]
 torch runs the hooks of a call that raised, but not if what it raised is no Exception: a Ctrl-C, or
-the SystemExit of a thread. Then nobody would take what a pass has put onto its thread off again,
-autograd's hooks first of all. So modules that are hooked outside of graphs are called through
+the SystemExit of a thread. What a pass has put onto its thread, autograd's hooks first of all,
+would then stay there. So modules that are hooked outside of graphs are called through
 `_Call`, where `Module.compile` puts its own: what is there stays around what it was around.
 
 Note [Copies of a model]

@@ -126,7 +126,7 @@ class ActivationOffload:
             for head in heads:
                 head.connect()
                 self._heads.append(head)
-        except BaseException:  # nobody gets the handle
+        except BaseException:  # the caller gets no handle to close
             self.close()
             raise
         _handles.add(self)
@@ -213,7 +213,7 @@ class ActivationOffload:
     def report(self) -> str:
         """What was found in the model, where its activations go, `auto`'s plan and the summary.
 
-        For whoever wonders why memory is not what was expected.
+        Read it when memory is not what you expected.
         """
         planner = self._steps.planner if self._steps is not None else None
         plan = planner.table if planner is not None else ""
@@ -387,7 +387,7 @@ def _close(steps: TrainingSteps, hook: torch.utils.hooks.RemovableHandle) -> Non
 
 
 def _outermost(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The model, and the modules in it that somebody may call in its place."""
+    """The model, and the modules in it that a training loop may call in its place."""
     yield model
     for child in model.children():
         if any(True for _ in child.parameters()):

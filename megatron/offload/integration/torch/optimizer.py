@@ -76,7 +76,7 @@ class OptimizerOffload:
         updated: told of parameters once they are updated.
         stands_for: gives the parameter of the model that one of the optimizer updates.
         order: of parameters in buckets; see `OptimizerStates`.
-        prefetches: whether reads begin in backward, by its gradients; else somebody calls
+        prefetches: whether reads begin in backward, when its gradients come; else the caller calls
             `states.prefetch`.
         num_parts: optimizers of this process whose states move, and that share its memory.
     """

@@ -165,9 +165,9 @@ class ParameterOffload:
             self.window.expose()
 
     def bring_gradients(self) -> None:
-        """Has all gradients in memory until the optimizer's step, for whoever looks at them.
+        """Reads all gradients back into memory, where they stay until the optimizer's step.
 
-        For `clip_grad_norm_` it is not needed.
+        Call it before code that looks at gradients; `clip_grad_norm_` does not need it.
 
         Raises:
             LostStateError: some could not be read back.
@@ -270,7 +270,7 @@ class _EndOfBackward:
 def changing(params: Sequence[torch.Tensor]) -> Iterator[None]:
     """Around an update of parameters: those that are offloaded are in memory, and count as changed.
 
-    For whoever updates parameters and is no `torch.optim.Optimizer`.
+    For code that updates parameters and is no `torch.optim.Optimizer`.
     """
     with contextlib.ExitStack() as contexts:
         for window in _of_process():

@@ -3,8 +3,8 @@
 
 Note [Gathered once for all micro-batches]
 FSDP gathers a module's parameters before its forward and before its backward and frees them behind
-each, and reduces its gradients behind backward. It has settings for all three, made for whoever
-accumulates gradients; here they change from pass to pass. Behind all passes of a unit but the last
+each, and reduces its gradients behind backward. It has settings for all three, made for gradient
+accumulation; here they change from pass to pass. Behind all passes of a unit but the last
 one nothing is freed and nothing is reduced; behind the last one, what the user has set happens. In
 the last unit backward follows forward at once, so between the two nothing is freed either, and
 nothing is gathered ahead before its last pass.

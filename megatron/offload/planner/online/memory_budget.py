@@ -38,7 +38,7 @@ class MemoryBudget:
         device: whose memory it is.
         stage: what is planned for.
         consensus: of the ranks that plan together.
-        beside: takes memory that is divided with; None: nobody does.
+        beside: what else takes memory that the planner divides; None: nothing does.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MemoryBudget:
     def decide(
         self, activation_bytes: int, seconds_of: Callable[[Sequence[int]], list[float]]
     ) -> None:
-        """Memory is divided with whoever else takes some, if somebody does.
+        """Sets the budget; if there is a `beside`, memory is divided between it and activations.
 
         Args:
             activation_bytes: that they took at the most in the steps so far.

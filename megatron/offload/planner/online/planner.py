@@ -98,7 +98,7 @@ class Planner:
         stage: what is planned for.
         directory: for the profile, the last one made; None: it is written nowhere.
         solver: opened for each plan.
-        beside: takes memory that the budget is divided with; None: nobody does.
+        beside: what else takes memory that the planner divides; None: nothing does.
 
     Raises:
         ConfigurationError: the plan file is there, but is none or does not fit.
@@ -208,7 +208,7 @@ class Planner:
         """The plan that is followed and the profile that it was made for, as JSON.
 
         Returns:
-            None before the first plan; an empty profile where the plan is somebody else's.
+            None before the first plan; an empty profile where the plan was read from a file.
         """
         if self.plan is None:
             return None

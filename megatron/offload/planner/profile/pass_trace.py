@@ -29,9 +29,9 @@ class StepTrace:
 
     Args:
         tracer: of the engine.
-        profiler: of the layers. It measures these steps, for a planner or for nobody else.
+        profiler: of the layers. It measures these steps, also without a planner.
         device: whose clock the profiler reads.
-        waits: of the engine. On a CPU who waits shows it.
+        waits: of the engine. On a CPU the thread that waits adds the span itself.
     """
 
     def __init__(
