@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The value of a setting, from whatever a person or a script gives: text, a number, a path.
 
-`parse_*` here, in `sizes.py` and in `layer_set.py` are what the fields of `Settings` are checked
-with. A number goes the way of its text, so that both are taken, or refused, alike. None of them
-touches a file.
+The fields of `Settings` are checked by `parse_*` here, in `sizes.py` and in `layer_set.py`. A
+number goes the way of its text, so that both are taken, or refused, alike. None of them touches a
+file.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """What torch has no generic name for, by kind of accelerator: `Platform`, `register_platform`.
 
 `AcceleratorDevice` does everything else through `torch.get_device_module`, the same lines for every
-kind. A kind of accelerator that is to be offloaded from needs one of these: `cuda.py` has CUDA's,
+kind. To offload from a kind of accelerator takes one of these: `cuda.py` has CUDA's,
 `open.py` registers it and looks others up.
 """
 
@@ -58,7 +58,7 @@ _platforms: dict[str, Platform] = {}
 
 
 def register_platform(kind: str, platform: Platform) -> None:
-    """Has devices of a kind (`torch.device.type`) offloaded from; the last one registered counts.
+    """Lets users offload from devices of a kind (`torch.device.type`); the last call for it counts.
 
     Args:
         kind: torch must have a module of that name, with streams, events and memory counters.

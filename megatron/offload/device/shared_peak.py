@@ -51,7 +51,7 @@ class SharedCounters:
                 setattr(place, name, self._generic(getattr(place, name), getattr(self, name)))
 
     def _generic(self, plain: Callable[..., Any], shared: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of `torch.accelerator`, which is of this kind of device as a rule."""
+        """A function of `torch.accelerator`, which usually is of this kind of device."""
 
         @functools.wraps(plain)
         def call(device_index: Any = None, /) -> Any:
@@ -102,7 +102,7 @@ class SharedCounters:
             self._reset(device)
 
     def _remember(self, index: int) -> dict[str, Any]:
-        """For all readers of a device. Called under the lock; what the counters say."""
+        """Notes the peak for all readers of a device, under the lock; returns the counters."""
         stats = self._stats(index)
         for one in self._readers:
             if one.index == index:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine hears of a layer-major step: `EnginePasses`.
+"""Tells an engine of the passes of a layer-major step: `EnginePasses`.
 
 Each unit counts as a model chunk, as with virtual pipelining: a micro-batch in it has a forward and
 a backward pass of its own.

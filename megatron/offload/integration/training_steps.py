@@ -122,12 +122,12 @@ class TrainingSteps:
         if speaks and not config.plans:
             what = "compute" if device.is_host else "the device"
             self._standstill = Standstill(self.engine.waits, what)
-        # Who offloads on a CPU tries it out, or has no choice.
+        # A user who offloads on a CPU tries it out, or has no choice.
         self._standstill_level = logging.INFO if device.is_host else logging.WARNING
 
     @contextlib.contextmanager
     def step(self, stationary: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Around the passes of a training step, forward and backward. `decide` is to follow.
+        """Around the passes of a training step, forward and backward. Call `decide` after it.
 
         Args:
             stationary: tensors that never move. Asked for in each step: optimizers re-point
@@ -147,7 +147,7 @@ class TrainingSteps:
             self._count_drive_writes()
 
     def _look_at_last(self) -> None:
-        """Before a step: says so where the first ones have stood still."""
+        """Before a step: warns if compute stood still in the first ones."""
         if self._standstill is None:
             return
         self._standstill.begin_step()
@@ -156,7 +156,7 @@ class TrainingSteps:
             logger.log(self._standstill_level, sentence)
 
     def decide(self) -> None:
-        """After a step: with `auto`, what is placed otherwise from now on.
+        """After a step: with `auto`, the planner may change what is placed where.
 
         Raises: as `Planner.decide`.
         """
@@ -166,7 +166,7 @@ class TrainingSteps:
     def pause(self) -> None:
         """Says that what follows until the next step is no training: evaluation, a checkpoint.
 
-        Without it the planner takes all that is between two steps for a part of them.
+        Otherwise the planner counts all time between two steps as a part of them.
         """
         if self.planner is not None:
             self.planner.meter.pause()

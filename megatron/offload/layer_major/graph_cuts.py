@@ -16,7 +16,7 @@ A list or a dict among the arguments stays the caller's: what a layer writes the
 Entries are put into it, and taken out again before the next layer, which gets its own.
 
 What a layer does not take as an argument (a sum of all layers' outputs, say) is not cut. Backward
-would run on into an earlier unit, with a part of its gradient: that is found before, and an error.
+would run on into an earlier unit, with a part of its gradient: `check` finds that first and raises.
 """
 
 from __future__ import annotations

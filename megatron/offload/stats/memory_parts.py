@@ -145,7 +145,7 @@ def layer_and_part(name: str) -> tuple[str, str]:
 
 
 def part_of(scope: Scope) -> str:
-    """Which of the names above what a scope saved and keeps goes by."""
+    """The name, of those above, of what a scope saved and keeps."""
     return KEPT if layer_of(scope.layer) else OUTSIDE
 
 

@@ -21,7 +21,7 @@ from megatron.offload.stats.trace import path_of_rank
 
 logger = logging.getLogger(__name__)
 
-# In the first step tables are learned that outlive it, in the second the optimizer has its state.
+# The first step finds tables that outlive it, in the second the optimizer's state exists.
 NUM_UNSETTLED, NUM_STEPS = 2, 3
 
 

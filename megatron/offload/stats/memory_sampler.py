@@ -223,7 +223,7 @@ class MemorySampler:
                 layers[one.name] += one.num_bytes
 
     def end(self) -> int:
-        """Takes the last sample; the most bytes of the step, which no sample need have seen."""
+        """Takes the last sample; returns the step's peak in bytes, which may be between samples."""
         self.enter("")
         self._is_open = False
         assert self.peak is not None

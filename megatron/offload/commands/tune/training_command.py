@@ -78,13 +78,13 @@ class TrainingCommand:
         """
         if not words:
             raise ConfigurationError(
-                "tune needs the training command behind --, for example: megatron-offload tune "
+                "tune needs the training command after --, for example: megatron-offload tune "
                 "--tokens-per-step 4096-16384 -- examples/pretrain_gpt.py --num-layers 8"
             )
         script = Path(words[0])
         if not script.is_file():
             raise ConfigurationError(
-                f"there is no script {script}; the training command behind -- begins with one"
+                f"there is no script {script}; the training command after -- begins with one"
             )
         if script.suffix != ".py":
             raise ConfigurationError(

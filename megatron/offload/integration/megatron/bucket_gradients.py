@@ -9,7 +9,7 @@ all bits are the same.
 
 Note [What a bucket does in a step]
 Between steps it has no memory. The backward pass of the first of its units gives it some, full of
-zeros, and Megatron adds to `main_grad` as ever. At the unit's end ranks begin to reduce what is
+zeros, and Megatron adds to `main_grad` as usual. At the unit's end ranks begin to reduce what is
 complete, by Megatron's own function, where its hooks have not begun already. They do so while the
 next unit runs. Then this rank's part of the bucket, all of it without the distributed optimizer, is
 copied to go to a tier, and the bucket's memory is given back. In the place of `main_grad` there is
@@ -121,7 +121,7 @@ class BucketGradients(Gradients):
                 one.begin()
 
     def _end_unit(self, params: Sequence[torch.Tensor]) -> None:
-        """What is complete begins to be reduced; what did so a unit ago leaves."""
+        """Begins to reduce what is complete; what began a unit ago leaves."""
         self._complete.update(params)
         under_way, self._under_way = self._under_way, []
         for one in under_way:
@@ -183,7 +183,7 @@ class BucketGradients(Gradients):
         return super().memory_bytes + sum(one.memory_bytes for one in self._groups)
 
     def bring(self) -> None:
-        """Has all gradients in `main_grad` again, until the optimizer's step.
+        """Reads all gradients back into `main_grad`, until the optimizer's step.
 
         Raises:
             LostStateError: one could not be read back.
@@ -214,7 +214,7 @@ class BucketGradients(Gradients):
                 self._undo.pop()()
 
     def _give_up(self, buffer: Any) -> None:
-        """Has a buffer's memory freed: its buckets have their own."""
+        """Frees a buffer's memory: its buckets have their own."""
         moving = {id(bucket): one for one in self._groups for bucket in one.group.buckets}
         staying = [bucket for bucket in buffer.buckets if id(bucket) not in moving]
         for bucket in staying:
@@ -263,7 +263,7 @@ class _Updated(NamedTuple):
 
 
 class _InBuckets:
-    """In the place of a buffer's `grad_data`, whose memory is freed.
+    """Takes the place of a buffer's `grad_data`, whose memory is freed.
 
     Args:
         gradients: in its place before.

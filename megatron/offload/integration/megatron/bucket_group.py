@@ -60,7 +60,7 @@ class BucketGroup:
         return sum(bucket.grad_data.nbytes for bucket in self.group.buckets)
 
     def begin(self) -> None:
-        """Has memory; at first gradients are zero.
+        """Takes memory; at first gradients are zero.
 
         Raises:
             OffloadError: they have left, and `zero_grad_buffer` has not been called since.
@@ -113,7 +113,7 @@ def set_main_grad(param: torch.Tensor, gradient: torch.Tensor | None) -> None:
 
 
 def move_bucket(bucket: Any, whole: torch.Tensor) -> None:
-    """Has a bucket in other memory, whatever is in it."""
+    """Puts a bucket into other memory, without copying its contents."""
     start = bucket.grad_data.storage_offset()
     for param in bucket.params_list:
         place = main_grad_of(param).storage_offset() - start
@@ -122,7 +122,7 @@ def move_bucket(bucket: Any, whole: torch.Tensor) -> None:
 
 
 def forget_shards(groups: Sequence[Any]) -> None:
-    """Has Megatron find its shards of buckets anew: it keeps them, in memory of before."""
+    """Makes Megatron find its shards of buckets anew: its cached ones are in the former memory."""
     for group in groups:
         group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
 

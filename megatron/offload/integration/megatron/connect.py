@@ -141,7 +141,7 @@ class MegatronOffload:
     def pause(self) -> None:
         """Says that what follows until the next step is no training: evaluation, a checkpoint.
 
-        Without it the planner takes all that is between two steps for a part of them.
+        Otherwise the planner counts all time between two steps as a part of them.
         """
         if self._steps is not None:
             self._steps.pause()

@@ -85,7 +85,7 @@ class GatheredParameters:
         self._rest: _Unit | None = None  # outside of layers: it stays in memory
 
     def connect(self, window: ParameterWindow, optimizer: Any) -> None:
-        """Gives Megatron's buffers up; the units have their parameters.
+        """Gives up Megatron's buffers; the units have their parameters.
 
         Args:
             window: has the units.
@@ -129,7 +129,7 @@ class GatheredParameters:
             self._undo.pop()()
 
     def restore(self) -> None:
-        """Has all parameters in Megatron's buffers again, wherever they are in memory."""
+        """Puts all parameters back into Megatron's buffers, wherever they are in memory."""
         for buffer in self._buffers:
             data = torch.zeros(
                 buffer.numel, dtype=buffer.param_dtype, device=buffer.grad_data.device
@@ -162,7 +162,7 @@ class GatheredParameters:
         self._gather()
 
     def _begin_gather(self, group: Any, *_: Any, **__: Any) -> None:
-        """In the place of a bucket group's `start_param_sync`."""
+        """Replaces a bucket group's `start_param_sync`."""
         self._due |= {id(bucket) for bucket in group.buckets}
         if not self._is_in_step:
             self._gather()
@@ -193,7 +193,7 @@ class GatheredParameters:
 
 
 class _Place(NamedTuple):
-    """Where a parameter is in its bucket, in elements, and whose buckets these are."""
+    """Where a parameter is in its bucket, in elements, and which ranks share the bucket."""
 
     bucket: Any
     group: dist.ProcessGroup

@@ -86,7 +86,8 @@ class LayerMajorHooks:
             alternates=config.alternates,
             on_any_rank=lambda holds: bool(consensus.largest([holds])[0]),
         )
-        # First of all hooks: what others bring for a layer is to be there when its turn has come.
+        # First of all hooks: the others, which bring a layer's parameters, run when its turn has
+        # come.
         self._hooks = [
             layer.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
             for layer in units
@@ -128,7 +129,7 @@ class LayerMajorHooks:
         return none, sum((tokens for _, tokens in results), none)
 
     def backward_step(self, step: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """It has run with the last forward step, or will."""
+        """Does nothing: the last forward step runs, or will run, all passes."""
         return None
 
     def clear(self) -> None:

@@ -45,7 +45,8 @@ from megatron.offload.tiers.host_budget import host_budget_bytes
 from megatron.offload.tiers.purpose import STATES
 
 _COPYING = "reload_model_params"  # the model's weights to main weights, and no states
-# What looks at states, and what changes them. Those of ChainedOptimizer call its members'.
+# Functions that read states, and functions that change them. Those of ChainedOptimizer call its
+# members'.
 READING = (
     "state_dict",
     "sharded_state_dict",
@@ -174,7 +175,7 @@ class ModelStates:
             states.make_states(make)
 
     def note_checkpoint(self, path: str | Path) -> None:
-        """Says from where to resume should states be lost."""
+        """Notes the checkpoint that an error names if states are lost."""
         for states in self.states:
             states.checkpoint = str(path)
 

@@ -226,7 +226,7 @@ def offload_model_parameters(
     layer_major: LayerMajorConfig | None = None,
     updates_by_units: bool = False,
 ) -> ModelParameters:
-    """Has the parameters of a model's layers wait where `config` says.
+    """Keeps the parameters of a model's layers where `config` says while others compute.
 
     Call it once the model is trained from: after a checkpoint was loaded, before `install`.
 
@@ -320,7 +320,8 @@ def _gradient_bytes(
 
 
 def _show_before(offload: ParameterOffload, optimizer: Any, name: str) -> Callable[[], None]:
-    """Has parameters in their places when one of an optimizer's functions runs; what undoes it."""
+    """Puts parameters in their places before an optimizer's function runs; returns what undoes
+    that."""
     function = getattr(optimizer, name, None)
     if function is None:
         return lambda: None

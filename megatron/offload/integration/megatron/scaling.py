@@ -15,7 +15,7 @@ import torch
 
 
 def scale_in_place() -> Callable[[], None]:
-    """Megatron clips gradients in place from now on, with the same bits; what undoes that."""
+    """Makes Megatron clip gradients in place, with the same bits; returns what undoes that."""
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_scale
 

@@ -3,7 +3,7 @@
 
 Of attention: the norm before it, and core attention where that saves its probabilities. Of the MLP:
 the norm before it and the activation function. What they leave for backward is a third of a layer's
-bytes and more; to run them again takes hardly any time. `LayerHooks` asks.
+bytes and more; to run them again takes hardly any time. `LayerHooks` calls it.
 
 Note [Norms whose gradient has several terms]
 What goes into a norm goes around it as well. The gradients of both ways are added where it came

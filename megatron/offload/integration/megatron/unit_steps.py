@@ -41,7 +41,7 @@ def check_steps_by_units(optimizer: Any) -> None:
 
 
 def step_by_units(optimizer: Any) -> Callable[[], None]:
-    """Has a Megatron optimizer update one unit after the other, while it is in memory.
+    """Makes a Megatron optimizer update one unit after the other, while that unit is in memory.
 
     Args:
         optimizer: with parameters that are offloaded.

@@ -21,8 +21,8 @@ class EarlierAttributes:
 
     A layer counts its calls, keeps a state for the next call, appends to a list of its own. So a
     forward that runs again finds all of that as the first one did, and leaves it as the first one
-    did. Looked at are plain attributes, what lists, dicts and sets among them hold, and small
-    tensors without a graph, which may be changed in place; buffers are `EarlierBuffers`'.
+    did. It looks at plain attributes, at what lists, dicts and sets among them hold, and at small
+    tensors without a graph, which may be changed in place; `EarlierBuffers` has the buffers.
 
     Args:
         layer: whose forward comes next.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens around the forward of a layer: `LayerCalls`.
 
-What it saves gets its name, a profiler hears of it, and where the policy says so it is recomputed
-in backward, by torch's own checkpoint.
+It names what the layer saves, tells a profiler of it, and recomputes it in backward, by torch's own
+checkpoint, where the policy says so.
 
 Note [As it was before]
 A forward that runs again computes the same if it finds the same: arguments, buffers, attributes,

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward hooks that stay with their model and not with its copies: `ModuleHooks`.
 
-What calls us in a PyTorch model: nothing of its code is replaced.
+They are how a PyTorch model calls us: none of its code is replaced.
 
 Note [What ends a call]
 torch runs the hooks of a call that raised, but not if what it raised is no Exception: a Ctrl-C, or
 the SystemExit of a thread. What a pass has put onto its thread, autograd's hooks first of all,
 would then stay there. So modules that are hooked outside of graphs are called through
-`_Call`, where `Module.compile` puts its own: what is there stays around what it was around.
+`_Call`, in the attribute that `Module.compile` uses; what is there already stays in place within
+it.
 
 Note [Copies of a model]
 Trainers copy models (`deepcopy` for a reference model or an average of the weights) and pickle

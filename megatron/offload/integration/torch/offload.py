@@ -59,7 +59,7 @@ def _close_all() -> None:
 
 @contextlib.contextmanager
 def speaking_of_settings() -> Iterator[None]:
-    """What cannot work is said in the names of settings, not of command-line flags."""
+    """Errors in this context name settings, not command-line flags."""
     try:
         yield
     except ConfigurationError as error:
@@ -164,7 +164,7 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def layer_major_step(self, device: torch.device) -> Iterator[EnginePasses]:
-        """A step whose passes the caller runs, unit by unit: what it is to tell of them.
+        """A step whose passes the caller runs, unit by unit; yields what the caller tells of them.
 
         Args:
             device: where the model computes.

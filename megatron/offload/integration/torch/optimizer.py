@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front door for optimizers: `offload_optimizer`, one line in a training script.
 
-It checks the optimizer and puts its states on tiers. From then on the optimizer's `step` brings
-them bucket by bucket, and `state_dict` and `load_state_dict` work as before.
+It checks the optimizer and puts its states on tiers. From then on the optimizer's `step` reads,
+updates and writes them bucket by bucket, and `state_dict` and `load_state_dict` work as before.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class OptimizerSteps:
         ]
 
     def forget(self) -> None:
-        """Layers compute: what is open has not ended well, or begins again behind a closure."""
+        """Layers compute: an open step has raised, or begins again after its closure."""
         self._open.clear()
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class OptimizerSteps:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """All parameters of an optimizer that does not step by units are to be there.
+        """Brings all parameters of an optimizer that does not step by units into memory.
 
         Args:
             optimizer: that is about to step.

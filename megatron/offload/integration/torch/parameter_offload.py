@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters of a model's layers on SSDs or in host memory: `offload_parameters`.
 
-Hooks of layers say which unit computes, in forward and in backward; `parameters/window.py` has it
-in memory then. An optimizer whose states are offloaded as well (`offload_optimizer`) updates
+Hooks of layers say which unit computes, in forward and in backward; `parameters/window.py` brings
+it into memory. An optimizer whose states are offloaded as well (`offload_optimizer`) updates
 parameters unit by unit; any other has all of them in memory during its step (`optimizer_steps.py`).
 """
 

@@ -39,7 +39,7 @@ _Context = contextlib.AbstractContextManager[Any]
 
 
 class ShardedUnits:
-    """What FSDP2 hears of one layer-major step: a `layer_major.schedule.Passes` around another.
+    """Tells FSDP2 of one layer-major step: a `layer_major.schedule.Passes` around another.
 
     Args:
         model: with modules that `fully_shard` has sharded, or without any.
@@ -86,7 +86,7 @@ class ShardedUnits:
 
     @contextlib.contextmanager
     def step(self, passes: Passes) -> Iterator[Passes]:
-        """Around a step; gives what is to be told of its passes. Gradients are complete behind it.
+        """Around a step; yields what is to be told of its passes. Gradients are complete after it.
 
         Args:
             passes: told as well, within.

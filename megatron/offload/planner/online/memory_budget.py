@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory activations may take under the plans of a run: `MemoryBudget`.
 
-The planner has it decided before the first plan, and shows it steps that may have taken more.
+The planner calls `decide` before the first plan, and shows it steps that may have taken more.
 """
 
 from __future__ import annotations
@@ -87,12 +87,13 @@ class MemoryBudget:
         )
 
     def return_excess(self, last: MeasuredStep | None) -> None:
-        """A resident set also has what the allocator keeps for reuse, more of it step by step."""
+        """Returns freed memory: a resident set includes what the allocator keeps, more with each
+        step."""
         if self.num_bytes is not None and last is not None and last.peak_bytes > self.num_bytes:
             self._device.return_freed_memory()
 
     def warn_of_excess(self, last: MeasuredStep | None) -> None:
-        """Once: a plan from a file is followed as it is."""
+        """Warns once: a plan from a file is followed even where it takes more than the budget."""
         budget_bytes = self._config.memory_budget_bytes
         if budget_bytes is None or last is None or self._has_warned:
             return

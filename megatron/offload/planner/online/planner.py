@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the first steps of a run, plans, and plans again when the run changes: `Planner`.
 
-An integration puts `step` around every training step. All that is decided is decided between steps,
-at the same step on all ranks that share layers; the policy that the engine asks just follows.
+An integration puts `step` around every training step. It decides between steps only, at the same
+step on all ranks that share layers; the policy that the engine asks just follows.
 
 Note [The course of a run]
 `WARMING_UP` one step, everything offloaded; `MEASURING` two steps, likewise; then the first plan.
@@ -159,7 +159,7 @@ class Planner:
         self.decide()
 
     def measure(self) -> contextlib.AbstractContextManager[None]:
-        """Around the passes of a training step; `decide` is to follow, before the next one."""
+        """Around the passes of a training step; call `decide` before the next one."""
         return self.meter.step(detailed=self.phase in _NUM_MEASURED)
 
     def decide(self) -> None:
@@ -231,7 +231,7 @@ class Planner:
     # -- The first plan -------------------------------------------------------------------------
 
     def _follow_file(self, file: SharedPlanFile) -> None:
-        """Follows the plan that it has for this stage, if it is there."""
+        """Follows the plan that the file has for this stage, if there is a file."""
         plan = file.load(self._engine.tiers)
         if plan is None:
             return

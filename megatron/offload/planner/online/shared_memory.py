@@ -31,7 +31,7 @@ class Beside(Protocol):
         ...
 
     def settle(self, number: int, budget_bytes: int) -> None:
-        """That one is taken; activations get so many bytes."""
+        """Takes the budget of that number; activations get so many bytes."""
         ...
 
 

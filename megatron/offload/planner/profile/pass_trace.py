@@ -25,7 +25,7 @@ _NOTICEABLE_S = 0.0001
 
 
 class StepTrace:
-    """Has the layers of a step shown in its timeline.
+    """Adds the layers of a step to its timeline.
 
     Args:
         tracer: of the engine.
@@ -73,7 +73,7 @@ class StepTrace:
 
 
 def _trace_wait(tracer: Tracer, what: Scope | str, began_s: float, ended_s: float) -> None:
-    """Unless the device stood still for a moment alone: it does so behind each event."""
+    """Adds a wait, unless it was only a moment: the device stands still behind each event."""
     if ended_s - began_s >= _NOTICEABLE_S:
         name = what if isinstance(what, str) else f"read of {name_of(what)}"
         tracer.span(WAIT, name, began_s, ended_s)

@@ -110,8 +110,8 @@ def _begin_transfer(state: Row, pieces: Rows, channels: Rows, log: Rows, channel
 def pass_time(
     state: Row, pieces: Rows, channels: Rows, launched: Rows, log: Rows, until: float
 ) -> bool:
-    """Time goes on until then, or the next end of a transfer (or of what a device computes that
-    runs behind its host) if that is sooner; whether it is."""
+    """Lets time pass until then, or until the next end of a transfer (or, with a device that runs
+    behind its host, of what it computes); whether such an end came first."""
     number = channels.shape[0]
     if state.is_behind:
         go_on(state, pieces, launched, log)

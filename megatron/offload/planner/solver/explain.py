@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a plan has each part where it is, in a few words: `Reasons`.
 
-Found by asking the simulation what would be otherwise. For people; nothing is decided by it.
+Found by simulating the other choices. For people; nothing is decided by it.
 """
 
 from __future__ import annotations
