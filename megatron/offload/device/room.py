@@ -45,7 +45,8 @@ class Room:
         self._streams.add(stream)
 
     def read(self, work: Callable[[], _Result]) -> _Result:
-        """Runs `work`, which takes memory for bytes that compute needs now; again if it ran out.
+        """Runs `work`, which takes memory for bytes that compute needs now; once more if memory is
+        short.
 
         Args:
             work: may be done again where it has ended with an error.

@@ -19,7 +19,7 @@ from megatron.offload.saved.scope import Scope
 
 
 class EnginePasses:
-    """Tells an engine of passes: a `layer_major.schedule.Passes`.
+    """Tells an engine of passes: a `layer_major.schedule.UnitPasses`.
 
     Args:
         engine: None: nothing is offloaded.

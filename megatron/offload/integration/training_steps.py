@@ -24,7 +24,7 @@ from megatron.offload.placement.plan_policy import PlannedPolicy
 from megatron.offload.placement.policy import Placement, Policy
 from megatron.offload.planner.online.consensus import RankConsensus
 from megatron.offload.planner.online.planner import Planner
-from megatron.offload.planner.online.shared_memory import Beside
+from megatron.offload.planner.online.shared_memory import SharesMemory
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.pass_trace import StepTrace
 from megatron.offload.planner.profile.profiler import Profiler
@@ -73,7 +73,7 @@ class TrainingSteps:
         planned: Callable[[], tuple[RankConsensus, Stage]],
         run_directory: Path | None = None,
         also_written: Callable[[], Mapping[str, int]] = dict,
-        beside: Beside | None = None,
+        beside: SharesMemory | None = None,
     ) -> None:
         followed = None
         if config.plans and policy is None:

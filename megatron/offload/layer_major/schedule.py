@@ -48,7 +48,7 @@ T = TypeVar("T")
 _Context = contextlib.AbstractContextManager[Any]
 
 
-class Passes(Protocol):
+class UnitPasses(Protocol):
     """What is around the passes of a micro-batch through a unit; `LayerMajorSchedule` enters it."""
 
     @property
@@ -115,7 +115,7 @@ class LayerMajorSchedule:
         self,
         forwards: Sequence[Callable[[], T]],
         backward: Callable[[T], None],
-        passes: Passes,
+        passes: UnitPasses,
     ) -> list[T]:
         """Runs all passes of a step; returns what the forward passes gave.
 
@@ -284,7 +284,7 @@ class _MicroBatch(Generic[T]):
         self,
         number: int,
         forward: Callable[[], T],
-        passes: Passes,
+        passes: UnitPasses,
         device: torch.device,
         num_units: int,
     ) -> None:

@@ -33,7 +33,7 @@ import torch
 from megatron.offload.errors import GRADIENTS_PREFIX, OffloadError
 from megatron.offload.integration.megatron.bucket_group import (
     BucketGroup,
-    Where,
+    BucketState,
     all_of,
     check_bucket,
     forget_shards,
@@ -127,13 +127,13 @@ class BucketGradients(Gradients):
         for one in under_way:
             self._finish(one)
         for one in self._groups:
-            if one.where is Where.IN_MEMORY and one.places.keys() <= self._complete:
+            if one.state is BucketState.IN_MEMORY and one.places.keys() <= self._complete:
                 one.begin_to_reduce()
                 self._under_way.append(one)
 
     def _finish(self, one: BucketGroup, *args: Any, **kwargs: Any) -> None:
         """Replaces a bucket group's `finish_grad_sync`: waits for the reduction, then offloads."""
-        if one.where is Where.AWAY:
+        if one.state is BucketState.AWAY:
             return
         one.begin()  # if no backward pass came to it
         one.finish_to_reduce(*args, **kwargs)
@@ -189,7 +189,7 @@ class BucketGradients(Gradients):
             LostStateError: one could not be read back.
         """
         for one in self._groups:
-            if one.where is not Where.AWAY:
+            if one.state is not BucketState.AWAY:
                 continue
             found = {param: main_grad_of(param) for param in one.places}
             one.zero()
@@ -233,7 +233,7 @@ class BucketGradients(Gradients):
             for bucket in buffer.buckets:
                 one = moving.get(id(bucket))
                 own = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
-                if one is None or one.where is Where.IN_MEMORY:
+                if one is None or one.state is BucketState.IN_MEMORY:
                     own.copy_(bucket.grad_data)
                 else:
                     one.zero()

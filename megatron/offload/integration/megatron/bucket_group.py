@@ -16,7 +16,7 @@ from megatron.offload.parameters.unit_memory import open_unit_memory
 _GRADIENT = "main_grad"  # of a parameter of Megatron's
 
 
-class Where(enum.Enum):
+class BucketState(enum.Enum):
     """Where the gradients of a group of buckets are. Members name the transitions into them."""
 
     NOWHERE = "nowhere"  # at first; `zero`
@@ -33,12 +33,12 @@ class BucketGroup:
 
     Attributes:
         places: of the gradients, by the model's parameters; valid for good.
-        where: they are.
+        state: where the gradients are.
     """
 
     def __init__(self, group: Any, device: Device) -> None:
         self.group = group
-        self.where = Where.NOWHERE
+        self.state = BucketState.NOWHERE
         self.places: dict[torch.Tensor, torch.Tensor] = {}
         self._device = device
         self._memory = []
@@ -55,7 +55,7 @@ class BucketGroup:
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory that it takes now."""
-        if self.where is not Where.IN_MEMORY:
+        if self.state is not BucketState.IN_MEMORY:
             return 0
         return sum(bucket.grad_data.nbytes for bucket in self.group.buckets)
 
@@ -65,9 +65,9 @@ class BucketGroup:
         Raises:
             OffloadError: they have left, and `zero_grad_buffer` has not been called since.
         """
-        if self.where is Where.IN_MEMORY:
+        if self.state is BucketState.IN_MEMORY:
             return
-        if self.where is Where.AWAY:
+        if self.state is BucketState.AWAY:
             raise OffloadError(
                 f"{GRADIENTS_PREFIX}a backward pass would add to gradients that have been reduced; "
                 "call zero_grad_buffer() of the model before each step's first one"
@@ -76,7 +76,7 @@ class BucketGroup:
             memory.obtain()
             self._device.use_after(memory.storage, [self._device.restored_is_free()])
             bucket.grad_data.zero_()
-        self.where = Where.IN_MEMORY
+        self.state = BucketState.IN_MEMORY
 
     def begin_to_reduce(self) -> None:
         """Their sums are complete on this rank."""
@@ -89,15 +89,15 @@ class BucketGroup:
 
     def leave(self) -> None:
         """Gives the memory back; the caller has taken what is in it."""
-        self.where = Where.AWAY
+        self.state = BucketState.AWAY
         for memory in self._memory:
             memory.release()
 
     def zero(self) -> None:
         """They are zero, and take no memory."""
-        if self.where is Where.IN_MEMORY:
+        if self.state is BucketState.IN_MEMORY:
             self.leave()
-        self.where = Where.NOWHERE
+        self.state = BucketState.NOWHERE
         for param, place in self.places.items():
             set_main_grad(param, place)
 

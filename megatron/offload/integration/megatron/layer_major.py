@@ -179,7 +179,7 @@ class _Passes(EnginePasses):
 
     @contextlib.contextmanager
     def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:
-        """See `Passes`."""
+        """See `UnitPasses`."""
         if unit == 0 and not self._has_told:
             self._has_told = True
             self._first_unit()

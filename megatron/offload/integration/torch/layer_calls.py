@@ -28,9 +28,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.offload.capture.context import others_take_what_is_saved
 from megatron.offload.engine import OffloadEngine
-from megatron.offload.integration.torch.earlier_arguments import Changes, EarlierArguments
-from megatron.offload.integration.torch.earlier_attributes import EarlierAttributes
-from megatron.offload.integration.torch.earlier_buffers import EarlierBuffers
+from megatron.offload.integration.torch.argument_snapshot import ArgumentSnapshot, Changes
+from megatron.offload.integration.torch.attribute_snapshot import AttributeSnapshot
+from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
 from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.placement.policy import WHOLE_LAYER, Placement
@@ -73,7 +73,7 @@ class LayerCalls:
         self._has_warned = False  # of hooks that are around one
         self._has_warned_of: set[torch.nn.Module] = set()  # why they are not recomputed
         self._timings: LayerTimings | None = None  # of it
-        self._watched: EarlierArguments | None = None  # its arguments, where it is measured
+        self._watched: ArgumentSnapshot | None = None  # its arguments, where it is measured
         self._changes: collections.defaultdict[torch.nn.Module, Changes]
         self._changes = collections.defaultdict(Changes)
         self._contexts = contextlib.ExitStack()  # around it, or around what runs after it
@@ -162,12 +162,12 @@ class LayerCalls:
 
     def _noted(
         self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], *, copies: bool
-    ) -> EarlierArguments:
+    ) -> ArgumentSnapshot:
         try:
             names = list(inspect.signature(type(layer).forward).parameters)[1:]
         except (TypeError, ValueError):
             names = []
-        return EarlierArguments(args, kwargs, names, self._changes[layer], copies=copies)
+        return ArgumentSnapshot(args, kwargs, names, self._changes[layer], copies=copies)
 
     def _learn(self, layer: torch.nn.Module, timings: LayerTimings) -> None:
         """A measured layer has run: plans do not recompute what would not run as before."""
@@ -227,9 +227,9 @@ class LayerCalls:
         noted: Callable[[], _Context] = contextlib.nullcontext
         if self._timings is not None and self._profiler is not None:
             noted = functools.partial(self._profiler.recomputation, self._timings, WHOLE_LAYER)
-        buffers = EarlierBuffers(self._layer)
-        attributes = EarlierAttributes(self._layer)
-        numbers = _EarlierNumbers([*self._layer.modules(), *tree_leaves((args, kwargs))])
+        buffers = BufferSnapshot(self._layer)
+        attributes = AttributeSnapshot(self._layer)
+        numbers = _NumberSnapshot([*self._layer.modules(), *tree_leaves((args, kwargs))])
 
         def contexts() -> tuple[_Context, _Context]:
             restored = buffers.restored, attributes.restored, numbers.restored
@@ -253,7 +253,7 @@ class LayerCalls:
         return result
 
 
-class _EarlierNumbers:
+class _NumberSnapshot:
     """Random numbers that are not torch's, where they were before a layer has run."""
 
     def __init__(self, owners: Iterable[Any]) -> None:

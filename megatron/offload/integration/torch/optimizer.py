@@ -38,7 +38,7 @@ from megatron.offload.states.space import expected_bytes
 from megatron.offload.states.step_on_host import StepOnHost
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.memory_by_tier import (
-    Held,
+    MemoryRow,
     held_by_parameters,
     held_by_states,
     memory_table,
@@ -173,7 +173,7 @@ class OptimizerOffload:
         params = [param for group in groups for param in group["params"]]
         rows = held_by_parameters(params, tier_of, gradient_tier_of)
         if self.states is None:
-            rows.append(Held("optimizer states", state_bytes([self._optimizer])))
+            rows.append(MemoryRow("optimizer states", state_bytes([self._optimizer])))
             return memory_table(rows, heading="memory")
         rows.append(held_by_states([self.states]))
         table = memory_table(rows, heading="memory")

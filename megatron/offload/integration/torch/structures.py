@@ -2,7 +2,7 @@
 """Containers and objects, recorded as they are and rebuilt: `Structure`.
 
 A layer may change what it is called with: append to a list, set an entry of a dict, put keys and
-values into a cache. `earlier_arguments.py` makes a `Structure` before, and decides what becomes of
+values into a cache. `argument_snapshot.py` makes a `Structure` before, and decides what becomes of
 the tensors. Nothing is copied here but containers and objects themselves.
 """
 

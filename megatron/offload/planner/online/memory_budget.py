@@ -15,7 +15,7 @@ from megatron.offload.device.device import Device
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.planner.online.consensus import RankConsensus
 from megatron.offload.planner.online.drift import OVER_BUDGET, MeasuredStep
-from megatron.offload.planner.online.shared_memory import Beside, divided_budget
+from megatron.offload.planner.online.shared_memory import SharesMemory, divided_budget
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.sizes import format_size
 
@@ -48,7 +48,7 @@ class MemoryBudget:
         device: Device,
         stage: Stage,
         consensus: RankConsensus,
-        beside: Beside | None,
+        beside: SharesMemory | None,
     ) -> None:
         self.num_bytes: int | None = None
         self._config = config

@@ -53,7 +53,7 @@ from megatron.offload.planner.online.consensus import (
 from megatron.offload.planner.online.drift import Drift, Expectation, MeasuredStep, Reason
 from megatron.offload.planner.online.memory_budget import MemoryBudget
 from megatron.offload.planner.online.plan_maker import PlanMaker, WholeSteps
-from megatron.offload.planner.online.shared_memory import Beside
+from megatron.offload.planner.online.shared_memory import SharesMemory
 from megatron.offload.planner.online.shared_plan_file import SharedPlanFile
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.online.step_meter import StepMeter
@@ -115,7 +115,7 @@ class Planner:
         *,
         directory: Path | None = None,
         solver: Callable[[], SolverProcess] = SolverProcess,
-        beside: Beside | None = None,
+        beside: SharesMemory | None = None,
     ) -> None:
         self.phase = Phase.WARMING_UP
         self.plan: Plan | None = None
