@@ -23,7 +23,7 @@ def put(owner: Any, name: str, value: Any) -> Callable[[], None]:
         value: anything; a module too is no submodule by that.
 
     Returns:
-        What puts back what the object itself had there, if anything.
+        A function that puts back what the object itself had there, if anything.
     """
     own = vars(owner)
     before = own.get(name, _NOTHING)

@@ -16,7 +16,7 @@ class ThreadState:
     """What the thread that makes this has entered, as far as torch shows it.
 
     That is: a device's current stream, gradients on or off, autocast, modes (of functions, of
-    dispatch) and default hooks of saved tensors. Torch does not show profilers, which hear of their
+    dispatch) and default hooks of saved tensors. Torch does not show profilers, which record their
     own thread alone.
 
     Args:
@@ -46,7 +46,7 @@ class ThreadState:
                 contexts.enter_context(self._module.device(self._current))
             contexts.enter_context(torch.set_grad_enabled(self._wants_gradients))
             self._autocast.set()
-            # Modes and hooks hear nothing of it: they know of one entry.
+            # Modes and hooks are not told of it: they know of one entry.
             for one in self._function_modes:
                 torch._C._push_on_torch_function_stack(one)
                 contexts.callback(torch._C._pop_torch_function_stack)

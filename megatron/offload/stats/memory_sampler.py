@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples what device memory is made of while a step runs: `MemorySampler`.
 
-What captures, uses and moves activations calls it where memory changes much; it hears of what
-stays as an `Observer`. Each sample reads the device and looks through everything saved that is
-alive. It moves nothing and keeps nothing alive. `MemoryReport` makes one for each step that counts.
+The engine, capture, `Reader` and `Writer` call it where memory changes much; as an `Observer` it is
+told of what stays. Each sample reads the device and looks through everything saved that is alive.
+It moves nothing and keeps nothing alive. `MemoryReport` makes one for each step that counts.
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ class MemorySampler:
         if not self._is_open or (not at_once and now_s - self._sampled_s < _BETWEEN_SAMPLES_S):
             return
         self._sampled_s = now_s
-        # Of a resident set; else what the step once took stays in it, and the peak is anywhere.
+        # On a CPU: else the resident set keeps what the step once took, and any sample may be its
+        # peak.
         self._device.return_freed_memory()
         taken_bytes = self._device.allocated_bytes() - self._base_bytes
         parts: dict[str, int] = dict.fromkeys(PARTS, 0)

@@ -75,7 +75,7 @@ class LayerDivision:
         if self._reached is None or not (is_middle or torch.is_grad_enabled()):
             return
         values = (*args, *kwargs.values())
-        with PLAIN_TORCH():  # a mode, the CPU runtime's for one, would hear of each look
+        with PLAIN_TORCH():  # a mode, such as the CPU runtime's, would see each look
             tensors = [t for t in values if isinstance(t, torch.Tensor) and node_of(t) is not None]
         if tensors:
             self._reached(tensors, is_middle)

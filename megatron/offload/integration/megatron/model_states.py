@@ -315,7 +315,7 @@ class _Part:
         self.states.expose()
 
     def _wrap(self, name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
-        """Has one of the optimizer's functions run inside a context."""
+        """Makes one of the optimizer's functions run inside a context."""
         function = getattr(self._optimizer, name, None)
         if function is None:
             return

@@ -51,7 +51,7 @@ class PatchPoint:
         return function
 
     def replace(self, replacement: Callable[..., Any]) -> Callable[[], None]:
-        """Puts another function there; the result, a function, puts the original back."""
+        """Puts another function there; returns a function that puts the original back."""
         original = self.find()
         owner, name = self._place()
         setattr(owner, name, replacement)

@@ -47,7 +47,7 @@ def step_by_units(optimizer: Any) -> Callable[[], None]:
         optimizer: with parameters that are offloaded.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     inner, weights = optimizer.optimizer, MainWeights(optimizer)
     own_step = OptimizerSlice(inner)

@@ -46,7 +46,7 @@ _Context = contextlib.AbstractContextManager[Any]
 
 
 class LayerCalls:
-    """Hears of each call of a layer.
+    """Is told of each call of a layer.
 
     Args:
         names: of the layers.
@@ -79,7 +79,7 @@ class LayerCalls:
         self._contexts = contextlib.ExitStack()  # around it, or around what runs after it
 
     def connect(self, passes: Passes, engine: OffloadEngine, profiler: Profiler | None) -> None:
-        """From now on these hear of layers.
+        """From now on these are told of layers.
 
         Args:
             passes: knows which calls are part of a forward pass that backward will follow.

@@ -42,14 +42,14 @@ class ModuleHooks:
         *,
         outside_of_graphs: bool,
     ) -> None:
-        """Has functions called around a module's forward, however it ends.
+        """Calls functions around a module's forward, however it ends.
 
         Args:
             module: whose forward.
             begin: gets the module and the arguments; runs before hooks that are there already.
             end: gets the module and the result; None if it raised.
             outside_of_graphs: `torch.compile` ends its graph before them; else it leaves them out,
-                and `end` does not hear of what Note [What ends a call] is about.
+                and `end` is not called for what Note [What ends a call] is about.
         """
         hook = _OutsideOfGraphs if outside_of_graphs else _Hook
         call = _Call(module, end) if outside_of_graphs else None
@@ -71,7 +71,7 @@ class ModuleHooks:
             self._handles.append(call)
 
     def add_before(self, module: torch.nn.Module, call: Callable[[torch.nn.Module], None]) -> None:
-        """Has a function called just before a module's forward, after hooks that are there."""
+        """Calls a function just before a module's forward, after hooks that are there."""
 
         def before(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             call(module)
@@ -124,7 +124,7 @@ class _OutsideOfGraphs(_Hook):
 
 
 class _Call:
-    """The call of a module, which tells of what no hook hears of: Note [What ends a call].
+    """The call of a module; calls `end` where torch runs no hook: Note [What ends a call].
 
     torch leaves it out of copies and pickles by itself.
     """
@@ -135,7 +135,7 @@ class _Call:
         self._inner: Any = None  # what the module was called through before
 
     def connect(self) -> None:
-        """Has the module called through this, if it is not already."""
+        """Makes torch call the module through this, if it does not already."""
         outer: Any = vars(self._module).get(_CALL)
         call = outer
         while isinstance(call, _Call):
@@ -146,7 +146,7 @@ class _Call:
         put(self._module, _CALL, self)
 
     def remove(self) -> None:
-        """Tells of nothing more."""
+        """Calls nothing more."""
         self._end = do_nothing
         outer: Any = vars(self._module).get(_CALL)
         if outer is self:

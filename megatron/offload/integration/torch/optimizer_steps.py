@@ -33,7 +33,7 @@ from megatron.offload.parameters.window import ParameterWindow
 
 
 class OptimizerSteps:
-    """Has the parameters of an optimizer in memory while it updates them.
+    """Keeps the parameters of an optimizer in memory while it updates them.
 
     Args:
         window: of parameters; those of an optimizer that are in no unit of it are left alone.

@@ -320,7 +320,7 @@ def by_units(
 
 @contextlib.contextmanager
 def unit_backward(params: Sequence[torch.Tensor], *, is_last: bool) -> Iterator[None]:
-    """Around a backward pass of a layer-major step's unit: gradients that are offloaded hear of it.
+    """Around a backward pass of a layer-major step's unit: tells the offload of gradients of it.
 
     Args:
         params: whose gradients are complete behind the last pass of the unit.
