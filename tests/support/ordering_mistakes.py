@@ -351,7 +351,7 @@ MISTAKES: tuple[Mistake, ...] = (
         ((_ACCESS, "_StagedView.pieces_to_fill", "buffer.event = copied", ""),),
     ),
     Mistake(
-        "who takes a staging buffer waits for the event of another one",
+        "a thread that takes a staging buffer waits for the event of another one",
         _DRIVE,
         (
             (

@@ -28,14 +28,14 @@ from megatron.offload.integration.output_head import OutputHead
 from megatron.offload.integration.torch.compute_device import compute_device
 from megatron.offload.integration.torch.layer_calls import LayerCalls
 from megatron.offload.integration.torch.module_hooks import ModuleHooks
-from megatron.offload.integration.torch.parameters import (
+from megatron.offload.integration.torch.passes import Passes
+from megatron.offload.integration.torch.ranks import local_world_size, planned_stage, rank
+from megatron.offload.integration.torch.report import held_again, report_of, warnings_of
+from megatron.offload.integration.torch.stationary import (
     is_sharded,
     stationary_tensors,
     unsharded_tensors,
 )
-from megatron.offload.integration.torch.passes import Passes
-from megatron.offload.integration.torch.ranks import local_world_size, planned_stage, rank
-from megatron.offload.integration.torch.report import held_again, report_of, warnings_of
 from megatron.offload.integration.torch.step_log import StepLog
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.config import refusal
@@ -297,7 +297,7 @@ class ActivationOffload:
     def _watch_sharded(self) -> None:
         """Excludes what FSDP gathers, as soon as it has, also in modules that it has come to since.
 
-        See Note [Views of parameters] in `parameters.py`.
+        See Note [Views of parameters] in `stationary.py`.
         """
         for model in self._models:
             for module in model.modules():

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from megatron.offload.integration.process_groups import ProcessGroupConsensus
-from megatron.offload.integration.torch.parameters import fsdp2_state, parameter_groups
+from megatron.offload.integration.torch.stationary import fsdp2_state, parameter_groups
 from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.layer_major.config import refusal
 from megatron.offload.layer_major.schedule import UnitPasses
