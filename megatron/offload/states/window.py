@@ -28,7 +28,7 @@ from megatron.offload.device.device import Device
 from megatron.offload.errors import LostStateError
 from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.faults import warn_of_full_tiers, warn_of_retry
-from megatron.offload.tiers.tier import Tier
+from megatron.offload.tiers.tier import Tier, close_when_dropped
 
 ON_DEVICE = 3  # buckets in an accelerator's memory at a time, see Note [The window]
 
@@ -65,6 +65,7 @@ class Window:
         # Told by I/O threads: a write or a read has ended. Held for a few instructions.
         self._changed = threading.Condition()
         device.room.add(self)
+        self._when_dropped = close_when_dropped(self, self.tiers)
 
     def tell_changed(self) -> None:
         """A write or a read of a bucket has ended. Called in whatever thread."""
@@ -241,5 +242,6 @@ class Window:
     def close(self) -> None:
         """Forgets all buckets, and ends the tiers."""
         self.buckets = []
+        self._when_dropped.detach()
         for tier in self.tiers:
             tier.close()
