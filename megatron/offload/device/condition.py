@@ -3,7 +3,8 @@
 
 Python runs a signal's handler when a function of Python's begins, and `threading.Condition` gives
 its lock back in one: where Ctrl-C comes just then, the lock stays taken, and every other thread
-waits for ever. Here `with` calls the lock itself, which is written in C.
+waits for ever. Here `with` calls the lock itself, which is written in C, and a notice that is
+interrupted goes to all.
 """
 
 from __future__ import annotations
@@ -28,3 +29,15 @@ class Condition(threading.Condition):
     @property
     def __exit__(self) -> Callable[..., Any]:
         return self._own.__exit__
+
+    def notify(self, n: int = 1) -> None:
+        """Wakes some threads that wait; all, where an interrupt comes meanwhile.
+
+        Else it would leave the place of a thread that has been woken, and the next notice would go
+        there and be lost.
+        """
+        try:
+            super().notify(n)
+        except BaseException:
+            super().notify(len(self._waiters))  # type: ignore[attr-defined]
+            raise
