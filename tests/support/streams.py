@@ -249,7 +249,9 @@ class Faults:
                 if rule is not None and rule[1]:
                     rule[1] -= 1
                     self.num_failed += 1
-                    raise rule[0]()
+                    # As a debugger or a logger may, the error holds what was to be moved.
+                    held = [memoryview(body)[:] for body in args if _has_bytes(body)]
+                    raise rule[0](held)
             return call(file, *args)
 
         monkeypatch.setattr(UnlinkedFile, name, fails)
@@ -257,8 +259,18 @@ class Faults:
     def fail(self, *methods: str, number: int, times: int = -1) -> None:
         """These methods raise an OSError of that number from now on, -1: for ever."""
         for method in methods:
-            self._rules[method] = [lambda: OSError(number, os.strerror(number)), times]
+            self._rules[method] = [functools.partial(_error, number), times]
 
     def end(self) -> None:
         """All is well again."""
         self._rules.clear()
+
+
+def _has_bytes(argument: Any) -> bool:
+    return isinstance(argument, memoryview)
+
+
+def _error(number: int, held: list[memoryview]) -> OSError:
+    error = OSError(number, os.strerror(number))
+    error.held = held  # type: ignore[attr-defined]
+    return error

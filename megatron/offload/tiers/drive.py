@@ -13,9 +13,8 @@ import enum
 import errno
 import functools
 import logging
-import mmap
 import threading
-from collections.abc import Generator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -242,21 +241,18 @@ class Drive:
             extent.checksums = self._cached_checksums(extent)
 
     def _cached_checksums(self, extent: Extent) -> list[int]:
-        with mmap.mmap(-1, _CHECKED_BYTES) as memory, memoryview(memory) as buffer:
+        # Nothing closes it: an error of a read may hold a part of it for as long as it is handled.
+        buffer = memoryview(bytearray(_CHECKED_BYTES))
 
-            def parts(start: int) -> Generator[memoryview, None, None]:
-                stop = min(start + extent.piece_bytes, extent.num_bytes)
-                for at in range(start, stop, _CHECKED_BYTES):
-                    # Released also where the read fails: else the memory cannot be closed.
-                    with buffer[: min(_CHECKED_BYTES, stop - at)] as part:
-                        self.file.read_cached(part, extent.offset + at)
-                        yield part
+        def parts(start: int) -> Iterator[memoryview]:
+            stop = min(start + extent.piece_bytes, extent.num_bytes)
+            for at in range(start, stop, _CHECKED_BYTES):
+                part = buffer[: min(_CHECKED_BYTES, stop - at)]
+                self.file.read_cached(part, extent.offset + at)
+                yield part
 
-            found = []
-            for start in range(0, extent.num_bytes, extent.piece_bytes):
-                with contextlib.closing(parts(start)) as bodies:
-                    found.append(checksum_in_parts(bodies))
-            return found
+        starts = range(0, extent.num_bytes, extent.piece_bytes)
+        return [checksum_in_parts(parts(start)) for start in starts]
 
     def close(self) -> None:
         """Cancels what is queued, waits for what is under way, frees the file's space."""
