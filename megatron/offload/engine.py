@@ -30,7 +30,8 @@ from megatron.offload.device.clock import Clock
 from megatron.offload.device.cuda_allocator import START_WITH_EXPANDABLE, keeps_fragments
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.device.own_process import OwnProcess
+from megatron.offload.errors import PREFIX, ConfigurationError
 from megatron.offload.placement.policy import FixedPolicy, Placement, Policy
 from megatron.offload.saved.cache import LongLived, TensorCache
 from megatron.offload.saved.observer import Observer
@@ -46,7 +47,6 @@ from megatron.offload.stats.trace import Tracer
 from megatron.offload.stats.traffic import Traffic
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.open import open_tiers
-from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.transfer.batch import Batch
 from megatron.offload.transfer.dispatcher import Dispatcher
@@ -100,6 +100,7 @@ class OffloadEngine:
             raise ConfigurationError("the engine was asked for with --activation-offload off")
         if isinstance(device, str | torch.device):
             device = open_device(device)
+        self._process = OwnProcess(PREFIX)
         self.config = config
         self.rank = rank
         self._policy = policy or FixedPolicy(
@@ -208,7 +209,12 @@ class OffloadEngine:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around all forward and backward passes of a training step."""
+        """Around all forward and backward passes of a training step.
+
+        Raises:
+            OffloadError: this is a child process.
+        """
+        self._process.check()
         self._device.begin_phase("step")
         if self._peak is not None:
             self._peak.reset()
@@ -374,7 +380,12 @@ class OffloadEngine:
         )
 
     def close(self) -> None:
-        """Waits for transfers, ends the threads and gives memory and disk space back."""
+        """Waits for transfers, ends the threads and gives memory and disk space back.
+
+        In a child process, which has none of them, it does nothing.
+        """
+        if not self._process.is_this:
+            return
         self._casts.keep()  # graphs may outlive it, and weights change
         self.dispatcher.close()
         if self.tracer is not None:
@@ -448,11 +459,3 @@ class OffloadEngine:
         Without the one that only chooses among the others.
         """
         return {p: tier for p, tier in self._tiers.items() if p is not Placement.TIERED}
-
-    @property
-    def drive_written_bytes(self) -> dict[str, int]:
-        """Bytes written to each SSD directory since the engine was opened."""
-        ssd = self._tiers.get(Placement.SSD)
-        if not isinstance(ssd, SsdTier):
-            return {}
-        return {str(d.directory): d.statistics.writes.total_bytes for d in ssd.drives}

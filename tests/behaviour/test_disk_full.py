@@ -247,9 +247,9 @@ FILE_SIZE_LIMIT = """
 def test_a_file_size_limit_is_like_a_full_disk_and_kills_nobody(tmp_path: Path) -> None:
     code, output, errors = finish(start_python(FILE_SIZE_LIMIT, tmp_path))
     assert code == 0, errors  # SIGXFSZ would end in a negative one
-    full, failed = json.loads(output)
-    assert full["health"] == "full" and full["written"] > 0 and full["rejected"] > 0
-    assert len(full["messages"]) == 1 and "File too large" in full["messages"][0]
-    # Lowered below what the file has already: writes into it fail, and no more are tried.
-    assert failed["health"] == "failed" and failed["written"] == 0 and failed["rejected"] > 0
-    assert len(failed["messages"]) == 1 and "File too large" in failed["messages"][0]
+    grown, lowered = json.loads(output)
+    assert grown["written"] > 0 and grown["rejected"] > 0
+    assert lowered["written"] <= MIB  # writes into what the file has already fail beyond it
+    for told in (grown, lowered):
+        assert told["health"] == "full"
+        assert len(told["messages"]) == 1 and "File too large" in told["messages"][0]

@@ -20,8 +20,9 @@ from megatron.offload.stats.memory_by_tier import (
     held_by_states,
     memory_table,
 )
-from megatron.offload.stats.states_summary import drive_written_bytes, states_summary
+from megatron.offload.stats.states_summary import states_summary
 from megatron.offload.tiers.host import HostTier
+from megatron.offload.tiers.wear import WEAR
 
 
 def parameters(number: int = 8) -> list[torch.nn.Parameter]:
@@ -141,14 +142,16 @@ def test_what_no_tier_has_room_for_stays_on_the_device() -> None:
 def test_the_summary_says_what_moved_and_how_long_drives_last(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(parameters())
     settings = {"bucket_bytes": MIB, "window_bytes": 3 * MIB, "drive_endurance_bytes": "600TB"}
+    before = WEAR.written()
     with offload_optimizer(optimizer, tmp_path, **settings) as handle:
         assert handle.states is not None
         assert states_summary([handle.states]) == ""
         for _ in range(4):
             step(optimizer)
             handle.states.wait_for_writes()
-        assert drive_written_bytes([handle.states]) == {str(tmp_path): 24 * MIB}
+        written = WEAR.since(before)
+        assert written == {str(tmp_path): 24 * MIB}
         assert "6 MiB at" in states_summary([handle.states])
-        text = states_summary([handle.states], Endurance(10**15))
+        text = states_summary([handle.states], Endurance(10**15), written)
         assert "24 MiB in this run" in text and "lasts" in text
         assert text.splitlines()[-1] in handle.report() or "lasts" in handle.report()

@@ -10,6 +10,7 @@ that.
 
 from __future__ import annotations
 
+import errno
 import logging
 import weakref
 from collections.abc import Callable
@@ -52,12 +53,14 @@ class Room:
             work: may be done again where it has ended with an error.
 
         Raises:
-            torch.OutOfMemoryError: as torch has raised it; there is no room without what was read
-                ahead either.
+            torch.OutOfMemoryError: as torch has raised it, or because the host has no memory; there
+                is no room without what was read ahead either.
         """
         try:
             return work()
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
+            if not _is_lack_of_memory(error):
+                raise
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
@@ -68,4 +71,19 @@ class Room:
                 )
         for stream in list(self._streams):
             stream.give_up_reads()
-        return work()
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not _is_lack_of_memory(error):
+                raise
+            raise torch.OutOfMemoryError(f"the host has no memory: {error}") from error
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Whether an error is about memory, the host's included, and not about a drive."""
+    if isinstance(error, OSError):  # of `mmap`, or of a read that the system has no memory for
+        return error.errno == errno.ENOMEM
+    is_of_torch = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    return is_of_torch or isinstance(error, MemoryError)

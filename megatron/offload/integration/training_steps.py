@@ -8,11 +8,10 @@ integration's own.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -31,6 +30,7 @@ from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.history import StepHistory
 from megatron.offload.stats.standstill import Standstill
+from megatron.offload.tiers.wear import WEAR
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,6 @@ class TrainingSteps:
         planned: what the planner has to know: the ranks that plan together and the stage. Called
             with `auto` only.
         run_directory: with `auto`, what was measured is written there.
-        also_written: bytes that others, such as an optimizer's states, have written so far to each
-            SSD directory: they wear the drives too.
         beside: with `auto`, what else takes memory that the planner divides.
 
     Raises:
@@ -72,7 +70,6 @@ class TrainingSteps:
         policy: Policy | None = None,
         planned: Callable[[], tuple[RankConsensus, Stage]],
         run_directory: Path | None = None,
-        also_written: Callable[[], Mapping[str, int]] = dict,
         beside: SharesMemory | None = None,
     ) -> None:
         followed = None
@@ -115,8 +112,7 @@ class TrainingSteps:
         speaks = rank % num_local_ranks == 0
         rated_bytes = config.drive_endurance_bytes if speaks else None
         self._history = StepHistory(Endurance(rated_bytes, num_local_ranks))
-        self._also_written = also_written
-        self._drive_written_bytes: Mapping[str, int] = {}
+        self._drive_written_bytes = WEAR.written()
         self._ended_s = time.monotonic()
         self._standstill: Standstill | None = None
         if speaks and not config.plans:
@@ -174,15 +170,9 @@ class TrainingSteps:
             self._standstill.pause()
 
     def _count_drive_writes(self) -> None:
-        written = collections.Counter(self.engine.drive_written_bytes)
-        written.update(self._also_written())
-        before = self._drive_written_bytes
-        now_s, before_s = time.monotonic(), self._ended_s
-        self._drive_written_bytes, self._ended_s = written, now_s
-        self._history.endurance.add_step(
-            {name: count - before.get(name, 0) for name, count in written.items()},
-            now_s - before_s,
-        )
+        before, before_s = self._drive_written_bytes, self._ended_s
+        self._drive_written_bytes, self._ended_s = WEAR.written(), time.monotonic()
+        self._history.endurance.add_step(WEAR.since(before), self._ended_s - before_s)
         warning = self._history.endurance.warning()
         if warning is not None:
             logger.warning(warning)

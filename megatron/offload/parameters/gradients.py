@@ -28,6 +28,7 @@ from typing import TypeGuard
 import torch
 
 from megatron.offload.device.allocator import return_freed_memory
+from megatron.offload.device.clock import Clock
 from megatron.offload.device.device import Device
 from megatron.offload.errors import GRADIENTS_PREFIX, LostStateError, OffloadError
 from megatron.offload.parameters.away_gradient import AwayGradient, away, piece_of
@@ -76,6 +77,8 @@ class Gradients:
         self._in_layer_major = False
         self._at, self._direction = 0, 1  # the unit that was updated last, and where to from there
         self._has_warned = False
+        self._clock = Clock(device)
+        self._stall_s = 0.0
         device.room.add(self)
 
     def has(self, param: torch.Tensor) -> bool:
@@ -138,8 +141,9 @@ class Gradients:
             gradients: by parameter.
         """
         self._note_peak()
-        for piece in list(self._pieces):  # of the unit before
-            piece.wait_for_write()
+        with self._clock.timed(self._add_stall):
+            for piece in list(self._pieces):  # of the unit before
+                piece.wait_for_write()
         if self._device.is_host:
             return_freed_memory()  # an allocator keeps much of what it cannot use for the next unit
         small: dict[torch.Tensor, torch.Tensor] = {}
@@ -244,7 +248,8 @@ class Gradients:
             return
         piece.take_back()
         if piece.where is not Where.IN_MEMORY:
-            self._read(piece, self._numbers[id(param)])
+            with self._clock.timed(self._add_stall):
+                self._read(piece, self._numbers[id(param)])
         views = piece.views
         for index, one in enumerate(piece.params):
             away, view = one.grad, views[index, _KEY]
@@ -273,6 +278,15 @@ class Gradients:
         if events is not None:
             assert piece.storage is not None
             self._device.use_after(piece.storage, events)
+
+    def _add_stall(self, seconds: float) -> None:
+        self._stall_s += seconds
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that compute has waited for gradients, as far as the device has come."""
+        self._clock.read()
+        return self._stall_s
 
     def give_up_reads(self) -> None:
         """Lets go of gradients that were read ahead, and waits for those that leave.

@@ -81,17 +81,18 @@ class Places:
 
     def show(self, values: Sequence[torch.Tensor]) -> None:
         """They show these to who touches them."""
+        self.is_attached, self.shown = False, values  # first: an interrupt may end this half way
         for param in self._params:
             leave(param, self._away)
         self._put(values)
-        self.is_attached, self.shown = False, values
 
     def detach(self) -> None:
         """They show nothing; who touches one tells of it."""
+        self.is_attached = False  # first: an interrupt may end this half way
         for param in self._params:
             leave(param, self._away)
         self._put(self._nothing)
-        self.is_attached, self.shown = False, ()
+        self.shown = ()
 
     def give_up(self) -> None:
         """Who touches those that show nothing finds that."""

@@ -25,13 +25,13 @@ unit, against all micro-batches of its layers.
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
+from megatron.offload.device.condition import Condition
 from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX, OffloadError
 from megatron.offload.parameters.away_parameter import Away
@@ -89,8 +89,9 @@ class ParameterUnit:
         self._homes = [param.device for param in self.params]
         self.block: Any = None  # has their bytes; None: they have changed since
         self._transfer: Transfer | None = None
+        self._is_watched = False  # the end of the write under way is told
         # Protects what the end of a write changes, and tells of it.
-        self._lock = threading.Condition()
+        self._lock = Condition()
         self._take_memory([param.detach() for param in self.params])
         self._places.attach()
 
@@ -117,28 +118,39 @@ class ParameterUnit:
             started = tier.begin_write(self._memory.storage, after)
             if started is not None:
                 self._places.detach()
-                self.block, transfer = started
-                with self._lock:
-                    self.where, self._transfer = Where.WRITING, transfer
-                transfer.add_done_callback(self._write_ended)
+                block, transfer = started
+                with self._lock:  # all at once: a block counts as written unless it says WRITING
+                    self._is_watched = False
+                    self.block, self.where, self._transfer = block, Where.WRITING, transfer
+                self._watch()
                 return True
         return False
 
-    # Runs in an I/O thread.
+    def _watch(self) -> None:
+        """Has the end of a write told. Whoever waits for it calls this: an interrupt may have come
+        before it was."""
+        transfer = self._transfer
+        if transfer is not None and self.where is Where.WRITING and not self._is_watched:
+            transfer.add_done_callback(self._write_ended)
+            self._is_watched = True
+
+    # Runs in an I/O thread; or in the one that watches, if the write had ended before.
     def _write_ended(self, transfer: Future[None]) -> None:
+        is_written = not transfer.cancelled() and transfer.exception() is None
         with self._lock:
             if self._transfer is not transfer:
                 return  # taken back meanwhile
-            self._transfer = None
-            if transfer.cancelled() or transfer.exception() is not None:
-                self.where, self.block = Where.IN_MEMORY, None  # not in their places
-            else:
-                self.where = Where.AWAY
+            # All at once, so that an interrupt leaves it in one of the states.
+            if is_written:
+                self._transfer, self.where = None, Where.AWAY
                 self._memory.release()
+            else:  # not in their places
+                self._transfer, self.where, self.block = None, Where.IN_MEMORY, None
             self._lock.notify_all()
 
     def wait_for_write(self) -> None:
         """Blocks until no write is under way, well or badly."""
+        self._watch()
         with self._lock:
             self._lock.wait_for(lambda: self.where is not Where.WRITING)
 
@@ -159,13 +171,11 @@ class ParameterUnit:
         if self.where is Where.AWAY:
             self._memory.obtain()
             try:
-                _, self._transfer = self.block.tier.begin_read(
-                    self.block, into=self._memory.storage
-                )
+                _, transfer = self.block.tier.begin_read(self.block, into=self._memory.storage)
             except BaseException:
                 self._memory.release()
                 raise
-            self.where = Where.READING
+            self._transfer, self.where = transfer, Where.READING
 
     def bring(self) -> None:
         """Has them in memory and in their places.

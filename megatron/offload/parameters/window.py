@@ -21,6 +21,7 @@ import torch
 from megatron.offload.device.clock import Clock
 from megatron.offload.device.cuda import check_not_captured
 from megatron.offload.device.device import Device
+from megatron.offload.device.own_process import OwnProcess
 from megatron.offload.errors import (
     PARAMETERS_PREFIX,
     InterruptedStepError,
@@ -31,7 +32,7 @@ from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.places import Part
 from megatron.offload.parameters.unit import ParameterUnit, Where
 from megatron.offload.sizes import format_size
-from megatron.offload.tiers.tier import Tier
+from megatron.offload.tiers.tier import Tier, close_when_dropped
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class ParameterWindow:
         self.peak_bytes = 0  # of parameters in memory
         self.is_whole = True
         self.is_lost = False
+        self._process = OwnProcess(PARAMETERS_PREFIX)
         self.device = device
         self.live_units = live_units
         self._used = 0  # the unit that was used last
@@ -72,6 +74,7 @@ class ParameterWindow:
         self._shown: set[int] = set()  # units
         self._has_warned = False
         device.room.add(self)
+        self._when_dropped = close_when_dropped(self, self.tiers)
 
     def add(
         self,
@@ -117,6 +120,7 @@ class ParameterWindow:
             "a layer whose parameters are",
             "capture other layers, or close() the handle before",
         )
+        self._process.check()
         unit = self.units[number]
         here = (number, direction) == (self._used, self._direction)
         if here and unit.where is Where.IN_MEMORY and not self._shown:
@@ -230,6 +234,7 @@ class ParameterWindow:
             "an optimizer's step whose parameters are",
             "run the step without a graph, or close() the handle before",
         )
+        self._process.check()
         params = list(params)
         is_in_backward = torch._C._current_graph_task_id() != -1  # a step in a hook of a gradient
         used: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -320,6 +325,7 @@ class ParameterWindow:
         unit = self.units[number]
         if number in self._shown:
             return unit.where is Where.AWAY
+        self._process.check()
         for tier in self.tiers:
             tier.wait_for_writes()  # what is on its way to a drive would come there as it was
         try:
@@ -366,6 +372,7 @@ class ParameterWindow:
         Raises:
             LostStateError: some could not be read back; all others are in memory.
         """
+        self._process.check()
         error: LostStateError | None = None
         if self.gradients is not None:
             try:
@@ -381,6 +388,7 @@ class ParameterWindow:
                 error = error or one
         for unit in self.units:
             unit.give_up()
+        self._when_dropped.detach()
         for tier in self.tiers:
             tier.close()
         self.units, self._numbers = [], {}

@@ -7,13 +7,13 @@ Only the thread that trains calls it, but for the end of a write, which an I/O t
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
+from megatron.offload.device.condition import Condition
 from megatron.offload.states.layout import Layout, Name
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.transfer import Transfer
@@ -47,9 +47,10 @@ class Bucket:
         self.write_error: BaseException | None = None  # of the last write that failed
         self._has_pages = False  # of a CPU, made by its layout
         self._transfer: Transfer | None = None
+        self._is_watched = False  # the end of the transfer under way is told
         self._changed = changed
         # Protects what the end of a write changes. Held for a few assignments.
-        self._lock = threading.Condition()
+        self._lock = Condition()
 
     @property
     def num_bytes(self) -> int:
@@ -103,23 +104,38 @@ class Bucket:
             return False
         block, transfer = started
         with self._lock:
+            self._is_watched = False
             self.where, self.block, self._transfer = Where.WRITING, block, transfer
-        transfer.add_done_callback(self._write_ended)
+        self.watch()
         return True
 
-    # Runs in an I/O thread.
+    def watch(self) -> None:
+        """Has the end of a transfer told. Whoever waits for it calls this: an interrupt may have
+        come before it was."""
+        transfer = self._transfer
+        if self._is_watched or transfer is None:
+            return
+        if self.where is Where.WRITING:
+            transfer.add_done_callback(self._write_ended)
+        else:
+            transfer.add_done_callback(lambda _: self._changed())
+        self._is_watched = True
+
+    # Runs in an I/O thread; or in the one that watches, if the write had ended before.
     def _write_ended(self, transfer: Future[None]) -> None:
+        is_given_up = transfer.cancelled()
+        error = None if is_given_up else transfer.exception()
         storage = None  # freed when this frame ends, outside the lock
         with self._lock:
             if self._transfer is not transfer:
                 return  # taken back meanwhile
-            self._transfer = None
-            if transfer.cancelled() or (error := transfer.exception()) is not None:
-                self.where, self.block = Where.IN_MEMORY, None
-                self.write_error = None if transfer.cancelled() else error
+            # All at once, so that an interrupt leaves it in one of the states.
+            if is_given_up or error is not None:
+                self._transfer, self.where, self.block = None, Where.IN_MEMORY, None
+                self.write_error = error
             else:
-                self.where = Where.ON_TIER
                 storage, self.storage = self.storage, None
+                self._transfer, self.where = None, Where.ON_TIER
             self._lock.notify_all()
         del storage
         self._changed()
@@ -146,19 +162,19 @@ class Bucket:
         assert self.layout is not None
         # An accelerator's would have to wait for what used it before: the tier knows how.
         into = self.layout.new_storage(torch.device("cpu")) if self._has_pages else None
-        self.storage, self._transfer = self.block.tier.begin_read(self.block, into=into)
-        self.where = Where.READING
-        self._transfer.add_done_callback(lambda _: self._changed())
+        storage, transfer = self.block.tier.begin_read(self.block, into=into)
+        self._is_watched = False
+        self.storage, self._transfer, self.where = storage, transfer, Where.READING
+        self.watch()
 
     def give_up_read(self) -> None:
         """Its bytes are not needed yet after all: lets the memory of a read go, if there is one."""
         if self.where is not Where.READING:
             return
-        transfer, self._transfer = self._transfer, None
-        assert transfer is not None
-        transfer.cancel()
-        transfer.wait_until_done()
-        self.storage, self.where = None, Where.ON_TIER
+        assert self._transfer is not None
+        self._transfer.cancel()
+        self._transfer.wait_until_done()
+        self.storage, self._transfer, self.where = None, None, Where.ON_TIER
 
     @property
     def is_coming(self) -> bool:
@@ -172,18 +188,19 @@ class Bucket:
             OSError: it failed; the bytes are still where they were, if they are anywhere.
         """
         assert self.where is Where.READING, self.where
-        transfer, self._transfer = self._transfer, None
+        transfer = self._transfer
         assert transfer is not None
         try:
             transfer.wait()
         except BaseException:
-            self.storage, self.where = None, Where.ON_TIER
+            self.storage, self._transfer, self.where = None, None, Where.ON_TIER
             raise
-        self.where, self.block = Where.IN_MEMORY, None
+        self._transfer, self.where, self.block = None, Where.IN_MEMORY, None
         return transfer.events
 
     def wait_for_write(self) -> None:
         """Blocks until no write is under way, well or badly."""
+        self.watch()
         with self._lock:
             self._lock.wait_for(lambda: self.where is not Where.WRITING)
 

@@ -30,6 +30,7 @@ import torch
 from megatron.offload.device.allocator import return_freed_memory
 from megatron.offload.device.cuda import check_not_captured
 from megatron.offload.device.device import Device
+from megatron.offload.device.own_process import OwnProcess
 from megatron.offload.errors import STATES_PREFIX, LostStateError
 from megatron.offload.sizes import format_size
 from megatron.offload.states.bucket import Bucket, Where
@@ -107,6 +108,7 @@ class OptimizerStates:
         self._exposed: list[Exposed] = []
         self._num_loading = 0
         self._is_half_done = False  # see Note [A step that ends in its middle]
+        self._process = OwnProcess(STATES_PREFIX)
         self.meter = StatesMeter(device, self.tiers, lambda: self.memory_bytes)
         self._find_buckets()
         try:
@@ -123,12 +125,14 @@ class OptimizerStates:
         Raises:
             LostStateError: states could not be read back.
             InterruptedStepError: the step before, or any since the last load, ended in its middle.
+            OffloadError: this is a child process.
         """
         check_not_captured(
             STATES_PREFIX,
             "an optimizer's step whose states are",
             "run the step without a graph, or close() the handle before",
         )
+        self._process.check()
         self._check_whole()
         self.conceal()
         self._find_buckets()
@@ -198,6 +202,7 @@ class OptimizerStates:
         """The next step is near: begins to read what it needs first, as far as there is room."""
         if self._exposed or self._is_half_done:
             return
+        self._process.check()
         self.meter.prefetch()
         self._window.prefetch()
 
@@ -292,6 +297,7 @@ class OptimizerStates:
             self._check_whole()
         if self._exposed:
             return
+        self._process.check()
         try:
             for bucket in self.buckets:
                 if bucket.where is Where.READING:
@@ -416,6 +422,7 @@ class OptimizerStates:
             LostStateError: states could not be read back; all others are in memory.
             OffloadError: somebody has changed what was in the place of some; as before.
         """
+        self._process.check()
         error: Exception | None = None
         try:
             try:

@@ -66,6 +66,7 @@ class StatesMeter:
         self._memory_bytes = memory_bytes
         self._step = StatesStep()
         self._seconds = 0.0  # of all steps, and between them
+        self._stall_s = 0.0  # in all steps
         self._ended: Moment | None = None
         self._prefetched: Moment | None = None
         self._moved = (0, 0)
@@ -111,6 +112,7 @@ class StatesMeter:
         def hear(seconds: float) -> None:
             setattr(step, name, getattr(step, name) + seconds)
             self._seconds += seconds * (name in _WHOLE)
+            self._stall_s += seconds * (name == "wait_s")
 
         return hear
 
@@ -127,6 +129,12 @@ class StatesMeter:
         """Of all steps, and between them."""
         self._clock.wait()
         return self._seconds
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that steps have waited for tiers, as far as the device has come."""
+        self._clock.read()
+        return self._stall_s
 
     def settled(self) -> list[StatesStep]:
         """The steps but the first, which makes the states, and the second if there are more."""

@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import collections
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from megatron.offload.device.condition import Condition
 from megatron.offload.device.device import Device
 from megatron.offload.errors import LostStateError
 from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.faults import warn_of_full_tiers, warn_of_retry
-from megatron.offload.tiers.tier import Tier
+from megatron.offload.tiers.tier import Tier, close_when_dropped
 
 ON_DEVICE = 3  # buckets in an accelerator's memory at a time, see Note [The window]
 
@@ -63,8 +63,9 @@ class Window:
         self._refusal = ""  # why, if a write failed
         self._has_warned = False
         # Told by I/O threads: a write or a read has ended. Held for a few instructions.
-        self._changed = threading.Condition()
+        self._changed = Condition()
         device.room.add(self)
+        self._when_dropped = close_when_dropped(self, self.tiers)
 
     def tell_changed(self) -> None:
         """A write or a read of a bucket has ended. Called in whatever thread."""
@@ -153,6 +154,7 @@ class Window:
         """As `Bucket.read`; what is needed next is read ahead meanwhile."""
         if bucket.where is Where.ON_TIER:
             bucket.begin_read()
+        bucket.watch()
         with self._changed:
             while bucket.is_coming:
                 if ahead:
@@ -224,6 +226,8 @@ class Window:
 
     def wait_for_room(self, num_bytes: int) -> None:
         """Writes that end make room. Where none is under way, the window is exceeded."""
+        for one in self.buckets:
+            one.watch()
         with self._changed:
             while not self._has_room(num_bytes) and self._is_writing():
                 self._changed.wait()
@@ -241,5 +245,6 @@ class Window:
     def close(self) -> None:
         """Forgets all buckets, and ends the tiers."""
         self.buckets = []
+        self._when_dropped.detach()
         for tier in self.tiers:
             tier.close()

@@ -4,23 +4,25 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron.offload.sizes import format_size
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.stats.endurance import Endurance
-from megatron.offload.tiers.ssd import SsdTier
-from megatron.offload.tiers.tier import Tier
-from megatron.offload.tiers.tiered import TieredTier
 
 
-def states_summary(parts: Sequence[OptimizerStates], endurance: Endurance | None = None) -> str:
+def states_summary(
+    parts: Sequence[OptimizerStates],
+    endurance: Endurance | None = None,
+    written_bytes: Mapping[str, int] | None = None,
+) -> str:
     """A few lines for the end of a run; empty if there was no step.
 
     Args:
         parts: whose steps follow each other, such as those of experts and of all else.
         endurance: knows what the drives are rated for, and nothing else yet; None: the summary
             of the activations reports the drives.
+        written_bytes: to each drive since the states were offloaded, by all streams.
     """
     steps = [states.meter for states in parts if states.meter.num_steps]
     if not steps:
@@ -41,28 +43,11 @@ def states_summary(parts: Sequence[OptimizerStates], endurance: Endurance | None
     ]
     if endurance is not None:
         seconds = max(meter.seconds for meter in steps)
-        written_to = drive_written_bytes(parts)
-        endurance.add_step(written_to, seconds)
-        rows += [("drive", line) for line in endurance.lines()] if any(written_to.values()) else []
+        endurance.add_step(written_bytes or {}, seconds)
+        rows += [("drive", line) for line in endurance.lines()]
     num_steps = max(len(meter.settled()) for meter in steps)
     heading = f"optimizer states on {_where(parts)}, median of {num_steps} steps:"
     return "\n".join([heading, *(f"  {name:<12}{text}" for name, text in rows)])
-
-
-def drive_written_bytes(parts: Sequence[OptimizerStates]) -> dict[str, int]:
-    """Bytes written to each SSD directory since the states were offloaded."""
-    found: dict[str, int] = {}
-    for tier in _single_tiers(tier for states in parts for tier in states.tiers):
-        if isinstance(tier, SsdTier):
-            for drive in tier.drives:
-                name = str(drive.directory)
-                found[name] = found.get(name, 0) + drive.statistics.writes.total_bytes
-    return found
-
-
-def _single_tiers(tiers: Iterator[Tier]) -> Iterator[Tier]:
-    for tier in tiers:
-        yield from tier.tiers if isinstance(tier, TieredTier) else [tier]
 
 
 def _window(parts: Sequence[OptimizerStates]) -> str:

@@ -13,7 +13,6 @@ import enum
 import errno
 import functools
 import logging
-import mmap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ from megatron.offload.tiers.io_threads import IoThreads, Piece
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 from megatron.offload.tiers.tier import TierStatistics
 from megatron.offload.tiers.transfer import Transfer
+from megatron.offload.tiers.wear import WEAR
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Health(enum.Enum):
     """What a drive is still good for. Members name the transitions into them."""
 
     GOOD = "good"
-    FULL = "full"  # the disk refused to let the file grow: what the file has is used on
+    FULL = "full"  # the disk had no room for growth, or for a write: what the file has is used on
     FAILED = "failed"  # a write or growth failed: no more writes, what is there can be read
 
 
@@ -241,18 +241,18 @@ class Drive:
             extent.checksums = self._cached_checksums(extent)
 
     def _cached_checksums(self, extent: Extent) -> list[int]:
-        with mmap.mmap(-1, _CHECKED_BYTES) as memory, memoryview(memory) as buffer:
+        # Nothing closes it: an error of a read may hold a part of it for as long as it is handled.
+        buffer = memoryview(bytearray(_CHECKED_BYTES))
 
-            def parts(start: int) -> Iterator[memoryview]:
-                stop = min(start + extent.piece_bytes, extent.num_bytes)
-                for at in range(start, stop, _CHECKED_BYTES):
-                    part = buffer[: min(_CHECKED_BYTES, stop - at)]
-                    self.file.read_cached(part, extent.offset + at)
-                    yield part
-                    part.release()
+        def parts(start: int) -> Iterator[memoryview]:
+            stop = min(start + extent.piece_bytes, extent.num_bytes)
+            for at in range(start, stop, _CHECKED_BYTES):
+                part = buffer[: min(_CHECKED_BYTES, stop - at)]
+                self.file.read_cached(part, extent.offset + at)
+                yield part
 
-            starts = range(0, extent.num_bytes, extent.piece_bytes)
-            return [checksum_in_parts(parts(start)) for start in starts]
+        starts = range(0, extent.num_bytes, extent.piece_bytes)
+        return [checksum_in_parts(parts(start)) for start in starts]
 
     def close(self) -> None:
         """Cancels what is queued, waits for what is under way, frees the file's space."""
@@ -270,6 +270,7 @@ class Drive:
                 try:
                     with self.statistics.writes.moving(len(body)):
                         self.file.write(body, offset)
+                    WEAR.add(self.directory, len(body))
                 except Exception as error:
                     view.check()  # raises if the memory is gone: then the drive is not to blame
                     self._fail(error)
@@ -324,15 +325,7 @@ class Drive:
         if number not in _NO_ROOM:
             self._become_failed("the file cannot grow", reason)
             return False
-        self.health = Health.FULL
-        logger.warning(
-            "%s%s is full (%s); its file holds %s, and what does not fit goes to another tier or "
-            "stays in device memory; nothing is lost",
-            self._purpose.prefix,
-            self.directory,
-            reason,
-            format_size(self.file.size_bytes),
-        )
+        self._become_full(reason)
         return False
 
     def _grow(self, num_bytes: int) -> None:
@@ -352,10 +345,29 @@ class Drive:
             )
 
     def _fail(self, error: Exception) -> None:
+        """A write has failed. For lack of room: file systems that copy on write have none before.
+
+        Then the next writes are tried: others may have made room.
+        """
         with self._lock:
             self.statistics.failed_writes += 1
-            if self.health is not Health.FAILED:
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                if self.health is Health.GOOD:
+                    self._become_full(str(error))
+            elif self.health is not Health.FAILED:
                 self._become_failed("a write failed", str(error))
+
+    def _become_full(self, reason: str) -> None:
+        """Called under the lock."""
+        self.health = Health.FULL
+        logger.warning(
+            "%s%s is full (%s); its file holds %s, and what does not fit goes to another tier or "
+            "stays in device memory; nothing is lost",
+            self._purpose.prefix,
+            self.directory,
+            reason,
+            format_size(self.file.size_bytes),
+        )
 
     def _become_failed(self, what: str, reason: str) -> None:
         """Called under the lock."""

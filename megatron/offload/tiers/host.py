@@ -17,6 +17,7 @@ from megatron.offload.device.device import Device
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.copies import ByDevice, ByThreads, HostCopies
+from megatron.offload.tiers.host_budget import PROMISED
 from megatron.offload.tiers.mapped import storage_at
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 from megatron.offload.tiers.tier import Block, TierStatistics
@@ -61,7 +62,7 @@ class HostTier:
         flag: str = "host-budget",
         overflows: bool = False,
     ) -> None:
-        self._purpose = purpose
+        self.purpose = purpose
         self._flag = purpose.flag(flag)
         self.statistics = TierStatistics()
         self.limit_bytes: int | None = budget_bytes
@@ -73,6 +74,7 @@ class HostTier:
             if device.is_host
             else ByDevice(device, self.statistics, purpose)
         )
+        PROMISED.add(self)
 
     def __str__(self) -> str:
         pinned = ", pinned" if self._arena.pinned else ""
@@ -137,6 +139,7 @@ class HostTier:
 
     def close(self) -> None:
         """Cancels what is queued, waits for what is under way, gives the memory back."""
+        PROMISED.discard(self)
         self._copies.close()
         self._arena.close()
 
@@ -148,7 +151,7 @@ class HostTier:
         logger.warning(
             "%s%s is used up; host memory holds %s, and what does not fit goes to another tier or "
             "stays in device memory",
-            self._purpose.prefix,
+            self.purpose.prefix,
             self._flag,
             format_size(self._arena.size_bytes),
         )

@@ -3,9 +3,14 @@
 
 Called when the tiers are opened, and before training to find a budget that the machine cannot
 hold. Ranks of one machine share its memory; they never talk about it, each takes an equal part.
+What the tiers of one process have been promised is in `PROMISED`: they share that part.
 """
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Protocol
 
 from megatron.offload.device.memory_limit import MemoryLimit
 from megatron.offload.errors import ConfigurationError
@@ -15,6 +20,45 @@ from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 _DEFAULT_POOL_BYTES = 2 * GIB  # the activations of a layer or two
 _POOL_PART = 16  # of the memory, at most, for the pools of all ranks
 _DEFAULT_FRACTION = 0.5  # of what is available: the trainer, its data and other ranks grow too
+
+
+class TakesHostMemory(Protocol):
+    """A tier in host memory."""
+
+    purpose: Purpose
+    limit_bytes: int | None
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that it has taken so far."""
+        ...
+
+
+class Promises:
+    """The tiers in host memory that this process has open."""
+
+    def __init__(self) -> None:
+        self._tiers: list[TakesHostMemory] = []
+        # Protects the list. Held for a few instructions.
+        self._lock = threading.Lock()
+
+    def add(self, tier: TakesHostMemory) -> None:
+        """A tier may take as much as its limit from now on."""
+        with self._lock:
+            self._tiers.append(tier)
+
+    def discard(self, tier: TakesHostMemory) -> None:
+        """It is closed."""
+        with self._lock:
+            self._tiers = [one for one in self._tiers if one is not tier]
+
+    def tiers(self) -> list[TakesHostMemory]:
+        """Those that are open."""
+        with self._lock:
+            return list(self._tiers)
+
+
+PROMISED = Promises()
 
 
 def host_budget_bytes(
@@ -27,24 +71,28 @@ def host_budget_bytes(
 
     Args:
         asked: bytes for each rank; or a fraction (0.0 to 1.0) of the limit, for all ranks of the
-            machine together; None: half of what is available now, for all ranks together.
+            machine together; None: half of what is available now and is not promised to other
+            tiers of this process, for all ranks together.
         num_local_ranks: processes that share the memory, at least 1.
         limit: of the machine or of the container.
         purpose: what it is for, in sentences.
 
     Raises:
-        ConfigurationError: the ranks together would take more than the limit; or `asked` is
-            negative or a fraction above 1.
+        ConfigurationError: the ranks together would take more than the limit, or this one with its
+            other tiers; or `asked` is negative or a fraction above 1.
     """
+    others = PROMISED.tiers()
     if asked is None:
-        return int(limit.available_bytes * _DEFAULT_FRACTION) // num_local_ranks
+        promised = sum((one.limit_bytes or 0) - one.capacity_bytes for one in others)
+        left_bytes = max(limit.available_bytes - promised * num_local_ranks, 0)
+        return int(left_bytes * _DEFAULT_FRACTION) // num_local_ranks
     if asked < 0 or (isinstance(asked, float) and asked > 1):
         raise purpose.refusal(
             f"{purpose.flag('host-budget')} is neither a size nor a fraction; expected bytes or "
             f"a number from 0.0 to 1.0, got {asked}; write for example 16GiB or 0.4"
         )
     if isinstance(asked, float):
-        return int(limit.total_bytes * asked) // num_local_ranks
+        asked = int(limit.total_bytes * asked) // num_local_ranks
     together = asked * num_local_ranks
     if together > limit.total_bytes:
         raise purpose.refusal(
@@ -53,7 +101,20 @@ def host_budget_bytes(
             f"machine, got {num_local_ranks} x {format_size(asked)} = {format_size(together)}; "
             "give a smaller size, or a fraction of the memory, for example 0.4"
         )
+    if others and together + _sum(others) * num_local_ranks > limit.total_bytes:
+        names = " and ".join(dict.fromkeys(one.purpose.bytes_name for one in others))
+        raise purpose.refusal(
+            f"{purpose.flag('host-budget')} asks for more host memory than {names} have left; "
+            f"expected at most {format_size(limit.total_bytes)} ({limit.source}) for all streams "
+            f"and ranks of this machine, got {num_local_ranks} x ({format_size(asked)} and "
+            f"{format_size(_sum(others))} of {names}); give smaller budgets, so that together they "
+            "fit, or close() the handle whose budget is not needed"
+        )
     return asked
+
+
+def _sum(tiers: Iterable[TakesHostMemory]) -> int:
+    return sum(one.limit_bytes or 0 for one in tiers)
 
 
 def pinned_pool_bytes(asked: int | None, num_local_ranks: int, limit: MemoryLimit) -> int:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megatron.offload.device.condition import Condition
 from megatron.offload.tiers.budget import RateLimit
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 from megatron.offload.tiers.transfer import Transfer
@@ -89,7 +90,7 @@ class IoThreads:
         self._closing = False
         # Protects all of the above and the list of threads. Held for a few instructions; the write
         # limit's lock is taken under it, no other.
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._threads: list[threading.Thread] = []
         try:
             for _ in range(num_threads):

@@ -13,11 +13,12 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from megatron.offload.device.device import bytes_at
+from megatron.offload.sizes import format_size
 
 _PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # <asm-generic/mman.h>
@@ -45,9 +46,17 @@ def own_pages(num_bytes: int) -> torch.UntypedStorage:
     For what is large and stays: an allocator would keep much of it, whoever frees it. Behind it is
     a spare page, which takes no memory: vector kernels may read past the end of a tensor (torch
     2.13's fused SGD does, of a bf16 momentum on a CPU).
+
+    Raises:
+        torch.OutOfMemoryError: the system refuses.
     """
     size = num_bytes + mmap.PAGESIZE
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise torch.OutOfMemoryError(
+            f"the host has no memory for {format_size(num_bytes)}: {error.strerror}"
+        ) from error
     prefer_huge_pages(pages)
     return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes).untyped_storage()
 
@@ -81,9 +90,13 @@ def prefer_huge_pages(pages: mmap.mmap) -> None:
 def map_ranges(ranges: Sequence[FileRange], owner: object) -> torch.UntypedStorage:
     """A storage that is ranges of files, one behind the other; what is written to it is theirs.
 
+    A child process that is forked meanwhile has what it writes for itself: the files belong to its
+    parent, which would take the child's bytes for its own.
+
     Args:
         ranges: at least one.
-        owner: kept alive by the storage: whoever keeps the ranges from being used otherwise.
+        owner: kept alive by the storage: the block that keeps the ranges from being used otherwise.
+            None: they are no block's, and a child may write to them.
 
     Raises:
         OSError: the system refuses.
@@ -93,19 +106,61 @@ def map_ranges(ranges: Sequence[FileRange], owner: object) -> torch.UntypedStora
     address = _mmap(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     mapping = _Mapping(address, total, owner)
     for one in ranges:
-        flags = mmap.MAP_SHARED | _MAP_FIXED
-        _mmap(address, one.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, one.fd, one.offset)
+        mapping.add(address, one)
         address += one.num_bytes
     return storage_at(mapping.address, total, mapping)
 
 
+class _OpenFile:
+    """A descriptor of our own, for mappings that outlive the tier's. One a file."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = os.dup(fd)
+        weakref.finalize(self, os.close, self.fd).atexit = False
+
+
 class _Mapping:
-    """Addresses that are given back when nobody refers to this any more."""
+    """Addresses that are given back when nothing refers to this any more."""
+
+    # Those that a child is to have for itself, and their files by device and inode.
+    _of_blocks: ClassVar[weakref.WeakSet[_Mapping]] = weakref.WeakSet()
+    _files: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _OpenFile]] = (
+        weakref.WeakValueDictionary()
+    )
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
         self.address = address
         self._owner = owner
+        self._parts: list[tuple[int, FileRange, _OpenFile]] = []
         weakref.finalize(self, _libc().munmap, address, num_bytes).atexit = False
+        if owner is not None:
+            self._of_blocks.add(self)
+
+    def add(self, address: int, one: FileRange) -> None:
+        """Maps a range of a file there, shared with everything that reads the file."""
+        if self._owner is not None:
+            found = os.fstat(one.fd)
+            key = found.st_dev, found.st_ino
+            file = self._files.get(key)
+            if file is None:
+                self._files[key] = file = _OpenFile(one.fd)
+            self._parts.append((address, one, file))
+        _map(address, one, one.fd, mmap.MAP_SHARED)
+
+    @classmethod
+    def make_private(cls) -> None:
+        """In a child: what it writes is its own from now on."""
+        for mapping in list(cls._of_blocks):
+            for address, one, file in mapping._parts:
+                _map(address, one, file.fd, mmap.MAP_PRIVATE)
+
+
+os.register_at_fork(after_in_child=_Mapping.make_private)
+
+
+def _map(address: int, one: FileRange, fd: int, flags: int) -> None:
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    _mmap(address, one.num_bytes, access, flags | _MAP_FIXED, fd, one.offset)
 
 
 def _mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int, offset: int) -> int:

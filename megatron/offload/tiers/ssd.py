@@ -46,9 +46,9 @@ class SsdBlock(Block):
     """Where the SSD tier keeps one storage's bytes: its body in extents, its edges in memory."""
 
     def __init__(self, tier: SsdTier, cut: Cut, extents: list[Extent]) -> None:
+        # All at once, and first: from here on extents are freed, whatever interrupts this.
+        self.tier, self.cut, self.extents = tier, cut, extents
         super().__init__(tier, cut.num_bytes)
-        self.cut = cut
-        self.extents = extents
 
     def __str__(self) -> str:
         return "; ".join(str(extent) for extent in self.extents)

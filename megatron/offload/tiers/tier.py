@@ -9,6 +9,9 @@ reused while a transfer still touches it.
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -132,3 +135,29 @@ class Tier(Protocol):
     def close(self) -> None:
         """Cancels what is queued, waits for what is under way, gives everything back."""
         ...
+
+
+def close_when_dropped(owner: object, tiers: Sequence[Tier]) -> weakref.finalize[..., object]:
+    """Has tiers closed when their owner is gone, should nobody have called its `close`.
+
+    In a thread of its own: an owner may go in any thread at any moment, one of a tier's and one
+    under a lock included, and closing waits for threads.
+
+    Args:
+        owner: alone uses the tiers; they do not refer to it.
+        tiers: to be closed.
+
+    Returns:
+        What its `close` is to detach. At the end of the process nothing is done.
+    """
+    finalizer = weakref.finalize(owner, _close_soon, list(tiers))
+    finalizer.atexit = False
+    return finalizer
+
+
+def _close_soon(tiers: Sequence[Tier]) -> None:
+    def close() -> None:
+        for tier in tiers:
+            tier.close()
+
+    threading.Thread(target=close, name="offload closing", daemon=True).start()

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
+from megatron.offload.device.condition import Condition
+
 
 class Transfer(Future[None]):
     """One read or write, which may be queued, running or done; a `Future` without a result.
@@ -33,6 +35,7 @@ class Transfer(Future[None]):
 
     def __init__(self, *pieces: Callable[[], None]) -> None:
         super().__init__()
+        self._condition = Condition()  # of `Future`
         self._pieces = collections.deque(pieces)
         self._unwanted = False
         self._given_up = False

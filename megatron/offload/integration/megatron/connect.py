@@ -261,7 +261,6 @@ def install(
         policy=policy,
         planned=planned,
         run_directory=run_directory,
-        also_written=(dict) if states is None else (lambda: states.drive_written_bytes),
         beside=None if states is None else states.auto,
     )
     try:

@@ -40,9 +40,10 @@ from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.in_files import InFiles
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.stats.endurance import Endurance
-from megatron.offload.stats.states_summary import drive_written_bytes, states_summary
+from megatron.offload.stats.states_summary import states_summary
 from megatron.offload.tiers.host_budget import host_budget_bytes
 from megatron.offload.tiers.purpose import STATES
+from megatron.offload.tiers.wear import WEAR
 
 _COPYING = "reload_model_params"  # the model's weights to main weights, and no states
 # Functions that read states, and functions that change them. Those of ChainedOptimizer call its
@@ -95,6 +96,7 @@ class ModelStates:
         self._is_auto = is_auto
         self.parts = list(parts)
         self._directories = list(directories)
+        self._written_before = WEAR.written()
         self._rated_bytes = rated_bytes
 
     @property
@@ -126,11 +128,6 @@ class ModelStates:
         found = self.parts[0].auto if len(self.parts) == 1 else None
         return found or NoWindow()
 
-    @property
-    def drive_written_bytes(self) -> dict[str, int]:
-        """Bytes written to each SSD directory since the states were offloaded."""
-        return drive_written_bytes(self.states)
-
     def summary(self, *, with_drives: bool = True) -> str:
         """A few lines for the end of a run; empty if there was no step.
 
@@ -138,7 +135,7 @@ class ModelStates:
             with_drives: also says how long the drives last; False if another summary does.
         """
         endurance = Endurance(self._rated_bytes, local_world_size()) if with_drives else None
-        return states_summary(self.states, endurance)
+        return states_summary(self.states, endurance, WEAR.since(self._written_before))
 
     def prefetch(self) -> None:
         """The step is near: begins to read what it needs first. The last backward pass calls it."""
@@ -237,8 +234,8 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
     whole = sum(map(_state_bytes, members))
     parts: list[_Part] = []
     try:
-        for one in members:
-            own = _share(config, _state_bytes(one), whole)
+        shares = [_share(config, _state_bytes(one), whole) for one in members]
+        for one, own in zip(members, shares, strict=True):
             parts.append(_Part(one, own, len(members)))
     except BaseException:
         for part in parts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ from megatron.offload.stats.memory_by_tier import (
     memory_table,
 )
 from megatron.offload.stats.states_summary import states_summary
+from megatron.offload.tiers.wear import WEAR
 
 _LOOKS_AT_ALL = "its update of a parameter needs sums over all parameters"
 # Whose update of a parameter needs more than that parameter's gradient and state.
@@ -99,6 +101,7 @@ class OptimizerOffload:
         self._undo: list[Callable[[], None]] = []
         self._config = config
         self._runs_on_host = False
+        self._written_before = WEAR.written()
         if not config.enabled:
             return
         check_state_keys(optimizer)
@@ -167,6 +170,20 @@ class OptimizerOffload:
             undo()
         states.close(restore=restore)
 
+    @property
+    def statistics(self) -> dict[str, int | float]:
+        """What moved since the beginning, in bytes, and what steps have waited for, in seconds."""
+        if self.states is None:
+            return {}
+        every = [tier.statistics for tier in self.states.tiers]
+        return {
+            "state_bytes": self.states.num_bytes,
+            "memory_bytes": self.states.memory_bytes,
+            "read_bytes": sum(one.reads.total_bytes for one in every),
+            "written_bytes": sum(one.writes.total_bytes for one in every),
+            "stall_s": self.states.meter.stall_s,
+        }
+
     def report(self) -> str:
         """Where weights, gradients and states are, and what the steps took, as lines of text."""
         groups = self._optimizer.param_groups
@@ -178,7 +195,8 @@ class OptimizerOffload:
         rows.append(held_by_states([self.states]))
         table = memory_table(rows, heading="memory")
         rated_bytes = self._config.drive_endurance_bytes
-        summary = states_summary([self.states], Endurance(rated_bytes, local_world_size()))
+        endurance = Endurance(rated_bytes, local_world_size())
+        summary = states_summary([self.states], endurance, WEAR.since(self._written_before))
         return f"{table}\n{summary}" if summary else table
 
     def _hook(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
@@ -227,7 +245,16 @@ class OptimizerOffload:
     def _prefetch_half_way(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
         last = _half_way(group["params"] for group in optimizer.param_groups)
         if last is not None:
-            hook = last.register_post_accumulate_grad_hook(lambda _: states.prefetch())
+            # Weakly: autograd's hooks are no part of what the garbage collector sees, and a handle
+            # that is dropped would live on with its optimizer.
+            found = weakref.ref(states)
+
+            def prefetch(_: torch.Tensor) -> None:
+                states = found()
+                if states is not None:
+                    states.prefetch()
+
+            hook = last.register_post_accumulate_grad_hook(prefetch)
             self._undo.append(hook.remove)
 
 
@@ -292,7 +319,7 @@ def offload_optimizer(
             `window_bytes="1GiB"`.
 
     Returns:
-        A handle with `report()` and `close()`, also a context manager.
+        A handle with `statistics`, `report()` and `close()`, also a context manager.
 
     Raises:
         ConfigurationError: the directory, a setting or the optimizer cannot work; says why.

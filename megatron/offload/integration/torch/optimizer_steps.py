@@ -19,7 +19,8 @@ the step begins once more after each call of the closure.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 from megatron.offload.parameters.window import ParameterWindow
@@ -42,10 +44,13 @@ class OptimizerSteps:
     def __init__(self, window: ParameterWindow) -> None:
         self._window = window
         self._open: dict[torch.optim.Optimizer, contextlib.ExitStack] = {}  # the outer ones first
+        # Weakly: torch keeps these hooks for good, and a model that is dropped would live on.
+        before, after = (weakref.WeakMethod(one) for one in (self._before_step, self._after_step))
         self._hooks = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(lambda *args: (before() or _do_nothing)(*args)),
+            register_optimizer_step_post_hook(lambda *args: (after() or _do_nothing)(*args)),
         ]
+        weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def forget(self) -> None:
         """Layers compute: an open step has raised, or begins again after its closure."""
@@ -53,8 +58,7 @@ class OptimizerSteps:
 
     def close(self) -> None:
         """Takes the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
+        _remove(self._hooks)
         self.forget()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -125,3 +129,12 @@ class OptimizerSteps:
     def _params_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         groups = optimizer.param_groups
         return [p for group in groups for p in group["params"] if self._window.has(p)]
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _do_nothing(*_: Any) -> None:
+    """What is left of a hook until it is taken off."""

@@ -136,6 +136,7 @@ class ParameterOffload:
         return {
             "gradient_memory_bytes": gradients.memory_bytes,
             "gradient_peak_bytes": gradients.peak_bytes,
+            "gradient_stall_s": gradients.stall_s,
         }
 
     def report(self) -> str:
@@ -143,16 +144,17 @@ class ParameterOffload:
         if self.window is None:
             return "parameters are in memory"
         found = self.statistics
-        gradients = ""
+        gradients, waited = "", f"waited {self.window.stall_s:.3f} s"
         if self.window.gradients is not None:
             peak_bytes = int(found["gradient_peak_bytes"])
             gradients = f", and {format_size(peak_bytes)} of their gradients"
+            waited += f", for gradients {found['gradient_stall_s']:.3f} s"
         return (
             f"parameters: {format_size(int(found['parameter_bytes']))} of layers on "
             f"{', '.join(map(str, self.window.tiers))}, at most "
             f"{format_size(int(found['peak_bytes']))} of them in memory{gradients}; read "
             f"{format_size(int(found['read_bytes']))}, written "
-            f"{format_size(int(found['written_bytes']))}, waited {found['stall_s']:.3f} s"
+            f"{format_size(int(found['written_bytes']))}, {waited}"
         )
 
     def expose(self) -> None:
