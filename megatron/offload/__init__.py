@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron.offload.integration.huggingface.callback import OffloadCallback
     from megatron.offload.integration.torch.door import offload_activations
     from megatron.offload.integration.torch.layer_major import LayerMajor
+    from megatron.offload.integration.torch.offload_model import offload
     from megatron.offload.integration.torch.optimizer import offload_optimizer
     from megatron.offload.integration.torch.parameter_offload import offload_parameters
     from megatron.offload.placement.policy import Placement, Policy
@@ -43,6 +44,7 @@ __all__ = [
     "Policy",
     "Scope",
     "StorageError",
+    "offload",
     "offload_activations",
     "offload_optimizer",
     "offload_parameters",
@@ -62,6 +64,7 @@ _FILES = {
     "Policy": "placement.policy",
     "Scope": "saved.scope",
     "StorageError": "errors",
+    "offload": "integration.torch.offload_model",
     "offload_activations": "integration.torch.door",
     "offload_optimizer": "integration.torch.optimizer",
     "offload_parameters": "integration.torch.parameter_offload",

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`offload`: one door for what a training keeps in memory, and one handle for what is open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import ConfigurationError, offload
+from tests.support.layer_major import one_by_one
+from tests.support.models import Block
+
+HIDDEN, LAYERS, MICRO_BATCHES, STEPS = 32, 4, 2, 3
+SMALL = {"min_bytes": 1, "io": "buffered"}
+STATES = {"bucket_bytes": 1 << 14, "window_bytes": 0}
+
+
+class Stack(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(Block(HIDDEN) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean() / MICRO_BATCHES
+
+
+def made() -> tuple[Stack, torch.optim.Optimizer]:
+    model = Stack()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def trained(model: Stack, optimizer: torch.optim.Optimizer, handle: Any = None) -> list[Any]:
+    """Losses, in the handle's layer-major steps if it has such, and weights."""
+    torch.manual_seed(7)
+    draw = torch.Generator().manual_seed(5)
+    found: list[Any] = []
+    for _ in range(STEPS):
+        batches = [torch.randn(2, 8, HIDDEN, generator=draw) for _ in range(MICRO_BATCHES)]
+        if handle is not None and handle.layer_major is not None:
+            found += handle.step(batches, model)
+        else:
+            found += one_by_one(model, batches)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def weights(model: Stack) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in model.parameters()]
+
+
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "activations and states": {"activations": SMALL, "optimizer_states": STATES},
+    "in host memory": {
+        "activations": {**SMALL, "mode": "host"},
+        "optimizer_states": {**STATES, "mode": "host"},
+        "parameters": "host",
+    },
+    "all, unit by unit": {
+        "activations": {**SMALL, "boundary": "ssd"},
+        "optimizer_states": STATES,
+        "parameters": True,
+        "gradients": True,
+        "layer_major": 2,
+    },
+    "parameters alone": {"activations": False, "optimizer_states": "off", "parameters": "ssd"},
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_every_bit_is_the_same_and_each_stream_moves(name: str, tmp_path: Path) -> None:
+    plain, plain_optimizer = made()
+    expected = trained(plain, plain_optimizer)
+    model, optimizer = made()
+    with offload(model, optimizer, tmp_path, **EVERYTHING[name]) as handle:
+        found = trained(model, optimizer, handle)
+        moved = handle.statistics
+        report = handle.report()
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, weights(model), weights(plain)))
+    streams = {"activations", "optimizer_states", "parameters"}
+    assert moved.keys() == {one for one in streams if getattr(handle, one) is not None}, (
+        "a stream was left out"
+    )
+    for one in moved.values():
+        assert one.get("offloaded_bytes", one["written_bytes"]) > 0
+    assert report
+    # As if it had never been.
+    assert not list(tmp_path.iterdir())
+    assert "step" not in vars(optimizer)
+    assert trained(model, optimizer)[-1].equal(trained(plain, plain_optimizer)[-1])
+
+
+def test_a_directory_and_an_optimizer_are_all_that_is_needed(tmp_path: Path) -> None:
+    model, optimizer = made()
+    with offload(model, optimizer, tmp_path) as handle:
+        assert handle.activations is not None and handle.optimizer_states is not None
+        assert handle.parameters is None and handle.layer_major is None
+        trained(model, optimizer, handle)
+        assert "optimizer states" in handle.report()
+        assert handle.summary()
+    with offload(model) as handle:  # to host memory
+        assert handle.optimizer_states is None and handle.statistics == {"activations": {}}
+
+
+def test_what_was_opened_before_an_error_is_closed(tmp_path: Path) -> None:
+    model = Stack()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ConfigurationError, match="LBFGS cannot be offloaded"):
+        offload(model, optimizer, tmp_path, parameters=True)
+    assert not list(tmp_path.iterdir())
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    with offload(model, directory=tmp_path, parameters=True) as handle:  # no handle is left over it
+        assert handle.parameters is not None
+
+
+def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+    model, optimizer = made()
+    with pytest.raises(ConfigurationError, match=r"optimizer_states= needs the optimizer"):
+        offload(model, directory=tmp_path, optimizer_states=True)
+    for settings in ({"parameters": True}, {"layer_major": True}):
+        with pytest.raises(ConfigurationError, match=r"gradients=True needs parameters= and layer"):
+            offload(model, optimizer, tmp_path, gradients=True, **settings)  # type: ignore[arg-type]
+    with (
+        offload(model, optimizer, tmp_path) as handle,
+        pytest.raises(ConfigurationError, match=r"which offload\(\) was not asked for"),
+    ):
+        handle.step([], model)
+    with pytest.raises(ConfigurationError, match=r"sdd"):
+        offload(model, optimizer, tmp_path, activations="sdd")
+
+
+def test_all_is_closed_though_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = made()
+    handle = offload(model, optimizer, tmp_path, parameters=True)
+    assert handle.optimizer_states is not None
+
+    def fail(**_: Any) -> None:
+        raise ZeroDivisionError
+
+    close = handle.optimizer_states.close
+    monkeypatch.setattr(handle.optimizer_states, "close", fail)
+    with pytest.raises(ZeroDivisionError):
+        handle.close()
+    close()
+    assert not list(tmp_path.iterdir())
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
