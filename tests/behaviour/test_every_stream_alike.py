@@ -609,7 +609,9 @@ def test_what_a_child_changes_is_its_own(
 # -- What is counted ----------------------------------------------------------------------------
 
 
-@promise("drives wear", "what is written counts in the life of its drive, whichever stream reports that")
+@promise(
+    "drives wear", "what is written counts in the life of its drive, whichever stream reports that"
+)
 def test_all_that_is_written_wears_the_drive(
     stream: str, opened: Callable[..., Training], tmp_path: Path
 ) -> None:
