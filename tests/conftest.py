@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,16 @@ def same_environment() -> Iterator[None]:
     yield
     for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def same_log() -> Iterator[None]:
+    """No test leaves it to those after it what our log says and where; scripts set that."""
+    ours = logging.getLogger("megatron.offload")
+    before = ours.level, ours.propagate, ours.disabled, list(ours.handlers)
+    yield
+    ours.setLevel(before[0])
+    ours.propagate, ours.disabled, ours.handlers = before[1:]
 
 
 @pytest.fixture
@@ -102,7 +113,8 @@ class Gate:
 
 @pytest.fixture
 def write_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Every write waits at this gate, in its I/O thread."""
+    """Every write waits at this gate, in its I/O thread, small ones too by themselves."""
+    monkeypatch.setattr("megatron.offload.tiers.io_threads._TOGETHER_BYTES", 0)
     gate = Gate()
     write = UnlinkedFile.write
 

@@ -130,6 +130,19 @@ def layer_major(units: int | None, **settings: Any) -> Step:
     return step
 
 
+def loses_gradients() -> bool:
+    """Whether autocast uses a cast that was made without gradients again where they are wanted.
+
+    torch 2.10 does: in a usual loop under one autocast a layer then has no gradients. A layer-major
+    step uses no cast again behind a pass, and has them.
+    """
+    layer, x = torch.nn.Linear(HIDDEN, HIDDEN), torch.ones(1, HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            layer(x)
+        return not layer(x).requires_grad
+
+
 @pytest.mark.parametrize("make", [Model, with_recomputation, by_data])
 @pytest.mark.parametrize("where", [around, within])
 @pytest.mark.parametrize("order", ["ascending", "alternating"])
@@ -137,6 +150,8 @@ def test_all_bits_are_the_same(
     make: Callable[[], Model], where: Callable[[Step], Step], order: str
 ) -> None:
     """Two micro-batches where the order alternates: the sum of two has one value."""
+    if make is by_data and where is around and loses_gradients():
+        pytest.skip("autocast of this PyTorch loses gradients of a usual loop over micro-batches")
     num_batches = 3 if order == "ascending" else 2
     expected = trained(make(), where(one_by_one), num_batches)
     for units in (3, None):

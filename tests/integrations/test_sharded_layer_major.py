@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from tests.support.ranks import run_ranks
 
@@ -110,7 +111,11 @@ def test_all_ranks_count_random_numbers_when_one_must(found: dict[str, Any]) -> 
 
 def test_a_step_after_one_that_failed_is_as_ever(found: dict[str, Any]) -> None:
     for results in found["after errors"]:
-        assert len(results) == 6 and all(results)
+        if hasattr(FSDPState, "_reset_iter_state"):
+            assert results == [True] * 6
+        else:  # torch 2.10
+            assert len(results) == 1
+            assert "a step has failed, and FSDP of PyTorch" in results[0]
 
 
 def test_a_user_who_reduces_nothing_is_heard(found: dict[str, Any]) -> None:

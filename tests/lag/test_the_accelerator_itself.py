@@ -290,6 +290,23 @@ def test_memory_is_counted_as_cuda_counts_it(lag: LagModule) -> None:
     assert lag.max_memory_allocated() == before
 
 
+def test_what_is_reserved_does_not_depend_on_what_was_freed_before(lag: LagModule) -> None:
+    lag.empty_cache()
+    before = lag.memory_reserved()
+    for _ in range(2):  # then its memory and that beside it are one
+        large = torch.empty(64 << 20, dtype=torch.uint8, device="lag")
+        place = large.data_ptr()
+        del large
+        lag.empty_cache()
+    small = torch.empty(1 << 20, dtype=torch.uint8, device="lag")
+    assert lag.memory_reserved() - before <= 2 << 20
+    del small
+    lag.empty_cache()
+    large = torch.empty(64 << 20, dtype=torch.uint8, device="lag")
+    assert large.data_ptr() == place  # of which a part was taken
+    assert lag.memory_reserved() - before == 64 << 20
+
+
 def test_memory_ends_where_a_test_says(lag: LagModule) -> None:
     gc.collect()  # what other tests have left would make room later
     lag.synchronize()

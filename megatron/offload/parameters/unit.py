@@ -27,7 +27,6 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -125,7 +124,7 @@ class ParameterUnit:
         return False
 
     # Runs in an I/O thread.
-    def _write_ended(self, transfer: Future[None]) -> None:
+    def _write_ended(self, transfer: Transfer) -> None:
         with self._lock:
             if self._transfer is not transfer:
                 return  # taken back meanwhile

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -108,7 +107,7 @@ class Bucket:
         return True
 
     # Runs in an I/O thread.
-    def _write_ended(self, transfer: Future[None]) -> None:
+    def _write_ended(self, transfer: Transfer) -> None:
         storage = None  # freed when this frame ends, outside the lock
         with self._lock:
             if self._transfer is not transfer:

@@ -32,6 +32,8 @@ def why_not() -> str:
     """Why the accelerator cannot be used here, as the end of a sentence; empty: it can."""
     if sys.platform != "linux":
         return "it needs Linux"
+    if _minor_version() == 10:
+        return "with torch 2.10 a thread of a stream aborts when it lets a tensor go"
     if torch.cuda.is_available():
         return "torch has one accelerator in a process, and here it is CUDA"
     if _compiler() is None:

@@ -81,6 +81,7 @@ class LayerMajor:
         self._alternates = alternates
         self._device = torch.device("cpu")  # of compute, since the first step
         self._schedule: LayerMajorSchedule | None = None  # opened by the first step
+        self._sharded: ShardedUnits | None = None  # of the step before
         self._consensus: ProcessGroupConsensus | None = None
         self._hooks: list[RemovableHandle] = []
 
@@ -96,7 +97,7 @@ class LayerMajor:
 
         Raises:
             ConfigurationError: the model does not run its layers in one order, or is a part of what
-                FSDP2 has sharded.
+                FSDP2 has sharded; or a step before has failed, and this FSDP2 cannot be reset.
         """
         batches = list(micro_batches)
         if not batches:
@@ -105,7 +106,9 @@ class LayerMajor:
         def forward_of(batch: B) -> Callable[[], torch.Tensor]:
             return lambda: loss_of(batch)
 
-        sharded = ShardedUnits(self._model, self.units)
+        if self._sharded is not None:
+            self._sharded.check_not_lost()
+        self._sharded = sharded = ShardedUnits(self._model, self.units)
         self._consensus = sharded.consensus()
         inputs = list(tensors_in(batches))
         if self._schedule is None:

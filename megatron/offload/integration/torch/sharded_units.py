@@ -58,12 +58,22 @@ class ShardedUnits:
         self._passes: Passes
         self._unit: int | None = None  # whose forward pass is under way
         self._paused: dict[int, _Place] = {}  # of micro-batches
+        self._is_lost = False  # what a step left that failed cannot be undone
 
     @property
     def device(self) -> torch.device | None:
         """Where parameters are gathered; None: there is nothing to gather."""
         device: torch.device | None = self._roots[0]._device if self._roots else None
         return device
+
+    def check_not_lost(self) -> None:
+        """Raises ConfigurationError if this step has failed and FSDP cannot go on behind it."""
+        if self._is_lost:
+            raise refusal(
+                f"a step has failed, and FSDP of PyTorch {torch.__version__} cannot be reset: "
+                "gradients of later steps would be wrong; start again from the last checkpoint, "
+                "or use PyTorch 2.13, whose FSDP can"
+            )
 
     def consensus(self) -> ProcessGroupConsensus | None:
         """Of the ranks that share these parameters; None: there are none."""
@@ -169,8 +179,10 @@ class ShardedUnits:
     def _abandon(self) -> None:
         """Leaves no trace of a step that has failed, but for gradients that are reduced already."""
         for root in self._roots:
-            if hasattr(root, "_reset_iter_state"):  # torch 2.10 has none
+            if hasattr(root, "_reset_iter_state"):
                 root._reset_iter_state()
+            else:  # torch 2.10, whose own steps go wrong behind one that failed
+                self._is_lost = True
         for parameter in (p for one in self._sharded for g in one.groups for p in g.fsdp_params):
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):

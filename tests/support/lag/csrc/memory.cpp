@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 
 namespace lag {
@@ -108,13 +109,13 @@ Memory::Block* Memory::take_cached(size_t size, Stream& stream) {
 Memory::Block* Memory::take_segment(size_t size, Stream& stream) {
   size_t segment = round_up(size, kSegment);
   char* at = nullptr;
-  for (auto& [start, length] : free_segments_)
-    if (length >= segment && use_.reserved.current + static_cast<int64_t>(length) <= use_.total) {
+  // What is left of a longer one stays free: else what is reserved would depend on what was before.
+  for (auto found = free_segments_.begin(); found != free_segments_.end(); ++found)
+    if (auto [start, length] = *found;
+        length >= segment && use_.reserved.current + static_cast<int64_t>(segment) <= use_.total) {
       at = start;
-      segment = length;
-      std::swap(start, free_segments_.back().first);
-      std::swap(length, free_segments_.back().second);
-      free_segments_.pop_back();
+      free_segments_.erase(found);
+      if (length > segment) free_segments_[start + segment] = length - segment;
       break;
     }
   if (!at) {
@@ -129,6 +130,22 @@ Memory::Block* Memory::take_segment(size_t size, Stream& stream) {
     stream.launch(Kind::bookkeeping, [bytes, segment] { std::memset(bytes, kPoison, segment); });
   }
   return new Block{at, segment, &stream};
+}
+
+void Memory::add_free_segment(char* start, size_t length) {
+  auto after = free_segments_.lower_bound(start);
+  if (after != free_segments_.end() && after->first == start + length) {
+    length += after->second;
+    after = free_segments_.erase(after);
+  }
+  if (after != free_segments_.begin()) {
+    auto before = std::prev(after);
+    if (before->first + before->second == start) {
+      before->second += length;
+      return;
+    }
+  }
+  free_segments_[start] = length;
 }
 
 void Memory::cut(Block* block, size_t size) {
@@ -225,7 +242,7 @@ void Memory::empty_cache() {
         continue;
       }
       madvise(backing(block->start), block->size, MADV_DONTNEED);
-      free_segments_.emplace_back(block->start, block->size);
+      add_free_segment(block->start, block->size);
       use_.reserved.take(block->size);
       at = pool.erase(at);
       delete block;

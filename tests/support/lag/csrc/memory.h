@@ -71,6 +71,7 @@ class Memory {
   // All under the lock.
   Block* take_cached(size_t size, Stream& stream);
   Block* take_segment(size_t size, Stream& stream);
+  void add_free_segment(char* start, size_t length);
   void cut(Block* block, size_t size);
   void give_back(Block* block);
   void collect();
@@ -81,7 +82,7 @@ class Memory {
   std::map<Stream*, Pool> pools_;
   std::unordered_map<void*, Block*> used_;
   std::vector<std::pair<Block*, std::vector<MomentPtr>>> deferred_;
-  std::vector<std::pair<char*, size_t>> free_segments_;
+  std::map<char*, size_t> free_segments_;  // neighbours are one
   MemoryUse use_;
 };
 Memory& memory(int device);
