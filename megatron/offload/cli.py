@@ -100,11 +100,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.add_argument("metrics", nargs="*", type=Path, help="a run's metrics.jsonl")
     add_script_arguments(report)
     report.add_argument(
-        "--steps", type=int, default=8, metavar="N", help="of the script; default: 8"
+        "--steps",
+        type=int,
+        default=8,
+        metavar="N",
+        help="with --script: steps of each run; default: 8",
     )
     report.add_argument("--memory", type=Path, metavar="FILE", help="a run's memory report")
     report.add_argument(
-        "--picture", type=Path, metavar="PNG", help="with --memory: draw that step here"
+        "--picture", type=Path, metavar="PNG", help="with --memory: draw the step of that peak"
     )
     args = parser.parse_args(argv)
     if args.command == "report":
@@ -191,7 +195,7 @@ def _tune(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _rok(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """See `report.rok.command.run`."""
+    """See `commands.rok.command.run`."""
     curve.check_arguments(args)  # before what may not be installed is imported
     from megatron.offload.commands.rok.command import run
 

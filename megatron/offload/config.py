@@ -191,8 +191,8 @@ class OffloadConfig(Settings):
         "most bytes of a rank's pool of page-locked host memory, to which storages of an "
         "accelerator are copied on their way to SSDs: device memory is free when that copy has "
         "ended, and not when the drive has the bytes. What finds no room goes through staging "
-        "buffers, piece by piece. 0: all does. Default: 2GiB, or less so that all ranks of the "
-        "machine take a sixteenth of its memory at most. Of no use on a CPU and with io gds.",
+        "buffers, piece by piece. 0: everything does. Default: 2GiB, or less so that all ranks of "
+        "the machine take a sixteenth of its memory at most. Of no use on a CPU and with io gds.",
         parse=parse_size,
         metavar="SIZE",
     )

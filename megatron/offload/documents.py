@@ -47,7 +47,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reading(what: str, advice: str) -> Iterator[None]:
-    """Around all that depends on what a document holds.
+    """Around code that depends on what a document holds.
 
     Args:
         what: how the sentence begins: `FILE is no plan`.

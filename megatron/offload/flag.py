@@ -2,8 +2,8 @@
 """A setting that is also a command-line flag: `flag` makes the field of a `Settings` class.
 
 `OffloadConfig` and `StatesConfig` are made of such fields. Here is how every value is checked, as
-text or as what a script gives, and how argparse is told of a flag; which flags there are, and which
-of them contradict each other, those classes say.
+text or as what a script gives, and how argparse is told of a flag; those classes say which flags
+there are, and which of them contradict each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def flag(
         default: of the field.
         help: of the flag, without the default.
         parse: the value that a text stands for, or a number, a path; raises `ConfigurationError`
-            where it is none. What it gives, it takes too.
+            where it is none. It accepts what it returns.
         choices: the only values.
         metavar: what stands for the value in the help.
     """
@@ -79,7 +79,8 @@ class Settings:
     Attributes:
         group: the title of its flags in the help.
         prefix: what its sentences begin with.
-        other_names: of flags in sentences for who gave keywords, where it is not the field's.
+        other_names: of flags in sentences for callers who gave keywords, where these are not the
+            fields'.
     """
 
     group: ClassVar[str]
@@ -167,7 +168,7 @@ class Settings:
 
     @classmethod
     def in_settings(cls, message: str) -> str:
-        """A sentence about flags, for somebody who gave settings: with the names of the fields."""
+        """A sentence about flags, for a caller who gave settings: with the names of the fields."""
         names = {spec.metadata["flag"]: spec.name for spec in _fields(cls)} | dict(cls.other_names)
         for name in sorted(names, key=len, reverse=True):
             message = message.replace(name, names[name])

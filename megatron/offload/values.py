@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The value of a setting, from whatever a person or a script gives: text, a number, a path.
 
-`parse_*` here, in `sizes.py` and in `layer_set.py` are what the fields of `Settings` are checked
-with. A number goes the way of its text, so that both are taken, or refused, alike. None of them
-touches a file.
+The fields of `Settings` are checked by `parse_*` here, in `sizes.py` and in `layer_set.py`. A
+number goes the way of its text, so that both are taken, or refused, alike. None of them touches a
+file.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def parse_path(value: object) -> Path:
         return Path(text).expanduser().absolute()
     except ConfigurationError:
         raise
-    except Exception as error:  # `~nobody`; no working directory; a class of others
+    except Exception as error:  # `~no_such_user`; no working directory; a caller's own class
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(
             f"{quoted(value)} is no path that can be found ({reason}); give an absolute one"

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from megatron.offload import ConfigurationError, LayerMajor, offload_activations
-from megatron.offload.integration.torch.parameters import parameter_groups
+from megatron.offload.integration.torch.stationary import parameter_groups
 from tests.behaviour.test_layer_major_steps import (
     VOCABULARY,
     Checkpointed,

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from megatron.offload import ChangedInPlaceError, offload_activations
-from megatron.offload.integration.torch.earlier_buffers import EarlierBuffers
+from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
 from megatron.offload.integration.torch.offload import ActivationOffload
 from tests.support.loops import HIDDEN, Net, gradients, net, noise
 from tests.support.same_training import digest
@@ -416,7 +416,7 @@ def test_a_recomputed_layer_changes_its_buffers_once(loop: Loop, tmp_path: Path)
 
 def test_of_buffers_that_stay_as_they_are_no_copies_are_kept() -> None:
     layer = Changing()
-    buffers = EarlierBuffers(layer)
+    buffers = BufferSnapshot(layer)
     layer(noise())
     buffers.keep_changed()
     fixed, calls = layer.fixed, layer.calls

@@ -26,7 +26,7 @@ WRONG_STATES = (
     "the optimizer does not wait for states that were copied back",
     "states are copied to the host before they are updated",
     "gradients arrive in the memory of those that the step works on",
-    "parameters are copied back on a stream that nobody waits for",
+    "parameters are copied back on a stream that compute does not wait for",
 )
 WRONG_LAYER_MAJOR = (
     "a unit takes a gradient that has not come back",

@@ -24,7 +24,7 @@ from megatron.offload.integration.megatron import (
     offload_model_states,
 )
 from megatron.offload.integration.megatron.bucket_gradients import BucketGradients
-from megatron.offload.integration.megatron.bucket_group import Where
+from megatron.offload.integration.megatron.bucket_group import BucketState
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.parameters.away_gradient import AwayGradient
 from megatron.offload.parameters.config import ParametersConfig
@@ -128,7 +128,7 @@ class Trained:
 
         def look_and_prepare() -> Any:
             self.found["num_away"] = count(AwayGradient)
-            self.found["are_away"] = all(one.where is Where.AWAY for one in groups)
+            self.found["are_away"] = all(one.state is BucketState.AWAY for one in groups)
             if brings:
                 self.found["peak_bytes"] = gradients.peak_bytes
                 self.parameters.bring_gradients()

@@ -247,12 +247,12 @@ MISTAKES: tuple[Mistake, ...] = (
         ),
     ),
     Mistake(
-        "nobody waits for a tensor that was built ahead of its use",
+        "compute does not wait for a tensor that was built ahead of its use",
         _ALL,
         ((_READER, "Reader.use_built", "view.ready is not None", "False"),),
     ),
     Mistake(
-        "nobody waits for a tensor that was built when it was used",
+        "compute does not wait for a tensor that was built when it was used",
         _ALL,
         ((_READER, "Reader.wait_for_read", "ready is not None:", "False:"),),
     ),
@@ -281,7 +281,7 @@ MISTAKES: tuple[Mistake, ...] = (
         ),
     ),
     Mistake(
-        "restored memory is compute's, and nobody waits for its former use",
+        "restored memory is compute's, and no stream waits for its former use",
         _ALL,
         (
             (
@@ -351,7 +351,7 @@ MISTAKES: tuple[Mistake, ...] = (
         ((_ACCESS, "_StagedView.pieces_to_fill", "buffer.event = copied", ""),),
     ),
     Mistake(
-        "who takes a staging buffer waits for the event of another one",
+        "a thread that takes a staging buffer waits for the event of another one",
         _DRIVE,
         (
             (
@@ -436,7 +436,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     # -- Streams and events -----------------------------------------------------------------------
     Mistake(
-        "an event is recorded again while somebody waits for it",
+        "an event is recorded again while a stream or thread waits for it",
         _ALL,
         (
             (
@@ -551,7 +551,7 @@ MISTAKES: tuple[Mistake, ...] = (
         ),
     ),
     Mistake(
-        "parameters are copied back on a stream that nobody waits for",
+        "parameters are copied back on a stream that compute does not wait for",
         _TWINS,
         (
             (
@@ -680,7 +680,7 @@ MISTAKES: tuple[Mistake, ...] = (
         ),
     ),
     Mistake(
-        "a unit's memory is compute's, and nobody waits for its former use",
+        "a unit's memory is compute's, and no stream waits for its former use",
         _PARAMETERS,
         (
             (

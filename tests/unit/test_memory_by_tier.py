@@ -15,7 +15,7 @@ from megatron.offload.sizes import MIB
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.memory_by_tier import (
-    Held,
+    MemoryRow,
     held_by_parameters,
     held_by_states,
     memory_table,
@@ -37,7 +37,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_rows_add_up_by_tier() -> None:
-    rows = [Held("weights", 2 * MIB), Held("activations", 0, MIB, 5 * MIB, "predicted")]
+    rows = [MemoryRow("weights", 2 * MIB), MemoryRow("activations", 0, MIB, 5 * MIB, "predicted")]
     *_, last = memory_table(rows, heading="memory").splitlines()
     assert last.split() == ["together", "2", "MiB", "1", "MiB", "5", "MiB"]
 
@@ -72,7 +72,7 @@ class Layers(torch.nn.Module):
         return (x * self.scale).sum()
 
 
-def of_model(model: torch.nn.Module) -> list[Held]:
+def of_model(model: torch.nn.Module) -> list[MemoryRow]:
     return held_by_parameters(model.parameters(), tier_of, gradient_tier_of)
 
 
@@ -80,9 +80,9 @@ def of_model(model: torch.nn.Module) -> list[Held]:
 def test_weights_and_gradients_that_wait_on_a_tier_are_there(on_ssd: bool, tmp_path: Path) -> None:
     model, scale = Layers(), 512 * 4
 
-    def away(name: str, *, layers: int) -> Held:
+    def away(name: str, *, layers: int) -> MemoryRow:
         in_memory, on_tier = (3 - layers) * MIB + scale, layers * MIB
-        return Held(name, in_memory, 0 if on_ssd else on_tier, on_tier if on_ssd else 0)
+        return MemoryRow(name, in_memory, 0 if on_ssd else on_tier, on_tier if on_ssd else 0)
 
     steps_by = torch.optim.AdamW(model.parameters())
     where = {"directory": tmp_path} if on_ssd else {"mode": "host", "host_budget": 16 * MIB}
@@ -101,7 +101,7 @@ def test_weights_and_gradients_that_wait_on_a_tier_are_there(on_ssd: bool, tmp_p
             states.states.wait_for_writes()
             steps_by.step()  # they are dropped, and the next ones will leave again
             assert of_model(model)[1] == away("gradients", layers=3)
-    assert of_model(model) == [away("weights", layers=0), Held("gradients", 3 * MIB + scale)]
+    assert of_model(model) == [away("weights", layers=0), MemoryRow("gradients", 3 * MIB + scale)]
 
 
 def column(size: str, on_ssd: bool) -> list[str]:
@@ -112,7 +112,7 @@ def column(size: str, on_ssd: bool) -> list[str]:
 def test_what_no_tier_takes_of_the_weights_counts_as_memory() -> None:
     model = Layers()
     with offload_parameters(model, mode="host", host_budget=5 * MIB // 2):
-        assert of_model(model)[0] == Held("weights", MIB + 512 * 4, 2 * MIB)
+        assert of_model(model)[0] == MemoryRow("weights", MIB + 512 * 4, 2 * MIB)
 
 
 def test_states_are_where_they_will_be_before_the_first_step(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_states_are_where_they_will_be_before_the_first_step(tmp_path: Path) -> 
             step(optimizer)
         handle.states.wait_for_writes()
         assert before == held_by_states([handle.states])
-        assert before == Held("optimizer states", 2 * MIB, 0, 6 * MIB)
+        assert before == MemoryRow("optimizer states", 2 * MIB, 0, 6 * MIB)
         assert handle.states.memory_bytes == before.device_bytes
 
 
@@ -134,7 +134,7 @@ def test_what_no_tier_has_room_for_stays_on_the_device() -> None:
     states = OptimizerStates(
         optimizer, [HostTier(4 * MIB)], device, bucket_bytes=MIB, window_bytes=2 * MIB
     )
-    assert held_by_states([states]) == Held("optimizer states", 4 * MIB, 4 * MIB)
+    assert held_by_states([states]) == MemoryRow("optimizer states", 4 * MIB, 4 * MIB)
     states.close()
 
 

@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a sentence ends, and which paragraphs of a docstring are prose."""
+"""Where a sentence ends, which paragraphs are prose, and that our own sentences name who acts."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from preprocessing.docstrings import Prose, keep_prose
 from preprocessing.sentences import split_sentences
+
+ROOT = Path(__file__).resolve().parents[2]
+# Words that stand for an actor whom a sentence does not name: the optimizer, the caller, a thread.
+UNNAMED = re.compile(
+    r"nobody|whoever|somebody|someone\b|anybody|everybody|everyone|\bas ever\b", re.IGNORECASE
+)
+# Of the package: sentences here are not checked yet.
+UNCHECKED = ("capture/", "parameters/", "saved/", "states/", "tiers/", "transfer/", "engine.py")
+# Lines of the package, README.md and docs that may have such a word, each with its reason.
+ALLOWED: dict[str, str] = {}
 
 
 @pytest.mark.parametrize(
@@ -79,3 +91,45 @@ def test_a_module_is_a_document_of_its_docstrings(tmp_path: Path) -> None:
         sentence.format("topic"),
     ]
     assert corpus.num_bytes == corpus.total_bytes
+
+
+def unnamed_actors(text: str, allowed: Mapping[str, str]) -> list[str]:
+    """The lines that leave their actor unnamed, without those that are allowed."""
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if UNNAMED.search(line) and line not in allowed]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["NOBODY = -1", "None: nobody does.", "Whoever calls it", "of somebody else's", "as ever."],
+)
+def test_an_actor_without_a_name_is_found_unless_its_line_is_allowed(line: str) -> None:
+    text = f"The optimizer waits.\n    {line}\nAs everything does."
+    assert unnamed_actors(text, {}) == [line]
+    assert unnamed_actors(text, {line: "a quotation"}) == []
+
+
+def _checked_files() -> list[Path]:
+    package = ROOT / "megatron" / "offload"
+    sources = [
+        path
+        for path in sorted(package.rglob("*.py"))
+        if not str(path.relative_to(package)).startswith(UNCHECKED)
+    ]
+    docs = [path for ending in ("md", "json") for path in sorted(ROOT.glob(f"docs/**/*.{ending}"))]
+    return [*sources, *docs, ROOT / "README.md"]
+
+
+def test_sentences_name_who_acts() -> None:
+    """Say "the optimizer", "the caller", "a thread of the tier", or what is so without an actor."""
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in _checked_files()
+        if (lines := unnamed_actors(path.read_text(), ALLOWED))
+    }
+    assert not found
+
+
+def test_allowed_lines_are_still_there() -> None:
+    lines = {line.strip() for path in _checked_files() for line in path.read_text().splitlines()}
+    assert not ALLOWED.keys() - lines

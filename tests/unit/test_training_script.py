@@ -424,7 +424,8 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
     for process in ranks:
         code, output, errors = finish(process)
         assert code == 0, errors
-        assert output == "activation offload: rank 1 has no room [10, 11]\n"
+        # Some versions of torch say there that the ranks have met.
+        assert output.splitlines()[-1] == "activation offload: rank 1 has no room [10, 11]"
 
 
 @pytest.mark.usefixtures("one_rank")

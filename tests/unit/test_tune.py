@@ -547,7 +547,7 @@ def test_tokens_of_a_step_may_be_free(
             "--activation-recompute-layers",
         ),
         ("--processes 3", "--global-batch-size 8 --tensor-model-parallel-size 2", "--processes 3"),
-        ("--processes 2 --turns", "--global-batch-size 8", "--turns works for one process"),
+        ("--processes 2 --turns", "--global-batch-size 8", "--turns works with one process"),
         ("--processes 2", "--global-batch-size 7", "cannot be divided by the 2 ranks"),
         (
             "--units off",
@@ -578,7 +578,7 @@ def test_what_cannot_be_tuned_is_said_in_a_sentence(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "behind --"),
+        ([], "after --"),
         (["nothing.py"], "there is no script nothing.py"),
         ([str(SCRIPTS["gpt"].with_suffix(".sh"))], "starts Python scripts"),
     ],

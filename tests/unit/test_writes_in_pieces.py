@@ -90,7 +90,7 @@ def test_a_read_goes_before_the_rest_of_a_write_and_the_rest_before_other_writes
 
 @pytest.mark.parametrize("verb", ["cancel", "abandon"])
 @pytest.mark.parametrize("is_waiting", [False, True])
-def test_the_rest_of_a_write_that_nobody_wants_is_given_up(
+def test_the_rest_of_an_unwanted_write_is_given_up(
     threads: IoThreads, verb: str, is_waiting: bool
 ) -> None:
     work = Work()

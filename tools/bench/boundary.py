@@ -32,7 +32,7 @@ from megatron.offload import LayerMajor, offload_activations
 from megatron.offload.capture.set_aside import SetAside
 from megatron.offload.device.allocator import allocator_environment
 from megatron.offload.device.open import open_device
-from megatron.offload.layer_major.graph_cuts import Crossing
+from megatron.offload.layer_major.graph_cuts import CutTensor
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
 from megatron.offload.saved.view import SavedView
 from megatron.offload.stats.memory import PeakMemory
@@ -88,14 +88,14 @@ def _bytes_alive(
 @contextlib.contextmanager
 def watched(layer_major: LayerMajor) -> Iterator[Waiting]:
     """What waits between units of one step in this context."""
-    found, add, enter = Waiting(), Crossing.add, LayerMajorSchedule.enter_layer
+    found, add, enter = Waiting(), CutTensor.add, LayerMajorSchedule.enter_layer
     put, take, empty = SetAside.put, SetAside.take, SetAside.empty
     begins = {unit: layer for layer, unit in reversed(layer_major.units.items()) if unit}
 
-    def noted_add(crossing: Crossing, gradient: torch.Tensor) -> None:
-        add(crossing, gradient)
-        assert crossing.gradient is not None
-        found.note_gradient(crossing.gradient)
+    def noted_add(cut: CutTensor, gradient: torch.Tensor) -> None:
+        add(cut, gradient)
+        assert cut.gradient is not None
+        found.note_gradient(cut.gradient)
 
     def noted_put(boundary: SetAside, tensor: torch.Tensor, scope: Any) -> Any:
         view = put(boundary, tensor, scope)
@@ -119,7 +119,7 @@ def watched(layer_major: LayerMajor) -> Iterator[Waiting]:
         return enter(schedule, layer, arguments)
 
     with (
-        mock.patch.object(Crossing, "add", noted_add),
+        mock.patch.object(CutTensor, "add", noted_add),
         mock.patch.object(LayerMajorSchedule, "enter_layer", noted_enter),
         mock.patch.object(SetAside, "put", noted_put),
         mock.patch.object(SetAside, "take", noted_take),

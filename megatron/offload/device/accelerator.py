@@ -3,7 +3,7 @@
 
 See Note [Who waits for whom] in `device.py`. Copies run on streams of their own, so that they
 overlap compute and each other; host memory should be pinned (`pin`), else the driver copies through
-a buffer of its own and holds the copying thread up. Everything goes through torch's module of the
+a buffer of its own and blocks the copying thread. Everything goes through torch's module of the
 device's kind, on CUDA `torch.cuda`; the rest is the kind's `Platform`.
 
 Note [Threads and devices]
@@ -30,7 +30,8 @@ class AcceleratorDevice:
     """An accelerator, with streams of its own for copies in either direction. Thread-safe.
 
     `open_device` makes one for a process: torch's allocator gives memory that it holds for one
-    stream to no other, so who shares the streams shares the memory.
+    stream to no other stream, so activations, states, parameters and gradients, which share these
+    streams, share the memory too.
 
     Args:
         device: of any kind but the CPU; without an index the current one.
@@ -64,13 +65,13 @@ class AcceleratorDevice:
             yield
 
     def record_event(self, stream: Any = None) -> Any:
-        """An event in a stream, recorded now; who waits for it sleeps. See `Device`."""
+        """An event in a stream, recorded now; a thread that waits for it sleeps. See `Device`."""
         event = self.platform.new_event()
         event.record(self.current_stream() if stream is None else stream)
         return event
 
     def wait_for_event(self, event: Any) -> None:
-        """Blocks the calling thread, asleep, until the device has passed an event; None: not."""
+        """Blocks the calling thread, asleep, until the device has passed an event, if given one."""
         if event is not None:
             with self._on_device():
                 event.synchronize()

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of compute, as the device saw them: `Clock`.
 
-Whatever says how long compute took, or what it waited for, asks one: profiles, steps, stalls, logs.
+Profiles, steps, stalls and logs ask one how long compute took and what it waited for.
 It never makes the host wait for the device, unless `wait` is called.
 
 Note [Device time]
-A device runs behind the host that queues its operations. From one line of Python to another says
-how long they took to queue, and nothing of how long they take. So a moment is a timing event in the
-stream that computes, and its time is read later, when the device has passed it: a step later, as a
-rule. What a wait of the host, or of a stream, costs compute is the time between two events around
-it: nothing is queued between them, so the device stood still for so long. Where it was behind, and
-had enough to do, that is nothing. On a CPU a moment is a clock reading, and all is known at once.
+A device runs behind the host that queues its operations. The time from one line of Python to
+another says how long they took to queue, not how long they take. So a moment is a timing event in
+the stream that computes, and its time is read later, when the device has passed it: usually a step
+later. What a wait of the host, or of a stream, costs compute is the time between two events
+around it: nothing is queued between them, so the device stood still for so long. Where the device
+was behind and had enough to do, that time is zero. On a CPU a moment is a clock reading, and all is
+known at once.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Clock:
         return self._device.timestamp()
 
     def tell(self, began: Moment, ended: Moment, hears: Hearing) -> None:
-        """Has `hears` called with the seconds between two moments, in the order of such calls.
+        """Calls `hears` with the seconds between two moments, in the order of such calls.
 
         On a CPU that is at once, on other devices in the first `read` after both have passed.
         """
@@ -56,7 +57,7 @@ class Clock:
 
     @contextlib.contextmanager
     def timed(self, hears: Hearing) -> Iterator[None]:
-        """Has `hears` told how long this context took compute."""
+        """Calls `hears` with the seconds that compute took in this context."""
         began = self.now()
         try:
             yield

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only CUDA has: `CudaPlatform`. The only file that calls `torch.cuda` by its name.
 
-What the rest of the package wants to know of CUDA without having a device it asks the functions
-here.
+The rest of the package calls the functions here for what it asks of CUDA without a `Device`.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ comes when their bytes have arrived.
   one event for all that it hands over; each copy waits for it: on the device where a storage is
   copied as a whole, and else in the I/O thread that wants a piece, because what is queued behind a
   copy that waits would wait as well.
-- A copy from the host fills memory that belongs to the stream of these copies, so nobody else's
+- A copy from the host fills memory that belongs to the stream of these copies, so no other stream's
   operations can still be queued for it and it waits for nothing. Compute's stream is told to wait
   for the copy when the memory is used, and the memory is not reused before that stream is done with
   it (`use_after`). That is the stream that is current in `unpack`: a layer may have parts on
   streams of their own, and backward runs each operation on the stream that it had in forward.
 - The host memory at the other end of a copy is reused when the copy's event has come. A thread that
-  wants a staging buffer waits for that, and a thread of the tier's for whole storages.
+  wants a staging buffer waits for that; for whole storages a thread of the tier does.
 So the thread that trains never waits for a copy back. In backward it waits for a drive's read that
 it needs, and for the device where it is too far ahead of it (`transfer/run_ahead.py`); in forward
 only at the bound on bytes in flight, for the oldest writes. A write's transfer holds the memory
@@ -116,7 +116,7 @@ class Device(Protocol):
         ...
 
     def restored_is_free(self) -> Any:
-        """An event after which who is not on the device may fill memory of `new_restored`."""
+        """An event after which the host or a drive may fill memory of `new_restored`."""
         ...
 
     def copy_from_host(

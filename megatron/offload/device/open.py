@@ -21,7 +21,7 @@ from megatron.offload.errors import ConfigurationError
 
 register_platform("cuda", CudaPlatform())
 
-# What the threads that train have opened in this process, for all who ask again: activations,
+# What the threads that train have opened in this process, for later calls: activations,
 # states, parameters and gradients share its streams, and so the memory that these have freed.
 _opened: dict[torch.device, AcceleratorDevice] = {}
 os.register_at_fork(after_in_child=_opened.clear)  # its streams are the parent's

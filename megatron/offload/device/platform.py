@@ -2,7 +2,7 @@
 """What torch has no generic name for, by kind of accelerator: `Platform`, `register_platform`.
 
 `AcceleratorDevice` does everything else through `torch.get_device_module`, the same lines for every
-kind. A kind of accelerator that is to be offloaded from needs one of these: `cuda.py` has CUDA's,
+kind. To offload from a kind of accelerator takes one of these: `cuda.py` has CUDA's,
 `open.py` registers it and looks others up.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 
 class PeakReader(Protocol):
-    """Reads the peak of one device's allocated memory, as if nobody else reset it."""
+    """Reads the peak of one device's allocated memory, as if no other reader reset it."""
 
     def reset(self) -> None:
         """Makes `peak_bytes` count from now on."""
@@ -27,7 +27,7 @@ class PeakReader(Protocol):
 
 
 class Platform(Protocol):
-    """One kind of accelerator. Whoever calls has put its thread on the device that is meant."""
+    """One kind of accelerator. Callers set the current device of their thread before a call."""
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Page-locks a range of host memory, so that copies to and from it overlap compute.
@@ -58,7 +58,7 @@ _platforms: dict[str, Platform] = {}
 
 
 def register_platform(kind: str, platform: Platform) -> None:
-    """Has devices of a kind (`torch.device.type`) offloaded from; the last one registered counts.
+    """Lets users offload from devices of a kind (`torch.device.type`); the last call for it counts.
 
     Args:
         kind: torch must have a module of that name, with streams, events and memory counters.

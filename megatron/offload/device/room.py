@@ -4,7 +4,8 @@
 Each stream of bytes (activations, optimizer states, parameters, gradients) reads ahead into the
 device's memory, and adds itself here. Where memory runs out for bytes that compute needs now, all
 of them give up what they have read ahead, and the read is tried once more. What is given up is on
-its tier, and is read when it is needed. Tells nothing of what else takes memory, and frees none.
+its tier, and is read when it is needed. Knows nothing of what else takes memory, and frees none of
+that.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Room:
         self._streams.add(stream)
 
     def read(self, work: Callable[[], _Result]) -> _Result:
-        """Does what has memory allocated for bytes that compute needs now; twice if there is none.
+        """Runs `work`, which takes memory for bytes that compute needs now; once more if memory is
+        short.
 
         Args:
             work: may be done again where it has ended with an error.

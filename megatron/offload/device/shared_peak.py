@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The peak of a device's allocated memory, for several readers: `shared_counters`.
 
-torch has one set of peak counters for each device, and who resets it resets it for everybody.
-Planning wants the peak of each step; trainers log the peak of the run (Megatron-LM from
-`memory_stats` and `max_memory_allocated`). So before a reset everyone else's peak is remembered,
-and from the first one on torch's own functions answer all others as if nobody but they had reset
-anything.
+torch has one set of peak counters for each device, and a reset by one reader changes what all
+others read. Planning wants the peak of each step; trainers log the peak of the run (Megatron-LM
+from `memory_stats` and `max_memory_allocated`). So before a reset the peaks of all other readers
+are remembered, and from the first one on torch's own functions answer as if only their own callers
+had reset anything.
 
 Platforms call it, with torch's module of their kind. Two readers never see each other either.
 """
@@ -51,7 +51,7 @@ class SharedCounters:
                 setattr(place, name, self._generic(getattr(place, name), getattr(self, name)))
 
     def _generic(self, plain: Callable[..., Any], shared: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of `torch.accelerator`, which is of this kind of device as a rule."""
+        """A function of `torch.accelerator`, which usually is of this kind of device."""
 
         @functools.wraps(plain)
         def call(device_index: Any = None, /) -> Any:
@@ -75,7 +75,7 @@ class SharedCounters:
         return reader
 
     def reset(self, reader: SharedPeakReader) -> None:
-        """Starts the peak anew for one reader; nobody else notices."""
+        """Starts the peak anew for one reader; other readers do not notice."""
         with self._lock:
             stats = self._remember(reader.index)
             self._of_others[reader.index] = _with_peaks(stats, self._of_others.get(reader.index))
@@ -102,7 +102,7 @@ class SharedCounters:
             self._reset(device)
 
     def _remember(self, index: int) -> dict[str, Any]:
-        """For all readers of a device. Called under the lock; what the counters say."""
+        """Notes the peak for all readers of a device, under the lock; returns the counters."""
         stats = self._stats(index)
         for one in self._readers:
             if one.index == index:
@@ -118,7 +118,7 @@ class SharedCounters:
 
 
 class SharedPeakReader:
-    """Reads the peak of one device's allocated memory, as if nobody else reset it.
+    """Reads the peak of one device's allocated memory, as if no other reader reset it.
 
     Made by `SharedCounters.reader`.
     """

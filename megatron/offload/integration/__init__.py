@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who calls the engine."""
+"""What calls the engine: Megatron, any PyTorch model, and the trainers built on them."""

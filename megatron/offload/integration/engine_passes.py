@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine hears of a layer-major step: `EnginePasses`.
+"""Tells an engine of the passes of a layer-major step: `EnginePasses`.
 
 Each unit counts as a model chunk, as with virtual pipelining: a micro-batch in it has a forward and
 a backward pass of its own.
@@ -19,16 +19,16 @@ from megatron.offload.saved.scope import Scope
 
 
 class EnginePasses:
-    """Tells an engine of passes: a `layer_major.schedule.Passes`.
+    """Tells an engine of passes: a `layer_major.schedule.UnitPasses`.
 
     Args:
         engine: None: nothing is offloaded.
         hooks_tensors: each forward pass runs in the engine's context for saved tensors; else layers
             are captured one by one.
-        around_forward: gives a context around each forward pass; None: there is nobody to tell.
+        around_forward: gives a context around each forward pass; None: there is no such context.
         unsynchronized: gives a context around backward passes after which gradients are not
-            complete; None: there is nobody to tell.
-        profiler: hears of all passes too; None: nobody measures.
+            complete; None: there is no such context.
+        profiler: is told of all passes too; None: nothing measures them.
 
     Attributes:
         around_backward: gives a context around each backward pass, of its unit and whether it is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said where an integration's library is not installed: `named`.
+"""The error that a user gets where an integration's library is not installed: `named`.
 
 The packages of `huggingface/` and `lightning/` import their callbacks within it.
 """

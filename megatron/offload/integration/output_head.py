@@ -20,7 +20,7 @@ from megatron.offload.integration.pending_logits import PendingLogits
 
 
 class InPlaceOf:
-    """A function in place of another one, which copies and pickles of the model have again.
+    """A function in place of another one; copies and pickles of the model get the original back.
 
     Args:
         function: what is called.

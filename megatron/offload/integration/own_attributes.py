@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What integrations put on modules and optimizers of others: `put`, and `replaced` for a while.
 
-Wrappers hand attributes on: what is set on Fabric's module lands on the model in it as well, and
-what is set on one that `torch.compile` made, only there. So these write into the object itself.
+Wrappers pass attributes on: one that is set on Fabric's module is set on the model in it as well,
+one that is set on a module of `torch.compile` only there. So these write into the object itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NOTHING: Any = object()
 
 
 def put(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Has one object, not its class or what it wraps, have something under a name.
+    """Sets an attribute of one object, and neither of its class nor of what it wraps.
 
     Args:
         owner: a module, an optimizer.
@@ -23,7 +23,7 @@ def put(owner: Any, name: str, value: Any) -> Callable[[], None]:
         value: anything; a module too is no submodule by that.
 
     Returns:
-        What puts back what the object itself had there, if anything.
+        A function that puts back what the object itself had there, if anything.
     """
     own = vars(owner)
     before = own.get(name, _NOTHING)

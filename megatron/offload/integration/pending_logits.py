@@ -166,7 +166,7 @@ class PendingLogits:
         return self
 
     def __reduce__(self) -> Any:
-        """A pickle does not have the weight: it says what is said of a use."""
+        """A pickle cannot have the weight: pickling raises the error of a use."""
         return PendingLogits, (None, None, self.switch)
 
     def __repr__(self) -> str:

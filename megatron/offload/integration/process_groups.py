@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ranks of process groups come to the same plan: `ProcessGroupConsensus`.
 
-Which groups those are, each integration knows. They ask in the same order, so no rank waits for
+Each integration knows which groups those are. They ask in the same order, so no rank waits for
 another that does not come.
 """
 
@@ -20,7 +20,7 @@ class ProcessGroupConsensus:
     """Consensus over process groups: collectives of small tensors on the device that trains.
 
     Args:
-        groups: ask one after the other; all that share a rank with each other agree.
+        groups: asked one after the other; groups that share a rank come to the same answer.
         device: where the backend takes tensors.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes around each step of a training, whoever calls the engine: `TrainingSteps`.
+"""What goes around each step of a training, the same for every integration: `TrainingSteps`.
 
 An integration says where a step begins and ends. Here the planner measures and decides, the
 timeline is drawn, and what the steps moved is remembered. What happens inside of a step is the
@@ -24,7 +24,7 @@ from megatron.offload.placement.plan_policy import PlannedPolicy
 from megatron.offload.placement.policy import Placement, Policy
 from megatron.offload.planner.online.consensus import RankConsensus
 from megatron.offload.planner.online.planner import Planner
-from megatron.offload.planner.online.shared_memory import Beside
+from megatron.offload.planner.online.shared_memory import SharesMemory
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.pass_trace import StepTrace
 from megatron.offload.planner.profile.profiler import Profiler
@@ -41,7 +41,7 @@ class TrainingSteps:
     Attributes:
         engine: opened here, closed by `close`.
         planner: with `auto`, unless a policy was given.
-        profiler: to be told of passes and layers; None: nobody wants to know.
+        profiler: to be told of passes and layers; None: nothing measures them.
 
     Args:
         config: with offload enabled.
@@ -55,7 +55,7 @@ class TrainingSteps:
         run_directory: with `auto`, what was measured is written there.
         also_written: bytes that others, such as an optimizer's states, have written so far to each
             SSD directory: they wear the drives too.
-        beside: with `auto`, whoever else takes memory that the planner divides.
+        beside: with `auto`, what else takes memory that the planner divides.
 
     Raises:
         ConfigurationError: a directory, a budget, the device or the plan's file cannot work.
@@ -73,7 +73,7 @@ class TrainingSteps:
         planned: Callable[[], tuple[RankConsensus, Stage]],
         run_directory: Path | None = None,
         also_written: Callable[[], Mapping[str, int]] = dict,
-        beside: Beside | None = None,
+        beside: SharesMemory | None = None,
     ) -> None:
         followed = None
         if config.plans and policy is None:
@@ -122,12 +122,12 @@ class TrainingSteps:
         if speaks and not config.plans:
             what = "compute" if device.is_host else "the device"
             self._standstill = Standstill(self.engine.waits, what)
-        # Who offloads on a CPU tries it out, or has no choice.
+        # A user who offloads on a CPU tries it out, or has no choice.
         self._standstill_level = logging.INFO if device.is_host else logging.WARNING
 
     @contextlib.contextmanager
     def step(self, stationary: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Around the passes of a training step, forward and backward. `decide` is to follow.
+        """Around the passes of a training step, forward and backward. Call `decide` after it.
 
         Args:
             stationary: tensors that never move. Asked for in each step: optimizers re-point
@@ -147,7 +147,7 @@ class TrainingSteps:
             self._count_drive_writes()
 
     def _look_at_last(self) -> None:
-        """Before a step: says so where the first ones have stood still."""
+        """Before a step: warns if compute stood still in the first ones."""
         if self._standstill is None:
             return
         self._standstill.begin_step()
@@ -156,7 +156,7 @@ class TrainingSteps:
             logger.log(self._standstill_level, sentence)
 
     def decide(self) -> None:
-        """After a step: with `auto`, what is placed otherwise from now on.
+        """After a step: with `auto`, the planner may change what is placed where.
 
         Raises: as `Planner.decide`.
         """
@@ -166,7 +166,7 @@ class TrainingSteps:
     def pause(self) -> None:
         """Says that what follows until the next step is no training: evaluation, a checkpoint.
 
-        Without it the planner takes all that is between two steps for a part of them.
+        Otherwise the planner counts all time between two steps as a part of them.
         """
         if self.planner is not None:
             self.planner.meter.pause()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tensors wait between two units: `Boundary`, and of a pass that pauses `HiddenStates`.
+"""Where tensors wait between two units: `Boundary`, and `HiddenStates` for a paused pass.
 
-The schedule knows when a micro-batch's turn comes and has them back before; who keeps them moves
+The schedule decides when they return, before their micro-batch's turn comes; the `Boundary` moves
 them. Without a boundary all of them stay in memory.
 """
 
@@ -39,7 +39,7 @@ class Boundary(Protocol):
         """Gives them back, for the stream of the calling thread.
 
         Returns:
-            To be held until the tensor was saved again, which then need not be written.
+            What the caller holds until the tensor is saved again, which then need not be written.
         """
         ...
 
@@ -84,7 +84,7 @@ class HiddenStates:
             self._boundary.read_ahead(one)
 
     def come_back(self) -> None:
-        """The pass goes on, in the thread that calls."""
+        """The pass goes on, in the calling thread."""
         waiting, self._waiting = self._waiting, []
         while waiting:  # from the end, and no longer held here
             assert self._boundary is not None

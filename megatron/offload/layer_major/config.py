@@ -32,10 +32,10 @@ class LayerMajorConfig(Settings):
     order: str = flag(
         "--layer-major-order",
         "ascending",
-        "of the micro-batches. ascending: the same in every unit, so that gradients are the same "
-        "sums. alternating: every second unit takes them in reverse and begins with what the unit "
-        "before has just made; sums are added in that order, and what layers keep from one "
-        "micro-batch to the next (BatchNorm's running means) meets them in it.",
+        "order of the micro-batches. ascending: the same in every unit, so that gradients are the "
+        "same sums. alternating: every second unit takes them in reverse and begins with what the "
+        "unit before has just made; gradients are added in that order, and layers that keep "
+        "something from one micro-batch to the next (BatchNorm's running means) see them in it.",
         choices=("ascending", "alternating"),
     )
 

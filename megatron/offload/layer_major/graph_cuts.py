@@ -3,20 +3,21 @@
 
 Note [Cutting the graph]
 Backward is to run unit by unit, so the graph of a unit must end where the unit begins. A tensor
-that a layer takes from an earlier unit comes to it through an `_Entry`: the same bytes, but the
-graph behind them is not reached. Its gradient arrives there and waits in a `Crossing`. When all
-later units have had their backward passes, the gradient goes on from where the tensor was made.
+that a layer takes from an earlier unit comes to it through a `_DetachAtUnit`: the same bytes, but
+the graph behind them is not reached. Its gradient arrives there and waits in a `CutTensor`. When
+all later units have had their backward passes, the gradient goes on from where the tensor was made.
 What is kept of that tensor is its place in the graph, never its bytes.
 
-Each layer that takes the tensor has an entry of its own, so that gradients add up in the order in
-which they come, as autograd's own do: with one layer in each later unit that takes it once, or with
-one consumer in all as of hidden states, they are the same bits.
+Each layer that takes the tensor gets a detached one of its own, so that gradients add up in the
+order in which they come, as autograd's own do. The bits are the same if, in each later unit, one
+layer alone takes the tensor, and takes it once; hidden states, which have one consumer, always
+qualify.
 
 A list or a dict among the arguments stays the caller's: what a layer writes there is for all.
-Entries are put into it, and taken out again before the next layer, which gets its own.
+Detached tensors are put into it, and taken out again before the next layer, which gets its own.
 
 What a layer does not take as an argument (a sum of all layers' outputs, say) is not cut. Backward
-would run on into an earlier unit, with a part of its gradient: that is found before, and an error.
+would run on into an earlier unit, with a part of its gradient: `check` finds that first and raises.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from megatron.offload.saved.scope import Scope
 
 
 @dataclass
-class Crossing:
-    """A tensor that a unit has made and layers of later ones take.
+class CutTensor:
+    """A tensor that a unit has made and layers of later ones take: the graph is cut there.
 
     Attributes:
         edge: where it is made.
@@ -58,8 +59,8 @@ class Crossing:
         self.gradient = gradient if before is None else before + gradient
 
     def take(self) -> torch.Tensor | None:
-        """The sum, which is not kept here: the entry refers to this as long as the loss's graph is
-        there."""
+        """The sum, which is not kept here: `_DetachAtUnit` refers to this as long as the loss's
+        graph is there."""
         gradient, self.gradient = self.gradient, None
         waiting, self.waiting = self.waiting, None
         if waiting is not None:
@@ -70,7 +71,7 @@ class Crossing:
     def put(self) -> None:
         """No backward pass is under way: the sum so far may wait outside of memory.
 
-        Not before: autograd gives a gradient that nobody else refers to away, to be added to.
+        Not before: autograd may accumulate in place into a gradient that it alone refers to.
         """
         if self.boundary is not None and self.gradient is not None:
             self.waiting = self.boundary.put(self.gradient, self.scope)
@@ -100,20 +101,20 @@ class GraphCuts:
         self._micro_batch = micro_batch
         self._boundary = boundary
         self._begins: list[int] = []  # autograd's number of the first node of each part
-        self._crossings: list[dict[Any, Crossing]] = []  # of tensors made in each, by their edges
-        self._entered_in: list[list[Crossing]] = []  # what layers of each have taken
-        # Entries in lists and dicts of the caller: where, which, and what was there.
+        self._cuts: list[dict[Any, CutTensor]] = []  # of tensors made in each, by their edges
+        self._entered_in: list[list[CutTensor]] = []  # what layers of each have taken
+        # Detached tensors in lists and dicts of the caller: where, which, and what was there.
         self._put_into: list[tuple[Any, Any, torch.Tensor, Any]] = []
 
     def begin(self) -> None:
         """The next unit begins."""
         autograd: Any = torch._C._autograd
         self._begins.append(autograd._get_sequence_nr())
-        self._crossings.append({})
+        self._cuts.append({})
         self._entered_in.append([])
 
     def enter(self, values: Any) -> Any:
-        """A layer's arguments, with entries in place of what earlier units have made."""
+        """A layer's arguments, with detached tensors in place of what earlier units have made."""
         return self._enter(values, {})
 
     def _enter(self, value: Any, entered: dict[int, torch.Tensor]) -> Any:
@@ -156,28 +157,27 @@ class GraphCuts:
         number = edge.node._sequence_nr()
         part = max(i for i, begins in enumerate(self._begins) if begins <= number or not i)
         key = (edge.node, edge.output_nr)
-        made = Crossing(edge, Scope(part, self._micro_batch), self._boundary)
-        crossing = self._crossings[part].setdefault(key, made)
-        self._entered_in[-1].append(crossing)
+        made = CutTensor(edge, Scope(part, self._micro_batch), self._boundary)
+        cut = self._cuts[part].setdefault(key, made)
+        self._entered_in[-1].append(cut)
         marker = torch.empty(0, requires_grad=True)
-        entered: torch.Tensor = _Entry.apply(marker, tensor.detach(), crossing)
+        entered: torch.Tensor = _DetachAtUnit.apply(marker, tensor.detach(), cut)
         return entered
 
     def has_gradients(self, unit: int) -> bool:
         """Whether later units have handed gradients back to this one."""
         return any(
-            one.gradient is not None or one.waiting is not None
-            for one in self._crossings[unit].values()
+            one.gradient is not None or one.waiting is not None for one in self._cuts[unit].values()
         )
 
     def put_gradients(self) -> None:
         """A backward pass has ended: gradients may wait outside of memory."""
-        for one in (one for crossings in self._crossings for one in crossings.values()):
+        for one in (one for cuts in self._cuts for one in cuts.values()):
             one.put()
 
     def read_ahead(self, unit: int) -> None:
         """Backward of a unit comes soon: it begins with gradients, and adds to others."""
-        for one in (*self._crossings[unit].values(), *self._entered_in[unit]):
+        for one in (*self._cuts[unit].values(), *self._entered_in[unit]):
             one.read_ahead()
 
     def roots(self, unit: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
@@ -187,11 +187,11 @@ class GraphCuts:
             ConfigurationError: see `check`.
         """
         edges, gradients = [], []
-        for one in self._crossings[unit].values():
+        for one in self._cuts[unit].values():
             if (gradient := one.take()) is not None:
                 edges.append(one.edge)
                 gradients.append(gradient)
-        self._crossings[unit] = {}
+        self._cuts[unit] = {}
         self.check(unit, [edge.node for edge in edges])
         return edges, gradients
 
@@ -231,15 +231,15 @@ def _reached(nodes: Sequence[Node]) -> Iterator[Node]:
         left += [next_node for next_node, _ in node.next_functions if next_node is not None]
 
 
-class _Entry(torch.autograd.Function):
-    """The identity, at which backward ends: gradients go to a crossing."""
+class _DetachAtUnit(torch.autograd.Function):
+    """The identity, at which backward ends: gradients go to a `CutTensor`."""
 
     @staticmethod
-    def forward(ctx: Any, marker: torch.Tensor, tensor: torch.Tensor, crossing: Crossing) -> Any:
-        ctx.crossing = crossing
+    def forward(ctx: Any, marker: torch.Tensor, tensor: torch.Tensor, cut: CutTensor) -> Any:
+        ctx.cut = cut
         return tensor.detach()  # no view: layers may change it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.crossing.add(gradient)
+        ctx.cut.add(gradient)
         return None, None, None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which order micro-batches take their turns in a unit: `micro_batch_order`.
 
-The schedule runs them so, and who simulates a step before it runs counts on it.
+The schedule runs them in this order, and the simulation of a step relies on it.
 """
 
 from __future__ import annotations

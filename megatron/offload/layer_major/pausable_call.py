@@ -2,9 +2,9 @@
 """A call that pauses in its middle, while others like it run: `PausableCall`.
 
 Note [A forward pass that pauses]
-A model's forward pass is somebody else's function, and it is to stop between two layers, let that
+We cannot change the code of a model's forward pass, and it is to stop between two layers, let that
 of another micro-batch run up to there, and go on. So each runs in a thread of its own, of which
-never more than one runs: who says `go_on` waits until the call pauses or ends. Whatever a pass has
+never more than one runs: the caller of `go_on` waits until the call pauses or ends. What a pass has
 entered (autocast, hooks of saved tensors, a profiler's range) is the thread's and stays as it was.
 What the thread that made the call has entered holds in it too, see `ThreadState`.
 
@@ -34,7 +34,7 @@ _of_thread = threading.local()  # `.call`: that runs in it
 
 
 class _Abandoned(BaseException):
-    """Ends a call that nobody wants any more. No `Exception`: models may catch those."""
+    """Ends an abandoned call. No `Exception`: models may catch those."""
 
 
 class PausableCall(Generic[T]):
@@ -70,7 +70,7 @@ class PausableCall(Generic[T]):
         self._goes_on.release()
         try:
             self._has_stopped.acquire()
-        except BaseException:  # from the keyboard: nobody leaves before what runs has ended
+        except BaseException:  # Ctrl-C: the caller does not return before the call has ended
             self.abandon()
             raise
         torch.clear_autocast_cache()  # of the call's

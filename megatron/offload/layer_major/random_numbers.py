@@ -7,9 +7,9 @@ later micro-batch needs numbers before the earlier ones have drawn all of theirs
 draws is counted in a step that runs one after the other, and from then on a micro-batch begins as
 many numbers after the one before. When that one has ended its generators must stand where the next
 has begun: if they do not, the step has used other numbers than a step in the usual order would
-have, which is said, and the next step counts again.
-Numbers that are not torch's (of Python's `random`, of numpy, of generators of the model's own) are
-not counted. Where micro-batches draw any, steps run one micro-batch after the other.
+have; it logs a warning, and the next step counts again. Numbers that are not torch's (of Python's
+`random`, of numpy, of generators of the model's own) are not counted. Where micro-batches draw any,
+steps run one micro-batch after the other.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RandomNumbers:
 
     def check_others(self) -> bool:
         """Whether the step has drawn none that are not counted. If it has, the next one counts
-        again, which is said once."""
+        again; that is logged once."""
         if self.others.states() == self._others_before:
             return True
         self._drawn = []
@@ -162,12 +162,12 @@ class RandomNumbers:
             )
 
     def forget(self) -> None:
-        """It was not so: they are to be counted anew."""
+        """The counts were wrong: the next step counts anew."""
         self._drawn = []
 
 
 def num_drawn(begin: torch.Tensor, end: torch.Tensor) -> int | None:
-    """How many numbers lie between two states of a generator; None: it is not to be found out.
+    """How many numbers lie between two states of a generator; None: it cannot be found out.
 
     Numbers of 32 bits of the CPU's Mersenne Twister, offsets of a counter (Philox) elsewhere.
     """

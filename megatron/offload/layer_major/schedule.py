@@ -48,8 +48,8 @@ T = TypeVar("T")
 _Context = contextlib.AbstractContextManager[Any]
 
 
-class Passes(Protocol):
-    """What is around the passes of a micro-batch through a unit; entered by who runs the step."""
+class UnitPasses(Protocol):
+    """What is around the passes of a micro-batch through a unit; `LayerMajorSchedule` enters it."""
 
     @property
     def boundary(self) -> Boundary | None:
@@ -63,8 +63,8 @@ class Passes(Protocol):
     def whole_forward(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
         """Around the forward passes of a micro-batch through all units, in their thread.
 
-        One for all: in a thread hooks of saved tensors are a stack, and where a pass pauses those
-        of a checkpoint may lie on ours. What it yields is called there before each pause.
+        Entered once per micro-batch, because saved-tensor hooks are a per-thread stack and a pause
+        may happen inside a checkpoint's hooks. That thread calls what it yields before each pause.
         """
         ...
 
@@ -115,9 +115,9 @@ class LayerMajorSchedule:
         self,
         forwards: Sequence[Callable[[], T]],
         backward: Callable[[T], None],
-        passes: Passes,
+        passes: UnitPasses,
     ) -> list[T]:
-        """Runs all passes of a step; what the forward passes gave.
+        """Runs all passes of a step; returns what the forward passes gave.
 
         Args:
             forwards: of each micro-batch: runs the model and gives a result with its loss.
@@ -146,7 +146,7 @@ class LayerMajorSchedule:
         return results
 
     def enter_layer(self, layer: Hashable, arguments: T) -> T:
-        """Call before a layer runs: waits for its unit's turn; the arguments that it runs with.
+        """Call before a layer runs: waits for its unit's turn; returns the arguments to run with.
 
         Args:
             layer: whose forward is about to run.
@@ -241,8 +241,8 @@ class LayerMajorSchedule:
                     self._has_warned = True
                     logger.warning(
                         "%sthe micro-batches of a step have drawn more or fewer random numbers "
-                        "than in the step before; where dropout is used, it is another one than "
-                        "without --layer-major-units in this step",
+                        "than in the step before; where the model uses dropout, this step has "
+                        "dropped other values than it would have without --layer-major-units",
                         STEPS_PREFIX,
                     )
                 return
@@ -264,7 +264,7 @@ class LayerMajorSchedule:
             batch.end_backward()
 
     def _look_ahead(self, batches: Sequence[_MicroBatch[Any]], turn: int, micro_batch: int) -> None:
-        """A micro-batch runs in a turn: has back what those need that come after it."""
+        """A micro-batch runs in a turn: reads what the next ones need."""
         orders = [(s, n) for s in (turn, turn + 1) for n in self._order(s, len(batches))]
         begin = orders.index((turn, micro_batch)) + 1
         for batch in batches:
@@ -284,7 +284,7 @@ class _MicroBatch(Generic[T]):
         self,
         number: int,
         forward: Callable[[], T],
-        passes: Passes,
+        passes: UnitPasses,
         device: torch.device,
         num_units: int,
     ) -> None:

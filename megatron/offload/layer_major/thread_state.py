@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch keeps for each thread, to hold in another one: `ThreadState`."""
+"""What torch keeps for each thread, to be set in another thread: `ThreadState`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ThreadState:
     """What the thread that makes this has entered, as far as torch shows it.
 
     That is: a device's current stream, gradients on or off, autocast, modes (of functions, of
-    dispatch) and default hooks of saved tensors. Torch does not show profilers, which hear of their
+    dispatch) and default hooks of saved tensors. Torch does not show profilers, which record their
     own thread alone.
 
     Args:
@@ -38,7 +38,7 @@ class ThreadState:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Has it hold in the thread that calls, a new one that ends with it."""
+        """Sets it in the calling thread, a new one that ends with it."""
         autograd: Any = torch._C._autograd
         with contextlib.ExitStack() as contexts:
             if self._module is not None:
@@ -46,7 +46,7 @@ class ThreadState:
                 contexts.enter_context(self._module.device(self._current))
             contexts.enter_context(torch.set_grad_enabled(self._wants_gradients))
             self._autocast.set()
-            # Modes and hooks hear nothing of it: they know of one entry.
+            # Modes and hooks are not told of it: they know of one entry.
             for one in self._function_modes:
                 torch._C._push_on_torch_function_stack(one)
                 contexts.callback(torch._C._pop_torch_function_stack)
@@ -73,7 +73,7 @@ class _Autocast:
         self._is_nested = torch.autocast_decrement_nesting() > 0
 
     def set(self) -> None:
-        """Has it be the calling thread's."""
+        """Sets it for the calling thread."""
         for kind, is_enabled, dtype in self._states:
             torch.set_autocast_enabled(kind, is_enabled)
             torch.set_autocast_dtype(kind, dtype)
@@ -83,7 +83,7 @@ class _Autocast:
 
 
 def _saved_tensors_hooks() -> tuple[Any, Any] | None:
-    """Those that autograd calls: of all that are entered the last ones."""
+    """The hooks that autograd calls: those that were entered last."""
     autograd: Any = torch._C._autograd
     hooks: tuple[Any, Any] | None = autograd._top_saved_tensors_default_hooks(False)  # not tracing
     return hooks

@@ -5,7 +5,7 @@ Note [Sums of chunks]
 The weight's gradient is a sum over all tokens. Each chunk's part is added in fp32, to a buffer or
 to `main_grad`: in bf16 a long sum stops growing once a part is below 2^-8 of it. On the CPU the
 logits' gradients are not rounded to bf16 for it either. The order of the sum differs from that of
-one large product; that is all that does.
+one large product, and nothing else does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ChunkedGradients:
             self._bias += wide.sum(dim=0)
 
     def results(self) -> Gradients:
-        """What autograd gets; once. Frees the chunks' memory first: to round takes as much more."""
+        """What autograd gets, once. Frees the chunks' memory first: rounding takes as much."""
         self._logits.release()
         return (
             None if self._hidden is None else self._hidden.result(),

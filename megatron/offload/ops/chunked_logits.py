@@ -65,7 +65,7 @@ class LossSettings:
 
 
 def chunk_tokens_for(num_tokens: int, hidden_size: int, vocab_size: int, device: str) -> int:
-    """How many tokens a chunk has if nobody says.
+    """How many tokens a chunk has if the settings do not say.
 
     Its logits in fp32 take about as much memory as the hidden states in fp32, as in Liger's fused
     linear cross entropy, but no less than the device needs to compute at its rate.

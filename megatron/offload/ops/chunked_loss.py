@@ -3,8 +3,8 @@
 
 Integrations call it in place of a model's output layer and loss. Forward keeps two numbers a token,
 backward computes each chunk's logits again; or forward makes the gradients too, if it can expect
-what they weigh. Never reads a flag, and knows no framework but torch; which models it fits is the
-integrations' to say.
+what they weigh. Never reads a flag, and knows no framework but torch; the integrations know which
+models it fits.
 
 Note [What forward keeps]
 With logits l = x W^T + b in the model's dtype, then in fp32, and their largest value m, forward
@@ -18,7 +18,7 @@ capped, and what dl is then: `chunked_logits.py`, Note [Scale and soft cap].
 
 Note [Gradients in forward]
 Where g is known in forward, a chunk's logits need not be computed again: three matrix products
-instead of four. As a rule g is the same for all tokens of all passes, the loss scale over the
+instead of four. Usually g is the same for all tokens of all passes, the loss scale over the
 number of tokens: `ExpectedGradient`. Forward makes the gradients for the g of the pass before,
 backward takes them if g has come to be that, and computes them anew if not. Both ways are the same
 operations on the same numbers, so no bit depends on which it was.
@@ -111,7 +111,7 @@ def chunked_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Hidden states, weight, bias, labels and how it is computed to the loss of each token."""
+    """Maps hidden states, weight, bias, labels and settings to the loss of each token."""
 
     @staticmethod
     def forward(
@@ -133,7 +133,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.settings, ctx.expected = settings, expected
         # Not saved tensors: they are results, needed at once, and not to be moved anywhere.
         ctx.gradients = None if gradients is None else gradients.results()
-        # Whoever packs saved tensors hands back a plain tensor, without a Parameter's attributes.
+        # Saved-tensor hooks hand back a plain tensor, without a Parameter's attributes.
         ctx.parameter = weight if settings.into_main_grad else None
         return loss
 

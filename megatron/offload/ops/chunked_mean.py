@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mean of a chunked loss, its gradients made in the forward pass: `chunked_mean_loss`.
 
-Where the mean is all that becomes of the losses, what comes back in backward is one number. So
+Where the losses are used for their mean alone, what comes back in backward is one number. So
 forward computes each chunk's logits once, its loss and its gradients, and backward multiplies,
 whatever came back: nothing has to be expected, as in `chunked_loss.py`. It keeps the gradients
 instead of the logits' two numbers a token: [tokens, hidden] and [vocabulary, hidden]. For one rank
@@ -9,7 +9,7 @@ that has the whole vocabulary.
 
 Note [Where the divisor is]
 The sum is divided before the gradients are made, not in backward: a gradient in bf16 is then
-rounded once, as usual, since what comes back is 1 or a power of two as a rule. In fp16 gradients
+rounded once, as usual, since what comes back is usually 1 or a power of two. In fp16 gradients
 as small as 1 / tokens would vanish before a loss scale could reach them: `chunked_loss.py` serves.
 """
 
@@ -39,7 +39,7 @@ def chunked_mean_loss(
         hidden: [tokens, hidden].
         weight: [vocabulary, hidden] of the output projection, of the same dtype.
         labels: [tokens].
-        divisor: a scalar that no gradient goes to; the number of tokens that count, as a rule.
+        divisor: a scalar that no gradient goes to; usually the number of tokens that count.
         bias: [vocabulary].
         settings: of one rank; see `chunked_cross_entropy`.
     """
@@ -55,7 +55,7 @@ def chunked_mean_loss(
 
 
 class _ChunkedMean(torch.autograd.Function):
-    """Hidden states, weight, bias, labels, divisor and settings to the mean."""
+    """Maps hidden states, weight, bias, labels, divisor and settings to the mean."""
 
     @staticmethod
     def forward(

@@ -100,9 +100,9 @@ class Plan:
         return {one.key: one.input for one in self.parts if one.input is not Placement.KEEP}
 
     def digest(self) -> int:
-        """A number below 2^48 that two plans share if they place alike, and hardly otherwise.
+        """A number below 2^48 that plans share if they place alike, and otherwise almost never.
 
-        Small enough for a double, in which ranks compare it.
+        Ranks compare it as a double, which holds it exactly.
         """
         lines = [
             f"{key}{placement.value}"

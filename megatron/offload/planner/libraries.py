@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The libraries that planning needs and nothing else does: `check_libraries`.
 
-They are the extra `auto`. Whoever is asked for a plan calls it first, before a model is built or
-anything of the simulator or the solver is imported. It imports none of them.
+They are the extra `auto`. The settings and the commands that need a plan call it first, before a
+model is built or anything of the simulator or the solver is imported. It imports none of them.
 """
 
 from __future__ import annotations

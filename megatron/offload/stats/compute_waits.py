@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long compute stood still for transfers: `ComputeWaits`.
 
-Those that make compute wait for a transfer say so here: `Writer` for room, `Reader` for reads, both
-in the thread that computes. Counters, profiles and logs read what it found.
+`Writer` tells it of waits for room and `Reader` of waits for reads, both in the thread that
+computes. Counters, profiles and logs read what it measured.
 
 Note [Steps whose waits are timed]
-On a CPU all of them. On other devices a wait costs two timing events, some microseconds, and there
-is one for each view that comes back. So they are timed in the steps that the engine is observed in,
-which a plan is made from, in the first steps, and in two of sixteen later ones. In the others the
-counters are those of the last step that is known: that a device has passed, and that was timed.
+On a CPU those of all steps. On other devices a wait costs two timing events, some microseconds, and
+there is one for each view that comes back. So they are timed in the steps that the engine is
+observed in, which a plan is made from, in the first steps, and in two of sixteen later ones. In
+other steps the counters repeat those of the last timed step that the device has passed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class ComputeWaits:
         last: those of the last step that are known; None: of none yet.
         number: of waits that were noted in detail so far.
         seconds: of each of those that are known by now.
-        traced: for what was waited, from when and until when, for a timeline; None: for none.
+        traced: what each wait was for, its begin and its end, for a timeline; None: there is no
+            timeline.
 
     Args:
         clock: of the device that computes.
@@ -112,7 +113,7 @@ class ComputeWaits:
 
     @contextlib.contextmanager
     def for_read(self, what: Scope | str) -> Iterator[None]:
-        """Around what has compute wait for bytes that come back, such as those a scope saved."""
+        """Times a wait of compute for bytes that come back, such as those a scope saved."""
         if not self.is_timed:
             yield
             return
@@ -122,7 +123,7 @@ class ComputeWaits:
 
     @contextlib.contextmanager
     def for_room(self) -> Iterator[None]:
-        """Around what has compute wait for room to write."""
+        """Times a wait of compute for room to write."""
         if not self.is_timed:
             yield
             return

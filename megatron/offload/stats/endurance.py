@@ -3,7 +3,7 @@
 
 A drive is rated for so many bytes written (TBW, on its data sheet). With w bytes written in t
 seconds, a drive rated for E bytes lasts E t / w; SSDTrain (arXiv 2408.10013) gives the formula per
-step. Nothing is added for drives that are said to hold out longer when data need not last.
+step. Some drives are said to last longer when data need not be retained; that is not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Endurance:
     def add_step(self, written_bytes: Mapping[str, int], seconds: float) -> None:
         """Counts a finished step: bytes that this rank wrote to each directory, and its wall time.
 
-        Time between steps counts too: a drive rests while nobody writes.
+        Time between steps counts too: the drive is not written to then.
         """
         for directory, num_bytes in written_bytes.items():
             self._written.setdefault(directory, 0)

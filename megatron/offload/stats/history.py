@@ -13,7 +13,7 @@ from megatron.offload.sizes import format_size
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.statistics import StepStatistics
 
-# What memory does that only somebody else's code can give back, for people.
+# Memory that only the library that allocated it can give back, as the summary names it.
 FOREIGN = "PyTorch's allocator does not own"
 
 # Why saved bytes stay, by the name of their counter in `StepStatistics`, for people.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the memory of a run is, once it is set up: `Held`, a row of `memory_table`.
+"""Where the memory of a run is, once it is set up: `MemoryRow`, a row of `memory_table`.
 
 Integrations print the table before the first step. Then nothing of activations is there yet and
 often nothing of the optimizer's states: these are what the first steps will fill.
@@ -22,7 +22,7 @@ from megatron.offload.tiers.tiered import TieredTier
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryRow:
     """Bytes of one kind on one rank, by where they are; `note` is for people."""
 
     name: str
@@ -32,9 +32,9 @@ class Held:
     note: str = ""
 
 
-def memory_table(rows: Sequence[Held], *, heading: str) -> str:
+def memory_table(rows: Sequence[MemoryRow], *, heading: str) -> str:
     """The rows and their sum, as lines of text."""
-    total = Held(
+    total = MemoryRow(
         "together",
         sum(one.device_bytes for one in rows),
         sum(one.host_bytes for one in rows),
@@ -66,7 +66,7 @@ def held_by_parameters(
     params: Iterable[torch.Tensor],
     tier_of: TierOf = _in_memory,
     gradient_tier_of: TierOf = _in_memory,
-) -> list[Held]:
+) -> list[MemoryRow]:
     """Weights and their gradients, those that will be among them.
 
     Args:
@@ -82,7 +82,7 @@ def held_by_parameters(
     ]
 
 
-def _held(name: str, sizes: Iterable[tuple[int, Tier | None]]) -> Held:
+def _held(name: str, sizes: Iterable[tuple[int, Tier | None]]) -> MemoryRow:
     """Bytes with the tier that each is on; what has no room there is in memory."""
     device, on_tiers = 0, dict[Tier, int]()
     for num_bytes, tier in sizes:
@@ -95,10 +95,10 @@ def _held(name: str, sizes: Iterable[tuple[int, Tier | None]]) -> Held:
         on_host, on_ssd = _divided(tier, num_bytes)
         host, ssd = host + on_host, ssd + on_ssd
         device += num_bytes - on_host - on_ssd
-    return Held(name, device, host, ssd)
+    return MemoryRow(name, device, host, ssd)
 
 
-def held_by_states(parts: Iterable[OptimizerStates]) -> Held:
+def held_by_states(parts: Iterable[OptimizerStates]) -> MemoryRow:
     """States of optimizers, as they are between two steps when writes have ended."""
     device = host = ssd = 0
     for states in parts:
@@ -109,7 +109,7 @@ def held_by_states(parts: Iterable[OptimizerStates]) -> Held:
             on_host, on_ssd = _divided(tier, away_bytes)
             host, ssd, away_bytes = host + on_host, ssd + on_ssd, away_bytes - on_host - on_ssd
         device += away_bytes  # no tier has room
-    return Held("optimizer states", device, host, ssd)
+    return MemoryRow("optimizer states", device, host, ssd)
 
 
 def _divided(tier: Tier, num_bytes: int) -> tuple[int, int]:

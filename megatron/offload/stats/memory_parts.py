@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 KEPT = "kept by layers"
 OUTSIDE = "kept outside of layers"  # embedding, logits, loss
 WRITING = "being written"
-HELD = "written, still held"  # by somebody else: what moved freed nothing yet
+HELD = "written, still held"  # by another reference: moving it has freed nothing yet
 AHEAD = "read ahead"
 USED = "in use by backward"
 RECOMPUTED = "recomputed"
@@ -145,7 +145,7 @@ def layer_and_part(name: str) -> tuple[str, str]:
 
 
 def part_of(scope: Scope) -> str:
-    """Which of the names above what a scope saved and keeps goes by."""
+    """The name, of those above, of what a scope saved and keeps."""
     return KEPT if layer_of(scope.layer) else OUTSIDE
 
 

@@ -2,7 +2,7 @@
 """What the peak of a step is made of, in a file: `MemoryReport`.
 
 The engine begins and ends its steps; a few settled ones are sampled and written, a line each. In
-all others there is no sampler, and nobody calls it. `megatron-offload report --memory` reads it.
+all others there is no sampler to call. `megatron-offload report --memory` reads the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.offload.stats.trace import path_of_rank
 
 logger = logging.getLogger(__name__)
 
-# In the first step tables are learned that outlive it, in the second the optimizer has its state.
+# The first step finds tables that outlive it, in the second the optimizer's state exists.
 NUM_UNSETTLED, NUM_STEPS = 2, 3
 
 
@@ -64,7 +64,7 @@ class MemoryReport:
             ) from None
 
     def begin_step(self) -> None:
-        """A step begins. It is sampled if it is settled, and nobody else observes it."""
+        """A step begins. It is sampled if it is settled and has no other observer."""
         self._num_steps += 1
         if not self._num_left or self._num_steps <= NUM_UNSETTLED or self._step.observer:
             return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples what device memory is made of while a step runs: `MemorySampler`.
 
-Whoever captures, uses and moves activations calls it where memory changes much; it hears of what
-stays as an `Observer`. Each sample reads the device and looks through everything saved that is
-alive. It moves nothing and keeps nothing alive. `MemoryReport` makes one for each step that counts.
+The engine, capture, `Reader` and `Writer` call it where memory changes much; as an `Observer` it is
+told of what stays. Each sample reads the device and looks through everything saved that is alive.
+It moves nothing and keeps nothing alive. `MemoryReport` makes one for each step that counts.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class MemorySampler:
         self.sample(at_once=False)
 
     def note_outside(self, outputs: Iterable[torch.Tensor]) -> None:
-        """At the end of a forward pass: all that its graph saved and nobody told of."""
+        """Counts, at the end of a forward pass, what its graph saved without a call of `stayed`."""
         self._note_graph(outputs, Scope())
         self._where = name_of(Scope())
         self.sample()
@@ -186,7 +186,8 @@ class MemorySampler:
         if not self._is_open or (not at_once and now_s - self._sampled_s < _BETWEEN_SAMPLES_S):
             return
         self._sampled_s = now_s
-        # Of a resident set; else what the step once took stays in it, and the peak is anywhere.
+        # On a CPU: else the resident set keeps what the step once took, and any sample may be its
+        # peak.
         self._device.return_freed_memory()
         taken_bytes = self._device.allocated_bytes() - self._base_bytes
         parts: dict[str, int] = dict.fromkeys(PARTS, 0)
@@ -223,7 +224,7 @@ class MemorySampler:
                 layers[one.name] += one.num_bytes
 
     def end(self) -> int:
-        """Takes the last sample; the most bytes of the step, which no sample need have seen."""
+        """Takes the last sample; returns the step's peak in bytes, which may be between samples."""
         self.enter("")
         self._is_open = False
         assert self.peak is not None

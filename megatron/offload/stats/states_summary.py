@@ -19,8 +19,8 @@ def states_summary(parts: Sequence[OptimizerStates], endurance: Endurance | None
 
     Args:
         parts: whose steps follow each other, such as those of experts and of all else.
-        endurance: knows what the drives are rated for, and nothing else yet; None: drives are
-            somebody else's to report.
+        endurance: knows what the drives are rated for, and nothing else yet; None: the summary
+            of the activations reports the drives.
     """
     steps = [states.meter for states in parts if states.meter.num_steps]
     if not steps:

@@ -15,7 +15,7 @@ class StepStatistics:
     offloaded_storages: int = 0
     deduplicated_bytes: int = 0  # saved again while already taken: moved no second time
     bit_packed_bytes: int = 0  # of masks, of which one bit moves for each byte: not moved
-    already_hooked: int = 0  # saved tensors left alone because somebody else has hooked them
+    already_hooked: int = 0  # saved tensors left alone because they have other code's hooks
     unsupported: int = 0  # saved tensors that are more than their bytes: subclasses, sparse, nested
     unsupported_bytes: int = 0  # of those
     small_bytes: int = 0  # saved in storages smaller than the settings say: they stay
@@ -34,9 +34,9 @@ class StepStatistics:
     host_read_bytes: int = 0  # came from host memory
     write_bytes_per_s: float = 0.0  # of the SSDs together, over the last seconds of use
     read_bytes_per_s: float = 0.0
-    # Device time, where compute runs behind of the last step that is known: `compute_waits.py`.
+    # Device time; on a device that runs behind, of the last known step: `compute_waits.py`.
     stall_s: float = 0.0  # compute stood still for a read
-    write_wait_s: float = 0.0  # forward did because too many bytes were in flight
+    write_wait_s: float = 0.0  # compute stood still in forward: too many bytes were in flight
     tier_used_bytes: int = 0  # at the step's end: 0 unless a graph or a write is still alive
     reserved_bytes: int = 0  # by the device's allocator, at the step's end; 0: it does not say
     fragmented_bytes: int = 0  # of those, what the step never used at once: more than its peak

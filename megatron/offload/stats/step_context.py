@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the step under way stands: `StepContext`. Whoever saves, writes and reads shares one.
+"""Where the step under way stands: `StepContext`.
 
-The engine moves it on; it decides nothing.
+The engine, capture, `Writer` and `Reader` share one. The engine updates it; it decides nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class StepContext:
         statistics: of the step under way, or of the last one.
         scope: where in the step compute is.
         save_order: of the forward pass under way; None outside of one.
-        observer: hears what layers save; None: nobody does.
-        tracer: draws the timeline of the first steps; None: nobody asked for one.
-        sampler: samples the memory of this step; None: of this one nobody wants to know.
+        observer: is called with what layers save; None: no observer.
+        tracer: draws the timeline of the first steps; None: the settings ask for none.
+        sampler: samples the memory of this step; None: this step is not sampled.
         num_entered: how often `within` was entered, which tells calls of one layer apart.
     """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A timeline of a run's first steps for Perfetto or chrome://tracing: `Tracer`.
 
-Whoever computes, writes, reads or waits adds spans; the engine writes them to the file after each
-step. It decides nothing, and no step waits for it except to write the file. The format is Chrome's
-"JSON Array Format" (Google, "Trace Event Format"), which may end anywhere: what was written before
-a run died can be opened.
+The engine, `Writer`, `Reader` and the profiler add spans; the engine writes them to the file after
+each step. It decides nothing, and a step waits for it only to write the file. The format is
+Chrome's "JSON Array Format" (Google, "Trace Event Format"), which may end anywhere: what was
+written before a run died can be opened.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Tracer:
         """Ends the file. Nothing is traced any more."""
         self._num_steps, self._began_s = NUM_STEPS, None
         self._append("\n]\n")
-        self._has_ended = True  # whoever closes it again
+        self._has_ended = True  # a second `close` writes nothing
 
     # -- How it is written ----------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ The tiers are called as training calls them: a write or a read is begun and wait
 storages made by torch.empty. A tier has as many I/O threads as fio's iodepth, so that the drive
 sees the same number of requests; two more transfers wait in its queue, so that a thread finds the
 next one when it is done with the last. Each value comes from several rounds, fio and the tier right
-after each other in alternating order: shown are medians over the rounds, and the median of the
-rounds' ratios. Both overwrite, or read, a file of the same size that was allocated and written
+after each other in alternating order: the tables show medians over the rounds, and the median of
+the rounds' ratios. Both overwrite, or read, a file of the same size that was allocated and written
 before, on the same file system: random data, blocks in order. In `mixed` every other transfer is a
 read. fio always uses direct I/O.
 
@@ -56,40 +56,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--directory",
         type=Path,
         default=base / "runs/offload",
-        help="on the SSD, made if it is missing; nothing stays in it. Default: runs/offload",
+        help="directory on the SSD, made if it is missing; nothing stays in it. Default: "
+        "runs/offload",
     )
     what.add_argument("--tiers", default="ssd,host,tiered", help="default: ssd,host,tiered")
     what.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="of the storages; default: cpu"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the storages are; default: cpu",
     )
     what.add_argument(
         "--io",
         choices=("auto", "buffered", "gds"),
         default="auto",
-        help="buffered, gds: measure the SSD tier so too: with buffered I/O, as it works without "
+        help="buffered, gds: also measure the SSD tier with buffered I/O, as it works without "
         "O_DIRECT, or with GPUDirect Storage (needs --device cuda)",
     )
     what.add_argument("--blocks", type=_sizes, metavar="SIZE,...", help="default: 1MiB,4MiB,16MiB")
     what.add_argument("--depths", type=_counts, metavar="N,...", help="default: 1,4,8")
     how = parser.add_argument_group("how")
     how.add_argument(
-        "--size", type=size_type, help="of the files, and moved in each round; default: 2GiB"
+        "--size",
+        type=size_type,
+        help="size of the files, all of which each round moves; default: 2GiB",
     )
-    how.add_argument("--seconds", type=float, help="of each round instead, over and over the file")
+    how.add_argument(
+        "--seconds", type=float, help="length of each round, which then repeats the file"
+    )
     how.add_argument("--pairs", type=int, metavar="N", help="rounds of each operation; default: 5")
     how.add_argument(
-        "--quick", action="store_true", help="--blocks 4MiB --depths 4 --size 512MiB --pairs 3"
+        "--quick",
+        action="store_true",
+        help="same as --blocks 4MiB --depths 4 --size 512MiB --pairs 3",
     )
     how.add_argument(
         "--fio-hugepages", action="store_true", help="start fio with training's allocator"
     )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--json", type=Path, metavar="FILE", help="every measurement and the ratios"
+        "--json", type=Path, metavar="FILE", help="write every measurement and the ratios"
     )
     output.add_argument("--plot", type=Path, metavar="FILE", help="PNG or SVG; needs matplotlib")
     output.add_argument(
-        "--headline-depth", type=int, default=4, metavar="N", help="of the ratios; default: 4"
+        "--headline-depth",
+        type=int,
+        default=4,
+        metavar="N",
+        help="queue depth that the ratios are given for; default: 4",
     )
     output.add_argument(
         "--require",

@@ -32,7 +32,7 @@ class TierLoad:
     """A tier full of live blocks. Every write takes the place of the block that it replaces.
 
     At most `depth + NUM_WAITING` transfers are submitted. Sources are used again when their
-    transfer is done, as fio's buffers are; what is read is dropped as soon as it is there.
+    transfer is done, as fio's buffers are; what is read is dropped as soon as it arrives.
 
     Args:
         tier: empty, with room for all blocks.

@@ -175,7 +175,7 @@ def _disk_sections(flags: Flags, cuda: Cuda, measures_bandwidth: bool) -> list[S
 
 
 def _without_blame(check: Check) -> Check:
-    """Nobody asked for the current directory, so it cannot make the flags wrong."""
+    """The user did not choose the current directory, so it cannot make the flags wrong."""
     if check.status is Status.PROBLEM:
         return dataclasses.replace(check, status=Status.WARNING)
     return check

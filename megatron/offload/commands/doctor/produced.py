@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether transfers can hide behind a GPU, before anything runs: `produced_check`.
 
-By the GPU's data sheet and a model that many know; `plan` says it of any model. The drives are as
+By the GPU's data sheet and a well-known model; `plan` computes it for any model. The drives are as
 fast as `directory.py` has measured them.
 """
 
@@ -60,7 +60,8 @@ def produced_check(gpu: Gpu, checks: Iterable[Check]) -> Check | None:
         ""
         if hides
         else "what does not hide has to be kept, recomputed or waited for: "
-        "--activation-offload auto decides layer by layer, megatron-offload plan says it of yours",
+        "--activation-offload auto decides layer by layer, megatron-offload plan computes it for "
+        "your model",
         {"produced_bytes_per_s": made, "taken_bytes_per_s": taken},
     )
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model states' part of `doctor`: whether --optimizer-state-* can work here, and for how many.
 
-What a directory's disk and file system are `directory.py` says of activations' directories; here is
-what only states need: room for every parameter, checksums, and a rate that a step can bear.
+`directory.py` checks disks and file systems of activations' directories; here is what only states
+need: room for every parameter, checksums, and a rate that a step can bear.
 """
 
 from __future__ import annotations

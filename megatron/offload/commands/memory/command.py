@@ -45,7 +45,7 @@ def explain_memory(path: Path, picture: Path | None) -> str:
 
 
 def predicted_peak(step: StepMemory) -> PredictedPeak | None:
-    """What was predicted of a step that followed a plan; None: nobody knows.
+    """What was predicted of a step that followed a plan; None: it is not known.
 
     Raises:
         ConfigurationError: what simulates is not installed.

@@ -26,7 +26,7 @@ def as_text(steps: Sequence[StepMemory], shown: StepMemory, predicted: Predicted
     Args:
         steps: of the report.
         shown: the one of them that is explained.
-        predicted: of the plan that it followed; None: it followed none, or nobody can tell.
+        predicted: of the plan that it followed; None: it followed none, or it is not known.
     """
     paragraphs = [_heading(steps, shown), _parts(shown, predicted)]
     if shown.peak.layers:

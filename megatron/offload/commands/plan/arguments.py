@@ -83,7 +83,7 @@ def _add_hardware(group: Any) -> None:
         help="drives for each GPU, 0.5 where two share one; 0: none. Default: 1",
     )
     group.add_argument(
-        "--ssd", choices=names("drives"), help=f"their model. Default: {DEFAULT_DRIVE}"
+        "--ssd", choices=names("drives"), help=f"model of the drives. Default: {DEFAULT_DRIVE}"
     )
     group.add_argument(
         "--activation-offload-host-budget",
@@ -96,7 +96,7 @@ def _add_hardware(group: Any) -> None:
         "--activation-offload-drive-tbw",
         type=_checked(parse_size),
         metavar="SIZE",
-        help="what a drive is rated to be written, for other drives than those known here",
+        help="bytes that a drive is rated to endure (TBW), for other drives than those known here",
     )
     group.add_argument(
         "--matmul-fraction",
@@ -155,14 +155,14 @@ def _add_parallelism(group: Any) -> None:
         "--num-gpus",
         type=_count,
         metavar="N",
-        help="altogether. Default: one copy of the model, without data parallelism",
+        help="GPUs in all. Default: one copy of the model, without data parallelism",
     )
     group.add_argument(
         "--pipeline-stage",
         type=int,
         default=0,
         metavar="N",
-        help="which one to show. Default: 0, which holds the most activations",
+        help="stage to show. Default: 0, which holds the most activations",
     )
 
 
@@ -204,7 +204,7 @@ def _add_goal(group: Any) -> None:
         type=_checked(parse_size),
         default=DEFAULT_WINDOW_BYTES,
         metavar="SIZE",
-        help="of them, what stays in host memory with ssd. Default: 256MiB",
+        help="with ssd: bytes of states that stay in host memory. Default: 256MiB",
     )
 
 
@@ -217,7 +217,7 @@ def _add_streaming(group: Any) -> None:
         "--gradient-offload",
         choices=("off", "on"),
         default="off",
-        help="on: gradients of layers wait there too, in layer-major steps. Default: off",
+        help="on: gradients of layers wait with the parameters, in layer-major steps. Default: off",
     )
     group.add_argument(
         "--layer-major-units",
@@ -229,7 +229,7 @@ def _add_streaming(group: Any) -> None:
         "--activation-recompute-layers",
         choices=("all", "off"),
         default="all",
-        help="default: all; they keep their inputs alone",
+        help="all: layers keep only their inputs and run again in backward. Default: all",
     )
     group.add_argument(
         "--activation-offload",

@@ -58,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_counts,
         default=[4],
         metavar="N,...",
-        help="default: 4. A step is one micro-batch; --extra-args '--global-batch-size N': more",
+        help="default: 4. A step is one micro-batch; for more, --extra-args '--global-batch-size "
+        "N'",
     )
     measure = parser.add_argument_group("runner")
     measure.add_argument(
@@ -73,15 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_budgets,
         default=6,
         metavar="N|SIZE,...",
-        help="of auto: a number of them, evenly between the peaks of recomputing and of keeping "
-        "everything, or sizes such as 120MiB,200MiB. Default: 6",
+        help="memory budgets of auto: a number of them, evenly between the peaks of recomputing "
+        "and of keeping everything, or sizes such as 120MiB,200MiB. Default: 6",
     )
     measure.add_argument(
         "--turns",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="trainings take turns, a step each, so that a machine that is slower for a while is "
-        "so for all; their memory has to fit side by side. Default: where there is no GPU",
+        help="trainings take turns, a step each, so that a machine that is slower for a while "
+        "slows all of them; their memory has to fit side by side. Default: where there is no GPU",
     )
     measure.add_argument(
         "--rounds", type=_count, metavar="N", help="default: 1 with turns, 3 without"
@@ -90,21 +91,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=_count,
         metavar="N",
-        help="of each training that count; default: 15 with turns, 6 without",
+        help="steps of each training that count; default: 15 with turns, 6 without",
     )
     measure.add_argument(
         "--skip-steps",
         type=_count,
         default=2,
         metavar="N",
-        help="that do not: the first, or those after auto's last plan; default: 2",
+        help="steps that do not count: the first, or those after auto's last plan; default: 2",
     )
     measure.add_argument(
         "--noise",
         type=float,
         default=0.02,
         metavar="FRACTION",
-        help="auto may take this much longer and still count as as fast; default: 0.02",
+        help="auto may take this much longer and still count as equally fast; default: 0.02",
     )
     measure.add_argument(
         "--check", action="store_true", help="exit code 1 where auto loses or losses differ"
@@ -114,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=CHECKOUT / "runs" / "offload",
         metavar="DIR",
-        help="on the SSD. Default: runs/offload of the checkout",
+        help="directory on the SSD. Default: runs/offload of the checkout",
     )
     measure.add_argument(
         "--activation-offload-write-limit",
@@ -123,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--output", type=Path, metavar="DIR", help="for all files; default: runs/rok-TIME"
+        "--output", type=Path, metavar="DIR", help="folder for all files; default: runs/rok-TIME"
     )
     output.add_argument(
         "--redraw",
@@ -134,7 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raises ConfigurationError where nothing could be measured; sets what depends on others."""
+    """Raises ConfigurationError where nothing could be measured; sets flags that depend on
+    others."""
     check_libraries("megatron-offload rok")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError(

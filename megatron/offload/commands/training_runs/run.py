@@ -2,8 +2,8 @@
 """One training that was measured, and how two of them compare: `Variant`, `Run`.
 
 Times are compared within a round, or within a turn of it, so that a machine that is slower for a
-while is so for both.
-`megatron-offload rok` and the comparisons in `tools/` use it. Nothing here starts a process.
+while slows both. `megatron-offload rok` and the comparisons in `tools/` use it. Nothing here starts
+a process.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Starts a script that uses the door to measure it: `ScriptTrainer`, `flags_of_script`.
 
 Any training script with `offload_activations` in it. It runs as it is; an environment variable
-tells the door what to do otherwise, see `integration/torch/measured_run.py`.
+tells the door which settings to replace, see `integration/torch/measured_run.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def add_script_arguments(parser: argparse._ActionsContainer) -> None:
         help="a training script of your own with offload_activations in it",
     )
     parser.add_argument(
-        "--script-args", default="", metavar="TEXT", help="its arguments, in one string"
+        "--script-args", default="", metavar="TEXT", help="arguments of the script, in one string"
     )
 
 
@@ -52,7 +52,7 @@ class ScriptTrainer(Trainer):
     def how_to_run(
         self, flags: Sequence[str], metrics: Path, *, in_turns: bool
     ) -> tuple[list[str], dict[str, str]]:
-        """See `Trainer`. The script hears nothing of it; the door in it does.
+        """See `Trainer`. The door in the script reads the flags, not the script itself.
 
         Without flags it places activations as it says itself.
         """

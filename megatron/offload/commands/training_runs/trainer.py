@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the trainer to measure it: `Trainer`, and the flags that such trainings share.
 
-Each training is a process of its own, so that no one's memory or allocator is another's. It is read
-through its metrics.jsonl while it goes on, and ended as soon as it has shown enough.
+Each training is a process of its own, so that trainings share no memory and no allocator. It is
+read through its metrics.jsonl while it goes on, and ended as soon as it has shown enough.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Training:
         since_s, known_size = time.monotonic(), -1
         while True:
             has_ended, size = self._process.poll() is not None, self._size()
-            # Not read until it has grown: whoever trains has use for the processor.
+            # Not read until it has grown: the training needs the processor.
             if size != known_size and self._read():
                 return True
             known_size = size
@@ -286,7 +286,7 @@ class Training:
 
 
 def _die_with_parent() -> None:
-    """A training that is stopped would not notice that nobody will wake it any more."""
+    """A stopped training (SIGSTOP) would not notice that its parent died and cannot wake it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -311,7 +311,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> 
     group.add_argument("--hidden-size", type=int, default=512, help=shown)
     group.add_argument("--num-attention-heads", type=int, default=8, help=shown)
     group.add_argument("--seq-length", type=int, help=shown)
-    group.add_argument("--vocab-size", type=int, help=f"of the text; {shown}")
+    group.add_argument("--vocab-size", type=int, help=f"words of the vocabulary; {shown}")
     group.add_argument("--data-path", nargs="+", help="prefix of .bin/.idx files")
     group.add_argument("--tokenizer-model", help="tokenizer.json that belongs to --data-path")
     group.add_argument("--extra-args", default="", help="more flags for the trainer, in one string")

@@ -21,20 +21,20 @@ _BEYOND = 4  # micro-batch sizes up to so many times the largest measured one ar
 
 DESCRIPTION = """\
 Chooses micro-batch size, number of micro-batches and --layer-major-units of a training command,
-once and before it, as SpeedLoader does (NeurIPS 2024): a few short trainings are measured, linear
-fits of seconds, device memory, host memory and SSD space are made of them, and every candidate is
-predicted. The choice has the most tokens a second of those that keep to the limits.
+once and before it starts, as SpeedLoader does (NeurIPS 2024): tune measures a few short trainings,
+fits seconds, device memory, host memory and SSD space to them by linear models, and predicts every
+candidate. The choice has the most tokens a second of those that keep to the limits.
 
   megatron-offload tune --tokens-per-step 4096-16384 --output best.txt -- \\
       examples/pretrain_gpt.py --num-layers 8 --seq-length 256 --mock-data \\
       --activation-offload ssd --activation-offload-dir /mnt/nvme0 --device-memory-budget 4GiB
   examples/pretrain_gpt.sh ... $(cat best.txt)
 
-Behind -- is the command that you train with. Its limits are taken from it: --device-memory-budget
+The command that you train with comes after --. It gives the limits: --device-memory-budget
 (weights, states and activations of a rank; on a CPU the process), --activation-offload-host-budget,
---activation-offload-ssd-budget and the room on the drives. How large a step is says
---tokens-per-step, or its --global-batch-size. Its --micro-batch-size and --layer-major-units are
-replaced, flags of checkpoints and of the schedule left out.
+--activation-offload-ssd-budget and the room on the drives. --tokens-per-step, or its
+--global-batch-size, gives the size of a step. tune replaces its --micro-batch-size and
+--layer-major-units, and leaves out flags of checkpoints and of the schedule.
 
 With a --device-memory-budget the best candidates are measured too, one after the other, until one
 keeps to it: six trainings at most. Only what was measured is chosen then. What waits for a drive
@@ -68,21 +68,22 @@ class Request:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds all flags of `megatron-offload tune`."""
     parser.add_argument(
-        "training", nargs="*", metavar="SCRIPT FLAGS", help="the training command, behind --"
+        "training", nargs="*", metavar="SCRIPT FLAGS", help="the training command, after --"
     )
     choose = parser.add_argument_group("what is chosen")
     choose.add_argument(
         "--tokens-per-step",
         type=_tokens,
         metavar="MIN-MAX",
-        help="of all ranks; the number of micro-batches is free within it. Default: those of the "
-        "command's --global-batch-size",
+        help="tokens that a step of all ranks may have; tune chooses the number of micro-batches "
+        "within it. Default: those of the command's --global-batch-size",
     )
     choose.add_argument(
         "--largest-micro-batch-size",
         type=_count,
         metavar="N",
-        help=f"that is tried; default: {_BEYOND} times the largest that is measured",
+        help="largest micro-batch size to choose from; default: "
+        f"{_BEYOND} times the largest that is measured",
     )
     choose.add_argument(
         "--units",
@@ -96,8 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_fraction,
         default=MEMORY_MARGIN,
         metavar="FRACTION",
-        help="of measured device memory: another training of the same may take so much more, and "
-        "has to keep to the budget; default: %(default)s",
+        help="part of the measured device memory that must be left of the budget, as another "
+        "training with the same flags may take so much more; default: %(default)s",
     )
     measure = parser.add_argument_group("what is measured")
     measure.add_argument(
@@ -105,41 +106,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_two,
         default=(1, 4),
         metavar="N,N",
-        help="default: 1,4. Those that you may train with",
+        help="two sizes that you may train with, to be measured; default: 1,4",
     )
     measure.add_argument(
-        "--micro-batches", type=_two, default=(2, 4), metavar="N,N", help="of a step; default: 2,4"
+        "--micro-batches",
+        type=_two,
+        default=(2, 4),
+        metavar="N,N",
+        help="two numbers of micro-batches of a step, to be measured; default: 2,4",
     )
     measure.add_argument(
-        "--steps", type=_count, default=4, metavar="N", help="that count, at least; default: 4"
+        "--steps",
+        type=_count,
+        default=4,
+        metavar="N",
+        help="measure at least so many steps of each training; default: 4",
     )
     measure.add_argument(
         "--seconds",
         type=_seconds,
         default=4.0,
         metavar="S",
-        help="that the steps that count take together, at least; default: 4",
+        help="measure steps of at least so many seconds in all; default: 4",
     )
     measure.add_argument(
         "--skip-steps",
         type=_count,
         default=2,
         metavar="N",
-        help="that do not count: the first; default: 2",
+        help="first steps of each training that do not count; default: 2",
     )
     measure.add_argument(
         "--processes",
         type=_count,
         default=1,
         metavar="N",
-        help="ranks on this machine; default: 1. More: torchrun",
+        help="ranks on this machine; torchrun starts more than one. Default: 1",
     )
     measure.add_argument(
         "--turns",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="trainings take turns, a step each, so that a machine that is slower for a while is "
-        "so for all; their memory has to fit side by side, and the script has to know "
+        help="trainings take turns, a step each, so that a machine that is slower for a while "
+        "slows all of them; their memory has to fit side by side, and the script has to know "
         "--wait-for-input. Default: for the trainer of this checkout where there is no GPU",
     )
     measure.add_argument(
@@ -149,10 +158,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "beside measured, and choose by what was measured",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="FILE", help="the best's flags, in one line")
-    output.add_argument("--json", type=Path, metavar="FILE", help="everything, bytes and seconds")
     output.add_argument(
-        "--trainings", type=Path, metavar="DIR", help="their output; default: runs/tune-TIME"
+        "--output", type=Path, metavar="FILE", help="write the flags of the choice, in one line"
+    )
+    output.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all figures, in bytes and seconds"
+    )
+    output.add_argument(
+        "--trainings",
+        type=Path,
+        metavar="DIR",
+        help="folder for the output of the trainings; default: runs/tune-TIME",
     )
 
 
@@ -185,7 +201,8 @@ def request_of(args: argparse.Namespace) -> Request:
         args.turns = is_ours and args.processes == 1 and not has_cuda()
     if args.turns and args.processes > 1:
         raise ConfigurationError(
-            "--turns works for one process, whose standard input says when; drop it or --processes"
+            "--turns works with one process, which reads its turns from its standard input; drop "
+            "it or --processes"
         )
     units = _units_of(args.units, command)
     if args.trainings is None:

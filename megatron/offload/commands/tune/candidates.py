@@ -26,7 +26,7 @@ FAILED = "its training failed"  # in place of the name of a limit
 
 @dataclass(frozen=True)
 class Limits:
-    """What a rank may take; infinite where nobody has said.
+    """What a rank may take; infinite where the user has given no limit.
 
     Attributes:
         device_bytes: of device memory, with weights and states.
@@ -159,8 +159,8 @@ class Space:
 def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
     """The possible one with the most tokens a second; None: none is possible.
 
-    Of those within `NOISE` of the fastest the one with the largest micro-batch: what each takes
-    however small it is, is what short runs see worst, and it can only be more than nothing. Then
+    Of those within `NOISE` of the fastest the one with the largest micro-batch: short runs measure
+    worst what each micro-batch takes however small it is, and that is never less than zero. Then
     the one that takes the least device memory, the least room on tiers, the fewest units.
     """
     possible = [one for one in candidates if one.is_possible]

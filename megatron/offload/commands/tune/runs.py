@@ -146,7 +146,7 @@ class Runs:
     def take_turns(self) -> dict[Setting, Measurement]:
         """All that have settled take a step each, again and again, until each has shown enough.
 
-        So a machine that is slower for a while is so for all of them.
+        So a machine that is slower for a while slows all of them.
 
         Raises:
             RunError: one failed.
@@ -190,7 +190,8 @@ class Runs:
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """The mean of the faster half: what else the machine did in the others is no part of a step."""
+    """The mean of the faster half: other work of the machine, in the slower half, is no part of a
+    step."""
     faster = sorted(seconds)[: -(-len(seconds) // 2)]
     return sum(faster) / len(faster)
 

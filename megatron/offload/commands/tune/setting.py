@@ -64,7 +64,7 @@ class Setting:
 def settings_to_measure(
     sizes: Sequence[int], counts: Sequence[int], units: Sequence[int]
 ) -> list[Setting]:
-    """What has to run for all terms of the fits to be known; the cheapest first.
+    """The settings that have to run so that all terms of the fits are known; the cheapest first.
 
     Both orders have a fit of their own, and each is measured at both sizes and both counts. What
     depends on the number of units is measured at the fewest as well, with the larger count.

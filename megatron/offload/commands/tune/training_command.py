@@ -49,7 +49,7 @@ class TrainingCommand:
         left_out: those of them that were given.
         added: belong to the choice: what is measured has them too.
         offload: where its activations go.
-        device_budget_bytes: most device memory of a rank; None: nobody has said.
+        device_budget_bytes: most device memory of a rank; None: the command does not say.
         global_batch_size: of the command; None: it has none.
         seq_length: tokens of a sample; None likewise.
         num_layers: of the model; None likewise.
@@ -78,13 +78,13 @@ class TrainingCommand:
         """
         if not words:
             raise ConfigurationError(
-                "tune needs the training command behind --, for example: megatron-offload tune "
+                "tune needs the training command after --, for example: megatron-offload tune "
                 "--tokens-per-step 4096-16384 -- examples/pretrain_gpt.py --num-layers 8"
             )
         script = Path(words[0])
         if not script.is_file():
             raise ConfigurationError(
-                f"there is no script {script}; the training command behind -- begins with one"
+                f"there is no script {script}; the training command after -- begins with one"
             )
         if script.suffix != ".py":
             raise ConfigurationError(

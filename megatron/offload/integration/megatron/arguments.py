@@ -36,7 +36,7 @@ def layer_major_config_from_args(args: argparse.Namespace) -> LayerMajorConfig:
 
 
 def parameters_config_from_args(args: argparse.Namespace) -> ParametersConfig:
-    """Where parameters wait; in the directories of activations if nothing else is said.
+    """Where parameters wait; in the directories of activations if the flags name none.
 
     Raises:
         ConfigurationError: the flags contradict each other.
@@ -51,7 +51,7 @@ def parameters_config_from_args(args: argparse.Namespace) -> ParametersConfig:
 
 
 def states_config_from_args(args: argparse.Namespace) -> StatesConfig:
-    """The same of model states, which go where activations go if nothing else is said.
+    """The same of model states, which go where activations go if the flags do not say.
 
     Raises:
         ConfigurationError: the flags contradict each other.

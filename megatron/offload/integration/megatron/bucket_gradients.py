@@ -9,7 +9,7 @@ all bits are the same.
 
 Note [What a bucket does in a step]
 Between steps it has no memory. The backward pass of the first of its units gives it some, full of
-zeros, and Megatron adds to `main_grad` as ever. At the unit's end ranks begin to reduce what is
+zeros, and Megatron adds to `main_grad` as usual. At the unit's end ranks begin to reduce what is
 complete, by Megatron's own function, where its hooks have not begun already. They do so while the
 next unit runs. Then this rank's part of the bucket, all of it without the distributed optimizer, is
 copied to go to a tier, and the bucket's memory is given back. In the place of `main_grad` there is
@@ -33,7 +33,7 @@ import torch
 from megatron.offload.errors import GRADIENTS_PREFIX, OffloadError
 from megatron.offload.integration.megatron.bucket_group import (
     BucketGroup,
-    Where,
+    BucketState,
     all_of,
     check_bucket,
     forget_shards,
@@ -114,26 +114,26 @@ class BucketGradients(Gradients):
         """Their buckets have memory.
 
         Raises:
-            OffloadError: nobody has said that gradients are zero since the last step.
+            OffloadError: `zero_grad_buffer` has not been called since the last step.
         """
         for one in self._groups:
             if not one.places.keys().isdisjoint(params):
                 one.begin()
 
     def _end_unit(self, params: Sequence[torch.Tensor]) -> None:
-        """What is complete begins to be reduced; what did so a unit ago leaves."""
+        """Begins to reduce what is complete; what began a unit ago leaves."""
         self._complete.update(params)
         under_way, self._under_way = self._under_way, []
         for one in under_way:
             self._finish(one)
         for one in self._groups:
-            if one.where is Where.IN_MEMORY and one.places.keys() <= self._complete:
+            if one.state is BucketState.IN_MEMORY and one.places.keys() <= self._complete:
                 one.begin_to_reduce()
                 self._under_way.append(one)
 
     def _finish(self, one: BucketGroup, *args: Any, **kwargs: Any) -> None:
-        """In the place of a bucket group's `finish_grad_sync`: reduced it is, and leaves."""
-        if one.where is Where.AWAY:
+        """Replaces a bucket group's `finish_grad_sync`: waits for the reduction, then offloads."""
+        if one.state is BucketState.AWAY:
             return
         one.begin()  # if no backward pass came to it
         one.finish_to_reduce(*args, **kwargs)
@@ -183,13 +183,13 @@ class BucketGradients(Gradients):
         return super().memory_bytes + sum(one.memory_bytes for one in self._groups)
 
     def bring(self) -> None:
-        """Has all gradients in `main_grad` again, until the optimizer's step.
+        """Reads all gradients back into `main_grad`, until the optimizer's step.
 
         Raises:
             LostStateError: one could not be read back.
         """
         for one in self._groups:
-            if one.where is not Where.AWAY:
+            if one.state is not BucketState.AWAY:
                 continue
             found = {param: main_grad_of(param) for param in one.places}
             one.zero()
@@ -214,7 +214,7 @@ class BucketGradients(Gradients):
                 self._undo.pop()()
 
     def _give_up(self, buffer: Any) -> None:
-        """Has a buffer's memory freed: its buckets have their own."""
+        """Frees a buffer's memory: its buckets have their own."""
         moving = {id(bucket): one for one in self._groups for bucket in one.group.buckets}
         staying = [bucket for bucket in buffer.buckets if id(bucket) not in moving]
         for bucket in staying:
@@ -233,7 +233,7 @@ class BucketGradients(Gradients):
             for bucket in buffer.buckets:
                 one = moving.get(id(bucket))
                 own = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
-                if one is None or one.where is Where.IN_MEMORY:
+                if one is None or one.state is BucketState.IN_MEMORY:
                     own.copy_(bucket.grad_data)
                 else:
                     one.zero()
@@ -263,7 +263,7 @@ class _Updated(NamedTuple):
 
 
 class _InBuckets:
-    """In the place of a buffer's `grad_data`, whose memory is freed.
+    """Takes the place of a buffer's `grad_data`, whose memory is freed.
 
     Args:
         gradients: in its place before.

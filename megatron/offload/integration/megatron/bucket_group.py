@@ -16,7 +16,7 @@ from megatron.offload.parameters.unit_memory import open_unit_memory
 _GRADIENT = "main_grad"  # of a parameter of Megatron's
 
 
-class Where(enum.Enum):
+class BucketState(enum.Enum):
     """Where the gradients of a group of buckets are. Members name the transitions into them."""
 
     NOWHERE = "nowhere"  # at first; `zero`
@@ -33,12 +33,12 @@ class BucketGroup:
 
     Attributes:
         places: of the gradients, by the model's parameters; valid for good.
-        where: they are.
+        state: where the gradients are.
     """
 
     def __init__(self, group: Any, device: Device) -> None:
         self.group = group
-        self.where = Where.NOWHERE
+        self.state = BucketState.NOWHERE
         self.places: dict[torch.Tensor, torch.Tensor] = {}
         self._device = device
         self._memory = []
@@ -55,19 +55,19 @@ class BucketGroup:
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory that it takes now."""
-        if self.where is not Where.IN_MEMORY:
+        if self.state is not BucketState.IN_MEMORY:
             return 0
         return sum(bucket.grad_data.nbytes for bucket in self.group.buckets)
 
     def begin(self) -> None:
-        """Has memory; at first gradients are zero.
+        """Takes memory; at first gradients are zero.
 
         Raises:
-            OffloadError: they have left, and nobody has said that they are zero.
+            OffloadError: they have left, and `zero_grad_buffer` has not been called since.
         """
-        if self.where is Where.IN_MEMORY:
+        if self.state is BucketState.IN_MEMORY:
             return
-        if self.where is Where.AWAY:
+        if self.state is BucketState.AWAY:
             raise OffloadError(
                 f"{GRADIENTS_PREFIX}a backward pass would add to gradients that have been reduced; "
                 "call zero_grad_buffer() of the model before each step's first one"
@@ -76,7 +76,7 @@ class BucketGroup:
             memory.obtain()
             self._device.use_after(memory.storage, [self._device.restored_is_free()])
             bucket.grad_data.zero_()
-        self.where = Where.IN_MEMORY
+        self.state = BucketState.IN_MEMORY
 
     def begin_to_reduce(self) -> None:
         """Their sums are complete on this rank."""
@@ -88,16 +88,16 @@ class BucketGroup:
         self._finish(*args, **kwargs)
 
     def leave(self) -> None:
-        """Gives the memory back; somebody else has what is in it."""
-        self.where = Where.AWAY
+        """Gives the memory back; the caller has taken what is in it."""
+        self.state = BucketState.AWAY
         for memory in self._memory:
             memory.release()
 
     def zero(self) -> None:
         """They are zero, and take no memory."""
-        if self.where is Where.IN_MEMORY:
+        if self.state is BucketState.IN_MEMORY:
             self.leave()
-        self.where = Where.NOWHERE
+        self.state = BucketState.NOWHERE
         for param, place in self.places.items():
             set_main_grad(param, place)
 
@@ -113,7 +113,7 @@ def set_main_grad(param: torch.Tensor, gradient: torch.Tensor | None) -> None:
 
 
 def move_bucket(bucket: Any, whole: torch.Tensor) -> None:
-    """Has a bucket in other memory, whatever is in it."""
+    """Puts a bucket into other memory, without copying its contents."""
     start = bucket.grad_data.storage_offset()
     for param in bucket.params_list:
         place = main_grad_of(param).storage_offset() - start
@@ -122,7 +122,7 @@ def move_bucket(bucket: Any, whole: torch.Tensor) -> None:
 
 
 def forget_shards(groups: Sequence[Any]) -> None:
-    """Has Megatron find its shards of buckets anew: it keeps them, in memory of before."""
+    """Makes Megatron find its shards of buckets anew: its cached ones are in the former memory."""
     for group in groups:
         group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
 

@@ -2,8 +2,9 @@
 """Captures the inputs that Megatron's own full recomputation keeps: `CheckpointedLayers`.
 
 `LayerHooks` tells it which layer runs. A checkpoint runs its layers without gradients and saves
-their inputs at its own end, which nobody tells us: they are captured when the next layer begins,
-whose input the checkpoint has made, or when the forward pass has ended. It captures nothing else.
+their inputs at its own end, of which Megatron does not tell us: they are captured when the next
+layer begins, whose input the checkpoint has made, or when the forward pass has ended. It captures
+nothing else.
 """
 
 from __future__ import annotations

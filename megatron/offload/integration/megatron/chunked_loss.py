@@ -3,8 +3,8 @@
 
 `install` makes one if --activation-chunked-loss asks for it. On each model with an output layer it
 takes the place of that layer's `forward` and of the model's `compute_language_model_loss`. Both
-stay as they are where no loss follows: without labels, and in inference. Which settings do not fit
-is here too.
+stay as they are where no loss follows: without labels, and in inference. The settings that do not
+fit are listed here too.
 """
 
 from __future__ import annotations

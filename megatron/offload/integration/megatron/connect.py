@@ -74,7 +74,7 @@ class MegatronHooks:
         settings: Any,
         profiler: Profiler | None = None,
     ) -> None:
-        # Here, because they import megatron-core, which not everybody who imports us has.
+        # Imported here, because they import megatron-core, which not every user has installed.
         from megatron.offload.integration.megatron.layer_hooks import LayerHooks
         from megatron.offload.integration.megatron.schedule_hooks import ScheduleHooks
 
@@ -141,7 +141,7 @@ class MegatronOffload:
     def pause(self) -> None:
         """Says that what follows until the next step is no training: evaluation, a checkpoint.
 
-        Without it the planner takes all that is between two steps for a part of them.
+        Otherwise the planner counts all time between two steps as a part of them.
         """
         if self._steps is not None:
             self._steps.pause()
@@ -204,8 +204,8 @@ def install(
         num_local_ranks: ranks on this machine, which share its memory.
         policy: chooses a placement for each layer and storage; default: what `config` says.
         run_directory: with `auto`, what was measured is written there.
-        states: of `offload_model_states`; they hear of each step's last backward pass. Closed by
-            whoever made them.
+        states: of `offload_model_states`; they are told of each step's last backward pass. The
+            caller closes them.
         layer_major: runs steps unit by unit, with offload or without.
 
     Raises:

@@ -188,7 +188,7 @@ class Redirection:
         owner: Import path of the module, or `module:Class`, that holds the symbol.
         name: The attribute on the owner; it may be absent there (a stub is then added).
         replacement: What stands there while the runtime is active.
-        reason: Who asks for it.
+        reason: What in megatron-core needs it.
     """
 
     owner: str

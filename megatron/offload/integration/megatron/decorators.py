@@ -31,14 +31,14 @@ class TrainingHooks(Protocol):
         ...
 
 
-# Decorated functions are called by Megatron, which hands nothing of ours in: the one global state.
+# Megatron calls the decorated functions and passes no object of ours: the one global state.
 _connection: TrainingHooks | None = None
 # And beside it: no backward pass follows the forward pass that comes next.
 _is_forward_only = False
 
 
 def connect(connection: TrainingHooks | None) -> None:
-    """Has the decorated functions call `connection` from now on, or nobody if it is None."""
+    """Has the decorated functions call `connection` from now on; None: only Megatron's own code."""
     global _connection, _is_forward_only
     _connection, _is_forward_only = connection, False
 
@@ -63,7 +63,8 @@ def around_layer(forward: Function) -> Function:
 def around_forward_step(step: Function) -> Function:
     """Decorates `schedules.forward_step`: the connection, if there is one, runs the pass.
 
-    Not one that no backward pass follows (`forward_only`), whether with gradients or without.
+    It does not run a pass that no backward pass follows (`forward_only`), with gradients or
+    without.
     """
 
     @functools.wraps(step)
@@ -93,7 +94,8 @@ def around_first_val_step(check: Function) -> Function:
     """Decorates `schedules.check_first_val_step`: notes whether a backward pass follows.
 
     All schedules call it just before each forward step, and give their `forward_only` to nothing
-    else that is called there. The schedule itself a trainer may have got before `install`.
+    else that is called there. We do not wrap the schedule itself: a trainer may have looked it up
+    before `install`.
     """
 
     @functools.wraps(check)

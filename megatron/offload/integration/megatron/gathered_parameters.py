@@ -12,12 +12,13 @@ bucket (`_BucketInUnits`). Gradients, buckets and shards stay as Megatron has ma
 them every sum over ranks and every norm: all bits are the same.
 
 Note [A step in two passes]
-First each rank updates its shards, unit by unit, at its own pace: as a rule they are in units of
-which others have none. Then all ranks go through all units together, and whoever has updated a
-piece of a unit broadcasts it. A unit of which a rank has updated nothing it does not read before,
-for all bytes come; one that it has updated alone it does not write again. In both passes no more
-units are in memory than may live. What a tier does not take stays in memory and nobody waits; a
-rank that cannot read a unit leaves with a sentence, and the others find its connections closed.
+First each rank updates its shards, unit by unit, at its own pace: mostly they are in units of
+which other ranks have none. Then all ranks go through all units together, and the rank that has
+updated a piece of a unit broadcasts it. A rank does not read a unit of which it has updated nothing
+before it receives all of its bytes, and does not write a unit again that it alone has updated. In
+both passes no more units are in memory than may live. What a tier does not take stays in memory,
+and no rank waits; a rank that cannot read a unit raises an error that says so, and the others find
+its connections closed.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class GatheredParameters:
         self._rest: _Unit | None = None  # outside of layers: it stays in memory
 
     def connect(self, window: ParameterWindow, optimizer: Any) -> None:
-        """Gives Megatron's buffers up; the units have their parameters.
+        """Gives up Megatron's buffers; the units have their parameters.
 
         Args:
             window: has the units.
@@ -128,7 +129,7 @@ class GatheredParameters:
             self._undo.pop()()
 
     def restore(self) -> None:
-        """Has all parameters in Megatron's buffers again, wherever they are in memory."""
+        """Puts all parameters back into Megatron's buffers, wherever they are in memory."""
         for buffer in self._buffers:
             data = torch.zeros(
                 buffer.numel, dtype=buffer.param_dtype, device=buffer.grad_data.device
@@ -161,7 +162,7 @@ class GatheredParameters:
         self._gather()
 
     def _begin_gather(self, group: Any, *_: Any, **__: Any) -> None:
-        """In the place of a bucket group's `start_param_sync`."""
+        """Replaces a bucket group's `start_param_sync`."""
         self._due |= {id(bucket) for bucket in group.buckets}
         if not self._is_in_step:
             self._gather()
@@ -192,7 +193,7 @@ class GatheredParameters:
 
 
 class _Place(NamedTuple):
-    """Where a parameter is in its bucket, in elements, and whose buckets these are."""
+    """Where a parameter is in its bucket, in elements, and which ranks share the bucket."""
 
     bucket: Any
     group: dist.ProcessGroup

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the last backward pass of a step begins: `LastBackward`, which stands before other hooks.
 
-What the optimizer's step needs first can be read from then on. The passes are counted, so that it
+Reads of what the optimizer's step needs first can begin then. The passes are counted, so that it
 is right for every schedule, with activation offload and without.
 """
 
@@ -17,7 +17,7 @@ from megatron.offload.integration.megatron.decorators import Function, TrainingH
 
 
 class LastBackward:
-    """Passes all calls on, and tells of one: a `decorators.TrainingHooks`.
+    """Passes all calls on, and reports the last backward pass: a `decorators.TrainingHooks`.
 
     Args:
         begins: called just before the last backward pass of a step.

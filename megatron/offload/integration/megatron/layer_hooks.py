@@ -80,7 +80,7 @@ class LayerHooks:
         self._checkpoints.clear()
 
     def close(self) -> None:
-        """Takes off the model what was put there to find the middle of its layers."""
+        """Removes the hooks that find the middle of the model's layers."""
         if self._division is not None:
             self._division.close()
 
@@ -91,7 +91,8 @@ class LayerHooks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Runs a layer as it is placed: recomputed in backward, or with what it saved taken over.
+        """Runs a layer as its placement says: recomputed in backward, or with what it saved
+        captured.
 
         Args:
             forward: Megatron's own, undecorated.
@@ -139,7 +140,7 @@ class LayerHooks:
         inputs: list[torch.Tensor],
         timings: LayerTimings | None,
     ) -> Any:
-        """Runs a layer and has what it saved taken over."""
+        """Runs a layer and captures what it saved."""
         division, engine = self._division, self._engine
         if division is None:
             result = run()
@@ -221,7 +222,7 @@ class _PiecewiseCapture:
 
     Args:
         engine: captures.
-        profiler: hears of the middle; None: nobody measures.
+        profiler: is told when the middle is reached; None: nothing measures it.
         scope: of the layer.
         inputs: of the layer.
         again: the parts that run again in backward.

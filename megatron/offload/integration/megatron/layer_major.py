@@ -56,7 +56,7 @@ class LayerMajorHooks:
         run_layer: captures what layers save; None: they run as they are.
         first_unit: called when a step's backward comes to the first layers' unit, the last one
             that runs: the optimizer's step is near.
-        profiler: hears of all passes; None: nobody measures.
+        profiler: is told of all passes; None: nothing measures them.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LayerMajorHooks:
         first_unit: Callable[[], None],
         profiler: Profiler | None = None,
     ) -> None:
-        # Here, because it imports megatron-core, which not everybody who imports us has.
+        # Imported here, because it imports megatron-core, which not every user has installed.
         from megatron.offload.integration.megatron.layer_hooks import layer_names
         from megatron.offload.integration.megatron.process_groups import consensus_of
 
@@ -86,7 +86,8 @@ class LayerMajorHooks:
             alternates=config.alternates,
             on_any_rank=lambda holds: bool(consensus.largest([holds])[0]),
         )
-        # First of all hooks: what others bring for a layer is to be there when its turn has come.
+        # First of all hooks: the others, which bring a layer's parameters, run when its turn has
+        # come.
         self._hooks = [
             layer.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
             for layer in units
@@ -128,7 +129,7 @@ class LayerMajorHooks:
         return none, sum((tokens for _, tokens in results), none)
 
     def backward_step(self, step: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """It has run with the last forward step, or will."""
+        """Does nothing: the last forward step runs, or will run, all passes."""
         return None
 
     def clear(self) -> None:
@@ -178,7 +179,7 @@ class _Passes(EnginePasses):
 
     @contextlib.contextmanager
     def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:
-        """See `Passes`."""
+        """See `UnitPasses`."""
         if unit == 0 and not self._has_told:
             self._has_told = True
             self._first_unit()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where in its forward a transformer layer can be divided: `LayerDivision`.
 
-`LayerHooks` asks, where a policy or a flag wants it. The tensor that comes to the norm before the
-MLP is the middle: what leads to it from the layer's inputs is attention, what leads from it to the
-outputs is the MLP. The middle itself is saved by that norm, so it is the MLP's. Each module with
-parameters, and core attention, begins another operation. It captures nothing itself.
+`LayerHooks` calls it, where a policy or a flag wants layers divided. The tensor that comes to the
+norm before the MLP is the middle: what leads to it from the layer's inputs is attention, what leads
+from it to the outputs is the MLP. The middle itself is saved by that norm, so it is the MLP's. Each
+module with parameters, and core attention, begins another operation. It captures nothing itself.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LayerDivision:
         if self._reached is None or not (is_middle or torch.is_grad_enabled()):
             return
         values = (*args, *kwargs.values())
-        with PLAIN_TORCH():  # a mode, the CPU runtime's for one, would hear of each look
+        with PLAIN_TORCH():  # a mode, such as the CPU runtime's, would see each look
             tensors = [t for t in values if isinstance(t, torch.Tensor) and node_of(t) is not None]
         if tensors:
             self._reached(tensors, is_middle)

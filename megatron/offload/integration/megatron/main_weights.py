@@ -2,9 +2,10 @@
 """What a Megatron optimizer updates in place of the model's parameters: `MainWeights`.
 
 Note [Main weights go to the model at once]
-After its step Megatron copies all main weights to the model's parameters. By then most are away. So
-those that move together are copied while they are in memory, by Megatron's own function on a
-shallow twin of its optimizer that has no other parameters, and the copy after the step is left out.
+After its step Megatron copies all main weights to the model's parameters. By then most of them are
+on a tier. So those that move together are copied while they are in memory, by Megatron's own
+function on a shallow twin of its optimizer that has no other parameters, and the copy after the
+step is left out.
 """
 
 from __future__ import annotations

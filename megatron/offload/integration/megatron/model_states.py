@@ -45,7 +45,8 @@ from megatron.offload.tiers.host_budget import host_budget_bytes
 from megatron.offload.tiers.purpose import STATES
 
 _COPYING = "reload_model_params"  # the model's weights to main weights, and no states
-# What looks at states, and what changes them. Those of ChainedOptimizer call its members'.
+# Functions that read states, and functions that change them. Those of ChainedOptimizer call its
+# members'.
 READING = (
     "state_dict",
     "sharded_state_dict",
@@ -134,7 +135,7 @@ class ModelStates:
         """A few lines for the end of a run; empty if there was no step.
 
         Args:
-            with_drives: how long the drives last too, if nobody else says it.
+            with_drives: also says how long the drives last; False if another summary does.
         """
         endurance = Endurance(self._rated_bytes, local_world_size()) if with_drives else None
         return states_summary(self.states, endurance)
@@ -165,7 +166,7 @@ class ModelStates:
         return InFiles(self._directories) if self._directories else contextlib.nullcontext()
 
     def make_states(self, make: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Makes states before the first step, for whoever loads into them; a few at a time.
+        """Makes states before the first step, a few at a time, so that a checkpoint can be loaded.
 
         Args:
             make: fills the state of an inner optimizer; each time of one with some parameters only.
@@ -174,7 +175,7 @@ class ModelStates:
             states.make_states(make)
 
     def note_checkpoint(self, path: str | Path) -> None:
-        """Says from where to resume should states be lost."""
+        """Notes the checkpoint that an error names if states are lost."""
         for states in self.states:
             states.checkpoint = str(path)
 
@@ -254,7 +255,7 @@ def offload_model_states(config: StatesConfig, optimizer: Any) -> ModelStates:
 
 
 def _check_is_known(optimizer: Any) -> None:
-    """Raises ConfigurationError for a Megatron optimizer that keeps weights nobody knows where."""
+    """Raises ConfigurationError for a Megatron optimizer whose main weights we cannot find."""
     kind = type(optimizer).__name__
     if kind not in PAIRS:
         raise STATES.refusal(
@@ -314,7 +315,7 @@ class _Part:
         self.states.expose()
 
     def _wrap(self, name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
-        """Has one of the optimizer's functions run inside a context."""
+        """Makes one of the optimizer's functions run inside a context."""
         function = getattr(self._optimizer, name, None)
         if function is None:
             return

@@ -96,7 +96,7 @@ class ModelParameters:
         self._restored = restored
 
     def bring_gradients(self) -> None:
-        """Has all gradients in `main_grad` until the optimizer's step, for whoever looks at them.
+        """Reads all gradients back into `main_grad`, where they stay until the optimizer's step.
 
         Raises:
             LostStateError: some could not be read back.
@@ -226,7 +226,7 @@ def offload_model_parameters(
     layer_major: LayerMajorConfig | None = None,
     updates_by_units: bool = False,
 ) -> ModelParameters:
-    """Has the parameters of a model's layers wait where `config` says.
+    """Keeps the parameters of a model's layers where `config` says while others compute.
 
     Call it once the model is trained from: after a checkpoint was loaded, before `install`.
 
@@ -247,7 +247,7 @@ def offload_model_parameters(
     check_model_parameters(config, ddp_config)
     settings = next(m.config for m in model_chunks[0].modules() if hasattr(m, "config"))
     check_model_parameters(config, settings)
-    # Here, because it imports megatron-core, which not everybody who imports us has.
+    # Imported here, because it imports megatron-core, which not every user has installed.
     from megatron.offload.integration.megatron.layer_hooks import layer_names
 
     num_units = layer_major.num_units if layer_major is not None and layer_major.enabled else None
@@ -320,7 +320,8 @@ def _gradient_bytes(
 
 
 def _show_before(offload: ParameterOffload, optimizer: Any, name: str) -> Callable[[], None]:
-    """Has parameters in their places when one of an optimizer's functions runs; what undoes it."""
+    """Puts parameters in their places before an optimizer's function runs; returns what undoes
+    that."""
     function = getattr(optimizer, name, None)
     if function is None:
         return lambda: None

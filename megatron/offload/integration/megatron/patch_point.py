@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function of somebody else's code that we wrap where it stands: `PatchPoint`.
+"""A function of megatron-core or Megatron-LM that we replace with a wrapper: `PatchPoint`.
 
 `patch_points.py` lists those of megatron-core, `training_script.py` those of Megatron-LM. A patch
 point is checked by name and parameters before it is touched. What does
@@ -51,7 +51,7 @@ class PatchPoint:
         return function
 
     def replace(self, replacement: Callable[..., Any]) -> Callable[[], None]:
-        """Puts another function there; the result, a function, puts the original back."""
+        """Puts another function there; returns a function that puts the original back."""
         original = self.find()
         owner, name = self._place()
         setattr(owner, name, replacement)

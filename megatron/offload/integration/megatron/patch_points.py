@@ -40,7 +40,7 @@ def decorate() -> list[Callable[[], None]]:
     """Decorates Megatron's functions. Nothing is changed unless all are as expected.
 
     Returns:
-        What puts the functions back that were decorated.
+        A function that undoes the decoration.
 
     Raises:
         ConfigurationError: a function is missing or lacks a parameter.

@@ -2,8 +2,8 @@
 """The ranks that plan together in Megatron, and what they plan for: `consensus_of`, `stage_of`.
 
 Tensor and context parallel ranks send each other parts of the same layers, also when those are
-recomputed; with experts all ranks of a stage do. Else data-parallel replicas decide for themselves,
-and so do pipeline stages.
+recomputed; with experts all ranks of a stage do. Otherwise each data-parallel replica and each
+pipeline stage decides for itself.
 """
 
 from __future__ import annotations

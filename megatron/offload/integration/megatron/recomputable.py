@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a model's layers may run again in backward: `why_not_recomputed`, `check_recomputation`.
 
-Flags that name layers to recompute are refused where they may not; a plan leaves recomputation out.
+Where they may not, flags that name layers to recompute are refused, and a plan recomputes none.
 Megatron's own recomputation of whole layers stays as it is, only the inputs that it keeps move.
 """
 
@@ -35,7 +35,7 @@ def recomputes_fully(settings: Any) -> bool:
 
 
 def check_recomputation(config: OffloadConfig, settings: Any) -> None:
-    """Raises ConfigurationError for recomputation that cannot be, or that two flags decide.
+    """Raises ConfigurationError for recomputation that cannot work, or that two flags decide.
 
     Args:
         config: what the flags ask for.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a layer or a part of it so that only its inputs are kept: `recomputed`, `recomputing`.
 
-`LayerHooks` asks, where a policy says so. Megatron's own checkpoint does it, which restores the
-states of all random number generators. What runs again in backward is captured by nobody.
+`LayerHooks` calls it, where a policy says so. Megatron's own checkpoint does the work and restores
+the states of all random number generators. What runs again in backward is not captured.
 """
 
 from __future__ import annotations

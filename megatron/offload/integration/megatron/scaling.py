@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients that are clipped in place: `scale_in_place`, where Megatron has no kernel for it.
 
-The norm, the check for inf and nan and the unscaling make no copies of gradients, whoever does
-them; `docs/states.md` has what was measured. Only what Megatron falls back to without Transformer
-Engine and Apex does: it clips through a copy of each gradient, an embedding's too.
+The norm, the check for inf and nan and the unscaling make no copies of gradients, whichever library
+has the kernels; `docs/states.md` has what was measured. Only Megatron's fallback for clipping, used
+without Transformer Engine and Apex, copies each gradient, an embedding's too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def scale_in_place() -> Callable[[], None]:
-    """Megatron clips gradients in place from now on, with the same bits; what undoes that."""
+    """Makes Megatron clip gradients in place, with the same bits; returns what undoes that."""
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_scale
 

@@ -2,9 +2,9 @@
 """What happens around the forward and backward pass of each micro-batch: `ScheduleHooks`.
 
 All three schedules (no pipelining, 1F1B, interleaved) look `forward_step` and `backward_step` up in
-their module at each call. The engine hears which pass runs, and, from the order of passes that a
-schedule keeps to, which backward pass comes next: its last layers are brought back while the stage
-still sends, waits to receive or does nothing at all.
+their module at each call. It tells the engine which pass runs and, from the order of passes that
+the schedule keeps to, which backward pass comes next: its last layers are brought back while the
+stage still sends, waits to receive or does nothing at all.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class ScheduleHooks:
     """Runs the passes of a stage for an engine.
 
     Args:
-        engine: hears of them.
+        engine: is told of them.
         settings: the model's `TransformerConfig`.
-        end_forward: gets what each forward pass gave, at its end.
-        profiler: hears of them too; None: nobody does.
+        end_forward: gets what each forward pass returned, at its end.
+        profiler: is told of them too; None: nothing measures them.
     """
 
     def __init__(

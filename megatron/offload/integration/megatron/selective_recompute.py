@@ -3,7 +3,7 @@
 
 Of attention: the norm before it, and core attention where that saves its probabilities. Of the MLP:
 the norm before it and the activation function. What they leave for backward is a third of a layer's
-bytes and more; to run them again takes hardly any time. `LayerHooks` asks.
+bytes and more; to run them again takes hardly any time. `LayerHooks` calls it.
 
 Note [Norms whose gradient has several terms]
 What goes into a norm goes around it as well. The gradients of both ways are added where it came
@@ -42,7 +42,7 @@ class OpRunner(Protocol):
     """Runs one operation of a layer in a way of its own: recomputed in backward, or timed."""
 
     def run(self, function: Function, *tensors: Any) -> Any:
-        """Runs an operation whose result is used only once, of which `used` is told; its result."""
+        """Runs an operation whose result is used only once, as `used` says; returns the result."""
         ...
 
     def used(self, after: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ class Recompute:
 
 
 class Timed:
-    """Runs an operation as usual; the profiler hears how long it took and what it saved."""
+    """Runs an operation as usual and tells the profiler how long it took and what it saved."""
 
     def __init__(self, profiler: Profiler, timings: LayerTimings, part: str) -> None:
         self._profiler, self._marks, self._part = profiler, timings, part

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which optimizers of Megatron can have their states offloaded: `check_state_settings`.
 
-What cannot be known to stay right is refused, by the settings before anything is built, and by what
-was built in their place. Both need nothing of Megatron but attributes.
+An optimizer that is not known to give the same results is refused, by its settings before anything
+is built, and by its class after that. Both need nothing of Megatron but attributes.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ _LOAD = PatchPoint(_TRAINING, "load_checkpoint", ("optimizer", "opt_param_schedu
 _SAVE = PatchPoint(_TRAINING, "save_checkpoint", ("iteration", "model", "optimizer"))
 _MODEL_SETTINGS = PatchPoint(_ARGUMENTS, "core_transformer_config_from_args", ("args",))
 
-# Everything of Megatron-LM that is wrapped (the first seven) or called.
+# All functions of Megatron-LM that we wrap (the first seven) or call.
 PATCH_POINTS = (
     _ADD_FLAGS,
     _SETUP,

@@ -41,13 +41,13 @@ def check_steps_by_units(optimizer: Any) -> None:
 
 
 def step_by_units(optimizer: Any) -> Callable[[], None]:
-    """Has a Megatron optimizer update one unit after the other, while it is in memory.
+    """Makes a Megatron optimizer update one unit after the other, while that unit is in memory.
 
     Args:
         optimizer: with parameters that are offloaded.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     inner, weights = optimizer.optimizer, MainWeights(optimizer)
     own_step = OptimizerSlice(inner)
@@ -65,7 +65,7 @@ def step_by_units(optimizer: Any) -> Callable[[], None]:
         own_step.end_step()
 
     hooked = torch.optim.Optimizer.profile_hook_step(step)
-    hooked._offloads_states = True  # type: ignore[attr-defined]  # nobody need bring all units
+    hooked._offloads_states = True  # type: ignore[attr-defined]  # it brings its units itself
     undone = [
         put(inner, "step", types.MethodType(hooked, inner)),
         put(optimizer, COPY, lambda: None),  # see Note [Main weights go to the model at once]

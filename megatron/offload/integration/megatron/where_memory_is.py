@@ -12,7 +12,7 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.integration.megatron.model_states import ModelStates
 from megatron.offload.integration.torch.parameter_offload import gradient_tier_of, tier_of
 from megatron.offload.stats.memory_by_tier import (
-    Held,
+    MemoryRow,
     held_by_parameters,
     held_by_states,
     memory_table,
@@ -43,21 +43,21 @@ def where_memory_is(
         activation_bytes: predicted, of a step.
     """
     model = [param for chunk in model_chunks for param in chunk.parameters()]
-    held = held_by_states(states.states) if states.parts else Held("optimizer states")
+    held = held_by_states(states.states) if states.parts else MemoryRow("optimizer states")
     if not states.parts:
-        held = Held("optimizer states", _state_bytes(optimizer, model))
+        held = MemoryRow("optimizer states", _state_bytes(optimizer, model))
     of_model = held_by_parameters(model, tier_of, gradient_tier_of)
     rows = [*of_model, held, _activations(config, activation_bytes)]
     return memory_table(rows, heading="memory of this rank")
 
 
-def _activations(config: OffloadConfig, num_bytes: int) -> Held:
+def _activations(config: OffloadConfig, num_bytes: int) -> MemoryRow:
     note = _NOTES.get(config.mode, "predicted")
     if config.mode == "ssd":
-        return Held("activations", ssd_bytes=num_bytes, note=note)
+        return MemoryRow("activations", ssd_bytes=num_bytes, note=note)
     if config.mode == "host":
-        return Held("activations", host_bytes=num_bytes, note=note)
-    return Held("activations", num_bytes, note=note)
+        return MemoryRow("activations", host_bytes=num_bytes, note=note)
+    return MemoryRow("activations", num_bytes, note=note)
 
 
 def _state_bytes(optimizer: Any, model: Sequence[torch.Tensor]) -> int:

@@ -2,9 +2,9 @@
 """The loss of transformers' causal language models, over chunks of tokens: `chunked_losses`.
 
 The door calls it if `chunked_loss` is set. Each head takes the place of the `forward` of a model's
-output embeddings, and of its `loss_function`, which transformers lets anybody set. Passes without
-labels or without gradients stay as they are: an evaluation wants the logits. Where a training has
-no use for a head, since its trainer computes the loss itself, the head says so once.
+output embeddings, and of its `loss_function`, which transformers lets users set. Passes without
+labels or without gradients stay as they are: an evaluation wants the logits. Where a trainer
+computes the loss itself and does not use a head, the head logs that once.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class _Head(OutputHead):
 
         Args:
             logits: pending, or of a pass that is not ours.
-            labels: [batch, sequence], the model's input as a rule.
+            labels: [batch, sequence], usually the model's input.
             vocab_size: of the model.
             num_items_in_batch: what the sum is divided by; None: the tokens that have a label.
             ignore_index: the label of tokens that do not count.
-            shift_labels: [batch, sequence], where somebody has shifted them already.
+            shift_labels: [batch, sequence], where the caller has shifted them already.
             more: of transformers' function.
         """
         if not isinstance(logits, PendingLogits):
@@ -154,7 +154,8 @@ class _Head(OutputHead):
         super()._end()
 
     def _tell_if_idle(self) -> None:
-        """Says once that a pass of a training had no use for this, and what else made its loss."""
+        """Logs once that a training pass did not use this head, and what computed its loss
+        instead."""
         if self._loss_follows:  # and the output layer was not called
             reason = (
                 "TRL's trainer computes the loss with a fused head of its own, in chunks too"

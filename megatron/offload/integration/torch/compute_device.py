@@ -44,7 +44,7 @@ def compute_device(
 def likely_device(
     models: Sequence[torch.nn.Module], inputs: Iterable[torch.Tensor]
 ) -> torch.device:
-    """The same for those who cannot wait: at worst where the first parameter is."""
+    """The same for callers who cannot wait: at worst where the first parameter is."""
     found = compute_device(models, inputs)
     if found is not None:
         return found

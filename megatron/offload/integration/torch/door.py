@@ -111,14 +111,15 @@ def offload_activations(
         in_turns = measured is not None and measured.in_turns
         try:
             offload.log_steps(parse_path(metrics_file), in_turns=in_turns)
-        except BaseException:  # nobody gets the handle
+        except BaseException:  # the caller gets no handle to close
             offload.close()
             raise
     return offload
 
 
 def _tell(config: OffloadConfig, path: Path) -> NoReturn:
-    """Writes what the script asks for, and ends it: that was all that was wanted of it."""
+    """Writes the script's settings to the file and ends the script: the command wants no more of
+    it."""
     settings = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
     lines = "\n".join(OffloadConfig.flags_of(settings)) + "\n"
     path.write_text(lines, errors="surrogateescape")  # names of directories are bytes

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens around the forward of a layer: `LayerCalls`.
 
-What it saves gets its name, a profiler hears of it, and where the policy says so it is recomputed
-in backward, by torch's own checkpoint.
+It names what the layer saves, tells a profiler of it, and recomputes it in backward, by torch's own
+checkpoint, where the policy says so.
 
 Note [As it was before]
 A forward that runs again computes the same if it finds the same: arguments, buffers, attributes,
@@ -28,9 +28,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.offload.capture.context import others_take_what_is_saved
 from megatron.offload.engine import OffloadEngine
-from megatron.offload.integration.torch.earlier_arguments import Changes, EarlierArguments
-from megatron.offload.integration.torch.earlier_attributes import EarlierAttributes
-from megatron.offload.integration.torch.earlier_buffers import EarlierBuffers
+from megatron.offload.integration.torch.argument_snapshot import ArgumentSnapshot, Changes
+from megatron.offload.integration.torch.attribute_snapshot import AttributeSnapshot
+from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
 from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.placement.policy import WHOLE_LAYER, Placement
@@ -46,15 +46,15 @@ _Context = contextlib.AbstractContextManager[Any]
 
 
 class LayerCalls:
-    """Hears of each call of a layer.
+    """Is told of each call of a layer.
 
     Args:
         names: of the layers.
 
     Attributes:
         num_calls: of layers in forward passes that backward follows.
-        units: of layers, in layer-major steps: a plan's chunks. A layer that waits for its unit's
-            turn has looked its forward up in the pass of the unit before.
+        units: of layers, in layer-major steps: a plan's chunks. A paused layer's `forward` was
+            looked up while the previous unit ran, so replacement is decided before the pause.
     """
 
     def __init__(self, names: Mapping[torch.nn.Module, str]) -> None:
@@ -73,18 +73,18 @@ class LayerCalls:
         self._has_warned = False  # of hooks that are around one
         self._has_warned_of: set[torch.nn.Module] = set()  # why they are not recomputed
         self._timings: LayerTimings | None = None  # of it
-        self._watched: EarlierArguments | None = None  # its arguments, where it is measured
+        self._watched: ArgumentSnapshot | None = None  # its arguments, where it is measured
         self._changes: collections.defaultdict[torch.nn.Module, Changes]
         self._changes = collections.defaultdict(Changes)
         self._contexts = contextlib.ExitStack()  # around it, or around what runs after it
 
     def connect(self, passes: Passes, engine: OffloadEngine, profiler: Profiler | None) -> None:
-        """From now on these hear of layers.
+        """From now on these are told of layers.
 
         Args:
             passes: knows which calls are part of a forward pass that backward will follow.
             engine: of the model.
-            profiler: None: nobody wants to know.
+            profiler: is told of layers; None: nothing measures them.
         """
         self._passes, self._engine, self._profiler = passes, engine, profiler
 
@@ -164,12 +164,12 @@ class LayerCalls:
 
     def _noted(
         self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], *, copies: bool
-    ) -> EarlierArguments:
+    ) -> ArgumentSnapshot:
         try:
             names = list(inspect.signature(type(layer).forward).parameters)[1:]
         except (TypeError, ValueError):
             names = []
-        return EarlierArguments(args, kwargs, names, self._changes[layer], copies=copies)
+        return ArgumentSnapshot(args, kwargs, names, self._changes[layer], copies=copies)
 
     def _learn(self, layer: torch.nn.Module, timings: LayerTimings) -> None:
         """A measured layer has run: plans do not recompute what would not run as before."""
@@ -193,7 +193,7 @@ class LayerCalls:
     def _is_within_hooks(self, name: str) -> bool:
         """Whether the model has entered hooks around a layer; see Note [Hooks of others].
 
-        When those run the layer again, our pass is over, and nobody checkpoints it within them.
+        When those hooks run the layer again, our pass is over, and we do not checkpoint it there.
         """
         if not others_take_what_is_saved():
             return False
@@ -229,9 +229,9 @@ class LayerCalls:
         noted: Callable[[], _Context] = contextlib.nullcontext
         if self._timings is not None and self._profiler is not None:
             noted = functools.partial(self._profiler.recomputation, self._timings, WHOLE_LAYER)
-        buffers = EarlierBuffers(self._layer)
-        attributes = EarlierAttributes(self._layer)
-        numbers = _EarlierNumbers([*self._layer.modules(), *tree_leaves((args, kwargs))])
+        buffers = BufferSnapshot(self._layer)
+        attributes = AttributeSnapshot(self._layer)
+        numbers = _NumberSnapshot([*self._layer.modules(), *tree_leaves((args, kwargs))])
 
         def contexts() -> tuple[_Context, _Context]:
             restored = buffers.restored, attributes.restored, numbers.restored
@@ -255,7 +255,7 @@ class LayerCalls:
         return result
 
 
-class _EarlierNumbers:
+class _NumberSnapshot:
     """Random numbers that are not torch's, where they were before a layer has run."""
 
     def __init__(self, owners: Iterable[Any]) -> None:

@@ -2,8 +2,8 @@
 """A hook on a layer, for `offload_parameters` and `LayerMajor`: `LayerHook`.
 
 `copy.deepcopy` and `pickle` copy the hooks of a module with it. A copy has nothing to do with where
-the parameters of the model wait or how its steps run. That it is whole is the affair of the
-parameters (`parameters/away_parameter.py`).
+the parameters of the model wait or how its steps run. The parameters themselves make the copy whole
+(`parameters/away_parameter.py`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from megatron.offload.integration.torch.sharded_units import ShardedUnits
 from megatron.offload.layer_major.config import refusal
 from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.layer_major.random_numbers import TorchGenerators
-from megatron.offload.layer_major.schedule import LayerMajorSchedule, Passes
+from megatron.offload.layer_major.schedule import LayerMajorSchedule, UnitPasses
 from megatron.offload.layer_major.units import params_by_unit, units_of
 
 B = TypeVar("B")
@@ -127,7 +127,7 @@ class LayerMajor:
             own.around_backward = lambda unit, is_last: unit_backward(
                 params.get(unit, ()), is_last=is_last
             )
-            passes: Passes = contexts.enter_context(sharded.step(own))
+            passes: UnitPasses = contexts.enter_context(sharded.step(own))
             forwards = [forward_of(one) for one in batches]
             losses = self._schedule.run(forwards, torch.Tensor.backward, passes)
         return [one.detach() for one in losses]

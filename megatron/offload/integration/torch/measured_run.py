@@ -2,7 +2,7 @@
 """What a command asks of a script that uses the door: `MeasuredRun`.
 
 `megatron-offload rok`, `report` and `doctor` start scripts with `--script`; an environment variable
-tells the door in the script's process what to do otherwise than it says there.
+tells the door in the script's process which of its settings to replace.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.offload.documents import from_json, reading
 
 _VARIABLE = "MEGATRON_OFFLOAD_RUN"
 
-# Of what the script says, these hold in all runs: the rest is what is compared.
+# These settings of the script hold in all runs; the others are what the runs compare.
 _KEPT = (
     *("directories", "min_bytes", "threads", "inflight_bytes", "ssd_budget_bytes", "host_budget"),
     *("io", "write_bytes_per_s", "verify"),

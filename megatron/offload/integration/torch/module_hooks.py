@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward hooks that stay with their model and not with its copies: `ModuleHooks`.
 
-What calls us in a PyTorch model: nothing of its code is replaced.
+They are how a PyTorch model calls us: none of its code is replaced.
 
 Note [What ends a call]
 torch runs the hooks of a call that raised, but not if what it raised is no Exception: a Ctrl-C, or
-the SystemExit of a thread. Then nobody would take what a pass has put onto its thread off again,
-autograd's hooks first of all. So modules that are hooked outside of graphs are called through
-`_Call`, where `Module.compile` puts its own: what is there stays around what it was around.
+the SystemExit of a thread. What a pass has put onto its thread, autograd's hooks first of all,
+would then stay there. So modules that are hooked outside of graphs are called through
+`_Call`, in the attribute that `Module.compile` uses; what is there already stays in place within
+it.
 
 Note [Copies of a model]
 Trainers copy models (`deepcopy` for a reference model or an average of the weights) and pickle
@@ -41,14 +42,14 @@ class ModuleHooks:
         *,
         outside_of_graphs: bool,
     ) -> None:
-        """Has functions called around a module's forward, however it ends.
+        """Calls functions around a module's forward, however it ends.
 
         Args:
             module: whose forward.
             begin: gets the module and the arguments; runs before hooks that are there already.
             end: gets the module and the result; None if it raised.
             outside_of_graphs: `torch.compile` ends its graph before them; else it leaves them out,
-                and `end` does not hear of what Note [What ends a call] is about.
+                and `end` is not called for what Note [What ends a call] is about.
         """
         hook = _OutsideOfGraphs if outside_of_graphs else _Hook
         call = _Call(module, end) if outside_of_graphs else None
@@ -70,7 +71,7 @@ class ModuleHooks:
             self._handles.append(call)
 
     def add_before(self, module: torch.nn.Module, call: Callable[[torch.nn.Module], None]) -> None:
-        """Has a function called just before a module's forward, after hooks that are there."""
+        """Calls a function just before a module's forward, after hooks that are there."""
 
         def before(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             call(module)
@@ -123,7 +124,7 @@ class _OutsideOfGraphs(_Hook):
 
 
 class _Call:
-    """The call of a module, which tells of what no hook hears of: Note [What ends a call].
+    """The call of a module; calls `end` where torch runs no hook: Note [What ends a call].
 
     torch leaves it out of copies and pickles by itself.
     """
@@ -134,7 +135,7 @@ class _Call:
         self._inner: Any = None  # what the module was called through before
 
     def connect(self) -> None:
-        """Has the module called through this, if it is not already."""
+        """Makes torch call the module through this, if it does not already."""
         outer: Any = vars(self._module).get(_CALL)
         call = outer
         while isinstance(call, _Call):
@@ -145,7 +146,7 @@ class _Call:
         put(self._module, _CALL, self)
 
     def remove(self) -> None:
-        """Tells of nothing more."""
+        """Calls nothing more."""
         self._end = do_nothing
         outer: Any = vars(self._module).get(_CALL)
         if outer is self:

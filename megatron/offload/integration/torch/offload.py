@@ -28,14 +28,14 @@ from megatron.offload.integration.output_head import OutputHead
 from megatron.offload.integration.torch.compute_device import compute_device
 from megatron.offload.integration.torch.layer_calls import LayerCalls
 from megatron.offload.integration.torch.module_hooks import ModuleHooks
-from megatron.offload.integration.torch.parameters import (
+from megatron.offload.integration.torch.passes import Passes
+from megatron.offload.integration.torch.ranks import local_world_size, planned_stage, rank
+from megatron.offload.integration.torch.report import held_again, report_of, warnings_of
+from megatron.offload.integration.torch.stationary import (
     is_sharded,
     stationary_tensors,
     unsharded_tensors,
 )
-from megatron.offload.integration.torch.passes import Passes
-from megatron.offload.integration.torch.ranks import local_world_size, planned_stage, rank
-from megatron.offload.integration.torch.report import held_again, report_of, warnings_of
 from megatron.offload.integration.torch.step_log import StepLog
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.config import refusal
@@ -59,7 +59,7 @@ def _close_all() -> None:
 
 @contextlib.contextmanager
 def speaking_of_settings() -> Iterator[None]:
-    """What cannot work is said in the names of settings, not of command-line flags."""
+    """Errors in this context name settings, not command-line flags."""
     try:
         yield
     except ConfigurationError as error:
@@ -126,7 +126,7 @@ class ActivationOffload:
             for head in heads:
                 head.connect()
                 self._heads.append(head)
-        except BaseException:  # nobody gets the handle
+        except BaseException:  # the caller gets no handle to close
             self.close()
             raise
         _handles.add(self)
@@ -164,7 +164,7 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def layer_major_step(self, device: torch.device) -> Iterator[EnginePasses]:
-        """A step whose passes the caller runs, unit by unit: what it is to tell of them.
+        """A step whose passes the caller runs, unit by unit; yields what the caller tells of them.
 
         Args:
             device: where the model computes.
@@ -213,7 +213,7 @@ class ActivationOffload:
     def report(self) -> str:
         """What was found in the model, where its activations go, `auto`'s plan and the summary.
 
-        For whoever wonders why memory is not what was expected.
+        Read it when memory is not what you expected.
         """
         planner = self._steps.planner if self._steps is not None else None
         plan = planner.table if planner is not None else ""
@@ -297,7 +297,7 @@ class ActivationOffload:
     def _watch_sharded(self) -> None:
         """Excludes what FSDP gathers, as soon as it has, also in modules that it has come to since.
 
-        See Note [Views of parameters] in `parameters.py`.
+        See Note [Views of parameters] in `stationary.py`.
         """
         for model in self._models:
             for module in model.modules():
@@ -387,7 +387,7 @@ def _close(steps: TrainingSteps, hook: torch.utils.hooks.RemovableHandle) -> Non
 
 
 def _outermost(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The model, and the modules in it that somebody may call in its place."""
+    """The model, and the modules in it that a training loop may call in its place."""
     yield model
     for child in model.children():
         if any(True for _ in child.parameters()):

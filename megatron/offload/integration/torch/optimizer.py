@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front door for optimizers: `offload_optimizer`, one line in a training script.
 
-It checks the optimizer and puts its states on tiers. From then on the optimizer's `step` brings
-them bucket by bucket, and `state_dict` and `load_state_dict` work as before.
+It checks the optimizer and puts its states on tiers. From then on the optimizer's `step` reads,
+updates and writes them bucket by bucket, and `state_dict` and `load_state_dict` work as before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron.offload.states.space import expected_bytes
 from megatron.offload.states.step_on_host import StepOnHost
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.memory_by_tier import (
-    Held,
+    MemoryRow,
     held_by_parameters,
     held_by_states,
     memory_table,
@@ -76,7 +76,7 @@ class OptimizerOffload:
         updated: told of parameters once they are updated.
         stands_for: gives the parameter of the model that one of the optimizer updates.
         order: of parameters in buckets; see `OptimizerStates`.
-        prefetches: whether reads begin in backward, by its gradients; else somebody calls
+        prefetches: whether reads begin in backward, when its gradients come; else the caller calls
             `states.prefetch`.
         num_parts: optimizers of this process whose states move, and that share its memory.
     """
@@ -173,7 +173,7 @@ class OptimizerOffload:
         params = [param for group in groups for param in group["params"]]
         rows = held_by_parameters(params, tier_of, gradient_tier_of)
         if self.states is None:
-            rows.append(Held("optimizer states", state_bytes([self._optimizer])))
+            rows.append(MemoryRow("optimizer states", state_bytes([self._optimizer])))
             return memory_table(rows, heading="memory")
         rows.append(held_by_states([self.states]))
         table = memory_table(rows, heading="memory")

@@ -5,15 +5,15 @@
 alone.
 
 Note [Steps that do not end]
-torch calls us before the step of any optimizer, and after one that ends well. What a step has open
-that ended with an error is forgotten, and nothing is done: what it has updated counts as changed
-already, and gradients stay for whoever tries again. A forward pass of a layer shows it, and a new
-step of that optimizer. A step may also call those of other optimizers, whose units push out its
-own; behind them these come back.
+torch calls the pre hook before the step of any optimizer, and the post hook only after a step that
+returned. The open context of a step that raised is dropped, unused, at the next forward pass of a
+layer or the next step of that optimizer: parameters that it updated are marked as changed already,
+and gradients stay, so that the caller may try again. A step may also call the steps of other
+optimizers, whose units push its own out of memory; `_after_step` brings these back.
 
 Note [Closures]
 A closure runs forward and backward within the step: units come and go, and gradients are made. So
-behind it the step begins once more, whoever calls it and however often.
+the step begins once more after each call of the closure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.offload.parameters.window import ParameterWindow
 
 
 class OptimizerSteps:
-    """Has the parameters of an optimizer in memory while it updates them.
+    """Keeps the parameters of an optimizer in memory while it updates them.
 
     Args:
         window: of parameters; those of an optimizer that are in no unit of it are left alone.
@@ -48,7 +48,7 @@ class OptimizerSteps:
         ]
 
     def forget(self) -> None:
-        """Layers compute: what is open has not ended well, or begins again behind a closure."""
+        """Layers compute: an open step has raised, or begins again after its closure."""
         self._open.clear()
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class OptimizerSteps:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """All parameters of an optimizer that does not step by units are to be there.
+        """Brings all parameters of an optimizer that does not step by units into memory.
 
         Args:
             optimizer: that is about to step.

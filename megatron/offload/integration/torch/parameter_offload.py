@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters of a model's layers on SSDs or in host memory: `offload_parameters`.
 
-Hooks of layers say which unit computes, in forward and in backward; `parameters/window.py` has it
-in memory then. An optimizer whose states are offloaded as well (`offload_optimizer`) updates
+Hooks of layers say which unit computes, in forward and in backward; `parameters/window.py` brings
+it into memory. An optimizer whose states are offloaded as well (`offload_optimizer`) updates
 parameters unit by unit; any other has all of them in memory during its step (`optimizer_steps.py`).
 """
 
@@ -165,9 +165,9 @@ class ParameterOffload:
             self.window.expose()
 
     def bring_gradients(self) -> None:
-        """Has all gradients in memory until the optimizer's step, for whoever looks at them.
+        """Reads all gradients back into memory, where they stay until the optimizer's step.
 
-        For `clip_grad_norm_` it is not needed.
+        Call it before code that looks at gradients; `clip_grad_norm_` does not need it.
 
         Raises:
             LostStateError: some could not be read back.
@@ -270,7 +270,7 @@ class _EndOfBackward:
 def changing(params: Sequence[torch.Tensor]) -> Iterator[None]:
     """Around an update of parameters: those that are offloaded are in memory, and count as changed.
 
-    For whoever updates parameters and is no `torch.optim.Optimizer`.
+    For code that updates parameters and is no `torch.optim.Optimizer`.
     """
     with contextlib.ExitStack() as contexts:
         for window in _of_process():
@@ -320,7 +320,7 @@ def by_units(
 
 @contextlib.contextmanager
 def unit_backward(params: Sequence[torch.Tensor], *, is_last: bool) -> Iterator[None]:
-    """Around a backward pass of a layer-major step's unit: gradients that are offloaded hear of it.
+    """Around a backward pass of a layer-major step's unit: tells the offload of gradients of it.
 
     Args:
         params: whose gradients are complete behind the last pass of the unit.

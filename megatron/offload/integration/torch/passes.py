@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a step, a forward pass and a backward pass begin and end: `Passes`.
 
-Nothing tells us; the model's hooks and autograd's show it. The engine hears of it as it hears of
-Megatron's schedules.
+The training loop does not tell us; hooks of the model and of autograd show it. `Passes` tells the
+engine, as the hooks of Megatron's schedules do.
 
 Note [A step without a loop]
-A forward pass is the outermost call of a hooked module that wants gradients, outside of any
-backward pass: what a checkpoint runs again belongs to nobody. Its backward begins when a gradient
-reaches one of its outputs and ends when autograd has finished, which calls us back. A step begins
-with the first forward pass and ends when every pass of it has had its backward, or its graph was
-dropped. So each micro-batch of a gradient accumulation is a step, and those of a pipeline, several
-forward passes ahead of the first backward, are one.
-What a plan changes is decided when the next step begins: autograd's callback is no place for it.
+- A forward pass is the outermost call of a hooked module that wants gradients, outside of any
+  backward pass: what a checkpoint runs again in backward is part of none.
+- Its backward pass begins when a gradient reaches one of its outputs and ends at autograd's final
+  callback.
+- A step begins with the first forward pass and ends when each of its forward passes has had its
+  backward pass, or has lost its graph. So each micro-batch of a gradient accumulation is a step;
+  the micro-batches of a pipeline, which runs several forward passes ahead of the first backward,
+  are one step together.
+- The planner decides when the next step begins: autograd's callback is no place for it.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ from megatron.offload.saved.scope import Scope
 
 logger = logging.getLogger(__name__)
 
-# A graph that somebody keeps for good does not keep its step from ending for good: so many forward
-# passes later it no longer counts.
+# A graph that the training script never drops does not keep its step from ending: after so many
+# later forward passes it no longer counts.
 _MOST_OVERTAKEN = 64
 
 _of_thread = threading.local()  # `.forward`: refers weakly to its last pass, of any `Passes`
@@ -110,7 +112,7 @@ class Passes:
         self._around_forward = around_forward
         self._steps: TrainingSteps | None = None
         self._step: contextlib.ExitStack | None = None  # the step under way
-        self._is_undecided = False  # a step has ended, and nobody has decided what follows from it
+        self._is_undecided = False  # a step has ended, and the planner has not decided since
         self._forward: _ForwardPass | None = None  # under way
         self._passes: list[_ForwardPass] = []  # of the step
         self._backward: list[tuple[_ForwardPass, contextlib.ExitStack]] = []  # under way
@@ -118,7 +120,7 @@ class Passes:
         self._has_warned = False  # of a transform
         self._has_warned_of_hooks = False
         self._has_warned_of_capture = False
-        self._stands_aside = False  # somebody else runs the passes of the step
+        self._stands_aside = False  # the caller of `whole_step` runs the passes of the step
 
     # -- Forward --------------------------------------------------------------------------------
 
@@ -187,7 +189,7 @@ class Passes:
         self, forward: _ForwardPass, steps: TrainingSteps, inputs: Sequence[torch.Tensor]
     ) -> None:
         """Enters what is around a forward pass, but for its hooks."""
-        # Held by whoever called, and in most cases until the next step.
+        # The caller holds them, in most cases until the next step.
         steps.engine.exclude(inputs)
         enter = forward.contexts.enter_context
         try:
@@ -241,7 +243,7 @@ class Passes:
         if forward.first_saved is not None and result is not None:
             forward.first_saved.end()
         self._close(forward)
-        forward.has_had_backward = result is None  # it raised: whoever catches that may hold it
+        forward.has_had_backward = result is None  # it raised: a handler may hold its graph
         hook = _OutputHook(self, forward)
         for one in computed_in(result):
             one.register_hook(hook)
@@ -266,7 +268,7 @@ class Passes:
         is_beside = forward.thread != threading.get_ident()
         if is_beside and forward.thread in sys._current_frames():
             return True  # left alone: what it saves stays in memory
-        # Cut short where `_Call` in `module_hooks.py` was not around it: nobody has told us.
+        # Cut short where `_Call` in `module_hooks.py` was not around it and could not tell us.
         if is_beside or not _is_running(forward.frame):
             forward.has_had_backward = True
             self._close(forward)
@@ -288,7 +290,7 @@ class Passes:
             return
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
-            self._close_backward()  # of a backward pass that raised: nobody has called back
+            self._close_backward()  # of a backward pass that raised: autograd has not called back
         if any(one is forward for one, _ in self._backward):
             return
         if not self._backward:
@@ -318,7 +320,7 @@ class Passes:
 
     @contextlib.contextmanager
     def whole_step(self, device: torch.device) -> Iterator[TrainingSteps]:
-        """A step whose passes somebody else tells the engine of, in threads of their own."""
+        """A step whose passes the caller tells the engine of, in threads of their own."""
         steps = self._steps = self._steps or self._open_steps(device)
         self._close_backward()
         self._end_step()

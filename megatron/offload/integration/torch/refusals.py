@@ -25,7 +25,7 @@ def check_models(models: Sequence[torch.nn.Module]) -> None:
     """Makes sure that forward hooks can serve these models.
 
     Raises:
-        ConfigurationError: they cannot, or somebody offloads one of them already.
+        ConfigurationError: they cannot, or one of them is offloaded already.
     """
     if not models:
         raise ConfigurationError("there is no model; give a module or a list of modules")

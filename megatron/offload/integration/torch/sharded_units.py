@@ -3,8 +3,8 @@
 
 Note [Gathered once for all micro-batches]
 FSDP gathers a module's parameters before its forward and before its backward and frees them behind
-each, and reduces its gradients behind backward. It has settings for all three, made for whoever
-accumulates gradients; here they change from pass to pass. Behind all passes of a unit but the last
+each, and reduces its gradients behind backward. It has settings for all three, made for gradient
+accumulation; here they change from pass to pass. Behind all passes of a unit but the last
 one nothing is freed and nothing is reduced; behind the last one, what the user has set happens. In
 the last unit backward follows forward at once, so between the two nothing is freed either, and
 nothing is gathered ahead before its last pass.
@@ -30,16 +30,16 @@ from typing import Any
 import torch
 
 from megatron.offload.integration.process_groups import ProcessGroupConsensus
-from megatron.offload.integration.torch.parameters import fsdp2_state, parameter_groups
+from megatron.offload.integration.torch.stationary import fsdp2_state, parameter_groups
 from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.layer_major.config import refusal
-from megatron.offload.layer_major.schedule import Passes
+from megatron.offload.layer_major.schedule import UnitPasses
 
 _Context = contextlib.AbstractContextManager[Any]
 
 
 class ShardedUnits:
-    """What FSDP2 hears of one layer-major step: a `layer_major.schedule.Passes` around another.
+    """Tells FSDP2 of one layer-major step: a `layer_major.schedule.UnitPasses` around another.
 
     Args:
         model: with modules that `fully_shard` has sharded, or without any.
@@ -55,7 +55,7 @@ class ShardedUnits:
             is_of_one = one.is_in_layers and len(one.units) == 1
             (self._of_unit[min(one.units)] if is_of_one else self._others).append(one)
         self._roots = list(dict.fromkeys(_outermost_states(model)))
-        self._passes: Passes
+        self._passes: UnitPasses
         self._unit: int | None = None  # whose forward pass is under way
         self._paused: dict[int, _Place] = {}  # of micro-batches
         self._is_lost = False  # what a step left that failed cannot be undone
@@ -85,8 +85,8 @@ class ShardedUnits:
         return ProcessGroupConsensus(list(groups), device)
 
     @contextlib.contextmanager
-    def step(self, passes: Passes) -> Iterator[Passes]:
-        """Around a step; gives what is to be told of its passes. Gradients are complete behind it.
+    def step(self, passes: UnitPasses) -> Iterator[UnitPasses]:
+        """Around a step; yields what is to be told of its passes. Gradients are complete after it.
 
         Args:
             passes: told as well, within.
@@ -111,12 +111,12 @@ class ShardedUnits:
 
     @property
     def boundary(self) -> Boundary | None:
-        """See `Passes`."""
+        """See `UnitPasses`."""
         return self._passes.boundary
 
     @contextlib.contextmanager
     def forward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:
-        """See `Passes`."""
+        """See `UnitPasses`."""
         place = self._paused.pop(micro_batch, None)
         if place is not None:
             place.resume()
@@ -138,12 +138,12 @@ class ShardedUnits:
             self._paused[micro_batch] = _Place(self._roots, [one.state for one in self._others])
 
     def whole_forward(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """See `Passes`."""
+        """See `UnitPasses`."""
         return self._passes.whole_forward()
 
     @contextlib.contextmanager
     def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:
-        """See `Passes`."""
+        """See `UnitPasses`."""
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(self._passes.backward(unit, micro_batch, is_last=is_last))
             for one in (*self._of_unit[unit], *self._others) if is_last else ():
@@ -152,7 +152,7 @@ class ShardedUnits:
             yield
 
     def prepare_backward(self, unit: int, micro_batch: int) -> None:
-        """See `Passes`."""
+        """See `UnitPasses`."""
         self._passes.prepare_backward(unit, micro_batch)
 
     def _begin(self, contexts: contextlib.ExitStack) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A line for each training step in a file: `StepLog`. `megatron-offload report` reads it.
 
-It sees steps by itself, so that a run without offload is measured in the same way. The handle
+It detects steps itself, so that a run without offload is measured in the same way. The handle
 opens it; nothing depends on it. A step takes as long as the device needs for it: where that runs
 behind, its line comes when the device has passed it, and nothing waits for that.
 """

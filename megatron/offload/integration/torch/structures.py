@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Containers and objects, written down as they are and made again: `Structure`.
+"""Containers and objects, recorded as they are and rebuilt: `Structure`.
 
 A layer may change what it is called with: append to a list, set an entry of a dict, put keys and
-values into a cache. `earlier_arguments.py` has that written down before, and decides what becomes
-of the tensors. Nothing is copied here but containers and objects themselves.
+values into a cache. `argument_snapshot.py` makes a `Structure` before, and decides what becomes of
+the tensors. Nothing is copied here but containers and objects themselves.
 """
 
 from __future__ import annotations

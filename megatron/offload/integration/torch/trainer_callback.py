@@ -22,8 +22,8 @@ from megatron.offload.values import paths_of
 
 logger = logging.getLogger(__name__)
 
-# What an interrupted training has left open is in the way of the next one, which has another
-# callback as a rule: no trainer tells its callbacks of a Ctrl-C.
+# The offload of an interrupted training, which no trainer ends at a Ctrl-C, would refuse that of
+# the next one, which usually has another callback.
 _open: weakref.WeakSet[TrainerOffload] = weakref.WeakSet()
 
 # Of a step's counters, those that trainers log: each as `offload/NAME`.

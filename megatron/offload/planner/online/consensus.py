@@ -39,7 +39,7 @@ class RankConsensus(Protocol):
 
 
 class SingleRank:
-    """Consensus of a single process, which need not ask anybody."""
+    """Consensus of a single process, which has no other rank to ask."""
 
     period_steps = 1
 

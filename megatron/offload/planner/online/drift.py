@@ -95,7 +95,7 @@ class Expectation:
 
 
 class Drift:
-    """Compares the steps of a run with what its present plan makes expect."""
+    """Compares the steps of a run with what its present plan predicts."""
 
     def __init__(self) -> None:
         self.num_followed = 0  # steps under the present plan
@@ -119,7 +119,7 @@ class Drift:
         """Another step has followed the plan. Compares those that are known by now.
 
         Args:
-            steps: as a rule one, the last or the one before; none of one that does not count.
+            steps: usually one, the last or the one before; none of one that does not count.
             judges: whether what the plan leads to may be a reason.
         """
         self.num_followed += 1
@@ -149,7 +149,7 @@ class Drift:
         return found
 
     def planned(self, reason: Reason | None, *, changed: bool) -> None:
-        """Makes a reason that planning again does not remove count later and later.
+        """Lets a reason that planning again does not remove count only after more and more steps.
 
         Args:
             reason: that it was for; None: none of these.

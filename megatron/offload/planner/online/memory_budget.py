@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory activations may take under the plans of a run: `MemoryBudget`.
 
-The planner has it decided before the first plan, and shows it steps that may have taken more.
+The planner calls `decide` before the first plan, and shows it steps that may have taken more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.offload.device.device import Device
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.planner.online.consensus import RankConsensus
 from megatron.offload.planner.online.drift import OVER_BUDGET, MeasuredStep
-from megatron.offload.planner.online.shared_memory import Beside, divided_budget
+from megatron.offload.planner.online.shared_memory import SharesMemory, divided_budget
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.sizes import format_size
 
@@ -38,7 +38,7 @@ class MemoryBudget:
         device: whose memory it is.
         stage: what is planned for.
         consensus: of the ranks that plan together.
-        beside: takes memory that is divided with; None: nobody does.
+        beside: what else takes memory that the planner divides; None: nothing does.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MemoryBudget:
         device: Device,
         stage: Stage,
         consensus: RankConsensus,
-        beside: Beside | None,
+        beside: SharesMemory | None,
     ) -> None:
         self.num_bytes: int | None = None
         self._config = config
@@ -62,7 +62,7 @@ class MemoryBudget:
     def decide(
         self, activation_bytes: int, seconds_of: Callable[[Sequence[int]], list[float]]
     ) -> None:
-        """Memory is divided with whoever else takes some, if somebody does.
+        """Sets the budget; if there is a `beside`, memory is divided between it and activations.
 
         Args:
             activation_bytes: that they took at the most in the steps so far.
@@ -87,12 +87,13 @@ class MemoryBudget:
         )
 
     def return_excess(self, last: MeasuredStep | None) -> None:
-        """A resident set also has what the allocator keeps for reuse, more of it step by step."""
+        """Returns freed memory: a resident set includes what the allocator keeps, more with each
+        step."""
         if self.num_bytes is not None and last is not None and last.peak_bytes > self.num_bytes:
             self._device.return_freed_memory()
 
     def warn_of_excess(self, last: MeasuredStep | None) -> None:
-        """Once: a plan from a file is followed as it is."""
+        """Warns once: a plan from a file is followed even where it takes more than the budget."""
         budget_bytes = self._config.memory_budget_bytes
         if budget_bytes is None or last is None or self._has_warned:
             return

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes plans from profiles, within the budget of a run: `PlanMaker`.
 
-The planner asks it between steps and follows what comes of it. It measures nothing; the same
+The planner calls it between steps and follows its plans. It measures nothing; the same
 arguments give the same plan on all ranks.
 """
 
@@ -24,7 +24,7 @@ from megatron.offload.planner.solver.process import SolverProcess
 logger = logging.getLogger(__name__)
 
 _WORTHWHILE = 0.03  # of time or memory, for another plan to take the place of the present one
-# Of the budget, that later plans stay below it for each one that was to keep to it and did not.
+# Part of the budget by which later plans stay below it, for each earlier plan that exceeded it.
 _HEADROOM, _MOST_HEADROOM = 0.01, 0.05
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the first steps of a run, plans, and plans again when the run changes: `Planner`.
 
-An integration puts `step` around every training step. All that is decided is decided between steps,
-at the same step on all ranks that share layers; the policy that the engine asks just follows.
+An integration puts `step` around every training step. It decides between steps only, at the same
+step on all ranks that share layers; the policy that the engine asks just follows.
 
 Note [The course of a run]
 `WARMING_UP` one step, everything offloaded; `MEASURING` two steps, likewise; then the first plan.
@@ -53,7 +53,7 @@ from megatron.offload.planner.online.consensus import (
 from megatron.offload.planner.online.drift import Drift, Expectation, MeasuredStep, Reason
 from megatron.offload.planner.online.memory_budget import MemoryBudget
 from megatron.offload.planner.online.plan_maker import PlanMaker, WholeSteps
-from megatron.offload.planner.online.shared_memory import Beside
+from megatron.offload.planner.online.shared_memory import SharesMemory
 from megatron.offload.planner.online.shared_plan_file import SharedPlanFile
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.online.step_meter import StepMeter
@@ -98,7 +98,7 @@ class Planner:
         stage: what is planned for.
         directory: for the profile, the last one made; None: it is written nowhere.
         solver: opened for each plan.
-        beside: takes memory that the budget is divided with; None: nobody does.
+        beside: what else takes memory that the planner divides; None: nothing does.
 
     Raises:
         ConfigurationError: the plan file is there, but is none or does not fit.
@@ -115,7 +115,7 @@ class Planner:
         *,
         directory: Path | None = None,
         solver: Callable[[], SolverProcess] = SolverProcess,
-        beside: Beside | None = None,
+        beside: SharesMemory | None = None,
     ) -> None:
         self.phase = Phase.WARMING_UP
         self.plan: Plan | None = None
@@ -159,7 +159,7 @@ class Planner:
         self.decide()
 
     def measure(self) -> contextlib.AbstractContextManager[None]:
-        """Around the passes of a training step; `decide` is to follow, before the next one."""
+        """Around the passes of a training step; call `decide` before the next one."""
         return self.meter.step(detailed=self.phase in _NUM_MEASURED)
 
     def decide(self) -> None:
@@ -208,7 +208,7 @@ class Planner:
         """The plan that is followed and the profile that it was made for, as JSON.
 
         Returns:
-            None before the first plan; an empty profile where the plan is somebody else's.
+            None before the first plan; an empty profile where the plan was read from a file.
         """
         if self.plan is None:
             return None
@@ -231,7 +231,7 @@ class Planner:
     # -- The first plan -------------------------------------------------------------------------
 
     def _follow_file(self, file: SharedPlanFile) -> None:
-        """Follows the plan that it has for this stage, if it is there."""
+        """Follows the plan that the file has for this stage, if there is a file."""
         plan = file.load(self._engine.tiers)
         if plan is None:
             return

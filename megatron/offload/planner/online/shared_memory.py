@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that activations share with what else moves: `Beside`, `divided_budget`.
+"""Memory that activations share with what else moves: `SharesMemory`, `divided_budget`.
 
 With both on `auto`, the first plan is made for the budget that makes the fastest step of a few.
 """
@@ -14,7 +14,7 @@ from megatron.offload.errors import OffloadError
 from megatron.offload.planner.online.consensus import RankConsensus
 
 
-class Beside(Protocol):
+class SharesMemory(Protocol):
     """Takes memory beside activations: the window of an optimizer's states."""
 
     def budgets(self, activation_bytes: int, given_bytes: int | None) -> Sequence[int]:
@@ -31,12 +31,12 @@ class Beside(Protocol):
         ...
 
     def settle(self, number: int, budget_bytes: int) -> None:
-        """That one is taken; activations get so many bytes."""
+        """Takes the budget of that number; activations get so many bytes."""
         ...
 
 
 def divided_budget(
-    beside: Beside,
+    beside: SharesMemory,
     consensus: RankConsensus,
     seconds_of: Callable[[Sequence[int]], list[float]],
     *,
@@ -49,7 +49,7 @@ def divided_budget(
         beside: takes the rest.
         consensus: all ranks of the group ask each other, whatever they have found.
         seconds_of: what plans for some budgets take. Raises OffloadError.
-        activation_bytes: see `Beside.budgets`.
+        activation_bytes: see `SharesMemory.budgets`.
         given_bytes: likewise.
     """
     budgets = list(beside.budgets(activation_bytes, given_bytes))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file of `--activation-offload-plan`, as the ranks of a run share it: `SharedPlanFile`.
 
-What is in the file, `placement/plan_file.py` knows.
+`placement/plan_file.py` reads and writes what is in the file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class SharedPlanFile:
         return plan
 
     def save(self, plans: Iterable[Plan]) -> None:
-        """Writes the plans of all stages. That it cannot be written stops no training."""
+        """Writes the plans of all stages. A file that cannot be written does not stop the
+        training."""
         try:
             save_plans(self.path, plans)
             logger.info("activation offload: the plan is in %s", self.path)

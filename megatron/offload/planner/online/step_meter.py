@@ -172,7 +172,7 @@ class StepMeter:
         previous: StageProfile | None,
         hands_over: HandsOver = "layer",
     ) -> StageProfile:
-        """The profile of the steps noted in detail, which are forgotten.
+        """Makes the profile of the steps noted in detail, and forgets them.
 
         Args:
             position: of the stage in its pipeline.
@@ -265,7 +265,7 @@ class StepMeter:
 
 
 class _Seen(NamedTuple):
-    """What is known of a step when the host is through with it."""
+    """What is known of a step when the host has finished it."""
 
     peak_bytes: int
     sizes: dict[str, int]

@@ -2,9 +2,9 @@
 """Makes a profile agree with whole steps: `calibrated`. The planner calls it before it plans.
 
 A profile is put together from parts, each the median of its own times, and knows of no working
-memory. Simulated, it misses what lies between the parts, and what the allocator adds. Both were
+memory. Its simulation misses what lies between the parts, and what the allocator adds. Both were
 measured with one plan and are taken to be the same with another, but for the allocator's fragments,
-of which there are as many more as there is more memory in use.
+which grow in proportion to the memory in use.
 """
 
 from __future__ import annotations

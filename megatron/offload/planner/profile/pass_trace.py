@@ -25,13 +25,13 @@ _NOTICEABLE_S = 0.0001
 
 
 class StepTrace:
-    """Has the layers of a step shown in its timeline.
+    """Adds the layers of a step to its timeline.
 
     Args:
         tracer: of the engine.
-        profiler: of the layers. It measures these steps, for a planner or for nobody else.
+        profiler: of the layers. It measures these steps, also without a planner.
         device: whose clock the profiler reads.
-        waits: of the engine. On a CPU who waits shows it.
+        waits: of the engine. On a CPU the thread that waits adds the span itself.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StepTrace:
 
 
 def _trace_wait(tracer: Tracer, what: Scope | str, began_s: float, ended_s: float) -> None:
-    """Unless the device stood still for a moment alone: it does so behind each event."""
+    """Adds a wait, unless it was only a moment: the device stands still behind each event."""
     if ended_s - began_s >= _NOTICEABLE_S:
         name = what if isinstance(what, str) else f"read of {name_of(what)}"
         tracer.span(WAIT, name, began_s, ended_s)

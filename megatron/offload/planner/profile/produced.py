@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What forward makes a second, against what tiers take of it: `produced_bytes_per_s`, `in_words`.
 
-The commands `plan` and `doctor` say it before anything runs. It does not depend on the batch:
+The commands `plan` and `doctor` print it before anything runs. It does not depend on the batch:
 bytes and seconds of a layer both grow with its tokens.
 """
 

@@ -2,8 +2,8 @@
 """Measures what a planner has to know: `Profiler`.
 
 Integrations tell it where a pass and a layer begin and end, the engine what layers save; for
-backward it puts tensor hooks on what goes into a layer and comes out. `build.py` makes a profile
-of what it noted. Outside of the steps that it measures nobody calls it.
+backward it puts tensor hooks on a layer's inputs and outputs. `build.py` makes a profile of what it
+noted. Outside of the steps that it measures it is not called.
 
 Note [What a timestamp costs]
 A timestamp is a clock reading on a CPU and an event in the stream on a GPU: five to seven of them
@@ -42,8 +42,8 @@ class Profiler:
     Attributes:
         steps: measured so far, complete passes only.
         sizes: of the largest micro-batch since they were cleared.
-        order: of the passes since it was cleared, also of steps that are not measured; None:
-            nobody wants to know.
+        order: of the passes since it was cleared, also of steps that are not measured; None: it
+            is not recorded.
 
     Args:
         device: that computes; its clock is used.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a planner knows of one pipeline stage: `StageProfile`.
 
-Measured in the first steps of a run, or projected from descriptions of a model and of hardware;
-whoever solves or simulates cannot tell the difference. Written and read as JSON. Bytes and seconds.
+Measured in the first steps of a run, or projected from descriptions of a model and of hardware; the
+solver and the simulator treat both alike. Written and read as JSON. Bytes and seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PartProfile:
     Attributes:
         name: `attention`, `mlp`, or `layer` where a layer is not divided.
         movable_bytes: in storages that a tier can take.
-        resident_bytes: in storages that always stay: too small, or somebody else's.
+        resident_bytes: in storages that always stay, such as those that are too small.
         num_storages: how many hold the movable bytes.
         produced_s: when the last of them is there, after the layer's forward began.
         first_use_s: when backward first needs one, after the layer's backward began.

@@ -138,8 +138,8 @@ class Hardware:
         """The drives together, and host memory. None is faster than the link to the GPU.
 
         A drive that reads and writes at once moves no more than when it only reads (an
-        assumption); a link carries both directions at once. That host memory and drives share
-        the link shows in neither.
+        assumption); a link carries both directions at once. Neither shows that host memory and
+        drives share the link.
         """
         link = self.link_bytes_per_s
         tiers = []

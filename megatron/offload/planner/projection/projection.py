@@ -44,7 +44,7 @@ class Projection:
         stage: which pipeline stage; the first holds the most micro-batches.
         distributed_optimizer: its states are divided among data-parallel ranks.
         min_bytes: smaller storages stay in device memory.
-        inflight_bytes: see `StageProfile`; None: as a run has it that is not told.
+        inflight_bytes: see `StageProfile`; None: the default of a run.
         states_on: `off`, or the tier that optimizer states and main weights are on.
         states_window_bytes: of them that are in host memory nevertheless, and do not move.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device still has to do that runs behind its host, as the simulation has it.
+"""What a device that runs behind its host still has to do, as the simulation has it.
 
 Part of the simulation, see `timeline`, Note [A device behind its host]. `transfers` lets the device
 go on while time passes, `step` launches. On a CPU nothing of it is used.

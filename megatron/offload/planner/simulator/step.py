@@ -68,11 +68,11 @@ def _step(stage: StageArrays, choices: Ints, log: Rows, missing_bytes: float) ->
     steps = np.zeros(1, rows.STEP)
     state = steps[0]
     state.in_flight_limit_bytes = stage.inflight_bytes
-    state.urgent = -1
+    state.urgent = rows.NO_PIECE
     state.missing_bytes = missing_bytes
     state.is_behind = stage.lead_layers > 0
     state.most_layers_ahead = stage.lead_layers
-    state.waits_to_leave = rows.NOBODY
+    state.waits_to_leave = rows.NO_PIECE
     own = stage.passes[stage.own]
     launched = np.zeros(
         2 * instructions.shape[0] * own.shape[0] if state.is_behind else 0, rows.OPERATION
@@ -265,8 +265,8 @@ def _launch(
 @compiled
 def _let_leave(state: Row, pieces: Rows, channels: Rows, launched: Rows, log: Rows) -> None:
     piece = state.waits_to_leave
-    if piece != rows.NOBODY:
-        state.waits_to_leave = rows.NOBODY
+    if piece != rows.NO_PIECE:
+        state.waits_to_leave = rows.NO_PIECE
         transfers.hand_over(state, pieces, channels, launched, log, piece)
 
 

@@ -20,7 +20,7 @@ written when the next step begins. The second of two steps counts.
 Note [Where it approximates]
 A tier in host memory and drives take turns on the link, each at its own rate. Reducing gradients
 takes no time. Of a unit that ranks divide, the read of a share or the gathering of the others
-counts, whichever takes longer. A write that nobody needs any more goes on for nothing.
+counts, whichever takes longer. A write whose bytes are not needed any more still runs to its end.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ Note [What is simulated]
               hundredth of a pass do not count), at most `inflight_bytes`, and begins when the pass
               before ends; before the loss's backward one piece has to do. A step with waits for
               reads is simulated twice: the second one begins with what proved missing in the first.
-              A write that has not begun is cancelled when its piece comes near, one that has goes
-              on for nothing. What was used is freed. A recomputed layer holds all of its bytes
-              until its backward ends.
+              A write that has not begun is cancelled when its piece comes near, one that has begun
+              still runs to its end. What was used is freed. A recomputed layer holds all of its
+              bytes until its backward ends.
     Pipeline  A pass begins when its input arrives. All stages follow Megatron's order of passes and
               take as long for a pass as this one, with its recomputation and without its waits.
     Behind    See Note [A device behind its host].

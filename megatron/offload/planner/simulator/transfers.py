@@ -30,7 +30,7 @@ from megatron.offload.planner.simulator.rows import (
     IN_MEMORY,
     IN_USE,
     LEFT,
-    NOBODY,
+    NO_PIECE,
     ON_TIER,
     PRODUCED,
     QUEUED,
@@ -59,8 +59,8 @@ _MARKS = 4  # as `RunAhead`'s: of what may be used and not passed by the device
 @compiled
 def _append(pieces: Rows, channels: Rows, channel: int, piece: int) -> None:
     """To a channel's queue."""
-    pieces[piece].next = NOBODY
-    if channels[channel].first == NOBODY:
+    pieces[piece].next = NO_PIECE
+    if channels[channel].first == NO_PIECE:
         channels[channel].first = piece
     else:
         pieces[channels[channel].last].next = piece
@@ -75,8 +75,8 @@ def _begin_transfer(state: Row, pieces: Rows, channels: Rows, log: Rows, channel
     while True:
         piece = state.urgent
         if is_read and piece >= 0 and pieces[piece].tier == channel - tiers:
-            state.urgent = NOBODY
-        elif channels[channel].first != NOBODY:
+            state.urgent = NO_PIECE
+        elif channels[channel].first != NO_PIECE:
             piece = channels[channel].first
             if not is_read and state.is_behind and not pieces[piece].is_produced:
                 return
@@ -111,17 +111,17 @@ def _begin_transfer(state: Row, pieces: Rows, channels: Rows, log: Rows, channel
 def pass_time(
     state: Row, pieces: Rows, channels: Rows, launched: Rows, log: Rows, until: float
 ) -> bool:
-    """Time goes on until then, or the next end of a transfer (or of what a device computes that
-    runs behind its host) if that is sooner; whether it is."""
+    """Lets time pass until then, or until the next end of a transfer (or, with a device that runs
+    behind its host, of what it computes); whether such an end came first."""
     number = channels.shape[0]
     if state.is_behind:
         go_on(state, pieces, launched, log)
     for channel in range(number):
-        if channels[channel].active == NOBODY:
+        if channels[channel].active == NO_PIECE:
             _begin_transfer(state, pieces, channels, log, channel)
     now, next_s, ending = state.now_s, _LATER, -1
     for channel in range(number):
-        if channels[channel].active != NOBODY:
+        if channels[channel].active != NO_PIECE:
             rate = _rate(channels, channel)
             if rate > 0 and now + channels[channel].left_bytes / rate < next_s:
                 next_s, ending = now + channels[channel].left_bytes / rate, channel
@@ -133,7 +133,7 @@ def pass_time(
     if next_s == _LATER:
         return False  # nothing is under way
     for channel in range(number):
-        if channels[channel].active != NOBODY:
+        if channels[channel].active != NO_PIECE:
             left = channels[channel].left_bytes - _rate(channels, channel) * (next_s - now)
             channels[channel].left_bytes = max(left, 0.0)
     if state.is_behind and not state.is_working:
@@ -153,7 +153,7 @@ def pass_time(
 def _rate(channels: Rows, channel: int) -> float:
     number = channels.shape[0]
     other = (channel + number // 2) % number
-    is_alone = channels[other].active == NOBODY
+    is_alone = channels[other].active == NO_PIECE
     return channels[channel].bytes_per_s if is_alone else channels[channel].shared_bytes_per_s
 
 
@@ -161,7 +161,7 @@ def _rate(channels: Rows, channel: int) -> float:
 def _end_transfer(state: Row, pieces: Rows, channels: Rows, log: Rows, channel: int) -> None:
     tiers = channels.shape[0] // 2
     piece = channels[channel].active
-    channels[channel].active = NOBODY
+    channels[channel].active = NO_PIECE
     began = channels[channel].began_s
     if channel >= tiers:
         note(state, log, READ_BACK, began, state.now_s, pieces[piece].tier)
@@ -180,7 +180,7 @@ def _end_transfer(state: Row, pieces: Rows, channels: Rows, log: Rows, channel: 
         note(state, log, BEING_WRITTEN, state.now_s, -size, layer)
         change_memory(state, log, -size, layer)
         return
-    channels[channel].used_bytes -= size  # nobody will read it
+    channels[channel].used_bytes -= size  # no read of it will follow
     if pieces[piece].state == DROPPED:
         note(state, log, BEING_WRITTEN, state.now_s, -size, layer)
         change_memory(state, log, -size, layer)
@@ -358,7 +358,7 @@ def _stay_near(
     state.new_used_bytes += pieces[piece].size_bytes
     if state.new_used_bytes * _MARKS < bound_bytes:
         return
-    launch(state, launched, HAS_USED, NOBODY, state.new_used_bytes)
+    launch(state, launched, HAS_USED, NO_PIECE, state.new_used_bytes)
     state.used_bytes += state.new_used_bytes
     state.num_used_marks += 1
     state.new_used_bytes = 0.0

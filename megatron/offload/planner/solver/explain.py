@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a plan has each part where it is, in a few words: `Reasons`.
 
-Found by asking the simulation what would be otherwise. For people; nothing is decided by it.
+Found by simulating the other choices. For people; nothing is decided by it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Reasons:
         return self._timeline.cost(changed)
 
     def _slower_s(self, other: Cost) -> float:
-        """How much slower the other would be, for a micro-batch; 0 if nobody would notice."""
+        """Seconds by which the other is slower, for a micro-batch; 0 below what can be noticed."""
         slower_s = other.step_s - self._cost.step_s
         if abs(slower_s) <= _NOTICEABLE * self._cost.step_s:
             return 0.0

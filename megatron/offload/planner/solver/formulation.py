@@ -353,7 +353,7 @@ class Program:
 
 
 def _spread(numbers: Ints) -> list[int]:
-    """Each option as often as it is said, as evenly as possible."""
+    """Repeats each option as often as asked for, spread as evenly as possible."""
     total = int(numbers.sum())
     places = sorted(
         ((k + 0.5) * total / number, option)

@@ -44,7 +44,7 @@ class _Answer:
 
 
 class SolverProcess:
-    """The planner's side. A context; what it answers is what `placement` would in this process."""
+    """The planner's side, a context manager. It answers what `solve` would in this process."""
 
     def __enter__(self) -> SolverProcess:
         search = os.pathsep.join(path for path in sys.path if path)

@@ -299,5 +299,5 @@ class _Solution:
 
 
 def _smallest(cost: Cost) -> Value:
-    """As little memory as can be; what moves for nothing stays."""
+    """The plan with the least memory; what need not move for that stays."""
     return cost.peak_bytes, cost.step_s, cost.written_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer was called with, as it was before its forward: `EarlierArguments`.
+"""What a layer was called with, as it was before its forward: `ArgumentSnapshot`.
 
 `layer_calls.py` makes one for each call of a layer that is to run again in backward, and for calls
 that only show what a layer changes. The first run gets what the caller gave, so a cache has in it
@@ -12,8 +12,8 @@ graph that the layer's own graph does not lead to is held weakly, or a cache tha
 dropped would keep all keys and values in memory. Where such a tensor is gone, or others have
 changed it in place since, a tensor without bytes stands for it: layers ask for shapes (how long is
 the cache?), and one that computes with it gets an error.
-A layer that changes tensors in place (a static cache, a counter) needs copies from before. Which
-these are its first call shows: small ones are copied for it, and a call with large ones within a
+A layer that changes tensors in place (a static cache, a counter) needs copies from before. Its
+first call shows which these are: small ones are copied for it, and a call with large ones within a
 container or an object is not recomputed. Later calls copy what earlier ones have changed. What has
 a graph is never copied: a layer that changes that in place does not run again.
 """
@@ -54,7 +54,7 @@ class Changes:
         return f"changes its argument {names[0]} in place" if names else ""
 
 
-class EarlierArguments:
+class ArgumentSnapshot:
     """The arguments of a call, noted before it.
 
     Args:

@@ -3,7 +3,7 @@
 
 Most are excluded between steps. Sharded training makes others in the middle of one: FSDP gathers
 the parameters of a module before its forward into buffers that it frees behind it, by resizing
-their storage under everybody's hands. Whoever moved a view of them would write memory that is gone.
+their storage while views of it exist. A tier that moved such a view would read freed memory.
 
 Note [Views of parameters]
 What a linear layer saves is mostly a view of its weight: a plain tensor, whose base is the

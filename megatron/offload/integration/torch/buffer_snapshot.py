@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffers that a layer changes in its forward, as they were before: `EarlierBuffers`."""
+"""The buffers that a layer changes in its forward, as they were before: `BufferSnapshot`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 
-class EarlierBuffers:
+class BufferSnapshot:
     """What a layer's buffers held when this was made, for when its forward runs again.
 
     Running statistics (a batch norm's), counters and power iterations (a spectral norm's) change

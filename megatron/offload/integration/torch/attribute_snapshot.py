@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attributes that a layer's forward changes, as they were before: `EarlierAttributes`."""
+"""The attributes that a layer's forward changes, as they were before: `AttributeSnapshot`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SMALL_BYTES = 1 << 16  # of a tensor that is copied because it may be changed i
 _ABSENT = object()
 
 
-class EarlierAttributes:
+class AttributeSnapshot:
     """What the attributes of a layer's modules held when this was made, for a second forward.
 
     A layer counts its calls, keeps a state for the next call, appends to a list of its own. So a
     forward that runs again finds all of that as the first one did, and leaves it as the first one
-    did. Looked at are plain attributes, what lists, dicts and sets among them hold, and small
-    tensors without a graph, which may be changed in place; buffers are `EarlierBuffers`'.
+    did. It looks at plain attributes, at what lists, dicts and sets among them hold, and at small
+    tensors without a graph, which may be changed in place; `BufferSnapshot` has the buffers.
 
     Args:
         layer: whose forward comes next.
