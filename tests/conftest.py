@@ -113,7 +113,8 @@ class Gate:
 
 @pytest.fixture
 def write_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Every write waits at this gate, in its I/O thread."""
+    """Every write waits at this gate, in its I/O thread, small ones too by themselves."""
+    monkeypatch.setattr("megatron.offload.tiers.io_threads._TOGETHER_BYTES", 0)
     gate = Gate()
     write = UnlinkedFile.write
 

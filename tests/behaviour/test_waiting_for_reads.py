@@ -123,7 +123,7 @@ def test_memory_that_a_read_brought_back_is_not_counted_as_forwarded(engine):
         for view in views:  # the second finds it restored
             assert torch.equal(engine.hooks.unpack(view), torch.ones(1024))
             engine.dispatcher.drain()
-            views[1].built.clear()  # as if it were not made ready
+            views[1].built = None  # as if it were not made ready
     assert engine.statistics.read_bytes == 4096 and engine.statistics.forwarded_bytes == 0
 
 

@@ -19,7 +19,7 @@ ROUNDING = 1e-9  # relative: a sum of means is a mean of sums
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ways run in this process: starting others takes longer than measuring."""
 
-    def in_this_process(way: str, argv: list[str]) -> dict[str, Any]:
+    def in_this_process(way: str, argv: list[str], checkout: Path = bench.ROOT) -> dict[str, Any]:
         assert way == "door"
         return bench.figures(bench.train_door(bench.make_parser().parse_args(argv)))
 
@@ -107,6 +107,35 @@ def test_threads_that_start_transfers_and_those_of_drives_are_told_apart(tmp_pat
     argv = f"--steps 2 --layers 2 --mode ssd --dir {tmp_path} --way door"
     found = bench.figures(bench.train_door(bench.make_parser().parse_args(argv.split())))
     spent_us = found["others_us_per_layer"]
-    assert spent_us["starts transfers"] > 0 and spent_us["I/O"] > 0
+    assert all(spent_us[name] > 0 for name in ("starts transfers", "I/O", bench.MOVING))
     of_storages = found["others_us_per_storage"] * found["storages_per_layer"]
     assert sum(spent_us.values()) == pytest.approx(of_storages)
+
+
+def test_rounds_of_two_checkouts_take_turns_and_are_compared_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, file, order = tmp_path / "before", tmp_path / "launch.json", []
+    took = {bench.ROOT: iter([1.0, 6.0, 2.0]), base: iter([4.0, 8.0, 4.0])}
+
+    def in_a_process(way: str, argv: list[str], checkout: Path) -> dict[str, Any]:
+        order.append(checkout)
+        us = next(took[checkout])
+        return {
+            "processor_us_per_layer": {"all": {"median": us}},
+            "others_us_per_layer": {"I/O": 2 * us},
+        }
+
+    monkeypatch.setattr(bench, "in_a_process", in_a_process)
+    argv = f"--ways door --base {base} --rounds 3 --json {file} --dir {tmp_path}".split()
+    assert bench.main(argv) == 0
+    assert order == [base, bench.ROOT, bench.ROOT, base, base, bench.ROOT]
+    found = json.loads(file.read_text())["compared"]["door"]
+    assert found["launches"] == {
+        "us_per_layer": 2.0,
+        "us_per_layer_of_base": 4.0,
+        "ratio": 0.5,
+        "ratios": [0.25, 0.75, 0.5],
+    }
+    assert found["I/O"]["ratio"] == 0.5 and found["I/O"]["us_per_layer"] == 4.0
+    assert "0.25 to 0.75" in capsys.readouterr().out

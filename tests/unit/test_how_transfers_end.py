@@ -132,7 +132,7 @@ def test_a_transfer_whose_thread_died_keeps_nothing_and_tells_it_once() -> None:
     weak = weakref.ref(buffer)
     transfer = Transfer(buffer.use)
     del buffer
-    transfer.set_running_or_notify_cancel()
+    transfer.begin()
     transfer.fail("first")
     assert weak() is None
     transfer.fail("second")
@@ -185,10 +185,11 @@ def test_a_cancelled_transfer_leaves_its_thread_alone(
     gate = threading.Event()
     (thread,) = threads._threads
     threads.submit_read(gate.wait)
-    assert threads.submit_read(lambda: None).cancel()
+    cancelled = threads.submit_read(lambda: None)
+    assert cancelled.cancel()
     gate.set()
     threads.submit_read(lambda: None).result(timeout=SOON_S)
-    assert threads._threads == [thread] and not caplog.records
+    assert threads._threads == [thread] and not caplog.records and cancelled.cancelled()
 
 
 def test_a_write_that_nobody_wants_is_not_held_up_by_the_limit() -> None:

@@ -167,7 +167,7 @@ def test_memory_is_not_let_go_while_it_is_read_into(
     unit: ParameterUnit, tier: HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, had_ended = UnderWay(lambda: None), []
-    read.set_running_or_notify_cancel()
+    read.begin()
     monkeypatch.setattr(tier, "begin_read", lambda block, into: (into, read))
     monkeypatch.setattr(unit._memory, "release", lambda: had_ended.append(read.done()))
     unit.begin_read()
@@ -180,7 +180,7 @@ class Interrupted(Transfer):
 
     def __init__(self) -> None:
         super().__init__(lambda: None)
-        self.set_running_or_notify_cancel()
+        self.begin()
         self.was_interrupted = False
 
     def wait_until_done(self) -> None:

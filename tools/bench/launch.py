@@ -5,6 +5,7 @@
     tools/bench/launch.py --json launch.json          # about a minute on 2 cores
     tools/bench/launch.py --ways door --steps 200 --layers 8
     tools/bench/launch.py --ways door --model llama   # in bf16; of a layer 15 storages move
+    tools/bench/launch.py --ways door --model llama --base ../before --rounds 5
 
 Two ways to train, each in a process of its own:
 - door: a small transformer in plain torch, or transformers' Llama (`--model`), through
@@ -24,8 +25,11 @@ meanwhile, are part of it. What it takes to look at the clock is measured before
 do nothing, and left out. In every second step processor time is taken instead, which waits are no
 part of. A sample is a layer in a step; all that it took is divided by the storages that moved.
 `both ways` is pack, submit, unpack and read_ahead together.
-`others`: processor time of all other threads, ours, for each storage; by thread for each layer. The
-system's part of it is the copying of bytes, so small storages show best what Python takes.
+`others`: processor time of all other threads, ours, for each storage; by thread for each layer, of
+I/O threads without the calls in which the system moves the bytes, which stand beside it.
+
+With `--base`, a checkout of another commit, rounds of both take turns, and what they took of the
+processor is compared: for each round this one divided by the other, then the median.
 
 Exit code: 0 as promised (25 us a storage both ways, the median of layers and steps), 1 not, 2 it
 could not be measured.
@@ -37,6 +41,7 @@ import argparse
 import collections
 import contextlib
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -60,6 +65,7 @@ from megatron.offload.capture.hooks import SavedTensorHooks
 from megatron.offload.capture.layer import LayerCapture
 from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
 from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.engine import OffloadEngine
 from megatron.offload.integration.torch.layer_calls import LayerCalls
 from megatron.offload.saved.scope import layer_of
@@ -67,6 +73,7 @@ from megatron.offload.saved.view import SavedView
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.traffic import Traffic
 from megatron.offload.tiers.budget import ByteBudget
+from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.transfer.reader import Reader
 from megatron.offload.transfer.writer import Outgoing, Writer
 
@@ -80,6 +87,8 @@ CLOCKS = (time.perf_counter_ns, time.thread_time_ns)  # on the wall, on the proc
 _LEFT_OUT = ""  # a part that does not count
 _MIN_BYTES = 4096
 _OURS = "activation-offload"  # our threads' names begin so
+MOVING = "moving bytes"
+_moving_s: collections.Counter[str] = collections.Counter()  # processor seconds, of I/O threads
 
 Function = Callable[..., Any]
 
@@ -333,7 +342,7 @@ class Steps:
         counted: the engine's counters of these steps.
         seconds: of a step with offload, without waits for writes between forward and backward.
         seconds_without: of one without; empty: not measured.
-        others_s: processor seconds of all other threads in all of these steps, by their names.
+        others_s: processor seconds of all other threads in all of these steps, by what they do.
     """
 
     layers: list[dict[str, Layer]] = field(default_factory=list)
@@ -360,7 +369,29 @@ def others_seconds() -> collections.Counter[str]:
         if thread.name.startswith(_OURS) and thread.ident is not None:
             name = "starts transfers" if thread.name == f"{_OURS} transfers" else "I/O"
             spent[name] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-    return spent
+    spent["I/O"] -= _moving_s[MOVING]
+    return spent + _moving_s
+
+
+def watch_moving(stack: contextlib.ExitStack) -> None:
+    """Has the calls timed in which I/O threads move bytes, without the interpreter."""
+
+    def replace(owner: Any, name: str) -> None:
+        move = getattr(owner, name)
+
+        def moving(*args: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return move(*args)
+            finally:
+                _moving_s[MOVING] += time.thread_time() - began_s
+
+        stack.enter_context(mock.patch.object(owner, name, moving))
+
+    for name in ("write", "read"):
+        replace(UnlinkedFile, name)
+    for name in ("copy_to_host", "copy_from_host"):
+        replace(CpuDevice, name)
 
 
 def train_door(args: argparse.Namespace) -> Steps:
@@ -373,6 +404,7 @@ def train_door(args: argparse.Namespace) -> Steps:
     account, steps = Account(*map(calibrated, CLOCKS)), Steps()
     with contextlib.ExitStack() as stack:
         watch(account, stack)
+        watch_moving(stack)
         handle = stack.enter_context(
             offload_activations(moved, args.dir, mode=args.mode, min_bytes=_MIN_BYTES)
         )
@@ -447,6 +479,7 @@ def train_megatron(args: argparse.Namespace) -> Steps:
         stack.enter_context(mock.patch.object(OffloadEngine, "backward", backward_of_written))
         stack.enter_context(mock.patch.object(Traffic, "end_step", ended))
         watch(account, stack)
+        watch_moving(stack)
         watch_megatron(account, stack)
         records = train(flags, Path(folder) / "metrics.jsonl")
     steps.seconds = [record["step_time_s"] for record in records][WARM_STEPS - 1 :]
@@ -479,6 +512,7 @@ def figures(steps: Steps) -> dict[str, Any]:
         "tensors_per_layer": statistics.mean(one.num_tensors for one in layers),
         "us_per_layer": by_part(layers, lambda _: 1),
         "us_per_storage": by_part(layers, lambda one: one.num_storages),
+        "processor_us_per_layer": by_part(on_processor, lambda _: 1),
         "processor_us_per_storage": by_part(on_processor, lambda one: one.num_storages),
         "others_us_per_storage": 1e6 * sum(steps.others_s.values()) / num_storages,
         "others_us_per_layer": {
@@ -544,15 +578,68 @@ def sentences(way: str, found: dict[str, Any]) -> str:
     return text + f"; it waits {1e3 * found['stall_s']:.1f} ms for reads"
 
 
-def in_a_process(way: str, argv: list[str]) -> dict[str, Any]:
-    """One way in a process of its own: threads, allocators and hooks are not shared."""
+def in_a_process(way: str, argv: list[str], checkout: Path = ROOT) -> dict[str, Any]:
+    """One way in a process of its own: threads, allocators and hooks are not shared.
+
+    Args:
+        way: to train.
+        argv: the command line.
+        checkout: whose package is measured.
+    """
     command = [sys.executable, __file__, *argv, "--way", way]
+    env = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
-        done = subprocess.run([*command, "--json", result.name], check=False, stdout=sys.stderr)
+        command += ["--json", result.name]
+        done = subprocess.run(command, check=False, stdout=sys.stderr, env=env)
         if done.returncode:
             raise SystemExit(2)
         found: dict[str, Any] = json.loads(Path(result.name).read_text())
     return found
+
+
+def spent_us(found: dict[str, Any]) -> dict[str, float]:
+    """Processor microseconds a layer: of the thread that launches, and of others."""
+    launching_us = found["processor_us_per_layer"]["all"]["median"]
+    return {"launches": launching_us, **found["others_us_per_layer"]}
+
+
+def against(base: Path, names: list[str], argv: list[str], rounds: int) -> dict[str, Any]:
+    """Each way in turns with another checkout's package: what each took, and the ratios."""
+    compared: dict[str, Any] = {}
+    for way in names:
+        pairs = []
+        for number in range(rounds):
+            order = (ROOT, base) if number % 2 else (base, ROOT)
+            took = {checkout: spent_us(in_a_process(way, argv, checkout)) for checkout in order}
+            pairs.append((took[ROOT], took[base]))
+        compared[way] = {
+            name: {
+                "us_per_layer": statistics.median(ours[name] for ours, _ in pairs),
+                "us_per_layer_of_base": statistics.median(others[name] for _, others in pairs),
+                "ratio": statistics.median(ours[name] / others[name] for ours, others in pairs),
+                "ratios": [ours[name] / others[name] for ours, others in pairs],
+            }
+            for name in pairs[0][0]
+        }
+    return compared
+
+
+def table_of_ratios(compared: dict[str, Any]) -> str:
+    """A row for each kind of thread in each way."""
+    rows = [
+        (
+            way,
+            name,
+            f"{one['us_per_layer_of_base']:.0f}",
+            f"{one['us_per_layer']:.0f}",
+            f"{one['ratio']:.2f}",
+            f"{min(one['ratios']):.2f} to {max(one['ratios']):.2f}",
+        )
+        for way, of_way in compared.items()
+        for name, one in of_way.items()
+    ]
+    headers = ("way", "thread", "us a layer, base", "this", "ratio", "of the rounds")
+    return str(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -573,6 +660,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mode", choices=("ssd", "host"), default="ssd", help=default)
     parser.add_argument("--device", default="cpu", help=f"of the door's model; {default}")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs/offload", help="on an SSD")
+    parser.add_argument("--base", type=Path, help="a checkout to compare with")
+    parser.add_argument("--rounds", type=int, default=5, help=f"with --base; {default}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     return parser
@@ -592,12 +681,19 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := set(names) - set(WAYS):
         parser.error(f"there is no way {', '.join(unknown)}; choose of {', '.join(WAYS)}")
     machine = machine_facts(args.dir)
+    command = shlex.join(["tools/bench/launch.py", *argv]).replace(f"{ROOT}/", "")
+    if args.base is not None:
+        compared = against(args.base, names, argv, args.rounds)
+        print(f"{in_a_line(machine)}\n\n{table_of_ratios(compared)}")
+        if args.json is not None:
+            result = {"command": command, "machine": machine, "compared": compared}
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+        return 0
     ways = {way: in_a_process(way, argv) for way in names}
     print(f"{in_a_line(machine)}\n\n{table(ways)}\n")
     for way, found in ways.items():
         print(sentences(way, found))
     if args.json is not None:
-        command = shlex.join(["tools/bench/launch.py", *argv]).replace(f"{ROOT}/", "")
         result = {"command": command, "machine": machine, "ways": ways}
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     kept = all(found["us_per_storage"]["both ways"]["median"] <= MOST_US for found in ways.values())

@@ -53,6 +53,7 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
         self._hooks = hooks
         self._batch = batch
         self._node_number = -1  # of the operation that saved last
+        self._captures = False  # whether a graph captures it
         self._first_number = _next_number()
 
     def __exit__(self, *error: object) -> None:
@@ -81,18 +82,19 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
             self._take_off()
             with PLAIN_TORCH():
                 return self._hooks.keep(tensor)
-        if is_captured():  # Note [Captured graphs]
-            return self._hooks.keep_captured(tensor)
-        node_number = _next_number()
+        node_number: int = _next_number()
         if node_number != self._node_number:
-            self._batch.submit_if_enough()
+            self._captures = is_captured()  # Note [Captured graphs]; all of an operation, or none
+            if not self._captures:
+                self._batch.submit_if_enough()
             self._node_number = node_number
+        if self._captures:
+            return self._hooks.keep_captured(tensor)
         return self._hooks.pack(tensor, self._batch, self._first_number)
 
 
-def _next_number() -> int:
-    """Of the operation that comes next in this thread, or is under way."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+# Of the operation that comes next in this thread, or is under way.
+_next_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def others_take_what_is_saved() -> bool:

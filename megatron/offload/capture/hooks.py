@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron.offload.device.cuda import check_not_captured
+from megatron.offload.device.cuda import check_not_captured, is_captured
 from megatron.offload.errors import PREFIX
 from megatron.offload.placement.policy import Placement, Policy
 from megatron.offload.saved.cache import TensorCache, span_of
@@ -56,7 +56,7 @@ class SavedTensorHooks:
         reader: brings them back.
         step: where compute is.
         min_bytes: of storages that are worth to move, for the counters.
-        casts: knows which saved tensors are made again instead; None: none is.
+        casts: knows which saved tensors are made again instead.
         moves_foreign: memory that is no block of torch's allocator moves too. On a device with
             memory of its own it must not: whoever made it gives it back, as a rule one buffer for
             several tensors (Transformer Engine's grouped FP8 ones), when the last of them dies.
@@ -72,7 +72,7 @@ class SavedTensorHooks:
         step: StepContext,
         *,
         min_bytes: int = 0,
-        casts: WeightCasts | None = None,
+        casts: WeightCasts,
         moves_foreign: bool = True,
     ) -> None:
         self._min_bytes = min_bytes
@@ -104,7 +104,7 @@ class SavedTensorHooks:
         """
         with PLAIN_TORCH():
             storage = self._cache.movable(tensor)
-            if storage is not None and since is not None:
+            if since is not None and storage is not None and self._casts.may_find():
                 cast = self._find_cast(tensor, storage, since)
                 if cast is not None:
                     self._step.statistics.recast_bytes += tensor.nbytes
@@ -119,16 +119,13 @@ class SavedTensorHooks:
                 return view
             if storage is not None and self._step.observer is not None:
                 self._step.observer.stayed(self._step.scope, storage)
-            return self.keep(tensor, storage)
+            if storage is not None:
+                return ResidentTensor(tensor, self._step.scope)
+            return self.keep(tensor)
 
-    def keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> Packed:
-        """What autograd keeps of a tensor that stays.
-
-        Args:
-            tensor: that is saved.
-            storage: its storage, if it can move.
-        """
-        is_inference = storage is None and kind_of(tensor).is_inference  # what can move is none
+    def keep(self, tensor: torch.Tensor) -> Packed:
+        """What autograd keeps of a tensor that stays."""
+        is_inference = kind_of(tensor).is_inference
         return tensor if is_inference else ResidentTensor(tensor, self._step.scope)
 
     def keep_captured(self, tensor: torch.Tensor) -> Packed:
@@ -145,7 +142,7 @@ class SavedTensorHooks:
     def _find_cast(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, since: int
     ) -> WeightCast | None:
-        if self._casts is None or storage.nbytes() < self._min_bytes:
+        if storage.nbytes() < self._min_bytes:
             return None
         if is_small_part(tensor, storage):  # it would be made as a whole for each part
             return None
@@ -165,13 +162,21 @@ class SavedTensorHooks:
         if not self._moves_foreign and not storage.resizable():  # nor is it, by torch's allocators
             self._step.statistics.foreign_bytes += tensor.nbytes
             return None
+        if storage.nbytes() < self._min_bytes:  # every policy keeps it, so no record is of it
+            is_part = not whole and is_small_part(tensor, storage)
+            num_bytes = span_of(tensor).num_bytes if is_part else storage.nbytes()
+            self._step.statistics.small_bytes += num_bytes
+            return None
         record = self._cache.find(storage, span, tensor)
-        if record is None and not whole and is_small_part(tensor, storage):
+        num_bytes = storage.nbytes()
+        may_be_part = record is None and not whole and tensor.nbytes * 2 <= num_bytes
+        if may_be_part and is_small_part(tensor, storage):
             span = span_of(tensor)
             record = self._cache.find(storage, span, tensor)
         if record is not None:  # a storage has one placement, whoever saves it again
             return storage, span, record, None
-        num_bytes = storage.nbytes() if span is None else span.num_bytes
+        if span is not None:
+            num_bytes = span.num_bytes
         tier = self._tiers.get(self._policy.place(self._step.scope, num_bytes))
         if tier is None:
             if num_bytes < self._min_bytes:
@@ -219,11 +224,12 @@ class SavedTensorHooks:
                 sampler.sample(at_once=False)
             with PLAIN_TORCH():
                 return packed if isinstance(packed, torch.Tensor) else packed.tensor()
-        check_not_captured(
-            PREFIX,
-            "a backward pass whose activations are",
-            "capture its forward pass with it, or run it without a graph",
-        )
+        if is_captured():
+            check_not_captured(
+                PREFIX,
+                "a backward pass whose activations are",
+                "capture its forward pass with it, or run it without a graph",
+            )
         with PLAIN_TORCH():
             tensor = packed.take_built()
             if tensor is None:

@@ -15,10 +15,14 @@ from typing import Any
 
 
 class Condition(threading.Condition):
-    """As `threading.Condition`, with a lock that a signal's handler does not come into."""
+    """As `threading.Condition`, with a lock that a signal's handler does not come into.
 
-    def __init__(self) -> None:
-        self._own = threading.RLock()
+    Args:
+        lock: that protects what is waited for, of C; None: an `RLock` of its own.
+    """
+
+    def __init__(self, lock: threading.Lock | None = None) -> None:
+        self._own: Any = threading.RLock() if lock is None else lock
         super().__init__(self._own)
 
     # `with` looks both up before it takes the lock.

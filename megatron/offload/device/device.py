@@ -44,7 +44,7 @@ WHOLE = slice(None)  # all bytes of a storage
 
 def memory_at(address: int, num_bytes: int) -> memoryview:
     """A writable view of `num_bytes` of raw host memory. The caller keeps its owner alive."""
-    return memoryview(bytes_at(address, num_bytes)).cast("B")
+    return memoryview(_bytes_type(num_bytes).from_address(address)).cast("B")
 
 
 def bytes_at(address: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -135,8 +134,8 @@ class ParameterUnit:
             self._is_watched = True
 
     # Runs in an I/O thread; or in the one that watches, if the write had ended before.
-    def _write_ended(self, transfer: Future[None]) -> None:
-        is_written = not transfer.cancelled() and transfer.exception() is None
+    def _write_ended(self, transfer: Transfer) -> None:
+        is_written = transfer.error is None
         with self._lock:
             if self._transfer is not transfer:
                 return  # taken back meanwhile

@@ -96,7 +96,7 @@ class FixedPolicy:
         """The placement of its layer for storages of at least `min_bytes`, else `KEEP`."""
         if num_bytes < self._min_bytes:
             return Placement.KEEP
-        placement = self.place_layer(scope)
+        placement = self._of_layer.get(scope.layer) or self.place_layer(scope)
         if placement is Placement.RECOMPUTE:
             return self._recompute_input or Placement.KEEP
         if scope.part == INPUT and placement is not Placement.KEEP:

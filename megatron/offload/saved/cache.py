@@ -29,11 +29,13 @@ from typing import NamedTuple
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.offload.saved.record import SavedReference, SavedStorage, Span, storage_if_alive
+from megatron.offload.saved.record import SavedReference, SavedStorage, Span
 from megatron.offload.saved.scope import Scope
-from megatron.offload.saved.tensor_kind import kind_of
+from megatron.offload.saved.storage_reference import StorageReference
+from megatron.offload.saved.tensor_kind import kind_of, kinds
+
+_dispatch_keys = torch._C._dispatch_keys
 
 
 class LongLived(NamedTuple):
@@ -59,7 +61,7 @@ class LeftAlone:
 
 
 class _Entry(NamedTuple):
-    storage: StorageWeakRef  # that autograd saved, all of it
+    storage: StorageReference  # that autograd saved, all of it
     record: SavedReference
     dtype: torch.dtype
     shape: torch.Size
@@ -73,7 +75,7 @@ class TensorCache:
         self._device = device
         self._left = LeftAlone()
         self._entries: dict[tuple[int, Span | None], _Entry] = {}
-        self._excluded: dict[int, StorageWeakRef] = {}
+        self._excluded: dict[int, StorageReference] = {}
         self.long_lived: list[LongLived] = []  # learned so far
         self._learned: set[int] = set()  # of the excluded ones, those that outlive their step
         self._doubtful: set[tuple[int, Span | None]] = set()  # of the entries: see `end_step`
@@ -84,7 +86,7 @@ class TensorCache:
             for tensor in tensors:
                 if kind_of(tensor).has_plain_storage:
                     storage = tensor.untyped_storage()
-                    self._excluded[storage._cdata] = StorageWeakRef(storage)
+                    self._excluded[storage._cdata] = StorageReference(storage)
 
     def movable(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The tensor's storage, if its bytes can move exactly and are not excluded.
@@ -96,7 +98,9 @@ class TensorCache:
         if (
             type(tensor) is not torch.Tensor
             or tensor.device != self._device
-            or not (kind := kind_of(tensor)).is_all_bytes
+            or not (
+                kind := kinds.get(_dispatch_keys(tensor).raw_repr()) or kind_of(tensor)
+            ).is_all_bytes
             or kind.is_inference
         ):
             if not isinstance(tensor, torch.nn.Parameter):
@@ -144,6 +148,9 @@ class TensorCache:
         record = entry.record() if entry is not None else None
         if record is None or record.version != tensor._version or record.witness is None:
             return None
+        base = tensor._base
+        if record.base() is (tensor if base is None else base):  # it and its views count together
+            return record
         return record if _count_together(record.witness, tensor) else None
 
     def add(
@@ -152,6 +159,8 @@ class TensorCache:
         """A new record for what `find` does not know: of the span, or of all there is."""
         is_mask = tensor.dtype is torch.bool
         record = SavedStorage(storage, scope, tensor._version, span, is_mask)
+        base = tensor._base
+        record.base = weakref.ref(tensor if base is None else base)
         self._entries[storage._cdata, span] = _Entry(
             record.origin,
             weakref.ref(record),
@@ -170,7 +179,7 @@ class TensorCache:
         """
         storage = tensor.untyped_storage()
         self._entries[storage._cdata, None] = _Entry(
-            StorageWeakRef(storage), weakref.ref(record), tensor.dtype, tensor.shape, record.scope
+            StorageReference(storage), weakref.ref(record), tensor.dtype, tensor.shape, record.scope
         )
 
     def live_records(self) -> Iterator[SavedStorage]:
@@ -210,7 +219,7 @@ class TensorCache:
                 continue
             del self._entries[key]
             if record is None and not entry.storage.expired() and cdata not in self._excluded:
-                storage = storage_if_alive(entry.storage)
+                storage = entry.storage.storage()
                 if storage is not None:
                     self._excluded[cdata] = entry.storage
                     self._learned.add(cdata)

@@ -19,14 +19,14 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload.saved.bits import bits_bytes, fetch_largest, pack_bits, unpack_bits
 from megatron.offload.saved.scope import Scope
+from megatron.offload.saved.storage_reference import StorageReference, copy_of, place_of
 
 
 class Span(NamedTuple):
@@ -65,12 +65,12 @@ class View(Protocol):
 
     Attributes:
         is_used: backward has asked for it, and not for the record's bytes again since.
-        built: its tensor, if it is there before backward asks.
+        built: its tensor, if it is there before backward asks; None: no tensor was.
         ready: events of that tensor.
     """
 
     is_used: bool
-    built: list[torch.Tensor]
+    built: list[torch.Tensor] | None
     ready: Sequence[Any] | None
 
     def rebuild(self, memory: torch.UntypedStorage) -> torch.Tensor:
@@ -89,6 +89,10 @@ class State(enum.Enum):
     RESTORED = "restored"  # read done: in memory and on a tier
 
 
+def _nothing() -> None:
+    return None
+
+
 class SavedStorage:
     """The bytes of one `untyped_storage` that autograd saved, however many views point into it.
 
@@ -102,6 +106,7 @@ class SavedStorage:
 
     # Of most records these stay as they are here, which takes no time.
     moves_bits = False
+    base: Callable[[], torch.Tensor | None] = _nothing  # what the first view is of, if it lives
     bits: torch.UntypedStorage | None = None  # to be written; what was saved stays until then
     largest: torch.Tensor | None = None  # of a mask's bytes, on its way to the host
     # Events of the device, after which `_memory` may be used, see `Device.use_after`. None: it is
@@ -119,14 +124,15 @@ class SavedStorage:
         self._pending: Pending | None = None  # first: `__del__` also runs if the rest raises
         self.scope = scope
         self.version = version  # of the tensor that was saved first
-        self._origin_place = _place_of(storage)
+        num_bytes = storage.nbytes()
+        self._origin_place = num_bytes, storage.data_ptr()
         self._own_place = self._origin_place  # of what is written: that, or a copy of a part of it
         # In the storage that was saved; a copy of a part begins with its first byte.
-        self.start_bytes, self.saved_bytes = span or (0, self._origin_place[0])
+        self.start_bytes, self.saved_bytes = span or (0, num_bytes)
         self.num_bytes = self.saved_bytes  # that move
         if is_mask and bits_bytes(self.saved_bytes) < self.saved_bytes:
             self.moves_bits, self.num_bytes = True, bits_bytes(self.saved_bytes)
-        self.origin = StorageWeakRef(storage)  # does not keep the bytes alive
+        self.origin = StorageReference(storage)  # does not keep the bytes alive
         self.state = State.IN_MEMORY
         self.block: Any = None  # where the bytes are on a tier; the tier alone looks into it
         self.num_unused_views = 0
@@ -146,10 +152,10 @@ class SavedStorage:
         Returns:
             The bytes. Whoever holds on to them keeps them from being freed.
         """
-        with self._lock:
-            assert self.state is State.IN_MEMORY and self._memory is not None, self.state
-            self.state = State.QUEUED
-            return self._memory
+        # Without the lock: it is new, nobody else has it.
+        assert self.state is State.IN_MEMORY and self._memory is not None, self.state
+        self.state = State.QUEUED
+        return self._memory
 
     def copy_span(self) -> torch.UntypedStorage | None:
         """Takes a copy of the part that was saved, if it is a part, to be written in its place.
@@ -163,19 +169,19 @@ class SavedStorage:
             return None
         with self._lock:
             memory = self._memory if self.state is State.QUEUED else None
-        if memory is None or _place_of(memory) != self._origin_place:
+        if memory is None or place_of(memory) != self._origin_place:
             return None  # needed already, or freed under everybody's hands: see `memory_to_write`
-        copy = _copy_of(memory, self.start_bytes, self.saved_bytes)
+        copy = copy_of(memory, self.start_bytes, self.saved_bytes)
         with self._lock:
             if self.state is State.QUEUED:
-                self._memory, self._own_place = copy, _place_of(copy)
+                self._memory, self._own_place = copy, place_of(copy)
         return memory
 
     def pack_bits(self) -> None:
         """Has the bits of a mask written in its place. After `copy_span`, in the same thread."""
         with self._lock:
             memory = self._memory if self.state is State.QUEUED else None
-        if memory is None or _place_of(memory) != self._own_place:
+        if memory is None or place_of(memory) != self._own_place:
             return  # as in `copy_span`
         bits = pack_bits(memory)
         largest = None if bits.device.type == "cpu" else fetch_largest(bits)
@@ -209,7 +215,7 @@ class SavedStorage:
             if self.state is not State.QUEUED:
                 return None
             assert self._memory is not None
-            if _place_of(self._memory) != self._own_place:
+            if place_of(self._memory) != self._own_place:
                 self.state = State.IN_MEMORY
                 return None
             return self.bits or self._memory
@@ -247,17 +253,17 @@ class SavedStorage:
             # Somebody may free a storage under everybody's hands and fill it again before its use
             # (recomputation does): then what was written may be anything, and memory is right.
             assert self._memory is not None
-            if failed or _place_of(self._memory) != self._own_place:
+            memory = self._memory
+            if failed or (memory.nbytes(), memory.data_ptr()) != self._own_place:
                 self.state, self.block = State.IN_MEMORY, None
             else:
-                self.state = State.ON_TIER
-                memory, self._memory = self._memory, None
+                self.state, self._memory = State.ON_TIER, None
         del memory, bits
 
     def _unmoved(self) -> torch.UntypedStorage | None:
         """The storage that was saved, where somebody else keeps it alive."""
-        alive = storage_if_alive(self.origin)
-        return alive if alive is not None and _place_of(alive) == self._origin_place else None
+        alive = self.origin.storage()
+        return alive if alive is not None and place_of(alive) == self._origin_place else None
 
     def cancel_write(self) -> torch.UntypedStorage | None:
         """The bytes in memory if they are still there, for good; None if only a tier has them.
@@ -305,7 +311,7 @@ class SavedStorage:
         with self._lock:
             if self._memory is not memory or self.state is not State.RESTORED:
                 return
-            self.origin, self._origin_place = StorageWeakRef(memory), _place_of(memory)
+            self.origin, self._origin_place = StorageReference(memory), place_of(memory)
             let_go = self._let_go()
         del let_go
 
@@ -315,7 +321,7 @@ class SavedStorage:
         self.state, self._pending, self._memory = State.ON_TIER, None, None
         for view in self._living_views():
             let_go.append(view.built)
-            view.built = []
+            view.built = None
         return let_go
 
     def _living_views(self) -> list[View]:
@@ -422,7 +428,7 @@ class SavedStorage:
                 with self._lock:
                     if not view.is_used and self._memory is memory:
                         view.ready = ready
-                        view.built.append(tensor)
+                        view.built = [tensor]
 
     def view_used(self, view: View) -> None:
         """A view was handed to backward. After the last one the restored memory is let go.
@@ -433,27 +439,11 @@ class SavedStorage:
         restored, late = None, None  # freed when this frame ends, outside the lock
         with self._lock:
             view.is_used = True
-            late, view.built = view.built, []
+            late, view.built = view.built, None
             self.num_unused_views -= 1
             if self.num_unused_views <= 0 and self.state is State.RESTORED:
                 self.state, restored, self._memory = State.ON_TIER, self._memory, None
         del restored, late
 
 
-def _place_of(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Size and address, which change when somebody frees a storage that others hold."""
-    return storage.nbytes(), storage.data_ptr()
-
-
-def _copy_of(storage: torch.UntypedStorage, start: int, num_bytes: int) -> torch.UntypedStorage:
-    source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return source[start:][:num_bytes].clone().untyped_storage()
-
-
 SavedReference = weakref.ReferenceType[SavedStorage]
-
-
-def storage_if_alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage that a weak reference points to, None if it was freed."""
-    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-    return storage

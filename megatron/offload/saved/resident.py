@@ -7,7 +7,8 @@ import torch
 
 from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.saved.scope import Scope
-from megatron.offload.saved.tensor_kind import without_graph
+
+_alias = torch.Tensor._make_subclass
 
 
 class ResidentTensor:
@@ -23,7 +24,8 @@ class ResidentTensor:
     def __init__(self, tensor: torch.Tensor, scope: Scope) -> None:
         self._scope = scope
         is_plain = type(tensor) is torch.Tensor
-        self._tensor = without_graph(tensor) if is_plain and not tensor.is_leaf else tensor
+        # As `without_graph`.
+        self._tensor = _alias(torch.Tensor, tensor) if is_plain and not tensor.is_leaf else tensor
         self._version = tensor._version
 
     def tensor(self) -> torch.Tensor:

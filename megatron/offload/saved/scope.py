@@ -24,7 +24,7 @@ class Scope:
 
     def of_layer(self, layer: str) -> Scope:
         """The same place, in another layer."""
-        return dataclasses.replace(self, layer=layer)
+        return Scope(self.chunk, self.micro_batch, layer, self.part, self.is_scheduled)
 
     def __str__(self) -> str:
         layer = f" layer {self.layer}" if self.layer else ""

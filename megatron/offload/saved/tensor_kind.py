@@ -27,7 +27,7 @@ class TensorKind(NamedTuple):
 
 _BY_KEYS = (torch.Tensor, torch.nn.Parameter)  # a subclass may say anything of itself
 
-_kinds: dict[int, TensorKind] = {}  # by keys
+kinds: dict[int, TensorKind] = {}  # those of plain tensors, by keys
 _dispatch_keys = torch._C._dispatch_keys
 
 
@@ -36,9 +36,9 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
     if type(tensor) not in _BY_KEYS:
         return _look_at(tensor)
     keys: int = _dispatch_keys(tensor).raw_repr()
-    kind = _kinds.get(keys)
+    kind = kinds.get(keys)
     if kind is None:
-        kind = _kinds[keys] = _look_at(tensor)
+        kind = kinds[keys] = _look_at(tensor)
     return kind
 
 

@@ -16,6 +16,8 @@ from megatron.offload.saved.record import SavedStorage
 from megatron.offload.saved.resident import changed_in_place
 from megatron.offload.saved.tensor_kind import without_graph
 
+_alias = torch.Tensor._make_subclass
+
 
 class SavedView:
     """What autograd holds in place of a saved tensor: how to see it in its storage again.
@@ -33,7 +35,8 @@ class SavedView:
     def __init__(self, saved: SavedStorage, tensor: torch.Tensor) -> None:
         self.saved = saved
         self.is_used = False
-        self.built: list[torch.Tensor] = []  # the tensor, once its bytes were read; for one use
+        # The tensor, once its bytes were read; for one use: of threads that ask, one takes it out.
+        self.built: list[torch.Tensor] | None = None
         self.ready: Sequence[Any] | None = None  # of the tensor that is built, as of the record
         self._shape = tensor.shape
         self._stride = tensor.stride()
@@ -41,7 +44,11 @@ class SavedView:
         self._version = tensor._version
         witness = saved.witness  # shares the version counter of all views, says the cache
         if witness is None or witness.dtype is not tensor.dtype:
-            witness = saved.witness = witness_of(tensor)
+            witness = saved.witness = _alias(torch.Tensor, tensor)  # as `witness_of`
+            nothing = _nothing.get((tensor.dtype, tensor.device))
+            if nothing is None:
+                nothing = _nothing_like(tensor.dtype, tensor.device)
+            witness.data = nothing
         self._witness = witness
         with saved._lock:
             saved.num_unused_views += 1
@@ -49,10 +56,11 @@ class SavedView:
 
     def take_built(self) -> torch.Tensor | None:
         """The tensor, if it is built and was not modified; nobody else gets the same one."""
-        if self._witness._version != self._version:
+        built = self.built
+        if built is None or self._witness._version != self._version:
             return None
         try:
-            return self.built.pop()
+            return built.pop()
         except IndexError:
             return None
 

@@ -31,12 +31,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.saved.autograd_graph import node_of
 from megatron.offload.saved.resident import changed_in_place
 from megatron.offload.saved.scope import Scope
+from megatron.offload.saved.storage_reference import StorageReference
 from megatron.offload.saved.tensor_kind import kind_of, without_graph
 from megatron.offload.saved.view import witness_of
 
@@ -63,7 +63,7 @@ class WeightCasts:
         self._device = device
         self._weights: dict[int, _Weight] = {}  # by the address of the parameter
         self._is_any_elsewhere = False  # on another device than activations
-        self._known: dict[int, StorageWeakRef] = {}  # casts of this step, by storage
+        self._known: dict[int, StorageReference] = {}  # casts of this step, by storage
         self._held: weakref.WeakSet[WeightCast] = weakref.WeakSet()
         # Forward passes and optimizers may run in threads of their own; held for an assignment.
         self._lock = threading.Lock()
@@ -88,6 +88,13 @@ class WeightCasts:
                 self._weights[id(one)] = _Weight(weakref.ref(one), one._version, one.shape, storage)
                 self._is_any_elsewhere |= one.device != self._device
 
+    def may_find(self) -> bool:
+        """Whether anything that is saved now may be a cast of a weight."""
+        if not self._weights:
+            return False
+        torch.autocast_increment_nesting()  # as `_is_within_autocast`
+        return torch.autocast_decrement_nesting() > 0 or self._is_any_elsewhere
+
     def find(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, since: int, scope: Scope
     ) -> WeightCast | None:
@@ -99,11 +106,7 @@ class WeightCasts:
             since: number of the first operation in this thread since the step has begun.
             scope: where it is saved.
         """
-        if not self._weights:
-            return None
         is_autocast = _is_within_autocast()
-        if not is_autocast and not self._is_any_elsewhere:
-            return None
         cast = tensor if tensor._base is None else tensor._base
         node: Any = node_of(cast)
         if node is None or type(node).__name__ != _CAST:
@@ -128,7 +131,7 @@ class WeightCasts:
         if storage._cdata not in self._known:  # no other storage can come to have this address
             if node._sequence_nr() < since:
                 return None
-            self._known[storage._cdata] = StorageWeakRef(storage)
+            self._known[storage._cdata] = StorageReference(storage)
         held = WeightCast(tensor, cast, param, scope)
         with self._lock:
             self._held.add(held)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -122,7 +121,7 @@ class Bucket:
         self._is_watched = True
 
     # Runs in an I/O thread; or in the one that watches, if the write had ended before.
-    def _write_ended(self, transfer: Future[None]) -> None:
+    def _write_ended(self, transfer: Transfer) -> None:
         is_given_up = transfer.cancelled()
         error = None if is_given_up else transfer.exception()
         storage = None  # freed when this frame ends, outside the lock

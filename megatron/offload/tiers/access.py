@@ -54,6 +54,14 @@ class View(Protocol):
         """
         ...
 
+    def memory(self, start: int, num_bytes: int) -> memoryview | None:
+        """A part of the body where it is, for a drive; None: it is in no host memory.
+
+        Raises:
+            RuntimeError: as `check`.
+        """
+        ...
+
     def check(self) -> None:
         """Raises RuntimeError if the storage was freed or resized since it was saved."""
         ...
@@ -128,6 +136,8 @@ class _InPlaceView:
         self._address = storage.data_ptr()
         self._body_address = self._address + len(cut.head)
         self.cut = cut
+        # Made here, in the thread that starts transfers: those that move bytes are fewer then.
+        self._body = memory_at(self._body_address, cut.body_bytes) if cut.body_bytes else None
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
         for piece in _pieces(start, num_bytes, self.piece_bytes):
@@ -136,6 +146,12 @@ class _InPlaceView:
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
         yield memory_at(self._body_address + start, num_bytes)
+
+    def memory(self, start: int, num_bytes: int) -> memoryview | None:
+        storage = self._storage
+        if storage.data_ptr() != self._address or storage.nbytes() != self.cut.num_bytes:
+            self.check()  # says which
+        return None if self._body is None else self._body[start : start + num_bytes]
 
     def check(self) -> None:
         check_size(self._storage, self.cut.num_bytes)
@@ -193,6 +209,9 @@ class _StagedView:
         self._device = device
         self._pool = pool
         self._after = after
+
+    def memory(self, start: int, num_bytes: int) -> None:
+        return None
 
     def check(self) -> None:
         check_size(self._storage, self.cut.num_bytes)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Generator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +195,7 @@ class BouncingTier(SsdTier):
         self,
         reference: weakref.ref[BouncingBlock],
         extents: Sequence[Extent],
-        copied: Future[None],
+        copied: Transfer,
     ) -> None:
         """A copy to the pool has ended: its bytes go on, if somebody wants them."""
         for extent in extents:
@@ -218,7 +217,7 @@ class BouncingTier(SsdTier):
         write.add_done_callback(lambda written: self._on_drives(reference, written))
 
     # Runs in an I/O thread, as a rule.
-    def _on_drives(self, reference: weakref.ref[BouncingBlock], written: Future[None]) -> None:
+    def _on_drives(self, reference: weakref.ref[BouncingBlock], written: Transfer) -> None:
         """A write to the drives has ended: if well, the memory in the pool is free."""
         block = reference()
         if block is not None and not written.cancelled() and written.exception() is None:
@@ -247,6 +246,9 @@ class _PoolView:
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
         raise NotImplementedError("what is in the pool is not read from a drive")
+
+    def memory(self, start: int, num_bytes: int) -> memoryview:
+        return memory_at(self._in_pool.address + start, num_bytes)
 
     def check(self) -> None:
         """The memory is nobody else's."""

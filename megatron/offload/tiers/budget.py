@@ -21,15 +21,17 @@ class ByteBudget:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.taken_bytes = 0
-        # Protects taken_bytes. Held for a few instructions; no other lock is taken under it.
-        self._changed = threading.Condition()
+        self._num_waiting = 0  # threads; as a rule none, and then there is nothing to notify
+        # Protects the above. Held for a few instructions; no other lock is taken under it.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def _fits(self, num_bytes: int) -> bool:
         return self.taken_bytes == 0 or self.taken_bytes + num_bytes <= self.limit_bytes
 
     def try_acquire(self, num_bytes: int) -> bool:
         """Takes `num_bytes` if they fit now; whether they did."""
-        with self._changed:
+        with self._lock:
             fits = self._fits(num_bytes)
             if fits:
                 self.taken_bytes += num_bytes
@@ -37,21 +39,30 @@ class ByteBudget:
 
     def acquire(self, num_bytes: int) -> None:
         """Takes `num_bytes`, waiting for others to be given back."""
-        with self._changed:
-            while not self._fits(num_bytes):
-                self._changed.wait()
+        with self._lock:
+            self._num_waiting += 1
+            try:
+                while not self._fits(num_bytes):
+                    self._changed.wait()
+            finally:
+                self._num_waiting -= 1
             self.taken_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
         """Gives back `num_bytes` that `acquire` or `try_acquire` took, and wakes those who wait."""
-        with self._changed:
+        with self._lock:
             self.taken_bytes -= num_bytes
-            self._changed.notify_all()
+            if self._num_waiting:
+                self._changed.notify_all()
 
     def wait_until_free(self, timeout_s: float | None = None) -> bool:
         """Blocks until nothing is taken, or the time is over; whether nothing is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.taken_bytes == 0, timeout_s)
+        with self._lock:
+            self._num_waiting += 1
+            try:
+                return self._changed.wait_for(lambda: self.taken_bytes == 0, timeout_s)
+            finally:
+                self._num_waiting -= 1
 
 
 class RateLimit:

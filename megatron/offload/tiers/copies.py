@@ -14,7 +14,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -114,7 +113,7 @@ class ByThreads:
             with self._statistics.reads.moving(num_bytes):
                 self._device.copy_from_host(address, target)
 
-        return target, self._threads.submit_read(work, deadline)
+        return target, self._threads.submit_read(work, deadline, num_bytes)
 
     def close(self) -> None:
         """See `HostCopies`."""
@@ -184,7 +183,7 @@ class ByDevice:
         self._writes.close()
         self._reads.close()
 
-    def _write_ended(self, transfer: Future[None]) -> None:
+    def _write_ended(self, transfer: Transfer) -> None:
         if not transfer.cancelled() and transfer.exception() is not None:
             self._statistics.failed_writes += 1
 

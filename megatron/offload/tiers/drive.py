@@ -11,10 +11,10 @@ import collections
 import contextlib
 import enum
 import errno
-import functools
 import logging
+import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from megatron.offload.tiers.budget import RateLimit, SpaceBudget
 from megatron.offload.tiers.checksum import Checksum, checksum_in_parts
 from megatron.offload.tiers.direct_io import Alignment
 from megatron.offload.tiers.extents import ExtentAllocator
-from megatron.offload.tiers.file import no_space
+from megatron.offload.tiers.file import Vector, no_space
 from megatron.offload.tiers.io_threads import IoThreads, Piece
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 from megatron.offload.tiers.tier import TierStatistics
@@ -68,6 +68,39 @@ class Extent:
         self.drive._freed.append(self.offset)
 
 
+class _Work:
+    """What an I/O thread is to do: one piece of a write, or all of a read.
+
+    Holds the view, and the extent's owner, until it is done.
+    """
+
+    __slots__ = ("_do", "_owner", "extent", "num_bytes", "offset", "reads", "start", "view")
+
+    def __init__(
+        self,
+        do: Callable[[_Work], None],
+        view: View,
+        start: int,
+        extent: Extent,
+        done: int,
+        num_bytes: int,
+        owner: object,
+        *,
+        reads: bool,
+    ) -> None:
+        self._do = do
+        self.reads = reads  # or writes
+        self.view = view
+        self.start = start  # in the view's body
+        self.extent = extent
+        self.offset = extent.offset + done  # in the file
+        self.num_bytes = num_bytes
+        self._owner = owner
+
+    def __call__(self) -> None:
+        self._do(self)
+
+
 class DriveFile(Protocol):
     """A file as a drive needs it: `UnlinkedFile`, or one that takes device memory."""
 
@@ -86,7 +119,10 @@ class DriveFile(Protocol):
         ...
 
     def write(self, body: Any, offset: int) -> None:
-        """Writes all of `body` at `offset` bytes into the file. Raises OSError."""
+        """Writes all of `body` at `offset` bytes into the file. Raises OSError.
+
+        Memory of a view, or several of host memory as a `Vector`.
+        """
         ...
 
     def read(self, body: Any, offset: int) -> None:
@@ -146,7 +182,14 @@ class Drive:
         self._lock = threading.Lock()
         try:
             name = f"{purpose.thread_name} {file.directory}"
-            self._threads = IoThreads(num_threads, name, write_limit, purpose)
+            self._threads = IoThreads(
+                num_threads,
+                name,
+                write_limit,
+                purpose,
+                # Checksums are of a transfer's own pieces.
+                self._move_together if checksum is None else None,
+            )
         except BaseException:  # the system starts no more threads
             file.close()
             raise
@@ -207,19 +250,18 @@ class Drive:
         pieces = []
         for done in range(0, extent.num_bytes, view.piece_bytes):
             num_bytes = min(view.piece_bytes, extent.num_bytes - done)
-            write = functools.partial(self._write, view, start, extent, done, num_bytes, owner)
-            pieces.append(Piece(num_bytes, write))
+            work = _Work(
+                self._write, view, start + done, extent, done, num_bytes, owner, reads=False
+            )
+            pieces.append(Piece(num_bytes, work))
         return self._threads.submit_write(pieces)
 
     def begin_read(
         self, view: View, start: int, extent: Extent, owner: object, deadline: float
     ) -> Transfer:
         """Starts to fill the part of a view's body that begins at `start`, from `extent`."""
-
-        def work(_: object = owner) -> None:
-            self._read(view, start, extent)
-
-        return self._threads.submit_read(work, deadline)
+        work = _Work(self._read, view, start, extent, 0, extent.num_bytes, owner, reads=True)
+        return self._threads.submit_read(work, deadline, extent.num_bytes)
 
     def check(self, extent: Extent) -> None:
         """Compares what a mapping shows of an extent with its checksums, if it has any.
@@ -260,12 +302,11 @@ class Drive:
         self.file.close()
 
     # Runs in an I/O thread.
-    def _write(
-        self, view: View, start: int, extent: Extent, done: int, num_bytes: int, _: object
-    ) -> None:
-        """Writes the next `num_bytes` of a part of which so many are done."""
-        offset = extent.offset + done
-        with contextlib.closing(view.pieces_to_write(start + done, num_bytes)) as pieces:
+    def _write(self, work: _Work) -> None:
+        """Writes the next bytes of a part of which so many are done."""
+        view, extent = work.view, work.extent
+        offset = work.offset
+        with contextlib.closing(view.pieces_to_write(work.start, work.num_bytes)) as pieces:
             for body in pieces:
                 try:
                     with self.statistics.writes.moving(len(body)):
@@ -280,9 +321,10 @@ class Drive:
                 offset += len(body)
 
     # Runs in an I/O thread.
-    def _read(self, view: View, start: int, extent: Extent) -> None:
+    def _read(self, work: _Work) -> None:
+        view, extent = work.view, work.extent
         offset, checksums = extent.offset, iter(extent.checksums)
-        with contextlib.closing(view.pieces_to_fill(start, extent.num_bytes)) as pieces:
+        with contextlib.closing(view.pieces_to_fill(work.start, extent.num_bytes)) as pieces:
             for body in pieces:
                 try:
                     with self.statistics.reads.moving(len(body)):
@@ -295,6 +337,32 @@ class Drive:
                 ):
                     raise _other_bytes(extent)
                 offset += len(body)
+
+    # Runs in an I/O thread.
+    def _move_together(self, works: list[_Work]) -> None:
+        """Moves what lies next to each other in the file with one call, the rest one by one.
+
+        Raises:
+            Exception: of one of them; others may have been moved. That is not told of the drive:
+                each is moved again by itself.
+        """
+        is_read = works[0].reads
+        works.sort(key=operator.attrgetter("offset"))
+        runs: list[tuple[int, list[memoryview]]] = []  # where each begins in the file
+        end = -1  # of the last one
+        for work in works:
+            body, offset = work.view.memory(work.start, work.num_bytes), work.offset
+            if body is None:
+                raise ValueError("it is not in host memory")
+            if offset != end:
+                runs.append((offset, []))
+            runs[-1][1].append(body)
+            end = offset + work.num_bytes
+        move = self.file.read if is_read else self.file.write
+        meter = self.statistics.reads if is_read else self.statistics.writes
+        with meter.moving(sum(work.num_bytes for work in works)):
+            for offset, bodies in runs:
+                move(bodies[0] if len(bodies) == 1 else Vector(bodies), offset)
 
     def _make_room(self, num_bytes: int) -> bool:
         """Called under the lock. Lets the file grow for a request; whether it did."""

@@ -17,6 +17,7 @@ import mmap
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.offload.directories import resolved_directory
@@ -30,6 +31,33 @@ logger = logging.getLogger(__name__)
 _RWF_DONTCACHE = 0x80  # Linux 6.14: buffered I/O that leaves nothing in the page cache
 _START = 2  # of sync_file_range: start to write what is not under way
 _START_AND_WAIT = 1 | 2 | 4  # and wait for all of it
+
+
+class Vector:
+    """Memory in several places, which lies behind one another in a file.
+
+    Args:
+        parts: none is empty.
+    """
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self._parts = parts
+        self._num_bytes = sum(map(len, parts))
+
+    def __len__(self) -> int:
+        """Bytes of all parts."""
+        return self._num_bytes
+
+    def without_first(self, num_bytes: int) -> list[memoryview]:
+        """The parts, without so many bytes at their beginning."""
+        if not num_bytes:  # as a rule one call moves all
+            return list(self._parts)
+        left = []
+        for part in self._parts:
+            if num_bytes < len(part):
+                left.append(part[num_bytes:])
+            num_bytes = max(num_bytes - len(part), 0)
+        return left
 
 
 class UnlinkedFile:
@@ -125,11 +153,11 @@ class UnlinkedFile:
                 raise
             self.size_bytes += num_bytes
 
-    def write(self, body: memoryview, offset: int) -> None:
+    def write(self, body: memoryview | Vector, offset: int) -> None:
         """Writes all of `body` at `offset`. Raises OSError."""
         done = 0
         while done < len(body):
-            count = os.pwritev(self.fd, [body[done:]], offset + done, self._flags)
+            count = os.pwritev(self.fd, _left(body, done), offset + done, self._flags)
             if count == 0:
                 raise OSError(errno.EIO, f"the drive took {done} of {len(body)} bytes")
             done += count
@@ -138,11 +166,11 @@ class UnlinkedFile:
         if self._drops_cache_itself:
             self._drop_cache(offset, len(body))
 
-    def read(self, body: memoryview, offset: int) -> None:
+    def read(self, body: memoryview | Vector, offset: int) -> None:
         """Fills all of `body` from `offset`. Raises OSError, also when the file ends early."""
         done = 0
         while done < len(body):
-            count = os.preadv(self.fd, [body[done:]], offset + done, self._flags)
+            count = os.preadv(self.fd, _left(body, done), offset + done, self._flags)
             if count == 0:
                 raise OSError(errno.EIO, f"short read: got {done} of {len(body)} bytes")
             done += count
@@ -198,6 +226,11 @@ class UnlinkedFile:
     def _drop_cache(self, offset: int, num_bytes: int) -> None:
         """Frees the page cache of a range, else buffered offload would only rename the memory."""
         os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def _left(body: memoryview | Vector, done: int) -> list[memoryview]:
+    """What of a body is still to be moved."""
+    return body.without_first(done) if isinstance(body, Vector) else [body[done:]]
 
 
 def check_room(directory: Path, io: str, num_bytes: int) -> None:

@@ -11,6 +11,12 @@ A storage may be as large as all that a drive moves in a second, so a write is d
 next among the writes: a read that waits goes before it, and a write that nobody wants any more ends
 there. A thread that takes another job keeps nothing of a write that waits, no staging buffer
 either, so all threads may have left one. Until the transfer ends, its pieces hold memory and space.
+
+Note [Small transfers together]
+To wake a thread, and to take a job off the queue, takes as long as to move some 100 KiB. So a
+thread that takes a small transfer takes those that come next along, as long as all of them
+together are small, and moves them in one call where their places allow that. Each ends by itself.
+For the same reason a job wakes a thread only if none is about to look; that one wakes the next.
 """
 
 from __future__ import annotations
@@ -19,20 +25,22 @@ import collections
 import heapq
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.offload.device.condition import Condition
+from megatron.offload.sizes import MIB
 from megatron.offload.tiers.budget import RateLimit
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
-from megatron.offload.tiers.transfer import Transfer
+from megatron.offload.tiers.transfer import Transfer, run_together
 
 logger = logging.getLogger(__name__)
 
 _THREADS_A_DISK = 4
 _MAX_THREADS = 32  # each needs staging buffers in page-locked memory
+_TOGETHER_BYTES = MIB  # of small transfers that a thread takes at once
 
 
 def usual_num_threads(num_disks: int) -> int:
@@ -47,15 +55,14 @@ class Piece(NamedTuple):
     write: Callable[[], None]
 
 
-@dataclass(order=True)
-class _Job:
+class _Job(NamedTuple):
     """A transfer in the queue. Sorts by deadline, then by arrival."""
 
     deadline: float
     arrival: int
-    transfer: Transfer = field(compare=False)
-    # Of the pieces of a write that no thread has taken yet.
-    left_bytes: collections.deque[int] = field(default_factory=collections.deque, compare=False)
+    transfer: Transfer
+    left_bytes: collections.deque[int]  # of the pieces that no thread has taken yet
+    small_bytes: float  # of one that others may go along with; infinite: it goes alone
 
 
 class IoThreads:
@@ -70,6 +77,8 @@ class IoThreads:
         name: of the threads.
         write_limit: pieces of writes start no faster than this; reads are not held up by it.
         purpose: what they work for, in sentences.
+        move_together: moves what several small transfers of one direction were given as work, in
+            order of their turn; see `run_together`.
     """
 
     def __init__(
@@ -78,8 +87,10 @@ class IoThreads:
         name: str,
         write_limit: RateLimit | None = None,
         purpose: Purpose = ACTIVATIONS,
+        move_together: Callable[[list[Any]], None] | None = None,
     ) -> None:
         self._name = name
+        self._move_together = move_together
         self._prefix = purpose.prefix
         self._write_limit = write_limit
         self._arrivals = itertools.count()
@@ -88,9 +99,12 @@ class IoThreads:
         self.queued_write_bytes = 0
         self.have_died = False  # and none can be started
         self._closing = False
+        self._num_idle = 0  # threads that wait for a job
+        self._is_woken = False  # one of them, which has not looked yet
         # Protects all of the above and the list of threads. Held for a few instructions; the write
         # limit's lock is taken under it, no other.
-        self._changed = Condition()
+        self._lock = threading.Lock()
+        self._changed = Condition(self._lock)
         self._threads: list[threading.Thread] = []
         try:
             for _ in range(num_threads):
@@ -99,29 +113,42 @@ class IoThreads:
             self.close()
             raise
 
-    def submit_read(self, work: Callable[[], None], deadline: float = 0.0) -> Transfer:
-        """Queues a read; among queued reads the smallest deadline goes first."""
+    def submit_read(
+        self, work: Callable[[], None], deadline: float = 0.0, num_bytes: int = 0
+    ) -> Transfer:
+        """Queues a read; among queued reads the smallest deadline goes first.
+
+        Args:
+            work: reads.
+            deadline: a number.
+            num_bytes: that it reads; 0: it goes alone.
+        """
         transfer = Transfer(work)
-        with self._changed:
+        small_bytes = num_bytes or math.inf
+        with self._lock:
             self._check_open()
-            heapq.heappush(self._reads, _Job(deadline, next(self._arrivals), transfer))
-            self._changed.notify()
+            arrival = next(self._arrivals)
+            job = _Job(deadline, arrival, transfer, collections.deque(), small_bytes)
+            heapq.heappush(self._reads, job)
+            self._wake()
         return transfer
 
     def submit_write(self, pieces: Sequence[Piece]) -> Transfer:
         """Queues a write; writes go in order of arrival. See Note [Writes in pieces]."""
         transfer = Transfer(*(piece.write for piece in pieces))
         left_bytes = collections.deque(piece.num_bytes for piece in pieces)
-        with self._changed:
+        small_bytes = left_bytes[0] if len(left_bytes) == 1 else math.inf
+        with self._lock:
             self._check_open()
-            self._writes.append(_Job(0.0, next(self._arrivals), transfer, left_bytes))
+            arrival = next(self._arrivals)
+            self._writes.append(_Job(0.0, arrival, transfer, left_bytes, small_bytes))
             self.queued_write_bytes += sum(left_bytes)
-            self._changed.notify()
+            self._wake()
         return transfer
 
     def close(self) -> None:
         """Cancels what is queued, waits for reads and pieces under way, ends the threads."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             queued = self._take_all()
             threads = list(self._threads)
@@ -145,24 +172,37 @@ class IoThreads:
         self._threads.append(thread)
 
     def _run(self) -> None:
-        job: _Job | None = None
+        jobs: list[_Job] = []  # that this thread has; a write may have a rest
         try:
-            while (job := self._next(job)) is not None:
-                if not job.transfer.run():
-                    job = None  # while this thread waits, it keeps no error and no frame alive
+            while self._next(jobs):
+                if len(jobs) > 1:
+                    self._run_together([job.transfer for job in jobs])
+                    jobs.clear()
+                elif not jobs[0].transfer.run():
+                    jobs.clear()  # while this thread waits, it keeps no error and no frame alive
         except BaseException as error:  # only from outside: `run` lets none of its own through
             # Not the error itself: who keeps log records would keep its traceback, and the buffer.
             reason = repr(error)
             logger.warning("%san I/O thread died (%s); starting another", self._prefix, reason)
         finally:
-            self._thread_ended(job)
+            self._thread_ended(jobs)
 
-    def _thread_ended(self, job: _Job | None) -> None:
+    def _run_together(self, transfers: Sequence[Transfer]) -> None:
+        if self._move_together is not None:
+            run_together(transfers, self._move_together)
+            return
+        for transfer in transfers:
+            if self._closing:
+                transfer.give_up()
+            else:
+                transfer.run()
+
+    def _thread_ended(self, jobs: list[_Job]) -> None:
         """Nobody may wait for a transfer that no thread will carry out."""
-        if job is not None:
+        for job in jobs:
             job.transfer.fail("the I/O thread that carried it out died")
         orphans: list[_Job] = []
-        with self._changed:
+        with self._lock:
             self._threads.remove(threading.current_thread())
             if not self._closing:
                 try:
@@ -182,31 +222,69 @@ class IoThreads:
         self.queued_write_bytes = 0
         return queued
 
-    def _next(self, unfinished: _Job | None) -> _Job | None:
-        """Waits for the next job; None when the threads are to end.
+    def _wake(self) -> None:
+        """Called under the lock: there is a job. See Note [Small transfers together]."""
+        if self._num_idle and not self._is_woken:
+            self._changed.notify()  # first: an interrupt between the two wakes one thread more
+            self._is_woken = True
+
+    def _wait(self, timeout_s: float | None = None) -> None:
+        """Called under the lock, of a thread that has no job."""
+        self._num_idle += 1
+        try:
+            self._changed.wait(timeout_s)
+        finally:
+            self._num_idle -= 1
+            self._is_woken = False
+
+    def _next(self, jobs: list[_Job]) -> bool:
+        """Waits for the next jobs, and takes them; whether the thread is to go on.
 
         Args:
-            unfinished: the write that this thread has done a piece of; first of the writes again.
+            jobs: empty, or the write that this thread has done a piece of, which is first of the
+                writes again; then what it has taken.
         """
-        with self._changed:
-            if unfinished is not None:
-                self._writes.appendleft(unfinished)
-                self.queued_write_bytes += sum(unfinished.left_bytes)
-                unfinished = None
+        with self._lock:
+            if jobs:
+                self._writes.appendleft(jobs[0])
+                self.queued_write_bytes += sum(jobs[0].left_bytes)
+                jobs.clear()
             while True:
                 if self._closing:
-                    return None
+                    return False
                 if self._reads:
-                    return heapq.heappop(self._reads)
-                if not self._writes:
-                    self._changed.wait()
-                elif self._write_limit is None or self._writes[0].transfer.is_unwanted:
-                    return self._next_write()
+                    self._take_reads(jobs)
+                elif not self._writes:
+                    self._wait()
+                elif self._write_limit is None:
+                    self._take_writes(jobs)
+                elif self._writes[0].transfer.is_unwanted:
+                    jobs.append(self._next_write())
                 elif (delay_s := self._write_limit.delay_s()) > 0:
-                    self._changed.wait(delay_s)
+                    self._wait(delay_s)
                 else:
                     self._write_limit.charge(self._writes[0].left_bytes[0])
-                    return self._next_write()
+                    jobs.append(self._next_write())
+                if jobs:
+                    if self._reads or self._writes:
+                        self._wake()
+                    return True
+
+    def _take_reads(self, jobs: list[_Job]) -> None:
+        """Called under the lock."""
+        left_bytes: float = _TOGETHER_BYTES
+        while self._reads and (not jobs or self._reads[0].small_bytes <= left_bytes):
+            job = heapq.heappop(self._reads)
+            jobs.append(job)
+            left_bytes -= job.small_bytes
+
+    def _take_writes(self, jobs: list[_Job]) -> None:
+        """Called under the lock."""
+        left_bytes: float = _TOGETHER_BYTES
+        while self._writes and (not jobs or self._writes[0].small_bytes <= left_bytes):
+            job = self._next_write()
+            jobs.append(job)
+            left_bytes -= job.small_bytes
 
     def _next_write(self) -> _Job:
         """Called under the lock."""

@@ -7,24 +7,31 @@ two pieces it can be given up, or wait while its thread does something else.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import errno
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from typing import Any
 
-from megatron.offload.device.condition import Condition
+logger = logging.getLogger(__name__)
+
+Work = Callable[[], None]  # moves one piece
 
 
-class Transfer(Future[None]):
-    """One read or write, which may be queued, running or done; a `Future` without a result.
+class Transfer:
+    """One read or write, which may be queued, running or done.
+
+    Most end before anybody waits for them, and there is one for each storage both ways. So nothing
+    is made for those who wait until one does, and no lock is held: what only one thread may do is
+    the part of the one that takes a token out first.
 
     Attributes:
         events: of a read, once it has ended: of the device, after which the bytes are in its
             memory, see `Device.use_after`. None: they are there, in memory that is everybody's.
+        began_s: of `time.perf_counter`; None: it has not run yet.
+        error: that it has ended with; None: well, or it has not ended.
 
     Args:
         pieces: each moves a part of the bytes. Dropped, and with them the buffers that they hold,
@@ -32,14 +39,16 @@ class Transfer(Future[None]):
     """
 
     events: Sequence[Any] | None = None
+    began_s: float | None = None
+    error: BaseException | None = None
+    _has_ended = False
+    _unwanted = False
 
-    def __init__(self, *pieces: Callable[[], None]) -> None:
-        super().__init__()
-        self._condition = Condition()  # of `Future`
-        self._pieces = collections.deque(pieces)
-        self._unwanted = False
-        self._given_up = False
-        self.began_s: float | None = None  # of `time.perf_counter`; None: it has not run yet
+    def __init__(self, *pieces: Work) -> None:
+        self._pieces = list(pieces)
+        self._to_tell: list[Callable[[Any], None]] = []  # each is told by whoever takes it out
+        # Taken once, and not given back: by the one that begins it, or that cancels it before.
+        self._first = threading.Lock()
 
     def run(self) -> bool:
         """Moves the next piece, in the thread that calls; whether there are more.
@@ -49,63 +58,77 @@ class Transfer(Future[None]):
         if self._unwanted:
             self.give_up()
             return False
-        if not self.running():
-            if not self.set_running_or_notify_cancel():
-                return False
-            self.began_s = time.perf_counter()
+        if self.began_s is None and not self.begin():
+            return False
         try:
-            self._pieces.popleft()()
+            self._pieces.pop(0)()
         except Exception as error:
             self._pieces.clear()
             # The traceback, and that of an error behind this one, would keep the frame of the piece
             # alive, and with it the buffer.
             error.__context__ = error.__cause__ = None
-            self.set_exception(error.with_traceback(None))
+            self.end(error.with_traceback(None))
             return False
         if not self._pieces:
-            self.set_result(None)
+            self.end()
         elif self._unwanted:
             self.give_up()
-        return not self.done()
+        return not self._has_ended
+
+    def begin(self) -> bool:
+        """Before its first piece: whether it is still to run; it cannot be cancelled any more."""
+        if not self._first.acquire(blocking=False):
+            return False
+        self.began_s = time.perf_counter()
+        return True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It has ended, with an error or well; those who wait are told first."""
+        self.error, self._has_ended = error, True
+        self._tell()
 
     def fail(self, reason: str) -> None:
         """Ends it with an OSError because its thread is gone, so that nobody waits for ever."""
         self._pieces.clear()
         if not self.done():
-            self.set_exception(OSError(errno.ECANCELED, reason))
+            self.end(OSError(errno.ECANCELED, reason))
 
     def give_up(self) -> None:
         """Ends it as cancelled, though it may have started. No thread may be moving a piece."""
         if not self.cancel():
             self._pieces.clear()
-            self._given_up = True
-            self.set_exception(CancelledError())
+            self.end(CancelledError())
 
     def cancel(self) -> bool:
         """Takes it off the queue; False once it has started: then the piece under way is its last.
 
         However it is cancelled, until it has ended it keeps what it works on.
         """
-        cancelled = super().cancel()
-        if cancelled:
+        # First: the thread that finds it ends it where an interrupt comes before the end here.
+        self._unwanted = True
+        if self._first.acquire(blocking=False):
             self._pieces.clear()
-        else:
-            self._unwanted = True
-        return cancelled
+            self.end(CancelledError())
+            return True
+        return self.cancelled() and self.began_s is None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return self._has_ended
 
     def cancelled(self) -> bool:
         """Whether it has ended before all was moved, because nobody wanted it."""
-        return self._given_up or super().cancelled()
+        return self.error is not None and isinstance(self.error, CancelledError)
 
     @property
     def is_unwanted(self) -> bool:
         """Whether it was cancelled or abandoned, so that running it will move nothing."""
-        return self._unwanted or self.cancelled()
+        return self._unwanted or self.error is not None
 
     def abandon(self) -> None:
         """Says that nobody wants it any more: the thread that has it, or finds it, cancels it.
 
-        Safe in a finalizer, unlike `cancel`, which takes locks.
+        Safe in a finalizer, unlike `cancel`, which tells others.
         """
         self._unwanted = True
 
@@ -126,8 +149,75 @@ class Transfer(Future[None]):
 
         What the worker raised is not raised here: an error keeps the frames that it passes through.
         """
-        with contextlib.suppress(CancelledError):
-            self.exception()
+        self.exception()
+
+    def result(self, timeout: float | None = None) -> None:
+        """As `wait`, for so many seconds at most; TimeoutError: it has not ended by then."""
+        try:
+            if (error := self.exception(timeout)) is not None:
+                raise error
+        finally:
+            self = error = None  # type: ignore[assignment]  # as in `wait`
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What it has ended with, once it has; None: well. TimeoutError: not in so many seconds."""
+        if not self._has_ended:
+            told = threading.Lock()
+            told.acquire()
+            self._to_tell.insert(0, lambda _: told.release())
+            if self._has_ended:
+                self._tell()
+            if not told.acquire(timeout=-1 if timeout is None else timeout):
+                raise TimeoutError(f"a transfer has not ended after {timeout} s")
+        return self.error
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Calls this with the transfer once it has ended, in the thread that ends it; or now."""
+        self._to_tell.append(callback)
+        if self._has_ended:
+            self._tell()
+
+    def _tell(self) -> None:
+        while self._to_tell:
+            try:
+                callback = self._to_tell.pop(0)
+            except IndexError:  # another thread has told the last one
+                return
+            try:
+                callback(self)
+            except Exception as error:  # of who listens: nothing of the transfer
+                # Not the error itself: who keeps log records would keep its traceback too.
+                reason = repr(error)
+                logger.error("activation offload: the end of a transfer was not heard: %s", reason)
+
+
+def run_together(transfers: Sequence[Transfer], move: Callable[[list[Any]], None]) -> None:
+    """Carries out transfers of one piece each, none of which has begun.
+
+    Args:
+        transfers: each ends by itself, well or badly.
+        move: moves several pieces at once, all or, if it raises, any of them.
+    """
+    begun = []
+    now_s = time.perf_counter()
+    for transfer in transfers:
+        if transfer._unwanted:
+            transfer.give_up()
+        elif transfer._first.acquire(blocking=False):  # as `begin`
+            transfer.began_s = now_s
+            begun.append(transfer)
+    if len(begun) > 1:
+        try:
+            move([transfer._pieces[0] for transfer in begun])
+        except Exception:  # of one of them: each by itself says whether it is of that one
+            pass
+        else:
+            for transfer in begun:
+                transfer._pieces.clear()
+                transfer.end()
+            return
+    for transfer in begun:
+        transfer.run()
 
 
 def when_all(parts: Sequence[Transfer]) -> Transfer:
@@ -140,7 +230,7 @@ def when_all(parts: Sequence[Transfer]) -> Transfer:
 def ended() -> Transfer:
     """A transfer that has ended well."""
     transfer = Transfer()
-    transfer.set_result(None)
+    transfer.end()
     return transfer
 
 
@@ -164,7 +254,7 @@ class _WhenAll(Transfer):
         cancelled = [part.cancel() for part in self._parts]
         return all(cancelled)
 
-    def _part_ended(self, _: Future[None]) -> None:
+    def _part_ended(self, _: Transfer) -> None:
         with self._count_lock:
             self._num_left -= 1
             if self._num_left:
@@ -174,8 +264,8 @@ class _WhenAll(Transfer):
         self.began_s = min(begins_s, default=None)
         errors = [error for part in ended if (error := part.exception()) is not None]
         if errors:
-            self.set_exception(errors[0])
+            self.end(errors[0])
         elif len(ended) < len(self._parts):
-            Future.cancel(self)
+            Transfer.cancel(self)
         else:
-            self.set_result(None)
+            self.end()

@@ -7,6 +7,7 @@ Which record is next is the prefetcher's to say, and where its bytes are the tie
 
 from __future__ import annotations
 
+import collections
 import functools
 import threading
 import time
@@ -63,6 +64,10 @@ class Reader:
         self._rank = rank
         self._run_ahead = RunAhead(device, inflight, step.waits)
         self._beginning = threading.Lock()
+        # Reads that have ended well, whose tensors are to be built; of several that end together
+        # the dispatcher hears once.
+        self._ended: collections.deque[tuple[SavedReference, Transfer]] = collections.deque()
+        self._will_build = False
         device.room.add(self)
 
     # -- Ahead of backward ----------------------------------------------------------------------
@@ -111,10 +116,23 @@ class Reader:
                 _trace_read(self._step.tracer, reference, transfer)
             if (sampler := self._step.sampler) is not None:  # which the step's end takes away
                 sampler.transfer_ended()
-            if not transfer.cancelled() and transfer.exception() is None:
-                self._dispatcher.submit(functools.partial(_build_views, reference, transfer))
+            if transfer.error is None:
+                self._ended.append((reference, transfer))
+                if not self._will_build:
+                    self._will_build = True
+                    self._dispatcher.submit(self._build_views)
 
         return end
+
+    # Runs in the dispatcher's thread.
+    def _build_views(self) -> None:
+        self._will_build = False  # first: what ends from now on may not be seen below
+        while self._ended:
+            reference, ended = self._ended.popleft()
+            record = reference()
+            if record is not None:
+                record.build_views(ended)
+            del record, ended
 
     # -- In the thread that computes ------------------------------------------------------------
 
@@ -225,10 +243,3 @@ def _trace_read(tracer: Tracer, reference: SavedReference, transfer: Transfer) -
     if record is not None and record.block is not None:
         tracer.transfer("read", record.block.tier, transfer, record.scope, record.num_bytes)
         tracer.sample_memory()
-
-
-# Runs in the dispatcher's thread.
-def _build_views(reference: SavedReference, ended: Transfer) -> None:
-    record = reference()
-    if record is not None:
-        record.build_views(ended)

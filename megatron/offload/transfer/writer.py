@@ -183,7 +183,7 @@ class Writer:
                 scope = record.scope if record is not None else None
                 self._step.tracer.transfer("write", tier, transfer, scope, outgoing.moved_bytes)
             if record is not None:
-                failed = transfer.cancelled() or transfer.exception() is not None
+                failed = transfer.error is not None
                 record.end_write(failed=failed or not record.has_all_in_bits)
             del record  # whoever hears that nothing is in flight may end the step
             self._inflight.release(outgoing.num_bytes)

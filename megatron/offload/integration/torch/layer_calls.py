@@ -131,10 +131,12 @@ class LayerCalls:
         number = self._calls[layer] if engine.divides_layers else 1
         scope = self._enter(engine, name_of_call(self._names[layer], number))
         engine.begin_layer()
-        inputs = list(tensors_in((args, kwargs)))
+        is_replaced = layer in self._replaced
+        is_asked_for = is_replaced or self._profiler is not None
+        inputs = list(tensors_in((args, kwargs))) if is_asked_for else []
         # Without an input that wants a gradient, nothing would ask for the recomputation.
         self._recomputes = (
-            layer in self._replaced
+            is_replaced
             and self._is_recomputed(engine, layer, scope.layer)
             and any(one.requires_grad for one in inputs)
         )
