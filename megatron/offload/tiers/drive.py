@@ -363,6 +363,8 @@ class Drive:
         with meter.moving(sum(work.num_bytes for work in works)):
             for offset, bodies in runs:
                 move(bodies[0] if len(bodies) == 1 else Vector(bodies), offset)
+                if not is_read:
+                    WEAR.add(self.directory, sum(map(len, bodies)))
 
     def _make_room(self, num_bytes: int) -> bool:
         """Called under the lock. Lets the file grow for a request; whether it did."""
