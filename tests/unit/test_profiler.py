@@ -64,6 +64,7 @@ class Run:
     def __init__(self) -> None:
         self.clock = Clock()
         self.profiler = Profiler(self.clock, MIN_BYTES, lambda: len(self.clock.waits_s))
+        self.layers = ["decoder.1", "decoder.2"]
         self.divided = True
         self.recomputed: set[str] = set()
         self.has_parts = False
@@ -77,7 +78,7 @@ class Run:
             with self.profiler.forward(0, micro_batch):
                 x = torch.zeros(tokens, 2, 4, requires_grad=True)
                 x = self.takes(x, 0.5, 0.25)
-                for name in ("decoder.1", "decoder.2"):
+                for name in self.layers:
                     x = self.layer(name, x)
                 x = self.takes(x, 0.125, 4.0)
                 if self.head_bytes:
@@ -184,6 +185,18 @@ def test_each_part_of_a_step_gets_its_seconds_without_waits() -> None:
     assert (profile.before_s, profile.after_s) == ((0.5,), (0.125,))
     assert (profile.backward_before_s, profile.backward_after_s) == ((4.0,), (0.25,))
     assert profile.step_fixed_s == 9.0 and profile.num_micro_batches == 2
+
+
+@pytest.mark.parametrize("left_out", [["decoder.2"], ["decoder.1"], []])
+def test_passes_that_leave_layers_out_count_for_none(left_out: list[str]) -> None:
+    """LayerDrop, which some models of speech and translation have by default."""
+    run, whole = Run(), Run()
+    every = run.layers
+    for layers in (left_out, every, left_out):
+        run.layers = layers
+        run.step()
+    whole.step()
+    assert run.profile().layers == whole.profile().layers
 
 
 def test_bytes_are_told_by_what_could_move() -> None:

@@ -242,7 +242,7 @@ class Planner:
 
     def _make_first_plan(self) -> None:
         """Plans, with all ranks of the run: where one finds no plan, none goes on."""
-        plan, message = None, None
+        profile, plan, message = None, None, None
         speaks_first = self._stage.speaks and self._stage.position.stage == 0
         whole = self._whole_steps()
         if speaks_first:
@@ -258,7 +258,7 @@ class Planner:
             self.profile, plan = self._maker.first(profile, whole)
         except OffloadError as error:
             message = str(error).removeprefix(PREFIX)
-            if self._device.is_host and keeps_freed_memory():
+            if profile is not None and self._device.is_host and keeps_freed_memory():
                 message += (
                     f"; what was measured has memory in it that {allocator_name()} keeps: "
                     f"{START_WITH_ENVIRONMENT}"

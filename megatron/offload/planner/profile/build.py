@@ -78,7 +78,7 @@ def profile_of(
         return max(seconds_between(earlier.timestamp, later.timestamp) - waited_s, 0.0)
 
     passes = [one for step in steps for one in step]
-    by_chunk = [[p for p in passes if p.chunk == c] for c in range(position.num_chunks)]
+    by_chunk = [_alike([p for p in passes if p.chunk == c]) for c in range(position.num_chunks)]
     layers: list[LayerProfile] = []
     may = _May(recomputes, moves_inputs)
     for chunk, own in enumerate(by_chunk):
@@ -107,6 +107,13 @@ def profile_of(
         sizes=dict(sizes or {}),
         source=source,
     )
+
+
+def _alike(passes: Sequence[PassTimings]) -> list[PassTimings]:
+    """The passes that ran the most layers, the same ones: LayerDrop leaves some out at random."""
+    names = [tuple(layer.name for layer in one.layers) for one in passes]
+    most = max(names, key=lambda found: (len(found), names.count(found)), default=())
+    return [one for one, found in zip(passes, names, strict=True) if found == most]
 
 
 def passes_s(
