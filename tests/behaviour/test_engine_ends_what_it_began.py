@@ -154,8 +154,7 @@ def test_a_pass_that_ended_takes_its_save_order_and_its_scope_with_it(engine):
         assert engine.save_order is None and engine.scope == Scope()
 
 
-def test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead(make_engine, monkeypatch):
-    monkeypatch.setattr("megatron.offload.transfer.prefetcher._LEAST_WINDOW_BYTES", 0)
+def test_the_read_that_compute_waits_for_overtakes_those_that_are_ahead(make_engine):
     engine = make_engine(io="buffered", threads=1)
     queue = ssd(engine).drives[0]._threads
     gate, waited_for, order = threading.Event(), threading.Event(), []

@@ -582,7 +582,10 @@ def test_a_forked_child_hears_whose_it_is(
 
     one_step = without_offload(stream, 0)
     said = in_child(work)
-    assert said == "right bits" or (str(os.getpid()) in said and "OffloadError: " in said), said
+    is_ours = str(os.getpid()) in said and "OffloadError: " in said
+    # torch refuses a child's backward pass where the parent has had one in a thread of autograd's.
+    is_torchs = what != "state_dict" and "autograd's threading" in said
+    assert said == "right bits" or is_ours or is_torchs, said
     training.train(1)
     assert_same(training.outcome(), expected)
 

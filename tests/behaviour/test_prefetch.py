@@ -36,8 +36,7 @@ def on_their_way(engine, packed):
 
 @pytest.fixture(autouse=True)
 def no_stalls(monkeypatch):
-    """Waits on a busy machine must not change the window under test, which may be tiny."""
-    monkeypatch.setattr("megatron.offload.transfer.prefetcher._LEAST_WINDOW_BYTES", 0)
+    """Waits on a busy machine must not change the window under test."""
     monkeypatch.setattr("megatron.offload.transfer.reader._NOTICEABLE_S", float("inf"))
 
 

@@ -124,8 +124,6 @@ def test_in_forward_one_input_at_a_time_is_in_memory(engine: OffloadEngine) -> N
 def test_an_input_is_read_before_its_checkpoint_asks_for_it_and_one_ahead_at_most(
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As of large storages: several small ones are read at once.
-    monkeypatch.setattr("megatron.offload.transfer.prefetcher._LEAST_WINDOW_BYTES", 0)
     # Waits on a busy machine must not widen the window.
     monkeypatch.setattr("megatron.offload.transfer.reader._NOTICEABLE_S", float("inf"))
     stack = Stack(engine)

@@ -516,7 +516,7 @@ MISTAKES: tuple[Mistake, ...] = (
             (
                 "states/bucket.py",
                 "Bucket.begin_write",
-                "transfer.add_done_callback(self._write_ended)",
+                "self.watch()",
                 "self.where, self.storage = Where.ON_TIER, None",
             ),
         ),
@@ -655,8 +655,9 @@ MISTAKES: tuple[Mistake, ...] = (
             (
                 _UNIT,
                 "ParameterUnit.put_away",
-                "transfer.add_done_callback(self._write_ended)",
-                "self.where, self._transfer = Where.AWAY, None\n            self._memory.release()",
+                "self._watch()",
+                "self.where, self._transfer = Where.AWAY, None\n"
+                "                self._memory.release()",
             ),
         ),
     ),

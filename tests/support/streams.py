@@ -27,6 +27,7 @@ from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.tiered import TieredTier
+from tests.support.waiting import SOON_S
 
 ACTIVATIONS, STATES, PARAMETERS, GRADIENTS = STREAMS = (
     "activations",
@@ -117,6 +118,8 @@ class Training:
         else:
             for batch in batches:
                 loss = self.model(batch)
+                if self.stream == ACTIVATIONS and self.handle is not None and self.handle.engine:
+                    self.handle.engine.wait_for_writes(SOON_S)  # else what is there is not read
                 loss.backward()
                 losses.append(loss.detach())
         self.losses += losses

@@ -15,13 +15,6 @@ from megatron.offload.saved.save_order import SaveOrder
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.transfer.prefetcher import Prefetcher
 
-LEAST = "megatron.offload.transfer.prefetcher._LEAST_WINDOW_BYTES"
-
-
-@pytest.fixture(autouse=True)
-def windows_may_be_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LEAST, 0)
-
 
 def on_tier(num_bytes: int = 64) -> SavedStorage:
     """A record whose bytes only a tier has."""
@@ -354,19 +347,3 @@ def test_between_backward_passes_nothing_is_read() -> None:
     assert prefetcher.used(records[-1])
     prefetcher.advance()
     assert len(reads.sizes) == 1
-
-
-@pytest.mark.parametrize(("limit_bytes", "num_ahead"), [(1 << 20, 3), (200, 2)])
-def test_a_window_has_room_for_several_small_storages_within_its_limit(
-    monkeypatch: pytest.MonkeyPatch, limit_bytes: int, num_ahead: int
-) -> None:
-    monkeypatch.setattr(LEAST, 300)
-    reads = Reads()
-    prefetcher = Prefetcher(reads, ByteBudget(limit_bytes))
-    records = [on_tier(100) for _ in range(8)]
-    prefetcher.start(on_save_order(records))
-    prefetcher.advance()
-    assert reads.sizes == [100], "before the first use one has to do"
-    prefetcher.used(records.pop())
-    prefetcher.advance()
-    assert len(reads.sizes) == 1 + num_ahead

@@ -49,7 +49,7 @@ def test_tensors_that_cannot_move_exactly_are_refused(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_a_tensor_is_does_not_depend_on_those_before_it() -> None:
     def kinds_of(names: Iterable[str]) -> dict[str, TensorKind]:
-        tensor_kind._kinds.clear()
+        tensor_kind.kinds.clear()
         return {name: kind_of(all_kinds[name]()) for name in names}
 
     plain = {
@@ -67,7 +67,7 @@ def test_what_a_subclass_says_of_itself_is_of_it_alone() -> None:
     class Unlike(torch.Tensor):
         is_meta = True
 
-    tensor_kind._kinds.clear()
+    tensor_kind.kinds.clear()
     assert not kind_of(torch.ones(10).as_subclass(Unlike)).has_plain_storage
     assert kind_of(torch.ones(10)).has_plain_storage
     assert not kind_of(torch.ones(10).as_subclass(Unlike)).has_plain_storage

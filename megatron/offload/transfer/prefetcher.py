@@ -18,12 +18,9 @@ from collections.abc import Callable
 
 from megatron.offload.saved.record import SavedReference, SavedStorage, State
 from megatron.offload.saved.save_order import SaveOrder
-from megatron.offload.sizes import MIB
 from megatron.offload.tiers.budget import ByteBudget
 
 _AWAY = (State.QUEUED, State.WRITING, State.ON_TIER)  # from memory, or about to leave it
-# A window smaller than this spares no memory that counts, and has a hand-over for each storage.
-_LEAST_WINDOW_BYTES = MIB
 _FORGETTING = 0.7  # of what was missing, from one backward pass to the next
 # Of the seconds of a backward pass, those of the one before, waits that no larger window is taken
 # for: a hundredth of the time is cheaper than memory for what the drive reads meanwhile.
@@ -37,8 +34,7 @@ class Prefetcher:
     (double buffering), and what turned out to be missing: where compute waited t seconds for a
     read, a window larger by t times the read bandwidth would have had it in time. Waits of up to
     `_TOLERATED_WAIT` do not count. What is passed without a read no longer counts: the logits, as a
-    rule the largest, are saved last and used when memory is scarcest. A window is no smaller than
-    `_LEAST_WINDOW_BYTES`.
+    rule the largest, are saved last and used when memory is scarcest.
 
     Args:
         begin_read: starts the read of a record that is on a tier, unless somebody else has; whether
@@ -137,7 +133,7 @@ class Prefetcher:
         if save_order is None or not self._has_used_one:
             return 0
         wanted_bytes = self._largest_bytes(save_order) + self._missing_bytes
-        return min(max(wanted_bytes, _LEAST_WINDOW_BYTES), self._budget.limit_bytes)
+        return min(wanted_bytes, self._budget.limit_bytes)
 
     def _largest_bytes(self, save_order: SaveOrder) -> int:
         """Of the storages that were read, and those still to come."""

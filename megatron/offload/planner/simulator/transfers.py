@@ -51,7 +51,6 @@ from megatron.offload.planner.simulator.rows import (
 _LATER = np.inf
 _SAME = 1 + 1e-9  # what should end together does, however it was rounded
 _FORGETTING = 0.7  # as `Prefetcher`'s
-_LEAST_WINDOW_BYTES = float(1 << 20)  # as `Prefetcher`'s
 _TOLERATED_WAIT = 0.01  # likewise
 _MARKS = 4  # as `RunAhead`'s: of what may be used and not passed by the device
 
@@ -296,7 +295,7 @@ def _read_ahead(state: Row, pieces: Rows, channels: Rows, log: Rows) -> None:
             if state.has_used != 0:
                 largest = max(pieces[piece].largest_bytes, state.largest_bytes)
                 wanted = largest + state.missing_bytes
-                window = min(max(wanted, _LEAST_WINDOW_BYTES), state.in_flight_limit_bytes)
+                window = min(wanted, state.in_flight_limit_bytes)
             if state.ahead_bytes > 0 and state.ahead_bytes + size > window:
                 return
             state.ahead_bytes += size
