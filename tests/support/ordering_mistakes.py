@@ -656,8 +656,7 @@ MISTAKES: tuple[Mistake, ...] = (
                 _UNIT,
                 "ParameterUnit.put_away",
                 "self._watch()",
-                "self.where, self._transfer = Where.AWAY, None\n"
-                "                self._memory.release()",
+                "self.where, self._transfer = Where.AWAY, None\n            self._memory.release()",
             ),
         ),
     ),

@@ -318,7 +318,8 @@ class _MicroBatch(Generic[T]):
         if unit < self.unit:
             raise refusal(
                 f"a layer of unit {unit + 1} was called in unit {self.unit + 1}; a layer-major "
-                "step needs models that run their layers in one order, each once"
+                "step needs models that run their layers in one order, each once; run this model "
+                "micro-batch by micro-batch"
             )
         while self.unit < unit:
             self._pause(self.unit + 1, arguments)
