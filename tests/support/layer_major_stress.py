@@ -45,7 +45,7 @@ _HIDDEN, _NUM_LAYERS, _MICRO_BATCHES = 32, 4, 4
 _PIECE_BYTES = 4 << 10  # of staging buffers: large storages take several
 _ALONE_BYTES = 1 << 12  # a gradient that is as large is a piece by itself; others are packed
 _LATE_S = 0.004
-_UNASKED_S = 0.1  # while nobody waits for it: more than a host is slow
+_UNASKED_S = 0.1  # without a wait for it: longer than a host is slow
 _POISONED = 1e9
 # What is held back in a step, the first of which counts random numbers.
 _STEPS = ("nothing", "compute", "reads", "writes", "uses")

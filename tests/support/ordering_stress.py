@@ -50,7 +50,7 @@ _ENOUGH_BYTES = 4 << 10  # what is handed over while a layer runs on, as in a la
 _SCHEDULE = ("forward 0", "forward 1", "backward 0", "forward 2", "backward 1", "backward 2")
 _BY_HOOKS = "1"  # the micro-batch whose saved tensors are taken by hooks
 _LATE_S = 0.025
-_UNASKED_S = 0.1  # while nobody waits for it: more than a host is slow
+_UNASKED_S = 0.1  # without a wait for it: longer than a host is slow
 _WRITE_BYTES_PER_S = 20e6  # so that what drives have not got yet is asked for
 # Microseconds of a kernel and of a copy, at most, in the steps in turn.
 _DELAYS = ((60, 300), (600, 10))

@@ -33,7 +33,7 @@ DEVICE = "lag:1"
 _WIDTH, _NUM_LAYERS, _NUM_STEPS = 64, 5, 4
 _LAYER_BYTES = 2 * 4 * _WIDTH * (_WIDTH + 1)  # of Adam's states
 _LATE_S = 0.06
-_UNASKED_S = 0.3  # while nobody waits for it: more than a host is slow
+_UNASKED_S = 0.3  # without a wait for it: longer than a host is slow
 _DELAYS = ((60, 300), (600, 10))  # microseconds of a kernel and of a copy, at most, in turn
 _POISONED = 1e9
 

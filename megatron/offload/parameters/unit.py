@@ -126,8 +126,8 @@ class ParameterUnit:
         return False
 
     def _watch(self) -> None:
-        """Has the end of a write told. Whoever waits for it calls this: an interrupt may have come
-        before it was."""
+        """Registers for the end of a write. A method that waits for it calls this again: an
+        interrupt may have come before the first call was through."""
         transfer = self._transfer
         if transfer is not None and self.where is Where.WRITING and not self._is_watched:
             transfer.add_done_callback(self._write_ended)

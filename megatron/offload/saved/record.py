@@ -152,7 +152,7 @@ class SavedStorage:
         Returns:
             The bytes. Whoever holds on to them keeps them from being freed.
         """
-        # Without the lock: it is new, nobody else has it.
+        # Without the lock: it is new, no other thread has it.
         assert self.state is State.IN_MEMORY and self._memory is not None, self.state
         self.state = State.QUEUED
         return self._memory

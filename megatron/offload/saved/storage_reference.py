@@ -43,7 +43,7 @@ class StorageReference:
 
 
 def place_of(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Size and address, which change when somebody frees a storage that others hold."""
+    """Size and address, which change when its owner frees a storage that others hold."""
     return storage.nbytes(), storage.data_ptr()
 
 

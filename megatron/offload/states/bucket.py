@@ -109,8 +109,8 @@ class Bucket:
         return True
 
     def watch(self) -> None:
-        """Has the end of a transfer told. Whoever waits for it calls this: an interrupt may have
-        come before it was."""
+        """Registers for the end of a transfer. A method that waits for it calls this again: an
+        interrupt may have come before the first call was through."""
         transfer = self._transfer
         if self._is_watched or transfer is None:
             return

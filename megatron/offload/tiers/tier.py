@@ -138,7 +138,7 @@ class Tier(Protocol):
 
 
 def close_when_dropped(owner: object, tiers: Sequence[Tier]) -> weakref.finalize[..., object]:
-    """Has tiers closed when their owner is gone, should nobody have called its `close`.
+    """Has tiers closed when their owner is gone, if no caller has called its `close`.
 
     In a thread of its own: an owner may go in any thread at any moment, one of a tier's and one
     under a lock included, and closing waits for threads.

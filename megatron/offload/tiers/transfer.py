@@ -46,7 +46,7 @@ class Transfer:
 
     def __init__(self, *pieces: Work) -> None:
         self._pieces = list(pieces)
-        self._to_tell: list[Callable[[Any], None]] = []  # each is told by whoever takes it out
+        self._to_tell: list[Callable[[Any], None]] = []  # the thread that takes one out calls it
         # Taken once, and not given back: by the one that begins it, or that cancels it before.
         self._first = threading.Lock()
 

@@ -54,7 +54,7 @@ class Moment {
  public:
   Moment(Stream* stream = nullptr, int64_t number = 0) : stream_(stream), number_(number) {}
   void pass();
-  void wait(bool asks = true);  // asks: what is late until somebody waits for it is so no longer
+  void wait(bool asks = true);  // asks: ends what `be_late` holds back until a wait
   bool has_passed();
   Clock::time_point at();  // once it has passed
 
@@ -94,7 +94,7 @@ class Stream {
   // Nothing that is launched from now on runs before the first of the two moments, and before the
   // second one only if a stream waits for it, or a thread of the host that calls this.
   void be_late(Clock::time_point at_least, Clock::time_point at_most);
-  void ask_for(int64_t number);  // somebody waits for so many launches
+  void ask_for(int64_t number);  // a stream or thread waits for so many launches
   void seed(unsigned seed);
   void stop();  // ends the thread when the queue is empty
 
