@@ -179,7 +179,7 @@ offload_allocator() {
         expandable_segments
         return
     fi
-    settings="$("$PYTHON" -m megatron.offload.device.allocator)"
+    settings="$("$PYTHON" -m megatron.offload.machine.allocator)"
     if [[ -n "$settings" ]]; then
         while IFS= read -r setting; do export "${setting?}"; done <<<"$settings"
     fi

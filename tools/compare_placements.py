@@ -57,7 +57,7 @@ from megatron.offload.commands.training_runs.trainer import (
     allocators_of,
     training_flags,
 )
-from megatron.offload.device.allocator import allocator_environment
+from megatron.offload.machine.allocator import allocator_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20

@@ -61,7 +61,7 @@ from megatron.offload.commands.training_runs.machine import (  # noqa: E402
     in_a_line,
     machine_facts,
 )
-from megatron.offload.device.allocator import allocator_environment  # noqa: E402
+from megatron.offload.machine.allocator import allocator_environment  # noqa: E402
 from megatron.offload.tiers.gds_status import gds_status  # noqa: E402
 
 NO_GPU = "needs a CUDA GPU; on a CPU use tools/compare_placements.py"

@@ -14,7 +14,7 @@ import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron.offload.placement.atomic_file import check_place
+from megatron.offload.activations.placement.atomic_file import check_place
 
 from .errors import Parser, UserError, program
 

@@ -26,8 +26,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megatron.offload.activations.placement.atomic_file import write_atomically
 from megatron.offload.integration.megatron import ModelStates
-from megatron.offload.placement.atomic_file import write_atomically
 
 from .errors import UserError
 from .model import Task, unwrap

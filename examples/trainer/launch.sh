@@ -66,7 +66,7 @@ build_quickstart_corpus() {
 # it stays in pieces that may fit nothing unless segments expand. Both have to be chosen before Python
 # starts. What the caller has set stays as it is.
 use_allocator() {
-    local settings="$ROOT/megatron/offload/device/allocator.py" line
+    local settings="$ROOT/megatron/offload/machine/allocator.py" line
     if [[ -e /dev/nvidiactl ]]; then
         expandable_segments
         return

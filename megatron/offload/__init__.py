@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation placement for transformer training: device memory, recomputation, host DRAM or SSD.
 
-Start reading at `engine.py`, which wires everything; `docs/architecture.md` shows the way of one
-activation and which file to open for what. The names below are imported when they are first asked
-for: a patched megatron-core imports a small part of this package, not torch.
+Start reading at `activations/engine.py`, which wires everything; `docs/architecture.md` shows the
+way of one activation and which file to open for what. The names below are imported when they are
+first asked for: a patched megatron-core imports a small part of this package, not torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.offload.activations.engine import OffloadEngine
+    from megatron.offload.activations.placement.policy import Placement, Policy
+    from megatron.offload.activations.saved.scope import Scope
     from megatron.offload.config import OffloadConfig
-    from megatron.offload.engine import OffloadEngine
     from megatron.offload.errors import (
         ChangedInPlaceError,
         ConfigurationError,
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from megatron.offload.integration.torch.offload_model import offload
     from megatron.offload.integration.torch.optimizer import offload_optimizer
     from megatron.offload.integration.torch.parameter_offload import offload_parameters
-    from megatron.offload.placement.policy import Placement, Policy
-    from megatron.offload.saved.scope import Scope
 
 __version__ = "0.1.0"
 
@@ -58,11 +58,11 @@ _FILES = {
     "LayerMajor": "integration.torch.layer_major",
     "OffloadCallback": "integration.huggingface.callback",
     "OffloadConfig": "config",
-    "OffloadEngine": "engine",
+    "OffloadEngine": "activations.engine",
     "OffloadError": "errors",
-    "Placement": "placement.policy",
-    "Policy": "placement.policy",
-    "Scope": "saved.scope",
+    "Placement": "activations.placement.policy",
+    "Policy": "activations.placement.policy",
+    "Scope": "activations.saved.scope",
     "StorageError": "errors",
     "offload": "integration.torch.offload_model",
     "offload_activations": "integration.torch.door",

@@ -24,9 +24,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatron.offload import ChangedInPlaceError, OffloadConfig, OffloadEngine, Scope
-from megatron.offload.saved.record import State
+from megatron.offload.activations.saved.record import State
+from megatron.offload.activations.transfer.writer import Outgoing
 from megatron.offload.stats.statistics import StepStatistics
-from megatron.offload.transfer.writer import Outgoing
 from tests.support.models import settle
 from tests.support.waiting import SOON_S
 

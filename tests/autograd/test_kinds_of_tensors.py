@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.utils import _pytree as pytree
 
-from megatron.offload.saved.bits import bits_bytes
+from megatron.offload.activations.saved.bits import bits_bytes
 from megatron.offload.stats.statistics import StepStatistics
 from tests.autograd.roundtrip import (
     CAPTURE,

@@ -19,12 +19,12 @@ from megatron.offload import (
     offload_activations,
     offload_parameters,
 )
-from megatron.offload.capture.hooks import Move, SavedTensorHooks
+from megatron.offload.activations.capture.hooks import Move, SavedTensorHooks
+from megatron.offload.activations.saved.view import SavedView
+from megatron.offload.activations.saved.weight_casts import WeightCast, WeightCasts
+from megatron.offload.activations.transfer.batch import Batch
 from megatron.offload.integration.torch.offload import ActivationOffload
-from megatron.offload.saved.view import SavedView
-from megatron.offload.saved.weight_casts import WeightCast, WeightCasts
 from megatron.offload.sizes import MIB
-from megatron.offload.transfer.batch import Batch
 from tests.support.layer_major import one_by_one
 from tests.support.loops import gradients
 from tests.support.models import Block

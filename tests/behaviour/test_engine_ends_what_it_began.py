@@ -13,8 +13,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine, Scope, StorageError
-from megatron.offload.saved.record import State
-from megatron.offload.saved.view import SavedView
+from megatron.offload.activations.saved.record import State
+from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.tiers import file as file_module
 from tests.support.models import Double, settle, ssd
 from tests.support.waiting import SOON_S, wait_until

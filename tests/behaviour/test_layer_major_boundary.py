@@ -14,7 +14,7 @@ import torch
 from bench import boundary
 
 from megatron.offload import ConfigurationError, LayerMajor, StorageError, offload_activations
-from megatron.offload.capture.set_aside import SetAside
+from megatron.offload.activations.capture.set_aside import SetAside
 from megatron.offload.layer_major.boundary import AHEAD
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.behaviour.test_layer_major_robustness import (

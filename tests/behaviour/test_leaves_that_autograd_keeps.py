@@ -10,8 +10,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine, Placement, Scope
-from megatron.offload.placement.policy import FixedPolicy
-from megatron.offload.saved.record import State
+from megatron.offload.activations.placement.policy import FixedPolicy
+from megatron.offload.activations.saved.record import State
 from tests.support.models import settle
 
 

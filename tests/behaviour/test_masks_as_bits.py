@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron.offload import ChangedInPlaceError, OffloadEngine, Scope
-from megatron.offload.saved.bits import bits_bytes, pack_bits, unpack_bits
-from megatron.offload.saved.record import State
+from megatron.offload.activations.saved.bits import bits_bytes, pack_bits, unpack_bits
+from megatron.offload.activations.saved.record import State
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.support.models import settle
 from tests.support.simulated_device import SimulatedDevice

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.offload import OffloadEngine, Scope
-from megatron.offload.saved.record import SavedStorage, State
+from megatron.offload.activations.saved.record import SavedStorage, State
 from megatron.offload.tiers import file as file_module
 from tests.support.models import Model, assert_same, run_step, settle, ssd
 from tests.support.simulated_device import SimulatedDevice
@@ -93,7 +93,7 @@ def a_layer():
 def test_by_default_a_layer_is_in_flight_as_a_whole_and_the_next_one_waits_for_it(
     make_engine, write_gate, monkeypatch
 ):
-    monkeypatch.setattr("megatron.offload.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
+    monkeypatch.setattr("megatron.offload.activations.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
     engine = make_engine(io="buffered")
     assert engine.inflight_bytes == 10_000
     with engine.step():
@@ -127,7 +127,7 @@ def capture_by_operation(engine, scope):
 def test_by_default_two_layers_are_in_flight_where_compute_is_handed_over_ahead(
     offload_config, write_gate, monkeypatch, layer
 ):
-    monkeypatch.setattr("megatron.offload.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
+    monkeypatch.setattr("megatron.offload.activations.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
     engine = OffloadEngine(offload_config(io="buffered", pinned_bytes=0), SimulatedDevice())
     graphs, bounds = [], []
 
@@ -157,7 +157,7 @@ def test_by_default_two_layers_are_in_flight_where_compute_is_handed_over_ahead(
 
 
 def test_calls_of_one_layer_are_not_one_large_layer(offload_config, monkeypatch):
-    monkeypatch.setattr("megatron.offload.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
+    monkeypatch.setattr("megatron.offload.activations.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
     engine = OffloadEngine(offload_config(io="buffered", pinned_bytes=0), SimulatedDevice())
     with engine.step():
         graphs = []

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron.offload import Scope
-from megatron.offload.saved.record import SavedStorage, State
-from megatron.offload.saved.save_order import SaveOrder
+from megatron.offload.activations.saved.record import SavedStorage, State
+from megatron.offload.activations.saved.save_order import SaveOrder
+from megatron.offload.activations.transfer.prefetcher import Prefetcher
 from megatron.offload.tiers.budget import ByteBudget
-from megatron.offload.transfer.prefetcher import Prefetcher
 from tests.support.models import settle
 
 
@@ -37,7 +37,7 @@ def on_their_way(engine, packed):
 @pytest.fixture(autouse=True)
 def no_stalls(monkeypatch):
     """Waits on a busy machine must not change the window under test."""
-    monkeypatch.setattr("megatron.offload.transfer.reader._NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("megatron.offload.activations.transfer.reader._NOTICEABLE_S", float("inf"))
 
 
 def test_the_window_opens_at_the_first_use_and_moves_in_reverse_order(engine):
@@ -82,7 +82,7 @@ def test_the_window_holds_one_of_the_largest_within_the_inflight_budget(
 
 
 def test_by_default_one_storage_is_read_ahead_however_large_they_are(make_engine, monkeypatch):
-    monkeypatch.setattr("megatron.offload.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
+    monkeypatch.setattr("megatron.offload.activations.engine.DEFAULT_INFLIGHT_BYTES", 10_000)
     engine = make_engine(io="buffered")
     with engine.step():
         save_order, packed = save_on(engine, [2048] * 4)  # 8192 bytes each

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from megatron.offload.saved.record import State
+from megatron.offload.activations.saved.record import State
 from tests.support.models import settle, ssd
 
 

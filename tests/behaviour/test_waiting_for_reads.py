@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from megatron.offload import ChangedInPlaceError, Scope, StorageError
+from megatron.offload.activations.saved.record import SavedStorage, State
+from megatron.offload.activations.saved.view import SavedView
+from megatron.offload.activations.transfer import reader as reader_module
 from megatron.offload.device.cpu import CpuDevice
-from megatron.offload.saved.record import SavedStorage, State
-from megatron.offload.saved.view import SavedView
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.transfer import Transfer
-from megatron.offload.transfer import reader as reader_module
 from tests.support.models import settle, ssd
 from tests.support.waiting import wait_until
 

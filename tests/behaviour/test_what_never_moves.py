@@ -8,8 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.offload import OffloadEngine, Scope
+from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.integration.torch.report import report_of, warnings_of
-from megatron.offload.saved.view import SavedView
 from tests.support.models import settle
 from tests.support.simulated_device import SimulatedDevice
 

@@ -30,9 +30,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron.offload.placement.plan import Plan, PlannedPart
-from megatron.offload.placement.plan_file import save_plans
-from megatron.offload.placement.policy import Placement
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.plan_file import save_plans
+from megatron.offload.activations.placement.policy import Placement
 from tests.support.ranks import init_process_group
 from tests.support.same_training import Training, train
 from tests.support.text_models import LAYERS, checkpointed_llama, llama, text_batches

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, LayerMajor, Placement, offload_activations
-from megatron.offload.placement.plan import Plan, PlannedPart
-from megatron.offload.placement.plan_file import load_plans, save_plans
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.plan_file import load_plans, save_plans
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from tests.support.layer_major import one_by_one
 from tests.support.models import Block

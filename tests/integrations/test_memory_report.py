@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron.offload.activations.placement.plan_file import plans_from_json
 from megatron.offload.commands.memory.command import predicted_peak
-from megatron.offload.placement.plan_file import plans_from_json
 from megatron.offload.stats.memory_parts import KEPT, load_steps
 from tests.support.models import Block
 from tests.support.same_training import Batch, Training, train

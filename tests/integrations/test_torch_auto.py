@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, Placement, offload_activations
-from megatron.offload.placement.plan import Plan, PlannedPart
-from megatron.offload.placement.plan_file import load_plans, save_plans
-from megatron.offload.saved.scope import name_of_call
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.plan_file import load_plans, save_plans
+from megatron.offload.activations.saved.scope import name_of_call
 from tests.support.models import Block
 from tests.support.same_training import Batch, Training, train
 

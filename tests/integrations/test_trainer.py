@@ -331,7 +331,7 @@ def test_lora_trains_its_adapters_the_same_and_no_frozen_weight_moves(tmp_path: 
     frozen = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.requires_grad}
     moved: set[int] = set()
     with pytest.MonkeyPatch.context() as patch:
-        from megatron.offload.capture.hooks import SavedTensorHooks
+        from megatron.offload.activations.capture.hooks import SavedTensorHooks
 
         take = SavedTensorHooks.take
 

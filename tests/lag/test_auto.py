@@ -16,9 +16,9 @@ from check import auto_on_device
 from check.auto_on_device import Bench, Run
 from check.timed_model import Shape
 
-from megatron.offload.placement.plan import Plan, PlannedPart
-from megatron.offload.placement.plan_file import save_plans
-from megatron.offload.placement.policy import WHOLE_LAYER, Placement
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.plan_file import save_plans
+from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import (
     UNBOUNDED,

@@ -20,7 +20,7 @@ import torch
 from bench.overlap import Part
 
 from megatron.offload import OffloadConfig, OffloadEngine, Scope, offload_activations
-from megatron.offload import engine as engine_module
+from megatron.offload.activations import engine as engine_module
 from megatron.offload.planner.online.step_meter import StepMeter
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import StageProfile
@@ -282,7 +282,7 @@ def test_nothing_waits_for_the_device_to_write_a_metrics_file(
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The plans that were followed, in order."""
-    from megatron.offload.placement.plan_policy import PlannedPolicy
+    from megatron.offload.activations.placement.plan_policy import PlannedPolicy
 
     followed: list[Any] = []
     follow = PlannedPolicy.follow

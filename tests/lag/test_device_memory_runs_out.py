@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine, Scope
+from megatron.offload.activations.transfer.reader import Reader
 from megatron.offload.device import open as open_module
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.device.room import Room
@@ -22,7 +23,6 @@ from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import MIB
 from megatron.offload.states.window import Window
-from megatron.offload.transfer.reader import Reader
 from tests.lag import test_gradients_on_an_accelerator as of_gradients
 from tests.lag import test_parameters_on_an_accelerator as of_parameters
 from tests.lag.test_parameters_on_an_accelerator import DEVICE, assert_equal

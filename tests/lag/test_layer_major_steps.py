@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron.offload import LayerMajor, offload_activations
-from megatron.offload.capture.set_aside import Emptied, SetAside
+from megatron.offload.activations.capture.set_aside import Emptied, SetAside
 from megatron.offload.device.platform import register_platform
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers import ssd as ssd_tier

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron.offload import OffloadConfig
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.policy import Placement
 from megatron.offload.sizes import GIB, MIB
 from megatron.offload.tiers import arena as arena_module
 from megatron.offload.tiers import ssd as ssd_module

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT / "examples") not in sys.path:
     sys.path.insert(0, str(ROOT / "examples"))
 
-from megatron.offload.engine import OffloadEngine  # noqa: E402
-from megatron.offload.saved.save_order import SaveOrder  # noqa: E402
-from megatron.offload.saved.scope import Scope  # noqa: E402
+from megatron.offload.activations.engine import OffloadEngine  # noqa: E402
+from megatron.offload.activations.saved.save_order import SaveOrder  # noqa: E402
+from megatron.offload.activations.saved.scope import Scope  # noqa: E402
 from megatron.offload.stats.statistics import StepStatistics  # noqa: E402
 from megatron.offload.stats.traffic import Traffic  # noqa: E402
 from tests.support.waiting import SOON_S  # noqa: E402

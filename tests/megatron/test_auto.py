@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.placement.plan import Plan, PlannedPart
-from megatron.offload.placement.plan_file import load_plans, save_plans
-from megatron.offload.placement.policy import Placement
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.plan_file import load_plans, save_plans
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.solver.solve import solve
 from tests.support import launch

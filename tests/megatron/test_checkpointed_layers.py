@@ -14,9 +14,9 @@ from megatron.core.tensor_parallel.random import checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine, Scope
+from megatron.offload.activations.saved.record import SavedStorage, State
 from megatron.offload.integration.megatron import cpu_runtime
 from megatron.offload.integration.megatron.checkpointed_layers import CheckpointedLayers
-from megatron.offload.saved.record import SavedStorage, State
 from tests.support.models import settle
 
 NUMBER, SIZE = 6, 1000  # of checkpoints; elements of what each starts from
@@ -125,7 +125,7 @@ def test_an_input_is_read_before_its_checkpoint_asks_for_it_and_one_ahead_at_mos
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Waits on a busy machine must not widen the window.
-    monkeypatch.setattr("megatron.offload.transfer.reader._NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("megatron.offload.activations.transfer.reader._NOTICEABLE_S", float("inf"))
     stack = Stack(engine)
     records: list[SavedStorage] = []
     come_back: dict[int, list[int]] = {}

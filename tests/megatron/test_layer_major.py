@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.placement.plan_file import load_plans
+from megatron.offload.activations.placement.plan_file import load_plans
+from megatron.offload.activations.saved.scope import layer_of
 from megatron.offload.planner.profile.stage_profile import StageProfile
-from megatron.offload.saved.scope import layer_of
 from tests.support.launch import Outcome, assert_same_bits, train, train_once
 from tests.support.offload_flags import auto, ssd
 

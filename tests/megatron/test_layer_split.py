@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine, Placement, Scope
+from megatron.offload.activations.transfer.writer import Outgoing
 from megatron.offload.integration.megatron import layer_hooks as layer_module
 from megatron.offload.integration.megatron.layer_hooks import LayerHooks, _PiecewiseCapture
 from megatron.offload.integration.megatron.layer_split import LayerDivision
-from megatron.offload.transfer.writer import Outgoing
 
 HIDDEN = 32
 

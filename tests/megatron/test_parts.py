@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.placement.plan import Plan, PlannedPart
-from megatron.offload.placement.plan_file import save_plans
-from megatron.offload.placement.policy import Placement
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.plan_file import save_plans
+from megatron.offload.activations.placement.policy import Placement
 from tests.support.launch import (
     TINY,
     Outcome,

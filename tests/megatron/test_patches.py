@@ -32,7 +32,7 @@ LAYOUT = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-sta
 RECORDER = """
 import contextlib, importlib, os, pathlib, runpy, sys
 
-from megatron.offload.engine import OffloadEngine
+from megatron.offload.activations.engine import OffloadEngine
 
 connect = importlib.import_module("megatron.offload.integration.megatron.connect")
 

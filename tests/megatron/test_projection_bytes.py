@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megatron.offload import cli
-from megatron.offload.placement.plan_file import load_plans
-from megatron.offload.placement.policy import WHOLE_LAYER, Placement
+from megatron.offload.activations.placement.plan_file import load_plans
+from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.projection.hardware import DriveSpec, GpuSpec, Hardware
 from megatron.offload.planner.projection.model import Parallelism, Transformer
 from megatron.offload.planner.projection.projection import Projection, project

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.placement.plan_file import load_plans
+from megatron.offload.activations.placement.plan_file import load_plans
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from tests.support.megatron_lm_checkout import CHECKOUT, Run, needs_a_checkout, offload, run_script
 

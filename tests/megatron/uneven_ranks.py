@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT / "examples") not in sys.path:
     sys.path.insert(0, str(ROOT / "examples"))
 
-from megatron.offload.placement.plan import Plan  # noqa: E402
-from megatron.offload.placement.plan_file import plans_to_json  # noqa: E402
-from megatron.offload.placement.plan_policy import PlannedPolicy  # noqa: E402
+from megatron.offload.activations.placement.plan import Plan  # noqa: E402
+from megatron.offload.activations.placement.plan_file import plans_to_json  # noqa: E402
+from megatron.offload.activations.placement.plan_policy import PlannedPolicy  # noqa: E402
 from megatron.offload.planner.online.drift import Drift, Reason  # noqa: E402
 from megatron.offload.planner.online.step_meter import StepMeter  # noqa: E402
 from megatron.offload.planner.profile.stage_profile import StageProfile  # noqa: E402

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.device.allocator import allocator_environment
+from megatron.offload.machine.allocator import allocator_environment
 from tests.support.processes import ROOT
 
 CHECKOUT = Path(os.environ.get("MEGATRON_LM_PATH", ""))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.offload import OffloadEngine, Scope
-from megatron.offload.placement.policy import Placement
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.tiers.ssd import SsdTier
 from tests.support.waiting import SOON_S
 

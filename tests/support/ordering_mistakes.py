@@ -93,10 +93,14 @@ def _method(source: str, owner: type, name: str, names: dict[str, Any]) -> Any:
 
 
 _ACCELERATOR, _ACCESS = "device/accelerator.py", "tiers/access.py"
-_READER, _WRITER, _BOUNCE = "transfer/reader.py", "transfer/writer.py", "tiers/bounce.py"
+_READER, _WRITER, _BOUNCE = (
+    "activations/transfer/reader.py",
+    "activations/transfer/writer.py",
+    "tiers/bounce.py",
+)
 _WINDOW = "states/window.py"
 _STEP_ON_HOST = "states/step_on_host.py"
-_ASIDE, _GRADIENTS = "capture/set_aside.py", "parameters/gradients.py"
+_ASIDE, _GRADIENTS = "activations/capture/set_aside.py", "parameters/gradients.py"
 _UNIT = "parameters/unit.py"
 _COPY_TO_HOST = (
     "_bytes_at(address, content.nbytes).copy_(content, non_blocking=True)\n"

@@ -26,11 +26,11 @@ import torch
 from torch.nn import functional
 
 from megatron.offload import OffloadConfig, OffloadEngine, Scope
+from megatron.offload.activations.transfer import batch
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers import ssd as ssd_tier
 from megatron.offload.tiers.staging import StagingPool
-from megatron.offload.transfer import batch
 from tests.support.lag.module import LagModule
 from tests.support.lag.platform import LagPlatform
 

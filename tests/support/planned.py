@@ -10,10 +10,11 @@ from types import TracebackType
 import torch
 
 from megatron.offload import OffloadConfig, OffloadEngine, Placement, Scope
+from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.activations.placement.plan_policy import PlannedPolicy
+from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import InfeasibleBudgetError, OffloadError
-from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
-from megatron.offload.placement.plan_policy import PlannedPolicy
 from megatron.offload.planner.online.consensus import SingleRank
 from megatron.offload.planner.online.drift import MeasuredStep
 from megatron.offload.planner.online.planner import Planner
@@ -23,7 +24,6 @@ from megatron.offload.planner.profile.pipeline_schedule import (
     pipeline_schedule,
 )
 from megatron.offload.planner.profile.stage_profile import StageProfile
-from megatron.offload.saved.save_order import SaveOrder
 from tests.support.models import settle
 
 LAYERS = ("decoder.1", "decoder.2")

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from megatron.offload.device import allocator
-from megatron.offload.device.allocator import MIMALLOC, allocator_environment, keeps_freed_memory
+from megatron.offload.machine import allocator
+from megatron.offload.machine.allocator import MIMALLOC, allocator_environment, keeps_freed_memory
 from tests.support.processes import ROOT
 
-ASK = "from megatron.offload.device import allocator as a; print(a.keeps_freed_memory())"
+ASK = "from megatron.offload.machine import allocator as a; print(a.keeps_freed_memory())"
 
 
 @pytest.fixture

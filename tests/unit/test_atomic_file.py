@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.placement import atomic_file
-from megatron.offload.placement.atomic_file import write_atomically
+from megatron.offload.activations.placement import atomic_file
+from megatron.offload.activations.placement.atomic_file import write_atomically
 
 
 def test_a_file_is_replaced_whole_in_folders_made_for_it(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.offload.saved.autograd_graph import saved_tensors_between
+from megatron.offload.activations.saved.autograd_graph import saved_tensors_between
 
 
 def found_between(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[int]:

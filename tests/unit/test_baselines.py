@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.planner.solver.baselines import (

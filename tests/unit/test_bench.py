@@ -26,7 +26,7 @@ from megatron.offload.commands.bench.point import (
 )
 from megatron.offload.commands.bench.sample import Sample
 from megatron.offload.commands.bench.text import format_table
-from megatron.offload.device.allocator import allocator_environment
+from megatron.offload.machine.allocator import allocator_environment
 from megatron.offload.sizes import MIB
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from bench import launch as bench
 
-from megatron.offload.capture.hooks import SavedTensorHooks
+from megatron.offload.activations.capture.hooks import SavedTensorHooks
 
 ROUNDING = 1e-9  # relative: a sum of means is a mean of sums
 

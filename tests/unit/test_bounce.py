@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megatron.offload import OffloadEngine
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.config import OffloadConfig
-from megatron.offload.device.memory_limit import MemoryLimit
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.policy import Placement
+from megatron.offload.machine.memory_limit import MemoryLimit
 from megatron.offload.sizes import GIB, MIB
 from megatron.offload.tiers.bounce import BouncingBlock, BouncingTier
 from megatron.offload.tiers.file import UnlinkedFile

@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 
-from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
-from megatron.offload.placement.policy import Placement
+from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.planner.profile.calibration import calibrated
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.offload import OffloadError, Placement
-from megatron.offload.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
 from megatron.offload.planner.online.consensus import SingleRank, agreed_profile, check_same
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import (

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.offload import OffloadConfig, OffloadEngine, Scope
 from megatron.offload.device import cpu
-from megatron.offload.device.allocator import MIMALLOC
 from megatron.offload.device.cpu import CpuDevice
+from megatron.offload.machine.allocator import MIMALLOC
 from megatron.offload.sizes import MIB
 
 

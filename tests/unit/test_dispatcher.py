@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from megatron.offload.transfer.dispatcher import Dispatcher
+from megatron.offload.activations.transfer.dispatcher import Dispatcher
 from tests.support.waiting import SOON_S, wait_until
 
 

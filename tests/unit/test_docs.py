@@ -496,7 +496,8 @@ def test_files_that_the_text_names_are_there() -> None:
     for block in BLOCKS:  # the drawing
         if block.page.name == "architecture.md":
             for name in re.findall(r"\b[\w/]+\.py\b", block.text):
-                if not (ROOT / "megatron/offload" / name).exists():
+                package = ROOT / "megatron/offload"
+                if not any((at / name).exists() for at in (package, package / "activations")):
                     missing.append(f"{block.page.name}:{block.line}: {name}")
     assert not missing, "\n".join(missing)
 

@@ -27,8 +27,8 @@ from megatron.offload.commands.doctor.machine import (
     version_checks,
 )
 from megatron.offload.commands.doctor.produced import produced_check
-from megatron.offload.device.memory_limit import MemoryLimit
-from megatron.offload.device.mounts import BlockDevice, Mount
+from megatron.offload.machine.memory_limit import MemoryLimit
+from megatron.offload.machine.mounts import BlockDevice, Mount
 from megatron.offload.planner.projection.hardware import GpuSpec
 from megatron.offload.sizes import GIB, MIB
 from megatron.offload.tiers import file as file_part

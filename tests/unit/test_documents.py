@@ -15,6 +15,10 @@ from hypothesis import strategies as st
 
 from examples.trainer.metrics import MetricsFile
 from megatron.offload import ConfigurationError, cli
+from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.activations.placement.plan_file import load_plans, plans_to_json
+from megatron.offload.activations.placement.plan_table import plan_table
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.commands.bench.fio import FioError, parse_sample
 from megatron.offload.commands.memory.command import explain_memory
 from megatron.offload.commands.report import compare_runs
@@ -23,10 +27,6 @@ from megatron.offload.commands.rok.text import measurements_table, verdict_table
 from megatron.offload.commands.training_runs.trainer import read_metrics
 from megatron.offload.documents import each_line, from_json, reading
 from megatron.offload.integration.torch.measured_run import MeasuredRun
-from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
-from megatron.offload.placement.plan_file import load_plans, plans_to_json
-from megatron.offload.placement.plan_table import plan_table
-from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.stats.memory_parts import KEPT, REST, Moment, StepMemory
 from tests.support.processes import ROOT

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.offload.placement.plan import Prediction
+from megatron.offload.activations.placement.plan import Prediction
 from megatron.offload.planner.online.drift import Drift, Expectation, MeasuredStep, Reason
 from megatron.offload.planner.profile.stage_profile import TierProfile
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.device.memory_limit import MemoryLimit, memory_limit
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.machine.memory_limit import MemoryLimit, memory_limit
 from megatron.offload.sizes import GIB
 from megatron.offload.tiers.host_budget import host_budget_bytes
 

@@ -37,9 +37,9 @@ ALLOWED = {
     "tiers/budget.py": "pauses of I/O threads",
     "tiers/probe.py": "reads and writes, each waited for",
     "tiers/transfer.py": "transfers of I/O threads",
-    "transfer/prefetcher.py": "how far the host is to read ahead",
-    "transfer/reader.py": "how far the host is to read ahead",
-    "transfer/writer.py": "when the host waits, for a timeline",
+    "activations/transfer/prefetcher.py": "how far the host is to read ahead",
+    "activations/transfer/reader.py": "how far the host is to read ahead",
+    "activations/transfer/writer.py": "when the host waits, for a timeline",
 }
 
 

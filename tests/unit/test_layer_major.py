@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.offload import ConfigurationError, OffloadEngine
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.megatron import layer_major as megatron_layer_major
 from megatron.offload.integration.megatron.layer_major import only_chunk
@@ -27,7 +28,6 @@ from megatron.offload.layer_major.pausable_call import PausableCall, running_cal
 from megatron.offload.layer_major.random_numbers import TorchGenerators, advanced, num_drawn
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
 from megatron.offload.layer_major.units import units_of
-from megatron.offload.saved.scope import Scope
 from tests.support.models import settle, ssd
 
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron.offload import LayerMajor, OffloadConfig, OffloadEngine
+from megatron.offload.activations.placement.plan import Prediction
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.torch import layer_major as torch_layer_major
-from megatron.offload.placement.plan import Prediction
-from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.online.consensus import SingleRank
 from megatron.offload.planner.online.drift import Drift, Expectation, MeasuredStep, Reason
 from megatron.offload.planner.online.step_meter import StepMeter

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.offload import ConfigurationError, OffloadConfig, Placement, Scope
+from megatron.offload.activations.placement.policy import FixedPolicy
 from megatron.offload.layer_set import LayerSet
-from megatron.offload.placement.policy import FixedPolicy
 
 
 def names(text: str) -> set[str]:

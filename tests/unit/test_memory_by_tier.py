@@ -10,17 +10,17 @@ import torch
 
 from megatron.offload import LayerMajor, offload_optimizer, offload_parameters
 from megatron.offload.device.cpu import CpuDevice
-from megatron.offload.integration.torch.parameter_offload import gradient_tier_of, tier_of
-from megatron.offload.sizes import MIB
-from megatron.offload.states.optimizer_states import OptimizerStates
-from megatron.offload.stats.endurance import Endurance
-from megatron.offload.stats.memory_by_tier import (
+from megatron.offload.integration.memory_by_tier import (
     MemoryRow,
     held_by_parameters,
     held_by_states,
     memory_table,
 )
-from megatron.offload.stats.states_summary import states_summary
+from megatron.offload.integration.torch.parameter_offload import gradient_tier_of, tier_of
+from megatron.offload.sizes import MIB
+from megatron.offload.states.optimizer_states import OptimizerStates
+from megatron.offload.states.summary import states_summary
+from megatron.offload.stats.endurance import Endurance
 from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.wear import WEAR
 

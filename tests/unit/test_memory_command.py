@@ -11,8 +11,8 @@ import pytest
 from matplotlib.axes import Axes
 
 from megatron.offload import cli
+from megatron.offload.activations.placement.plan_file import plans_to_json
 from megatron.offload.commands.memory.command import predicted_peak
-from megatron.offload.placement.plan_file import plans_to_json
 from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.stats.memory_parts import (
     BETWEEN,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.offload.device import cpu
-from megatron.offload.device.memory_limit import PHYSICAL, memory_limit
-from megatron.offload.device.mounts import mount_of, read_mountinfo
+from megatron.offload.machine.memory_limit import PHYSICAL, memory_limit
+from megatron.offload.machine.mounts import mount_of, read_mountinfo
 from megatron.offload.sizes import GIB
 
 V2 = "30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"

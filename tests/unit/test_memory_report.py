@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, OffloadEngine, Scope
+from megatron.offload.activations import memory_report
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.cpu import CpuDevice
-from megatron.offload.stats import memory_report
 from megatron.offload.stats.memory_parts import (
     AHEAD,
     BETWEEN,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.device.mounts import (
+from megatron.offload.machine.mounts import (
     FileSystemKind,
     Mount,
     block_devices,

@@ -8,9 +8,9 @@ import itertools
 import numpy as np
 import pytest
 
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.plan import Plan, PlannedPart
-from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.instructions import (
     FIRST_TIER,

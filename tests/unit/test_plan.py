@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from megatron.offload import ConfigurationError, Placement
-from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
-from megatron.offload.placement.plan_file import (
+from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.activations.placement.plan_file import (
     load_plans,
     plans_from_json,
     plans_to_json,
     save_plans,
 )
-from megatron.offload.placement.plan_table import plan_table
-from megatron.offload.saved.scope import name_after
+from megatron.offload.activations.placement.plan_table import plan_table
+from megatron.offload.activations.saved.scope import name_after
 
 MIB = 1 << 20
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from megatron.offload import cli
+from megatron.offload.activations.placement.plan import Plan, Prediction
+from megatron.offload.activations.placement.plan_file import load_plans
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.commands.plan import command
 from megatron.offload.commands.plan.arguments import add_arguments
 from megatron.offload.commands.plan.comparison import PlanComparison
 from megatron.offload.commands.plan.request import request_of
-from megatron.offload.placement.plan import Plan, Prediction
-from megatron.offload.placement.plan_file import load_plans
-from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
 from megatron.offload.planner.projection.hardware import DriveSpec, GpuSpec, Hardware
 from megatron.offload.planner.projection.model import Parallelism, Transformer

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from megatron.offload import Placement, Scope
-from megatron.offload.placement.plan import Plan, PlannedPart
-from megatron.offload.placement.plan_policy import PlannedPolicy
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.plan_policy import PlannedPolicy
 
 PLAN = Plan(
     (

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from megatron.offload import ConfigurationError, OffloadConfig, Placement
+from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.activations.placement.plan_file import load_plans, save_plans
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import OffloadError
-from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
-from megatron.offload.placement.plan_file import load_plans, save_plans
 from megatron.offload.planner.online import plan_maker, planner
 from megatron.offload.planner.online.drift import JUDGED_STEPS
 from megatron.offload.planner.online.planner import Phase

@@ -23,7 +23,7 @@ SENTENCE = r"needs scipy and numba, which are not installed; pip install 'megatr
 def test_the_engine_and_the_integration_import_no_solver() -> None:
     script = """
         import sys
-        import megatron.offload.engine, megatron.offload.integration.megatron.connect
+        import megatron.offload.activations.engine, megatron.offload.integration.megatron.connect
         print({"scipy", "numba"} & set(sys.modules))
     """
     code, output, errors = finish(start_python(script))

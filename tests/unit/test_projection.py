@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from plot import scaling
 
+from megatron.offload.activations.placement.plan import Plan
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.plan import Plan
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.projection.hardware import (

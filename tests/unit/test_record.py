@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron.offload import Scope
-from megatron.offload.saved.record import SavedStorage, Span, State
-from megatron.offload.saved.view import SavedView
+from megatron.offload.activations.saved.record import SavedStorage, Span, State
+from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.tiers.transfer import Transfer
 from tests.support.waiting import SOON_S
 

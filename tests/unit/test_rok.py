@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.offload import cli
+from megatron.offload.activations.placement.plan_file import load_plans
 from megatron.offload.commands.rok import command, runner
 from megatron.offload.commands.rok.measurements import measured_points
 from megatron.offload.commands.rok.result import Result
@@ -26,8 +27,7 @@ from megatron.offload.commands.rok.strategy import (
 from megatron.offload.commands.rok.text import verdict_table
 from megatron.offload.commands.rok.verdict import Verdict, verdicts_of
 from megatron.offload.commands.training_runs.run import Run
-from megatron.offload.device.memory_limit import MemoryLimit
-from megatron.offload.placement.plan_file import load_plans
+from megatron.offload.machine.memory_limit import MemoryLimit
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.sizes import MIB
 from tests.support.processes import ROOT

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.offload.activations.transfer.run_ahead import RunAhead
 from megatron.offload.device.clock import Clock
 from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.tiers.budget import ByteBudget
-from megatron.offload.transfer.run_ahead import RunAhead
 from tests.support.numbered_device import NumberedDevice
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron.offload import Scope
-from megatron.offload.saved.record import SavedStorage, State
-from megatron.offload.saved.save_order import SaveOrder
+from megatron.offload.activations.saved.record import SavedStorage, State
+from megatron.offload.activations.saved.save_order import SaveOrder
+from megatron.offload.activations.transfer.prefetcher import Prefetcher
 from megatron.offload.tiers.budget import ByteBudget
-from megatron.offload.transfer.prefetcher import Prefetcher
 
 
 def on_tier(num_bytes: int = 64) -> SavedStorage:

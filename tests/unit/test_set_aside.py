@@ -12,11 +12,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine
-from megatron.offload.capture.set_aside import SetAside
+from megatron.offload.activations.capture.set_aside import SetAside
+from megatron.offload.activations.saved.record import State
+from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.errors import ChangedInPlaceError
-from megatron.offload.saved.record import State
-from megatron.offload.saved.scope import Scope
-from megatron.offload.saved.view import SavedView
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.conftest import Gate
 from tests.support.models import settle

@@ -14,7 +14,7 @@ import torch
 
 from megatron.offload.device import cuda as cuda_module
 from megatron.offload.device.open import open_device
-from megatron.offload.device.shared_peak import SharedCounters
+from megatron.offload.machine.shared_peak import SharedCounters
 from megatron.offload.stats.memory import PeakMemory
 from tests.support.fake_cuda import FakeCuda
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron.offload import ConfigurationError, OffloadError, Placement
-from megatron.offload.placement.plan import Plan, PlannedPart
-from megatron.offload.placement.plan_file import load_plans, save_plans
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.plan_file import load_plans, save_plans
 from megatron.offload.planner.online.consensus import SingleRank
 from megatron.offload.planner.online.shared_plan_file import SharedPlanFile
 from megatron.offload.planner.online.stage import Stage

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.offload.activations.placement.plan import Plan
+from megatron.offload.activations.placement.plan_table import plan_table
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.errors import ConfigurationError, InfeasibleBudgetError
-from megatron.offload.placement.plan import Plan
-from megatron.offload.placement.plan_table import plan_table
-from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import (
     UNBOUNDED,

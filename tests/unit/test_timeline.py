@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
-from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
 from megatron.offload.planner.simulator import rows, transfers

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
-from megatron.offload.placement.policy import Placement
+from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import UNBOUNDED, StageProfile
 from megatron.offload.planner.simulator.timeline import Timeline
 from tests.support.stages import layer, part, stage, tier

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, OffloadEngine
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.config import OffloadConfig
-from megatron.offload.saved.scope import Scope
 from megatron.offload.stats import trace
 from megatron.offload.stats.trace import COMPUTE, Tracer
 from tests.support.full_disk import FULL_DISK, needs_full_disk, one_warning_about

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.offload import offload_activations
-from megatron.offload.device import vector_math
+from megatron.offload.machine import vector_math
 from tests.support.loops import net
 from tests.support.vector_calls import ONE_VALUE, VectorCalls
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from megatron.offload.saved import tensor_kind
-from megatron.offload.saved.cache import TensorCache
-from megatron.offload.saved.scope import Scope
-from megatron.offload.saved.tensor_kind import TensorKind, kind_of
+from megatron.offload.activations.saved import tensor_kind
+from megatron.offload.activations.saved.cache import TensorCache
+from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.saved.tensor_kind import TensorKind, kind_of
 
 
 class Marked(torch.Tensor):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.config import OffloadConfig
-from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers import io_threads as io_threads_module

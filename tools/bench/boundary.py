@@ -29,12 +29,12 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from megatron.offload import LayerMajor, offload_activations
-from megatron.offload.capture.set_aside import SetAside
-from megatron.offload.device.allocator import allocator_environment
+from megatron.offload.activations.capture.set_aside import SetAside
+from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.device.open import open_device
 from megatron.offload.layer_major.graph_cuts import CutTensor
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
-from megatron.offload.saved.view import SavedView
+from megatron.offload.machine.allocator import allocator_environment
 from megatron.offload.stats.memory import PeakMemory
 from tests.support.models import Block
 

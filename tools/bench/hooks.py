@@ -50,14 +50,14 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from megatron.offload import OffloadConfig, OffloadEngine, Scope
-from megatron.offload.capture.hooks import SavedTensorHooks
+from megatron.offload.activations.capture.hooks import SavedTensorHooks
+from megatron.offload.activations.saved.record import State
+from megatron.offload.activations.transfer.writer import Writer
 from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS
-from megatron.offload.saved.record import State
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.traffic import Traffic
-from megatron.offload.transfer.writer import Writer
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

@@ -60,22 +60,22 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from megatron.offload import offload_activations
-from megatron.offload.capture.context import SavingContext
-from megatron.offload.capture.hooks import SavedTensorHooks
-from megatron.offload.capture.layer import LayerCapture
+from megatron.offload.activations.capture.context import SavingContext
+from megatron.offload.activations.capture.hooks import SavedTensorHooks
+from megatron.offload.activations.capture.layer import LayerCapture
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.saved.scope import layer_of
+from megatron.offload.activations.saved.view import SavedView
+from megatron.offload.activations.transfer.reader import Reader
+from megatron.offload.activations.transfer.writer import Outgoing, Writer
 from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
 from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS
 from megatron.offload.device.cpu import CpuDevice
-from megatron.offload.engine import OffloadEngine
 from megatron.offload.integration.torch.layer_calls import LayerCalls
-from megatron.offload.saved.scope import layer_of
-from megatron.offload.saved.view import SavedView
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.traffic import Traffic
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.file import UnlinkedFile
-from megatron.offload.transfer.reader import Reader
-from megatron.offload.transfer.writer import Outgoing, Writer
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_US = 25.0  # a storage

@@ -61,8 +61,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     import transformers  # takes seconds
 
     from megatron.offload import LayerMajor, offload_activations, offload_parameters
-    from megatron.offload.device import vector_math
     from megatron.offload.device.open import open_device
+    from megatron.offload.machine import vector_math
     from tools.check.train_on_slow_disk import SlowDisk
 
     vector_math.first_call()

@@ -40,8 +40,8 @@ import torch
 from tabulate import tabulate
 
 from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
-from megatron.offload.device.allocator import allocator_environment
 from megatron.offload.device.open import open_device
+from megatron.offload.machine.allocator import allocator_environment
 from megatron.offload.ops.chunked_logits import LossSettings
 from megatron.offload.ops.chunked_loss import ExpectedGradient, chunked_cross_entropy
 from megatron.offload.ops.chunked_mean import chunked_mean_loss

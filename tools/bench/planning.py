@@ -32,8 +32,8 @@ from typing import Any
 from hooks import ROOT, Stopwatch, train
 from tabulate import tabulate
 
+from megatron.offload.activations.placement.plan_policy import PlannedPolicy
 from megatron.offload.commands.training_runs.machine import machine_facts
-from megatron.offload.placement.plan_policy import PlannedPolicy
 from megatron.offload.planner.online.planner import Phase, Planner
 from megatron.offload.planner.profile.profiler import Profiler
 

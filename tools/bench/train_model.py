@@ -24,9 +24,9 @@ import torch
 import transformers
 
 from megatron.offload import offload_activations
-from megatron.offload.device import vector_math
 from megatron.offload.device.clock import Clock
 from megatron.offload.device.open import open_device
+from megatron.offload.machine import vector_math
 from megatron.offload.stats.memory import PeakMemory
 
 _DIGESTED_STEPS = 4

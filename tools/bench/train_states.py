@@ -24,9 +24,9 @@ import transformers
 import xxhash
 
 from megatron.offload import offload_activations
-from megatron.offload.device import vector_math
 from megatron.offload.device.open import open_device
 from megatron.offload.integration.torch.optimizer import offload_optimizer
+from megatron.offload.machine import vector_math
 
 VOCABULARY, SEQUENCE, BATCH = 8192, 512, 4  # of a micro-batch
 MAX_NORM = 1.0

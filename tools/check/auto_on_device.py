@@ -49,12 +49,12 @@ sys.path.append(str(ROOT))  # the accelerator is the tests'
 
 from check.timed_model import Layer, Model, Shape, Work  # noqa: E402
 from megatron.offload import offload_activations  # noqa: E402
+from megatron.offload.activations.placement.plan import Plan, PlannedPart  # noqa: E402
+from megatron.offload.activations.placement.plan_file import save_plans  # noqa: E402
+from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement  # noqa: E402
 from megatron.offload.commands.training_runs.machine import machine_facts  # noqa: E402
 from megatron.offload.device.platform import register_platform  # noqa: E402
 from megatron.offload.errors import InfeasibleBudgetError  # noqa: E402
-from megatron.offload.placement.plan import Plan, PlannedPart  # noqa: E402
-from megatron.offload.placement.plan_file import save_plans  # noqa: E402
-from megatron.offload.placement.policy import WHOLE_LAYER, Placement  # noqa: E402
 from megatron.offload.planner.profile.stage_profile import StageProfile  # noqa: E402
 from megatron.offload.sizes import format_size  # noqa: E402
 from tests.support.lag import load  # noqa: E402

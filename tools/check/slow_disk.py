@@ -34,7 +34,7 @@ from tabulate import tabulate
 
 from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.commands.training_runs.run import COMPARED_FIELDS
-from megatron.offload.device.allocator import allocator_environment
+from megatron.offload.machine.allocator import allocator_environment
 from megatron.offload.sizes import format_size
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -40,9 +40,9 @@ from tqdm import tqdm
 from megatron.offload.commands.bench.arguments import size_type
 from megatron.offload.commands.bench.command import restart_with_allocator
 from megatron.offload.commands.training_runs.machine import machine_facts
-from megatron.offload.device.allocator import allocator_name, return_freed_memory
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.machine.allocator import allocator_name, return_freed_memory
 from megatron.offload.sizes import MIB, format_size, parse_rate
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.host import HostTier

@@ -41,8 +41,8 @@ from statistics import median
 from tabulate import tabulate
 
 from megatron.offload.commands.training_runs.machine import machine_facts
-from megatron.offload.device.memory_limit import own_memory_groups
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.machine.memory_limit import own_memory_groups
 from megatron.offload.sizes import MIB, format_size, parse_size
 
 ROOT = Path(__file__).resolve().parents[2]

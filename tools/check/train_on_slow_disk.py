@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.placement.policy import Placement
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.sizes import parse_rate
 from megatron.offload.tiers.file import UnlinkedFile
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that computes, the host memory and disks beside it."""
+"""The memory that computes."""

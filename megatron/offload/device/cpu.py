@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from megatron.offload.device.allocator import MIMALLOC, allocator_name, return_freed_memory
 from megatron.offload.device.device import WHOLE
-from megatron.offload.device.kernel_text import kernel_text
-from megatron.offload.device.memory_limit import memory_limit
 from megatron.offload.device.room import Room
+from megatron.offload.machine.allocator import MIMALLOC, allocator_name, return_freed_memory
+from megatron.offload.machine.kernel_text import kernel_text
+from megatron.offload.machine.memory_limit import memory_limit
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatron.offload.device.platform import PeakReader
-from megatron.offload.device.shared_peak import shared_counters
 from megatron.offload.errors import OffloadError
+from megatron.offload.machine.shared_peak import shared_counters
 
 
 class CudaPlatform:

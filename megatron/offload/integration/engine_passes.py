@@ -11,11 +11,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.offload.engine import OffloadEngine
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.saved.save_order import SaveOrder
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.planner.profile.profiler import Profiler
-from megatron.offload.saved.save_order import SaveOrder
-from megatron.offload.saved.scope import Scope
 
 
 class EnginePasses:

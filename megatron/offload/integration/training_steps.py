@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.placement.plan_policy import PlannedPolicy
+from megatron.offload.activations.placement.policy import Placement, Policy
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.device import Device
-from megatron.offload.engine import OffloadEngine
-from megatron.offload.placement.plan_policy import PlannedPolicy
-from megatron.offload.placement.policy import Placement, Policy
 from megatron.offload.planner.online.consensus import RankConsensus
 from megatron.offload.planner.online.planner import Planner
 from megatron.offload.planner.online.shared_memory import SharesMemory

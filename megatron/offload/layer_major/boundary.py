@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.layer_major.config import refusal
-from megatron.offload.saved.scope import Scope
 
 # Micro-batches whose turns come next, and which have what they need in memory: one is read while
 # the one before computes, and the next one where that takes longer.

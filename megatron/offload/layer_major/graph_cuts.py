@@ -30,9 +30,9 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.layer_major.config import refusal
-from megatron.offload.saved.scope import Scope
 
 
 @dataclass

@@ -32,6 +32,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.errors import STEPS_PREFIX
 from megatron.offload.layer_major.boundary import AHEAD, Boundary, HiddenStates
 from megatron.offload.layer_major.config import refusal
@@ -40,7 +41,6 @@ from megatron.offload.layer_major.order import micro_batch_order
 from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.layer_major.pausable_call import PausableCall, running_call
 from megatron.offload.layer_major.random_numbers import Generators, RandomNumbers
-from megatron.offload.saved.scope import Scope
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from typing import TypeGuard
 
 import torch
 
-from megatron.offload.device.allocator import return_freed_memory
 from megatron.offload.device.clock import Clock
 from megatron.offload.device.device import Device
 from megatron.offload.errors import GRADIENTS_PREFIX, LostStateError, OffloadError
+from megatron.offload.machine.allocator import return_freed_memory
 from megatron.offload.parameters.away_gradient import AwayGradient, away, piece_of
 from megatron.offload.sizes import format_size
 from megatron.offload.states.bucket import Bucket, Where

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megatron.offload.device.device import Device
-from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.machine.memory_limit import memory_limit
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.host_budget import host_budget_bytes

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
-from megatron.offload.device.condition import Condition
 from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX, OffloadError
+from megatron.offload.machine.condition import Condition
 from megatron.offload.parameters.away_parameter import Away
 from megatron.offload.parameters.places import Part, Places
 from megatron.offload.parameters.unit_memory import open_unit_memory

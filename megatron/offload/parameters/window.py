@@ -21,13 +21,13 @@ import torch
 from megatron.offload.device.clock import Clock
 from megatron.offload.device.cuda import check_not_captured
 from megatron.offload.device.device import Device
-from megatron.offload.device.own_process import OwnProcess
 from megatron.offload.errors import (
     PARAMETERS_PREFIX,
     InterruptedStepError,
     LostStateError,
     OffloadError,
 )
+from megatron.offload.machine.own_process import OwnProcess
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.places import Part
 from megatron.offload.parameters.unit import ParameterUnit, Where

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.offload.device.condition import Condition
+from megatron.offload.machine.condition import Condition
 from megatron.offload.states.layout import Layout, Name
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.transfer import Transfer

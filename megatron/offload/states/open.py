@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.offload.device.device import Device
-from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.machine.memory_limit import memory_limit
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.space import check_budgets, measure_drives, space_for
 from megatron.offload.tiers.host import HostTier

@@ -27,11 +27,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron.offload.device.allocator import return_freed_memory
 from megatron.offload.device.cuda import check_not_captured
 from megatron.offload.device.device import Device
-from megatron.offload.device.own_process import OwnProcess
 from megatron.offload.errors import STATES_PREFIX, LostStateError
+from megatron.offload.machine.allocator import return_freed_memory
+from megatron.offload.machine.own_process import OwnProcess
 from megatron.offload.sizes import format_size
 from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.exposed import Exposed

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from megatron.offload.device.condition import Condition
 from megatron.offload.device.device import Device
 from megatron.offload.errors import LostStateError
+from megatron.offload.machine.condition import Condition
 from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.faults import warn_of_full_tiers, warn_of_retry
 from megatron.offload.tiers.tier import Tier, close_when_dropped

@@ -18,8 +18,8 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.device.clock import Clock, Moment
-from megatron.offload.saved.scope import Scope
 from megatron.offload.stats.statistics import StepStatistics
 
 _FIRST_STEPS = 16  # of a run, which people look at

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from megatron.offload.activations.saved.scope import Scope, layer_of
 from megatron.offload.documents import each_line
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.saved.scope import Scope, layer_of
 
 FORMAT_VERSION = 1
 

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.offload.activations.saved.autograd_graph import saved_tensors_between
+from megatron.offload.activations.saved.cache import TensorCache
+from megatron.offload.activations.saved.record import SavedReference, SavedStorage, State
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.device.device import Device
-from megatron.offload.saved.autograd_graph import saved_tensors_between
-from megatron.offload.saved.cache import TensorCache
-from megatron.offload.saved.record import SavedReference, SavedStorage, State
-from megatron.offload.saved.scope import Scope
 from megatron.offload.stats.memory_parts import (
     AHEAD,
     HELD,

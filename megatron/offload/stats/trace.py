@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.saved.scope import Scope
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.transfer import Transfer
 

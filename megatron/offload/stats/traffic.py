@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.offload.placement.policy import Placement
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.tiers.tier import Tier
 

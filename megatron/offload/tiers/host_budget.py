@@ -12,8 +12,8 @@ import threading
 from collections.abc import Iterable
 from typing import Protocol
 
-from megatron.offload.device.memory_limit import MemoryLimit
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.machine.memory_limit import MemoryLimit
 from megatron.offload.sizes import GIB, format_size
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 

@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from megatron.offload.device.condition import Condition
+from megatron.offload.machine.condition import Condition
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.budget import RateLimit
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose

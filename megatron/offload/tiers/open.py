@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.device.device import Device
-from megatron.offload.device.memory_limit import memory_limit
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.policy import Placement
+from megatron.offload.machine.memory_limit import memory_limit
 from megatron.offload.tiers.bounce import BouncingTier
 from megatron.offload.tiers.checksum import load_checksum
 from megatron.offload.tiers.file import check_room

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from megatron.offload.device.device import bytes_at
-from megatron.offload.device.kernel_text import kernel_text
+from megatron.offload.machine.kernel_text import kernel_text
 from megatron.offload.tiers.extents import ExtentAllocator
 from megatron.offload.tiers.mapped import prefer_huge_pages
 

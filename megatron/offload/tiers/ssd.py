@@ -17,8 +17,8 @@ import torch
 
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import Device
-from megatron.offload.device.mounts import num_disks
 from megatron.offload.directories import resolved_directories
+from megatron.offload.machine.mounts import num_disks
 from megatron.offload.tiers.access import Access, InPlace, Staged, View
 from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.budget import RateLimit, SpaceBudget

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.offload.device.platform import PeakReader
-from megatron.offload.device.shared_peak import shared_counters
+from megatron.offload.machine.shared_peak import shared_counters
 from tests.support.lag.module import LagModule
 
 

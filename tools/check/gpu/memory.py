@@ -18,9 +18,9 @@ from check.gpu.result import Section
 from check.gpu.settings import Settings, Size
 from check.gpu.stack import Stack, opened
 from megatron.offload import OffloadConfig, OffloadEngine
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
-from megatron.offload.placement.policy import Placement
 from megatron.offload.sizes import KIB, MIB, format_size
 from megatron.offload.stats.memory import PeakMemory
 from megatron.offload.tiers.host import HostTier

@@ -15,7 +15,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from megatron.offload.placement.atomic_file import write_atomically
+from megatron.offload.activations.placement.atomic_file import write_atomically
 
 _WORDS = {True: "pass", False: "FAIL", None: "skip"}
 

@@ -23,7 +23,7 @@ from check.gpu_day.models import make_model, make_tokens
 from check.gpu_day.settings import Settings, Shape
 from check.gpu_day.ways import start_process_group
 from megatron.offload import LayerMajor, offload_activations, offload_optimizer, offload_parameters
-from megatron.offload.device import vector_math
+from megatron.offload.machine import vector_math
 
 Note = Callable[[dict[str, Any]], None]
 _NUM_STEPS, _MICRO_BATCHES = 3, 2

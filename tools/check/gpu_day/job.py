@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from check.gpu_day.settings import Settings
-from megatron.offload.placement.atomic_file import write_atomically
+from megatron.offload.activations.placement.atomic_file import write_atomically
 
 OK, FAILED, SKIPPED, TIMED_OUT, NOT_BEGUN = "ok", "FAILED", "skipped", "TOO LONG", "not begun"
 _PARENT_DIED = 1  # PR_SET_PDEATHSIG of prctl(2)

@@ -18,7 +18,7 @@ import torch
 
 from check.gpu_day.settings import Settings
 from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
-from megatron.offload.device.kernel_text import kernel_text
+from megatron.offload.machine.kernel_text import kernel_text
 from megatron.offload.sizes import GIB, MIB
 
 Note = Callable[[dict[str, Any]], None]

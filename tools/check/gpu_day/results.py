@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from check.gpu_day.job import NOT_BEGUN, OK, Result
-from megatron.offload.placement.atomic_file import write_atomically
+from megatron.offload.activations.placement.atomic_file import write_atomically
 
 
 @dataclass

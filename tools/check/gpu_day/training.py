@@ -25,8 +25,8 @@ from check.gpu_day.models import make_model, make_tokens
 from check.gpu_day.settings import Settings, Shape
 from check.gpu_day.spans import device_spans
 from check.gpu_day.ways import Way, move_states, prepare
-from megatron.offload.device import vector_math
 from megatron.offload.device.open import open_device
+from megatron.offload.machine import vector_math
 
 Note = Callable[[dict[str, Any]], None]
 _WARM_STEPS = 3

@@ -36,10 +36,10 @@ from megatron.offload.commands.bench.text import format_table, system_lines
 from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.trainer import CHECKOUT
-from megatron.offload.device.allocator import allocator_environment, allocator_name
-from megatron.offload.device.memory_limit import memory_limit
-from megatron.offload.device.mounts import block_devices, mount_of, read_mountinfo
 from megatron.offload.device.open import open_device
+from megatron.offload.machine.allocator import allocator_environment, allocator_name
+from megatron.offload.machine.memory_limit import memory_limit
+from megatron.offload.machine.mounts import block_devices, mount_of, read_mountinfo
 from megatron.offload.sizes import format_size
 
 Work = Callable[[str, float | None], Sample]  # of an operation, for so many seconds or one pass

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from megatron.offload.commands.bench.sample import Sample
 from megatron.offload.commands.training_runs.run import RunError
-from megatron.offload.device.allocator import allocator_environment
-from megatron.offload.device.kernel_text import kernel_text
 from megatron.offload.documents import FAULTS, from_json, reason_of
+from megatron.offload.machine.allocator import allocator_environment
+from megatron.offload.machine.kernel_text import kernel_text
 from megatron.offload.sizes import KIB, MIB, format_size
 
 ENGINES = ("io_uring", "libaio")

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from megatron.offload.commands.doctor.check import Check, Status, in_words
 from megatron.offload.commands.doctor.machine import file_size_limit_bytes
-from megatron.offload.device.mounts import (
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.machine.mounts import (
     BlockDevice,
     FileSystemKind,
     Mount,
     block_devices,
     num_numa_nodes,
 )
-from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.io_threads import usual_num_threads

@@ -27,9 +27,9 @@ from megatron.offload.commands.doctor.machine import (
 from megatron.offload.commands.doctor.produced import produced_check
 from megatron.offload.commands.doctor.states import states_sections
 from megatron.offload.config import OffloadConfig
-from megatron.offload.device.memory_limit import MemoryLimit, memory_limit
-from megatron.offload.device.mounts import Mount, block_devices, mount_of, read_mountinfo
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.machine.memory_limit import MemoryLimit, memory_limit
+from megatron.offload.machine.mounts import Mount, block_devices, mount_of, read_mountinfo
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.checksum import load_checksum

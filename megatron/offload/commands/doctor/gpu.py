@@ -16,8 +16,8 @@ import torch
 
 from megatron.offload.commands.doctor.check import Check, Status
 from megatron.offload.device.cuda import all_properties, has_cuda
-from megatron.offload.device.kernel_text import kernel_text
-from megatron.offload.device.mounts import pci_numa_node
+from megatron.offload.machine.kernel_text import kernel_text
+from megatron.offload.machine.mounts import pci_numa_node
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.gds_status import GdsStatus
 

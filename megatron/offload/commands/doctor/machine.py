@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 
 from megatron.offload.commands.doctor.check import Check, Status
-from megatron.offload.device.allocator import (
+from megatron.offload.device.cuda_allocator import EXPANDABLE_ENVIRONMENT, keeps_fragments
+from megatron.offload.machine.allocator import (
     MIMALLOC,
     allocator_environment,
     allocator_name,
 )
-from megatron.offload.device.cuda_allocator import EXPANDABLE_ENVIRONMENT, keeps_fragments
-from megatron.offload.device.memory_limit import PHYSICAL, MemoryLimit
+from megatron.offload.machine.memory_limit import PHYSICAL, MemoryLimit
 from megatron.offload.sizes import GIB, format_size
 
 _MIN_PYTHON = (3, 11)

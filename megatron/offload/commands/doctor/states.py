@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 
 from megatron.offload.commands.doctor.check import Check, Section, Status, in_words
-from megatron.offload.device.memory_limit import MemoryLimit
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.arguments import states_config_from_args
+from megatron.offload.machine.memory_limit import MemoryLimit
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.space import SAMPLE_BYTES, drive_rates

@@ -6,10 +6,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from megatron.offload.activations.placement.plan import Plan, Prediction
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.commands.plan.request import Request
 from megatron.offload.errors import InfeasibleBudgetError
-from megatron.offload.placement.plan import Plan, Prediction
-from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.projection.projection import Projection, project, saved_bytes
 from megatron.offload.planner.simulator.instructions import FIRST_TIER, KEEP, RECOMPUTE_LAYER

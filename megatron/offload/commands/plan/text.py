@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
+from megatron.offload.activations.placement.plan import Prediction
+from megatron.offload.activations.placement.plan_table import plan_table
 from megatron.offload.commands.plan.comparison import PlanComparison
-from megatron.offload.placement.plan import Prediction
-from megatron.offload.placement.plan_table import plan_table
 from megatron.offload.planner.profile.produced import in_words, produced_bytes_per_s
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.projection.hardware import Hardware

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from megatron.offload.activations.placement.plan import Plan
 from megatron.offload.commands.plan.comparison import frontier
 from megatron.offload.commands.rok.strategy import Strategy
 from megatron.offload.commands.training_runs.run import Run, paired_ratio
-from megatron.offload.placement.plan import Plan
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.timeline import Timeline
 

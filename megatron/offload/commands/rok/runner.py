@@ -20,6 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
+from megatron.offload.activations.placement.plan import Plan
+from megatron.offload.activations.placement.plan_file import save_plans
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.commands.rok.strategy import Strategy, budgets_between, fixed_strategies
 from megatron.offload.commands.training_runs.run import (
     Run,
@@ -29,10 +32,7 @@ from megatron.offload.commands.training_runs.run import (
     settled_steps,
 )
 from megatron.offload.commands.training_runs.trainer import Trainer, Training
-from megatron.offload.device.memory_limit import memory_limit
-from megatron.offload.placement.plan import Plan
-from megatron.offload.placement.plan_file import save_plans
-from megatron.offload.placement.policy import Placement
+from megatron.offload.machine.memory_limit import memory_limit
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.solver.baselines import first_moved, suffix_plan, suffix_within
 from megatron.offload.sizes import format_size

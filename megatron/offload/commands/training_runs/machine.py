@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatron.offload.device.cuda import all_properties, has_cuda
-from megatron.offload.device.kernel_text import kernel_text
-from megatron.offload.device.mounts import mount_of, read_mountinfo
+from megatron.offload.machine.kernel_text import kernel_text
+from megatron.offload.machine.mounts import mount_of, read_mountinfo
 
 GIB = 1 << 30
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.offload.commands.training_runs.run import RunError
-from megatron.offload.device.allocator import allocator_environment
-from megatron.offload.device.kernel_text import kernel_text
 from megatron.offload.documents import from_json, reading
+from megatron.offload.machine.allocator import allocator_environment
+from megatron.offload.machine.kernel_text import kernel_text
 
 # The checkout that this file is part of; the trainer is no part of the installed package.
 CHECKOUT = Path(__file__).resolve().parents[4]

@@ -19,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron.offload.activations.placement.atomic_file import check_place, write_atomically
 from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.trainer import CHECKOUT
@@ -40,7 +41,6 @@ from megatron.offload.commands.tune.text import (
 )
 from megatron.offload.commands.tune.training_command import CommandTrainer
 from megatron.offload.device.cuda import has_cuda
-from megatron.offload.placement.atomic_file import check_place, write_atomically
 from megatron.offload.sizes import format_size
 
 _MOST_ROWS = 12

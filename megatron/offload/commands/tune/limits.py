@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.offload.commands.tune.candidates import Limits
 from megatron.offload.commands.tune.training_command import TrainingCommand
-from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.machine.memory_limit import memory_limit
 from megatron.offload.tiers.host_budget import host_budget_bytes
 
 _ROOM_TO_USE = 0.98  # of what is free: files are made of blocks

@@ -18,7 +18,7 @@ from megatron.offload.commands.training_runs.trainer import (
 )
 from megatron.offload.commands.tune.setting import Setting
 from megatron.offload.commands.tune.step_model import Measurement
-from megatron.offload.device.memory_limit import memory_limit
+from megatron.offload.machine.memory_limit import memory_limit
 from megatron.offload.sizes import format_size
 
 _MOST_STEPS = 200  # that count, of a training with short ones

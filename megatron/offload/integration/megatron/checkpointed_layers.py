@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron.offload.engine import OffloadEngine
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.placement.policy import INPUT
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.integration.megatron.recomputable import recomputes_fully
-from megatron.offload.placement.policy import INPUT
-from megatron.offload.saved.scope import Scope
 
 
 class CheckpointedLayers:

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.placement.policy import Policy
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
-from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.chunked_loss import ChunkedLoss, check_chunked_loss
 from megatron.offload.integration.megatron.decorators import connect
@@ -33,7 +34,6 @@ from megatron.offload.integration.megatron.recomputable import check_recomputati
 from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.config import LayerMajorConfig
-from megatron.offload.placement.policy import Policy
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.planner.online.consensus import RankConsensus
 from megatron.offload.planner.online.stage import Stage

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron.offload.device import vector_math
 from megatron.offload.device.cuda import has_cuda
+from megatron.offload.machine import vector_math
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")

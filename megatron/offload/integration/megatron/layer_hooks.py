@@ -2,7 +2,8 @@
 """What happens around a transformer layer's forward: `LayerHooks`.
 
 Its activations are captured at its end (why there: Note [Why per-node capture] in
-`saved/autograd_graph.py`), or it or a part of it is recomputed in backward, as the policy says.
+`activations/saved/autograd_graph.py`), or it or a part of it is recomputed in backward, as the
+policy says.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import torch
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutputFunction
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron.offload.capture.hooks import PLAIN_TORCH
-from megatron.offload.engine import OffloadEngine
+from megatron.offload.activations.capture.hooks import PLAIN_TORCH
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
+from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.integration.megatron.checkpointed_layers import (
     CheckpointedLayers,
     first_layers,
@@ -36,11 +40,8 @@ from megatron.offload.integration.megatron.selective_recompute import (
     Timed,
     operating,
 )
-from megatron.offload.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
-from megatron.offload.saved.autograd_graph import node_of
-from megatron.offload.saved.scope import Scope
 
 _PARTS = (ATTENTION, MLP)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.offload.engine import OffloadEngine
+from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.megatron.decorators import Function
 from megatron.offload.integration.torch.parameter_offload import unit_backward

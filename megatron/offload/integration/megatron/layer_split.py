@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from megatron.offload.capture.hooks import PLAIN_TORCH
-from megatron.offload.saved.autograd_graph import node_of
+from megatron.offload.activations.capture.hooks import PLAIN_TORCH
+from megatron.offload.activations.saved.autograd_graph import node_of
 
 ATTENTION, MLP = "attention", "mlp"
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from megatron.offload.device.memory_limit import memory_limit
 from megatron.offload.integration.megatron.main_weights import (
     COPY,
     PAIRS,
@@ -35,12 +34,13 @@ from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.torch.optimizer import OptimizerOffload
 from megatron.offload.integration.torch.ranks import local_world_size
+from megatron.offload.machine.memory_limit import memory_limit
 from megatron.offload.states.auto_window import AutoWindow, NoWindow
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.in_files import InFiles
 from megatron.offload.states.optimizer_states import OptimizerStates
+from megatron.offload.states.summary import states_summary
 from megatron.offload.stats.endurance import Endurance
-from megatron.offload.stats.states_summary import states_summary
 from megatron.offload.tiers.host_budget import host_budget_bytes
 from megatron.offload.tiers.purpose import STATES
 from megatron.offload.tiers.wear import WEAR

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron.offload.engine import OffloadEngine
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.saved.save_order import SaveOrder
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.planner.profile.pipeline_schedule import (
     Pass,
     PipelinePosition,
     pipeline_schedule,
 )
 from megatron.offload.planner.profile.profiler import Profiler
-from megatron.offload.saved.save_order import SaveOrder
-from megatron.offload.saved.scope import Scope
 
 
 class ScheduleHooks:

@@ -25,6 +25,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP as MlpModule
 
+from megatron.offload.activations.placement.policy import SELECTIVE
+from megatron.offload.activations.saved.autograd_graph import saved_tensors_between
 from megatron.offload.integration.megatron.layer_split import ATTENTION, MLP
 from megatron.offload.integration.megatron.recomputation import (
     Function,
@@ -32,10 +34,8 @@ from megatron.offload.integration.megatron.recomputation import (
     recomputed,
 )
 from megatron.offload.integration.own_attributes import replaced
-from megatron.offload.placement.policy import SELECTIVE
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
-from megatron.offload.saved.autograd_graph import saved_tensors_between
 
 
 class OpRunner(Protocol):

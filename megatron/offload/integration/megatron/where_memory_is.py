@@ -10,13 +10,13 @@ import torch
 
 from megatron.offload.config import OffloadConfig
 from megatron.offload.integration.megatron.model_states import ModelStates
-from megatron.offload.integration.torch.parameter_offload import gradient_tier_of, tier_of
-from megatron.offload.stats.memory_by_tier import (
+from megatron.offload.integration.memory_by_tier import (
     MemoryRow,
     held_by_parameters,
     held_by_states,
     memory_table,
 )
+from megatron.offload.integration.torch.parameter_offload import gradient_tier_of, tier_of
 
 # What the activations of a placement take beyond the one tier of that name is not known before.
 _NOTES = {

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from megatron.offload.capture.context import SavingContext
-from megatron.offload.capture.hooks import PLAIN_TORCH, Packed
+from megatron.offload.activations.capture.context import SavingContext
+from megatron.offload.activations.capture.hooks import PLAIN_TORCH, Packed
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.saved.resident import ResidentTensor
+from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.saved.tensor_kind import kind_of
 from megatron.offload.device.cuda import is_captured
-from megatron.offload.engine import OffloadEngine
-from megatron.offload.saved.resident import ResidentTensor
-from megatron.offload.saved.scope import Scope
-from megatron.offload.saved.tensor_kind import kind_of
 
 _CPU = torch.device("cpu")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 
 from megatron.offload.config import OffloadConfig
-from megatron.offload.device import vector_math
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.causal_lm_loss import chunked_losses
 from megatron.offload.integration.torch.layers import find_layers
@@ -25,6 +24,7 @@ from megatron.offload.integration.torch.measured_run import MeasuredRun
 from megatron.offload.integration.torch.offload import ActivationOffload, speaking_of_settings
 from megatron.offload.integration.torch.ranks import local_world_size, rank
 from megatron.offload.integration.torch.refusals import check_models
+from megatron.offload.machine import vector_math
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.tiers.open import check_tiers
 from megatron.offload.values import parse_path

@@ -26,17 +26,17 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from megatron.offload.capture.context import others_take_what_is_saved
-from megatron.offload.engine import OffloadEngine
+from megatron.offload.activations.capture.context import others_take_what_is_saved
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement
+from megatron.offload.activations.saved.scope import Scope, name_after, name_of_call
 from megatron.offload.integration.torch.argument_snapshot import ArgumentSnapshot, Changes
 from megatron.offload.integration.torch.attribute_snapshot import AttributeSnapshot
 from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
 from megatron.offload.layer_major.other_numbers import OtherNumbers
-from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
-from megatron.offload.saved.scope import Scope, name_after, name_of_call
 
 logger = logging.getLogger(__name__)
 

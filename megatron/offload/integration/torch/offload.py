@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
-from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.output_head import OutputHead

@@ -19,6 +19,12 @@ import torch
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.memory_by_tier import (
+    MemoryRow,
+    held_by_parameters,
+    held_by_states,
+    memory_table,
+)
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.torch.parameter_offload import (
     by_units,
@@ -37,14 +43,8 @@ from megatron.offload.states.optimizer_slice import OptimizerSlice
 from megatron.offload.states.optimizer_states import OptimizerStates, state_bytes
 from megatron.offload.states.space import expected_bytes
 from megatron.offload.states.step_on_host import StepOnHost
+from megatron.offload.states.summary import states_summary
 from megatron.offload.stats.endurance import Endurance
-from megatron.offload.stats.memory_by_tier import (
-    MemoryRow,
-    held_by_parameters,
-    held_by_states,
-    memory_table,
-)
-from megatron.offload.stats.states_summary import states_summary
 from megatron.offload.tiers.wear import WEAR
 
 _LOOKS_AT_ALL = "its update of a parameter needs sums over all parameters"

@@ -30,14 +30,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megatron.offload.capture.context import others_take_what_is_saved
+from megatron.offload.activations.capture.context import others_take_what_is_saved
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.saved.save_order import SaveOrder
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.device.cuda import is_captured
-from megatron.offload.engine import OffloadEngine
 from megatron.offload.integration.torch.compute_device import FirstSaved
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.pausable_call import running_call
-from megatron.offload.saved.save_order import SaveOrder
-from megatron.offload.saved.scope import Scope
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from textwrap import indent
 
 import torch
 
+from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.config import OffloadConfig
-from megatron.offload.engine import OffloadEngine
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.history import LEFT_ALONE

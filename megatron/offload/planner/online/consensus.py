@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from megatron.offload.activations.placement.plan import Plan
 from megatron.offload.errors import ConfigurationError, OffloadError
-from megatron.offload.placement.plan import Plan
 from megatron.offload.planner.profile.numbers import with_numbers
 from megatron.offload.planner.profile.stage_profile import StageProfile
 

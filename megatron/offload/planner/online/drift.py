@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.offload.placement.plan import Prediction
+from megatron.offload.activations.placement.plan import Prediction
 from megatron.offload.planner.profile.stage_profile import TierProfile, tokens_of
 from megatron.offload.sizes import MIB, format_size
 

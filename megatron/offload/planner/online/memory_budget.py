@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.cuda_allocator import keeps_fragments
 from megatron.offload.device.device import Device
-from megatron.offload.engine import OffloadEngine
 from megatron.offload.planner.online.consensus import RankConsensus
 from megatron.offload.planner.online.drift import OVER_BUDGET, MeasuredStep
 from megatron.offload.planner.online.shared_memory import SharesMemory, divided_budget

@@ -14,9 +14,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from megatron.offload.activations.placement.plan import Plan, Prediction
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import InfeasibleBudgetError
-from megatron.offload.placement.plan import Plan, Prediction
 from megatron.offload.planner.profile.calibration import calibrated
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.solver.process import SolverProcess

@@ -31,19 +31,19 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.placement.atomic_file import write_atomically
+from megatron.offload.activations.placement.plan import Plan
+from megatron.offload.activations.placement.plan_file import plans_to_json
+from megatron.offload.activations.placement.plan_policy import PlannedPolicy
 from megatron.offload.config import OffloadConfig
-from megatron.offload.device.allocator import (
+from megatron.offload.device.device import Device
+from megatron.offload.errors import PREFIX, OffloadError
+from megatron.offload.machine.allocator import (
     START_WITH_ENVIRONMENT,
     allocator_name,
     keeps_freed_memory,
 )
-from megatron.offload.device.device import Device
-from megatron.offload.engine import OffloadEngine
-from megatron.offload.errors import PREFIX, OffloadError
-from megatron.offload.placement.atomic_file import write_atomically
-from megatron.offload.placement.plan import Plan
-from megatron.offload.placement.plan_file import plans_to_json
-from megatron.offload.placement.plan_policy import PlannedPolicy
 from megatron.offload.planner.online.consensus import (
     RankConsensus,
     agreed_profile,

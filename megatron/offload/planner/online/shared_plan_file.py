@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file of `--activation-offload-plan`, as the ranks of a run share it: `SharedPlanFile`.
 
-`placement/plan_file.py` reads and writes what is in the file.
+`activations/placement/plan_file.py` reads and writes what is in the file.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from megatron.offload.activations.placement.atomic_file import check_place
+from megatron.offload.activations.placement.plan import Plan
+from megatron.offload.activations.placement.plan_file import load_plans, save_plans, update_plan
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.errors import PREFIX, ConfigurationError
-from megatron.offload.placement.atomic_file import check_place
-from megatron.offload.placement.plan import Plan
-from megatron.offload.placement.plan_file import load_plans, save_plans, update_plan
-from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.online.consensus import RankConsensus, check_same, raise_first
 from megatron.offload.planner.online.stage import Stage
 

@@ -10,10 +10,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.offload.activations.placement.plan import Plan
+from megatron.offload.activations.placement.plan_table import plan_table
+from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.plan import Plan
-from megatron.offload.placement.plan_table import plan_table
-from megatron.offload.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import HandsOver
 

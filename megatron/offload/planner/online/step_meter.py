@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.clock import Moment
 from megatron.offload.device.device import Device
-from megatron.offload.engine import OffloadEngine
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.online.drift import MeasuredStep
 from megatron.offload.planner.profile.build import Rates, passes_s, profile_of, tier_profiles
 from megatron.offload.planner.profile.pipeline_schedule import Pass, PipelinePosition

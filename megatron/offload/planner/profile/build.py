@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.offload.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
+from megatron.offload.activations.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
+from megatron.offload.activations.saved.scope import name_after
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import (
     HandsOver,
@@ -22,7 +23,6 @@ from megatron.offload.planner.profile.stage_profile import (
     TierProfile,
 )
 from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, Timestamp
-from megatron.offload.saved.scope import name_after
 from megatron.offload.tiers.tier import Tier
 
 Seconds = Callable[[Timestamp | None, Timestamp | None], float]

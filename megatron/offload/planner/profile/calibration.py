@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from megatron.offload.placement.plan import Prediction
+from megatron.offload.activations.placement.plan import Prediction
 from megatron.offload.planner.profile.numbers import with_numbers
 from megatron.offload.planner.profile.stage_profile import StageProfile
 

@@ -11,12 +11,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from megatron.offload.activations.placement.policy import WHOLE_LAYER
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.device.clock import Moment
 from megatron.offload.device.device import Device
-from megatron.offload.placement.policy import WHOLE_LAYER
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, Timestamp
-from megatron.offload.saved.scope import Scope
 from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.stats.trace import COMPUTE, WAIT, Tracer, name_of
 

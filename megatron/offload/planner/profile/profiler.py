@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 
+from megatron.offload.activations.placement.policy import WHOLE_LAYER
+from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.device.device import Device
-from megatron.offload.placement.policy import WHOLE_LAYER
 from megatron.offload.planner.profile.pipeline_schedule import Pass
 from megatron.offload.planner.profile.stage_profile import tokens_of
 from megatron.offload.planner.profile.timings import (
@@ -32,8 +34,6 @@ from megatron.offload.planner.profile.timings import (
     TimeSpan,
     Timestamp,
 )
-from megatron.offload.saved.autograd_graph import node_of
-from megatron.offload.saved.scope import Scope
 
 
 class Profiler:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron.offload.placement.policy import WHOLE_LAYER
+from megatron.offload.activations.placement.policy import WHOLE_LAYER
 
 
 class Timestamp(NamedTuple):

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.plan import Plan, PlannedPart
-from megatron.offload.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
 from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import (

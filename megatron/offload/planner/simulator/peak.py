@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.planner.simulator import rows
 from megatron.offload.planner.simulator.arrays import Rows
-from megatron.offload.saved.scope import Scope
 from megatron.offload.stats.memory_parts import (
     AHEAD,
     PARTS,

@@ -56,8 +56,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron.offload.activations.placement.plan import Plan, Prediction
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.plan import Plan, Prediction
 from megatron.offload.planner.profile.pipeline_schedule import Pass
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator import rows

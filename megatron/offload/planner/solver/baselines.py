@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.plan import Plan, PlannedPart
-from megatron.offload.placement.policy import Placement
 from megatron.offload.planner.profile.pipeline_schedule import pipeline_schedule
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.instructions import FIRST_TIER, KEEP, RECOMPUTE_LAYER

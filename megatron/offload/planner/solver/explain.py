@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from megatron.offload.placement.policy import Placement
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import (
     FIRST_TIER,

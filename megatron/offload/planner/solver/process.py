@@ -18,8 +18,8 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
+from megatron.offload.activations.placement.plan import Plan, Prediction
 from megatron.offload.errors import PREFIX, ConfigurationError, InfeasibleBudgetError, OffloadError
-from megatron.offload.placement.plan import Plan, Prediction
 from megatron.offload.planner.profile.stage_profile import StageProfile
 
 

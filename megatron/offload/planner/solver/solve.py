@@ -12,8 +12,8 @@ import functools
 import math
 from dataclasses import replace
 
+from megatron.offload.activations.placement.plan import Plan
 from megatron.offload.errors import PREFIX, ConfigurationError, InfeasibleBudgetError
-from megatron.offload.placement.plan import Plan
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import (

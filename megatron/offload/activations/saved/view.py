@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megatron.offload.saved.record import SavedStorage
-from megatron.offload.saved.resident import changed_in_place
-from megatron.offload.saved.tensor_kind import without_graph
+from megatron.offload.activations.saved.record import SavedStorage
+from megatron.offload.activations.saved.resident import changed_in_place
+from megatron.offload.activations.saved.tensor_kind import without_graph
 
 _alias = torch.Tensor._make_subclass
 

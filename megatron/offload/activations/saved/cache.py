@@ -30,10 +30,10 @@ from typing import NamedTuple
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from megatron.offload.saved.record import SavedReference, SavedStorage, Span
-from megatron.offload.saved.scope import Scope
-from megatron.offload.saved.storage_reference import StorageReference
-from megatron.offload.saved.tensor_kind import kind_of, kinds
+from megatron.offload.activations.saved.record import SavedReference, SavedStorage, Span
+from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.saved.storage_reference import StorageReference
+from megatron.offload.activations.saved.tensor_kind import kind_of, kinds
 
 _dispatch_keys = torch._C._dispatch_keys
 

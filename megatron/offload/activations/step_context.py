@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron.offload.saved.observer import Observer
-from megatron.offload.saved.save_order import SaveOrder
-from megatron.offload.saved.scope import Scope
+from megatron.offload.activations.saved.observer import Observer
+from megatron.offload.activations.saved.save_order import SaveOrder
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.stats.memory_sampler import MemorySampler
 from megatron.offload.stats.statistics import StepStatistics

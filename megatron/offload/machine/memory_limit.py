@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.offload.device.kernel_text import kernel_text
-from megatron.offload.device.mounts import Mount, read_mountinfo
+from megatron.offload.machine.kernel_text import kernel_text
+from megatron.offload.machine.mounts import Mount, read_mountinfo
 
 PHYSICAL = "physical memory"
 

@@ -11,9 +11,9 @@ import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from megatron.offload.activations.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
+from megatron.offload.activations.saved.scope import layer_of
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
-from megatron.offload.saved.scope import layer_of
 
 _PARTS = ("attention", "mlp")
 _ALL_PARTS = (*_PARTS, WHOLE_LAYER, *(part + SELECTIVE for part in _PARTS))

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.offload.device.kernel_text import kernel_text
+from megatron.offload.machine.kernel_text import kernel_text
 
 SYS = Path("/sys")
 MOUNTINFO = Path("/proc/self/mountinfo")

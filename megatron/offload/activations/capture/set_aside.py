@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron.offload.capture.hooks import PLAIN_TORCH, SavedTensorHooks
-from megatron.offload.saved.cache import TensorCache
-from megatron.offload.saved.record import State
-from megatron.offload.saved.scope import Scope
-from megatron.offload.saved.view import SavedView
+from megatron.offload.activations.capture.hooks import PLAIN_TORCH, SavedTensorHooks
+from megatron.offload.activations.saved.cache import TensorCache
+from megatron.offload.activations.saved.record import State
+from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.saved.view import SavedView
+from megatron.offload.activations.transfer.reader import Reader
+from megatron.offload.activations.transfer.writer import Writer
 from megatron.offload.tiers.tier import Tier
-from megatron.offload.transfer.reader import Reader
-from megatron.offload.transfer.writer import Writer
 
 
 class Emptied:

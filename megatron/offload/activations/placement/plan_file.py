@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
+from megatron.offload.activations.placement.atomic_file import write_atomically
+from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.activations.placement.policy import SELECTIVE, Placement
 from megatron.offload.documents import FAULTS, check_finite, from_json, in_file, reason_of
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.placement.atomic_file import write_atomically
-from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
-from megatron.offload.placement.policy import SELECTIVE, Placement
 
 FORMAT_VERSION = 1
 

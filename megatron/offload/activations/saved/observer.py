@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from megatron.offload.saved.scope import Scope
+from megatron.offload.activations.saved.scope import Scope
 
 
 class Observer(Protocol):

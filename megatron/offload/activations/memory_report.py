@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.offload.activations.saved.cache import TensorCache
+from megatron.offload.activations.step_context import StepContext
 from megatron.offload.device.device import Device
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.saved.cache import TensorCache
 from megatron.offload.stats.memory_parts import StepMemory
 from megatron.offload.stats.memory_sampler import MemorySampler
-from megatron.offload.stats.step_context import StepContext
 from megatron.offload.stats.trace import path_of_rank
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from megatron.offload.capture.hooks import PLAIN_TORCH, Packed, SavedTensorHooks
+from megatron.offload.activations.capture.hooks import PLAIN_TORCH, Packed, SavedTensorHooks
+from megatron.offload.activations.transfer.batch import Batch
 from megatron.offload.device.cuda import is_captured
-from megatron.offload.transfer.batch import Batch
 
 
 class SavingContext(torch.autograd.graph.saved_tensors_hooks):

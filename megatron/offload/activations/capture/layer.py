@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
-from megatron.offload.capture.hooks import (
+from megatron.offload.activations.capture.hooks import (
     PLAIN_TORCH,
     Move,
     Packed,
     SavedTensorHooks,
     needed_together,
 )
-from megatron.offload.saved.autograd_graph import (
+from megatron.offload.activations.saved.autograd_graph import (
     is_kept_by_accumulator,
     node_of,
     saved_tensors_between,
 )
-from megatron.offload.saved.cache import TensorCache
-from megatron.offload.saved.scope import Scope
-from megatron.offload.stats.step_context import StepContext
-from megatron.offload.transfer.batch import Batch
-from megatron.offload.transfer.writer import Writer
+from megatron.offload.activations.saved.cache import TensorCache
+from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.step_context import StepContext
+from megatron.offload.activations.transfer.batch import Batch
+from megatron.offload.activations.transfer.writer import Writer
 
 
 class LayerCapture:

@@ -9,8 +9,8 @@ from textwrap import indent
 
 from tabulate import tabulate
 
-from megatron.offload.placement.plan import Plan, PlannedPart, Prediction
-from megatron.offload.placement.policy import Placement
+from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.sizes import format_size
 
 _HEADINGS = ("layers", "part", "each", "placement", "why")

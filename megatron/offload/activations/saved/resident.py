@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.errors import ChangedInPlaceError
-from megatron.offload.saved.scope import Scope
 
 _alias = torch.Tensor._make_subclass
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from megatron.offload.placement.plan import Plan
-from megatron.offload.placement.policy import WHOLE_LAYER, Placement
-from megatron.offload.saved.scope import Scope
+from megatron.offload.activations.placement.plan import Plan
+from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement
+from megatron.offload.activations.saved.scope import Scope
 
 
 class PlannedPolicy:

@@ -16,8 +16,8 @@ import time
 import weakref
 from collections.abc import Callable
 
-from megatron.offload.saved.record import SavedReference, SavedStorage, State
-from megatron.offload.saved.save_order import SaveOrder
+from megatron.offload.activations.saved.record import SavedReference, SavedStorage, State
+from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.tiers.budget import ByteBudget
 
 _AWAY = (State.QUEUED, State.WRITING, State.ON_TIER)  # from memory, or about to leave it

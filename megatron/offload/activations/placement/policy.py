@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 from typing import Protocol
 
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.layer_set import LayerSet
-from megatron.offload.saved.scope import Scope
 
 
 class Placement(enum.Enum):

@@ -14,15 +14,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megatron.offload.activations.saved.record import SavedReference, SavedStorage
+from megatron.offload.activations.saved.scope import layer_of
+from megatron.offload.activations.step_context import StepContext
+from megatron.offload.activations.transfer.dispatcher import Dispatcher
 from megatron.offload.device.device import Device
-from megatron.offload.saved.record import SavedReference, SavedStorage
-from megatron.offload.saved.scope import layer_of
-from megatron.offload.stats.step_context import StepContext
 from megatron.offload.stats.trace import WAIT
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.transfer import Transfer
-from megatron.offload.transfer.dispatcher import Dispatcher
 
 
 class Outgoing(NamedTuple):

@@ -24,9 +24,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron.offload.saved.bits import bits_bytes, fetch_largest, pack_bits, unpack_bits
-from megatron.offload.saved.scope import Scope
-from megatron.offload.saved.storage_reference import StorageReference, copy_of, place_of
+from megatron.offload.activations.saved.bits import (
+    bits_bytes,
+    fetch_largest,
+    pack_bits,
+    unpack_bits,
+)
+from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.saved.storage_reference import StorageReference, copy_of, place_of
 
 
 class Span(NamedTuple):

@@ -16,43 +16,43 @@ from typing import Any
 
 import torch
 
-from megatron.offload.capture.context import SavingContext
-from megatron.offload.capture.hooks import SavedTensorHooks
-from megatron.offload.capture.layer import LayerCapture
-from megatron.offload.capture.set_aside import SetAside
+from megatron.offload.activations.capture.context import SavingContext
+from megatron.offload.activations.capture.hooks import SavedTensorHooks
+from megatron.offload.activations.capture.layer import LayerCapture
+from megatron.offload.activations.capture.set_aside import SetAside
+from megatron.offload.activations.memory_report import MemoryReport
+from megatron.offload.activations.placement.policy import FixedPolicy, Placement, Policy
+from megatron.offload.activations.saved.cache import LongLived, TensorCache
+from megatron.offload.activations.saved.observer import Observer
+from megatron.offload.activations.saved.save_order import SaveOrder
+from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.saved.weight_casts import WeightCasts
+from megatron.offload.activations.step_context import StepContext
+from megatron.offload.activations.transfer.batch import Batch
+from megatron.offload.activations.transfer.dispatcher import Dispatcher
+from megatron.offload.activations.transfer.lead import Lead
+from megatron.offload.activations.transfer.reader import Reader
+from megatron.offload.activations.transfer.writer import Writer
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES, OffloadConfig
-from megatron.offload.device.allocator import (
-    START_WITH_ENVIRONMENT,
-    allocator_name,
-    keeps_freed_memory,
-)
 from megatron.offload.device.clock import Clock
 from megatron.offload.device.cuda_allocator import START_WITH_EXPANDABLE, keeps_fragments
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
-from megatron.offload.device.own_process import OwnProcess
 from megatron.offload.errors import PREFIX, ConfigurationError
-from megatron.offload.placement.policy import FixedPolicy, Placement, Policy
-from megatron.offload.saved.cache import LongLived, TensorCache
-from megatron.offload.saved.observer import Observer
-from megatron.offload.saved.save_order import SaveOrder
-from megatron.offload.saved.scope import Scope
-from megatron.offload.saved.weight_casts import WeightCasts
+from megatron.offload.machine.allocator import (
+    START_WITH_ENVIRONMENT,
+    allocator_name,
+    keeps_freed_memory,
+)
+from megatron.offload.machine.own_process import OwnProcess
 from megatron.offload.stats.compute_waits import ComputeWaits
-from megatron.offload.stats.memory_report import MemoryReport
 from megatron.offload.stats.memory_sampler import MemorySampler
 from megatron.offload.stats.statistics import StepStatistics
-from megatron.offload.stats.step_context import StepContext
 from megatron.offload.stats.trace import Tracer
 from megatron.offload.stats.traffic import Traffic
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.open import open_tiers
 from megatron.offload.tiers.tier import Tier
-from megatron.offload.transfer.batch import Batch
-from megatron.offload.transfer.dispatcher import Dispatcher
-from megatron.offload.transfer.lead import Lead
-from megatron.offload.transfer.reader import Reader
-from megatron.offload.transfer.writer import Writer
 
 logger = logging.getLogger(__name__)
 

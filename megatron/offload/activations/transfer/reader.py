@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
+from megatron.offload.activations.saved.record import SavedReference, SavedStorage, State
+from megatron.offload.activations.saved.save_order import SaveOrder
+from megatron.offload.activations.saved.view import SavedView
+from megatron.offload.activations.step_context import StepContext
+from megatron.offload.activations.transfer.dispatcher import Dispatcher
+from megatron.offload.activations.transfer.prefetcher import Prefetcher
+from megatron.offload.activations.transfer.run_ahead import RunAhead
 from megatron.offload.device.device import Device
 from megatron.offload.errors import StorageError
-from megatron.offload.saved.record import SavedReference, SavedStorage, State
-from megatron.offload.saved.save_order import SaveOrder
-from megatron.offload.saved.view import SavedView
-from megatron.offload.stats.step_context import StepContext
 from megatron.offload.stats.trace import WAIT, Tracer, name_of
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.transfer import Transfer
-from megatron.offload.transfer.dispatcher import Dispatcher
-from megatron.offload.transfer.prefetcher import Prefetcher
-from megatron.offload.transfer.run_ahead import RunAhead
 
 _NOW = float("-inf")  # the deadline of a read that compute waits for
 _SOON = 0.0  # of one that it will wait for next; what it reads ahead itself counts from 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 
-from megatron.offload.saved.record import SavedReference, SavedStorage
+from megatron.offload.activations.saved.record import SavedReference, SavedStorage
 
 
 class SaveOrder:

@@ -32,13 +32,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.activations.saved.resident import changed_in_place
+from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.saved.storage_reference import StorageReference
+from megatron.offload.activations.saved.tensor_kind import kind_of, without_graph
+from megatron.offload.activations.saved.view import witness_of
 from megatron.offload.errors import ChangedInPlaceError
-from megatron.offload.saved.autograd_graph import node_of
-from megatron.offload.saved.resident import changed_in_place
-from megatron.offload.saved.scope import Scope
-from megatron.offload.saved.storage_reference import StorageReference
-from megatron.offload.saved.tensor_kind import kind_of, without_graph
-from megatron.offload.saved.view import witness_of
 
 _CAST = "ToCopyBackward0"  # autograd's name of what `Tensor.to` does
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from megatron.offload.activations.transfer.writer import Outgoing, Writer
 from megatron.offload.sizes import MIB
-from megatron.offload.transfer.writer import Outgoing, Writer
 
 _ENOUGH_BYTES = 8 * MIB  # a drive takes far longer for so much than it takes to wake a thread
 

@@ -14,20 +14,20 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from megatron.offload.activations.placement.policy import Placement, Policy
+from megatron.offload.activations.saved.cache import TensorCache, span_of
+from megatron.offload.activations.saved.record import SavedStorage, Span
+from megatron.offload.activations.saved.resident import ResidentTensor
+from megatron.offload.activations.saved.tensor_kind import kind_of
+from megatron.offload.activations.saved.view import SavedView
+from megatron.offload.activations.saved.weight_casts import WeightCast, WeightCasts
+from megatron.offload.activations.step_context import StepContext
+from megatron.offload.activations.transfer.batch import Batch
+from megatron.offload.activations.transfer.reader import Reader
+from megatron.offload.activations.transfer.writer import Writer
 from megatron.offload.device.cuda import check_not_captured, is_captured
 from megatron.offload.errors import PREFIX
-from megatron.offload.placement.policy import Placement, Policy
-from megatron.offload.saved.cache import TensorCache, span_of
-from megatron.offload.saved.record import SavedStorage, Span
-from megatron.offload.saved.resident import ResidentTensor
-from megatron.offload.saved.tensor_kind import kind_of
-from megatron.offload.saved.view import SavedView
-from megatron.offload.saved.weight_casts import WeightCast, WeightCasts
-from megatron.offload.stats.step_context import StepContext
 from megatron.offload.tiers.tier import Tier
-from megatron.offload.transfer.batch import Batch
-from megatron.offload.transfer.reader import Reader
-from megatron.offload.transfer.writer import Writer
 
 logger = logging.getLogger(__name__)
 
