@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron.offload.errors import LostStateError, OffloadError
-from megatron.offload.states.bucket import Where
+from megatron.offload.moving.storage import Where
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.tiers.ssd import SsdBlock, SsdTier
 from tests.behaviour.test_optimizer_states_stay_bit_identical import OPTIMIZERS, Trained, same

@@ -55,8 +55,6 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_compute_thr
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 
-_NO_TRACKS = "the timeline is that of activations"
-
 # By fault: what is promised, and for each stream why the promise is not kept, or "".
 _PROMISES: dict[str, tuple[str, dict[str, str]]] = {}
 
@@ -660,9 +658,6 @@ def test_waits_are_counted(
 @promise(
     "a timeline is asked for (`--activation-offload-trace`)",
     "it has tracks for the stream's reads and writes",
-    states=_NO_TRACKS,
-    parameters=_NO_TRACKS,
-    gradients=_NO_TRACKS,
 )
 def test_the_timeline_has_its_tracks(
     stream: str, opened: Callable[..., Training], tmp_path: Path

@@ -24,9 +24,10 @@ import torch
 from megatron.offload import ConfigurationError, offload_optimizer
 from megatron.offload.errors import InterruptedStepError, LostStateError
 from megatron.offload.integration.torch.optimizer import OptimizerOffload
+from megatron.offload.moving.bucket import Bucket
+from megatron.offload.moving.layout import Layout
+from megatron.offload.moving.storage import Where
 from megatron.offload.sizes import MIB
-from megatron.offload.states.bucket import Bucket, Where
-from megatron.offload.states.layout import Layout
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.states.window import Window
 from megatron.offload.tiers import ssd

@@ -20,9 +20,10 @@ from megatron.offload import (
 )
 from megatron.offload.errors import InterruptedStepError, LostStateError, OffloadError
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
+from megatron.offload.moving.bucket import Bucket
+from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.away_gradient import AwayGradient, piece_of
 from megatron.offload.parameters.gradients import Gradients
-from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.tiers.drive import Drive
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.behaviour.test_gradient_offload import batches_of, weights_leave_alone

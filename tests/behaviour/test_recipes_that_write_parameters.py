@@ -28,7 +28,7 @@ from megatron.offload.integration.torch.parameter_offload import (
     ParameterOffload,
     unit_backward,
 )
-from megatron.offload.parameters.unit import Where
+from megatron.offload.moving.storage import Where
 from tests.behaviour.test_parameters_that_others_write import LAYERS, Net, batch
 from tests.support.beneath import beneath
 
@@ -366,7 +366,7 @@ def test_touching_a_parameter_shows_its_unit_and_no_other(
     assert handle.window is not None
     assert not model.layers[1].up.bias.isnan().any()
     units = handle.window.units
-    assert not beneath(model.layers[1].gate).isnan().any() and units[1].where is Where.AWAY
+    assert not beneath(model.layers[1].gate).isnan().any() and units[1].where is Where.ON_TIER
     assert beneath(model.layers[2].gate).isnan().all()
     with torch.no_grad():
         model(batch(0))

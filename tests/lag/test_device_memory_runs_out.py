@@ -19,8 +19,8 @@ from megatron.offload.activations.transfer.reader import Reader
 from megatron.offload.device import open as open_module
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.device.room import Room
+from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.parameters.gradients import Gradients
-from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import MIB
 from megatron.offload.states.window import Window
 from tests.lag import test_gradients_on_an_accelerator as of_gradients
@@ -94,9 +94,9 @@ def test_without_any_room_the_error_is_torchs(
     """From the first read on that compute needs."""
     reads = {
         "activations": (Reader, "_read"),
-        "states": (Window, "_read"),
-        "parameters": (ParameterWindow, "_try_twice"),
-        "gradients": (Gradients, "_read"),
+        "states": (OnlyCopy, "bring"),
+        "parameters": (OnlyCopy, "bring"),
+        "gradients": (OnlyCopy, "bring"),
     }
     owner, name = reads[stream]
     read: Callable[..., Any] = getattr(owner, name)

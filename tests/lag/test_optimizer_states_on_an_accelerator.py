@@ -13,8 +13,8 @@ import torch
 
 from megatron.offload import ConfigurationError
 from megatron.offload.integration.torch.optimizer import OptimizerOffload, offload_optimizer
+from megatron.offload.moving.storage import Where
 from megatron.offload.sizes import MIB
-from megatron.offload.states.bucket import Where
 from megatron.offload.tiers.host import HostTier
 from tests.support.accelerators import Lag
 from tests.support.lag.module import LagModule

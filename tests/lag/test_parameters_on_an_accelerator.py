@@ -19,7 +19,8 @@ from megatron.offload import (
 )
 from megatron.offload.errors import LostStateError
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
-from megatron.offload.parameters.unit import ParameterUnit, Where
+from megatron.offload.moving.storage import Where
+from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.drive import Drive
 from tests.support.accelerators import Lag
@@ -188,11 +189,11 @@ def test_what_is_away_reads_as_nan_until_it_is_shown(lag: LagModule, tmp_path: P
     wide = Wide(tmp_path, mode="host")
     wide.settle()
     unit = wide.units[-1]
-    assert unit.where is Where.AWAY and beneath(unit.params[0]).isnan().all()
+    assert unit.where is Where.ON_TIER and beneath(unit.params[0]).isnan().all()
     wide.handle.expose()
     assert not beneath(unit.params[0]).isnan().any()
     wide.model(torch.ones(1, 512).to(DEVICE))
-    assert unit.where is not Where.AWAY and wide.units[0].where is Where.AWAY
+    assert unit.where is not Where.ON_TIER and wide.units[0].where is Where.ON_TIER
     wide.handle.close()
 
 
@@ -239,7 +240,7 @@ def test_memory_that_a_copy_is_still_to_fill_is_filled_after_that(
     lag.late(device._load, 0.1)
     first.begin_read()
     place = first._memory.storage.data_ptr()
-    assert first.put_away(wide.handle.window.tiers) and first.where is Where.AWAY
+    assert first.put_away(wide.handle.window.copies) and first.where is Where.ON_TIER
     if who == "a new unit":
         taker = ParameterUnit("another", [torch.nn.Parameter(others)], device)
     else:

@@ -98,7 +98,7 @@ _READER, _WRITER, _BOUNCE = (
     "activations/transfer/writer.py",
     "tiers/bounce.py",
 )
-_WINDOW = "states/window.py"
+_STORAGE, _ONLY_COPY = "moving/storage.py", "moving/only_copy.py"
 _STEP_ON_HOST = "states/step_on_host.py"
 _ASIDE, _GRADIENTS = "activations/capture/set_aside.py", "parameters/gradients.py"
 _UNIT = "parameters/unit.py"
@@ -482,9 +482,9 @@ MISTAKES: tuple[Mistake, ...] = (
         _STATES,
         (
             (
-                _WINDOW,
-                "Window.bring",
-                "self._device.use_after(bucket.storage, events)",
+                _STORAGE,
+                "MovingStorage.use_here",
+                "self._device.use_after(self.storage, self._events)",
                 "pass",
             ),
         ),
@@ -494,8 +494,8 @@ MISTAKES: tuple[Mistake, ...] = (
         _STATES,
         (
             (
-                _WINDOW,
-                "Window.put_away",
+                _ONLY_COPY,
+                "OnlyCopy.put_away",
                 "None if self._device.is_host else self._device.record_event()",
                 "None",
             ),
@@ -506,8 +506,8 @@ MISTAKES: tuple[Mistake, ...] = (
         _STATES,
         (
             (
-                _WINDOW,
-                "Window.put_away",
+                _ONLY_COPY,
+                "OnlyCopy.put_away",
                 "self._device.record_event()",
                 "self._device.record_event(self._device._load)",
             ),
@@ -518,10 +518,10 @@ MISTAKES: tuple[Mistake, ...] = (
         _STATES,
         (
             (
-                "states/bucket.py",
-                "Bucket.begin_write",
+                _STORAGE,
+                "MovingStorage.begin_write",
                 "self.watch()",
-                "self.where, self.storage = Where.ON_TIER, None",
+                "self.where, self._transfer = Where.ON_TIER, None\n    self._memory.release()",
             ),
         ),
     ),
@@ -624,43 +624,43 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     # -- Parameters of units ----------------------------------------------------------------------
     Mistake(
-        "layers compute before their parameters have arrived",
+        "parameters or gradients are used before they have arrived",
         _PARAMETERS,
         (
             (
-                _UNIT,
-                "ParameterUnit.use_here",
-                "self._device.use_after(self._memory.storage, self._events)",
+                _STORAGE,
+                "MovingStorage.use_here",
+                "self._device.use_after(self.storage, self._events)",
                 "pass",
             ),
         ),
     ),
     Mistake(
-        "a unit is written before the device has updated it",
+        "a unit or gradients are written before the device has made them",
         _PARAMETERS,
-        ((_UNIT, "ParameterUnit.put_away", "after = self._device.record_event()", "after = None"),),
+        ((_ONLY_COPY, "OnlyCopy.put_away", "else self._device.record_event()", "else None"),),
     ),
     Mistake(
-        "the event of a unit's update is recorded in the stream of copies",
+        "the event of a unit or of gradients is recorded in the stream of copies",
         _PARAMETERS,
         (
             (
-                _UNIT,
-                "ParameterUnit.put_away",
-                "after = self._device.record_event()",
-                "after = self._device.record_event(self._device._load)",
+                _ONLY_COPY,
+                "OnlyCopy.put_away",
+                "else self._device.record_event()",
+                "else self._device.record_event(self._device._load)",
             ),
         ),
     ),
     Mistake(
-        "a unit is let go before its write has ended",
+        "a unit or gradients are let go before their write has ended",
         _PARAMETERS,
         (
             (
-                _UNIT,
-                "ParameterUnit.put_away",
-                "self._watch()",
-                "self.where, self._transfer = Where.AWAY, None\n            self._memory.release()",
+                _STORAGE,
+                "MovingStorage.begin_write",
+                "self.watch()",
+                "self.where, self._transfer = Where.ON_TIER, None\n    self._memory.release()",
             ),
         ),
     ),
@@ -669,9 +669,9 @@ MISTAKES: tuple[Mistake, ...] = (
         _PARAMETERS,
         (
             (
-                _UNIT,
-                "ParameterUnit.use_here",
-                "self._device.use_after(self._memory.storage, self._events)",
+                _STORAGE,
+                "MovingStorage.use_here",
+                "self._device.use_after(self.storage, self._events)",
                 "for event in self._events:\n"
                 "        self._device.current_stream().wait_event(event)",
             ),
@@ -697,23 +697,6 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     # -- Gradients of units -----------------------------------------------------------------------
     Mistake(
-        "gradients are written before the device has made them",
-        _PARAMETERS,
-        ((_GRADIENTS, "Gradients._put_away", "else self._device.record_event()", "else None"),),
-    ),
-    Mistake(
-        "the event of gradients is recorded in the stream of copies",
-        _PARAMETERS,
-        (
-            (
-                _GRADIENTS,
-                "Gradients._put_away",
-                "else self._device.record_event()",
-                "else self._device.record_event(self._device._load)",
-            ),
-        ),
-    ),
-    Mistake(
         "small gradients are packed on another stream",
         _PARAMETERS,
         (
@@ -723,30 +706,6 @@ MISTAKES: tuple[Mistake, ...] = (
                 "layout.store(tensors.items(), storage)",
                 "with self._device.use_stream(self._device._pieces):\n"
                 "            layout.store(tensors.items(), storage)",
-            ),
-        ),
-    ),
-    Mistake(
-        "the optimizer uses gradients before they have arrived",
-        _PARAMETERS,
-        (
-            (
-                _GRADIENTS,
-                "Gradients._read",
-                "self._device.use_after(piece.storage, events)",
-                "pass",
-            ),
-        ),
-    ),
-    Mistake(
-        "memory of gradients is reused while the optimizer is still to read it",
-        _PARAMETERS,
-        (
-            (
-                _GRADIENTS,
-                "Gradients._read",
-                "self._device.use_after(piece.storage, events)",
-                "for event in events:\n            self._device.current_stream().wait_event(event)",
             ),
         ),
     ),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import queue
 import struct
 import threading
 from collections.abc import Iterator
@@ -102,10 +103,10 @@ def test_who_is_interrupted_ends_the_call_first() -> None:
     """Else whatever is around the pass would be left while the pass goes on."""
     began, interrupted, ended = threading.Event(), threading.Event(), threading.Event()
 
-    class Interrupting(threading.Semaphore):
+    class Interrupting(queue.SimpleQueue):  # type: ignore[type-arg]
         """The wait that somebody at the keyboard ends."""
 
-        def acquire(self, *_: object) -> bool:  # type: ignore[override]
+        def get(self, *_: object) -> None:
             assert began.wait(10)
             interrupted.set()
             raise KeyboardInterrupt
@@ -120,7 +121,7 @@ def test_who_is_interrupted_ends_the_call_first() -> None:
             ended.set()
 
     call = PausableCall(function, "interrupted", CPU)
-    call._has_stopped = Interrupting(0)
+    call._has_stopped = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         call.go_on()
     ends = ended.is_set()

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megatron.offload.errors import PARAMETERS_PREFIX
+from megatron.offload.moving.memory import open_staying_memory
+from megatron.offload.moving.only_copy import OnlyCopy
+from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.places import Part
-from megatron.offload.parameters.unit import ParameterUnit, Where, can_take_place
-from megatron.offload.parameters.unit_memory import open_unit_memory
+from megatron.offload.parameters.unit import ParameterUnit, can_take_place
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.host import HostBlock, HostTier
@@ -33,10 +36,14 @@ def tier() -> Iterator[HostTier]:
 def unit(tier: HostTier) -> ParameterUnit:
     params = [torch.nn.Parameter(torch.full((32, 16), float(n))) for n in range(3)]
     unit = ParameterUnit("layers", params, SimulatedDevice())
-    assert unit.put_away([tier])
+    assert unit.put_away(on(tier))
     unit.wait_for_write()
-    assert unit.where is Where.AWAY
+    assert unit.where is Where.ON_TIER
     return unit
+
+
+def on(tier: HostTier) -> OnlyCopy:
+    return OnlyCopy(PARAMETERS_PREFIX, [tier], SimulatedDevice(), [], lambda unit: unit.name)
 
 
 def values(unit: ParameterUnit) -> list[float]:
@@ -44,12 +51,12 @@ def values(unit: ParameterUnit) -> list[float]:
 
 
 def test_views_come_back_with_the_memory() -> None:
-    memory = open_unit_memory(64, SimulatedDevice())
+    memory = open_staying_memory(64, SimulatedDevice())
     view = torch.empty(0, dtype=torch.uint8).set_(memory.storage)[:8]
     view.fill_(3)
     memory.release()
     assert memory.storage.nbytes() == 0
-    memory.obtain()
+    memory.for_read()
     assert view.untyped_storage()._cdata == memory.storage._cdata
     view.fill_(4)
     assert memory.storage[7] == 4
@@ -59,7 +66,7 @@ def test_what_is_away_takes_no_memory_and_is_shown_where_it_is(unit: ParameterUn
     assert unit._memory.storage.nbytes() == 0
     assert all(torch.tensor(values(unit)).isnan())
     unit.show()
-    assert values(unit) == [0, 1, 2] and unit.where is Where.AWAY
+    assert values(unit) == [0, 1, 2] and unit.where is Where.ON_TIER
     unit.hide()
     assert all(torch.tensor(values(unit)).isnan())
 
@@ -74,7 +81,7 @@ def test_what_was_changed_while_it_was_shown_comes_back_to_the_device(
     unit.adopt()
     assert unit.where is Where.IN_MEMORY and values(unit) == [0, 7, 3]
     assert {p.untyped_storage()._cdata for p in unit.params} == {unit._memory.storage._cdata}
-    assert unit.put_away([tier])
+    assert unit.put_away(on(tier))
     unit.wait_for_write()
     unit.bring()
     assert values(unit) == [0, 7, 3]
@@ -88,7 +95,7 @@ def part(tier: HostTier) -> tuple[ParameterUnit, torch.Tensor]:
     params = [torch.nn.Parameter(torch.full((4, 4), float(n))) for n in range(3)]
     half = params[1].detach().view(-1)[8:]
     unit = ParameterUnit("layers", params, SimulatedDevice(), {params[1]: Part(half, 8, 16)})
-    assert unit.put_away([tier])
+    assert unit.put_away(on(tier))
     unit.wait_for_write()
     return unit, half
 
@@ -124,7 +131,7 @@ def test_what_is_not_read_is_nan_until_it_was_written(unit: ParameterUnit, tier:
     unit.bytes[unit.bytes_of(1, 0, 32 * 16)].view(torch.float32).fill_(6)
     unit.bring()
     assert values(unit)[1] == 6
-    assert unit.put_away([tier])
+    assert unit.put_away(on(tier))
     unit.wait_for_write()
     unit.bring()
     assert values(unit)[1] == 6
@@ -171,8 +178,8 @@ def test_memory_is_not_let_go_while_it_is_read_into(
     monkeypatch.setattr(tier, "begin_read", lambda block, into: (into, read))
     monkeypatch.setattr(unit._memory, "release", lambda: had_ended.append(read.done()))
     unit.begin_read()
-    assert unit.put_away([tier])
-    assert unit.where is Where.AWAY and had_ended == [True]
+    assert unit.put_away(on(tier))
+    assert unit.where is Where.ON_TIER and had_ended == [True]
 
 
 class Interrupted(Transfer):
@@ -207,11 +214,11 @@ def test_an_interrupt_leaves_memory_to_the_read_that_goes_on(
     monkeypatch.setattr(unit._memory, "release", lambda: (had_ended.append(read.done()), release()))
     unit.begin_read()
     with pytest.raises(KeyboardInterrupt):
-        unit.bring() if waits == "bring" else unit.put_away([tier])
+        unit.bring() if waits == "bring" else unit.put_away(on(tier))
     assert unit.where is Where.READING and not had_ended
     monkeypatch.setattr(tier, "begin_read", begin_read)
     read.run()
-    assert unit.put_away([tier]) and had_ended == [True]
+    assert unit.put_away(on(tier)) and had_ended == [True]
     unit.bring()
     assert values(unit) == [0, 1, 2]
 

@@ -15,9 +15,10 @@ import torch
 
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.states.bucket import Bucket, Where
+from megatron.offload.moving.bucket import Bucket
+from megatron.offload.moving.layout import Layout
+from megatron.offload.moving.storage import Where
 from megatron.offload.states.config import StatesConfig
-from megatron.offload.states.layout import Layout
 from megatron.offload.states.optimizer_slice import OptimizerSlice
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.tiers.host import HostTier
@@ -129,7 +130,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
 def _filled() -> tuple[Bucket, torch.Tensor]:
     value = torch.arange(1000.0)
     layout = Layout({(0, "exp_avg"): value})
-    bucket = Bucket([torch.zeros(1000)], lambda: None)
+    bucket = Bucket([torch.zeros(1000)], CpuDevice())
     storage = layout.new_storage(torch.device("cpu"))
     layout.store([((0, "exp_avg"), value)], storage)
     bucket.fill(layout, storage)
@@ -141,8 +142,7 @@ def test_memory_of_a_bucket_is_let_go_once_it_is_written(tier: Tier) -> None:
     assert bucket.begin_write(tier, None)
     bucket.wait_for_write()
     assert bucket.where is Where.ON_TIER and bucket.storage is None and not bucket.memory_bytes
-    bucket.begin_read()
-    bucket.end_read()
+    bucket.bring()
     assert bucket.where is Where.IN_MEMORY and bucket.storage is not None
     assert bucket.layout is not None
     assert torch.equal(bucket.layout.views(bucket.storage)[0, "exp_avg"], value)
@@ -166,7 +166,7 @@ def test_a_block_is_seen_in_its_place_and_changed_there(tier: Tier) -> None:
     seen = bucket.layout.views(tier.view(bucket.block))[0, "exp_avg"]
     assert torch.equal(seen, value)
     seen.add_(1)
-    assert bucket.renew()
+    bucket.renew()
     again = bucket.layout.views(tier.view(bucket.block))[0, "exp_avg"]
     assert torch.equal(again, value + 1)
 

@@ -20,6 +20,7 @@ not pause: their gradients are added before they are cast back. What no graph ha
 from __future__ import annotations
 
 import contextvars
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -49,8 +50,9 @@ class PausableCall(Generic[T]):
     def __init__(self, function: Callable[[], T], name: str, device: torch.device) -> None:
         self._function = function
         self._state_of_caller = ThreadState(device)
-        self._goes_on = threading.Semaphore(0)
-        self._has_stopped = threading.Semaphore(0)
+        # A signal's handler may raise in the middle of `threading.Semaphore`; these are of C.
+        self._goes_on: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._has_stopped: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_abandoned = False
         self._result: list[T] = []
         self._error: BaseException | None = None
@@ -67,9 +69,9 @@ class PausableCall(Generic[T]):
         if self._thread.ident is None:
             self._thread.start()
         torch.clear_autocast_cache()  # of the caller's casts, see Note [Autocast's cache]
-        self._goes_on.release()
+        self._goes_on.put(None)
         try:
-            self._has_stopped.acquire()
+            self._has_stopped.get()
         except BaseException:  # Ctrl-C: the caller does not return before the call has ended
             self.abandon()
             raise
@@ -84,8 +86,8 @@ class PausableCall(Generic[T]):
 
     def pause(self) -> None:
         """Called in it: waits until it is told to go on."""
-        self._has_stopped.release()
-        self._goes_on.acquire()
+        self._has_stopped.put(None)
+        self._goes_on.get()
         if self._is_abandoned:
             raise _Abandoned
 
@@ -97,12 +99,12 @@ class PausableCall(Generic[T]):
         """Ends it where it pauses next, unless it has ended. Waits for that."""
         if self._thread.ident is not None:
             self._is_abandoned = True
-            self._goes_on.release()
+            self._goes_on.put(None)
             self._thread.join()
 
     def _run(self) -> None:
         _of_thread.call = self
-        self._goes_on.acquire()
+        self._goes_on.get()
         try:
             if not self._is_abandoned:
                 with self._state_of_caller.entered():
@@ -112,7 +114,7 @@ class PausableCall(Generic[T]):
                 self._error = error
         finally:
             del self._function  # and what it refers to
-            self._has_stopped.release()
+            self._has_stopped.put(None)
 
 
 def running_call() -> PausableCall[Any] | None:

@@ -30,8 +30,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron.offload.errors import GRADIENTS_PREFIX, OffloadError
-from megatron.offload.states.bucket import Bucket
-from megatron.offload.states.stand_in import without_bytes
+from megatron.offload.moving.bucket import Bucket
+from megatron.offload.moving.placeholder import without_bytes
 
 _NORM = 2.0
 

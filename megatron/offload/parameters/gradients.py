@@ -20,24 +20,21 @@ parameters' window lets live of units.
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 import torch
 
-from megatron.offload.device.clock import Clock
 from megatron.offload.device.device import Device
-from megatron.offload.errors import GRADIENTS_PREFIX, LostStateError, OffloadError
+from megatron.offload.errors import GRADIENTS_PREFIX, OffloadError
 from megatron.offload.machine.allocator import return_freed_memory
+from megatron.offload.moving.bucket import Bucket
+from megatron.offload.moving.layout import Layout, dense_stride
+from megatron.offload.moving.only_copy import OnlyCopy
+from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.away_gradient import AwayGradient, away, piece_of
-from megatron.offload.sizes import format_size
-from megatron.offload.states.bucket import Bucket, Where
-from megatron.offload.states.layout import Layout, dense_stride
 from megatron.offload.tiers.tier import Tier
-
-logger = logging.getLogger(__name__)
 
 _KEY = "grad"  # in the names of a layout
 ALONE_BYTES = 1 << 20  # a gradient that is as large is a piece by itself
@@ -53,6 +50,7 @@ class Gradients:
         live_units: that may be in memory in the optimizer's step.
 
     Attributes:
+        copies: brings pieces and puts them away.
         peak_bytes: the most of them in memory, looked at when a unit's are complete and when the
             optimizer updates parameters.
     """
@@ -74,12 +72,9 @@ class Gradients:
         sizes = [sum(param.nbytes for param in params) for params in self._units]
         self._live_bytes = live_units * max(sizes)
         self._pieces: weakref.WeakSet[Bucket] = weakref.WeakSet()
+        self.copies = OnlyCopy(GRADIENTS_PREFIX, tiers, device, self._pieces, self._name)
         self._in_layer_major = False
         self._at, self._direction = 0, 1  # the unit that was updated last, and where to from there
-        self._has_warned = False
-        self._clock = Clock(device)
-        self._stall_s = 0.0
-        device.room.add(self)
 
     def has(self, param: torch.Tensor) -> bool:
         """Whether a parameter's gradient may leave."""
@@ -141,7 +136,7 @@ class Gradients:
             gradients: by parameter.
         """
         self._note_peak()
-        with self._clock.timed(self._add_stall):
+        with self.copies.waiting():
             for piece in list(self._pieces):  # of the unit before
                 piece.wait_for_write()
         if self._device.is_host:
@@ -164,11 +159,10 @@ class Gradients:
         else:
             storage = layout.new_storage(self._device.device)
             layout.store(tensors.items(), storage)
-        piece = Bucket(list(gradients), lambda: None)
+        piece = Bucket(list(gradients), self._device, self.copies.ended)
         piece.fill(layout, storage)
-        event = None if self._device.is_host else self._device.record_event()
-        if not any(piece.begin_write(tier, event) for tier in self._tiers):
-            self._warn_of_full_tiers(piece)
+        if not self.copies.put_away(piece):
+            self.copies.warn_of_refused("until the optimizer's step")
         self._pieces.add(piece)
         for param, gradient in gradients.items():
             self._stand_in(param, gradient, piece)
@@ -177,16 +171,9 @@ class Gradients:
         """Puts something in the place of a gradient that has left."""
         param.grad = away(gradient, piece)
 
-    def _warn_of_full_tiers(self, piece: Bucket) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%sno tier takes %s; they stay in memory until the optimizer's step and nothing "
-                "is lost, but more memory is needed; make room, and resume from a checkpoint if "
-                "memory runs short",
-                GRADIENTS_PREFIX,
-                format_size(piece.num_bytes),
-            )
+    def _name(self, piece: Bucket) -> str:
+        number = self._numbers.get(id(piece.params[0]), -1)
+        return f"unit {number + 1} of {len(self._units)}"
 
     # -- While the optimizer steps --------------------------------------------------------------
 
@@ -248,54 +235,14 @@ class Gradients:
             return
         piece.take_back()
         if piece.where is not Where.IN_MEMORY:
-            with self._clock.timed(self._add_stall):
-                self._read(piece, self._numbers[id(param)])
+            with self.copies.waiting():
+                self.copies.bring(piece)
         views = piece.views
         for index, one in enumerate(piece.params):
             away, view = one.grad, views[index, _KEY]
             if isinstance(away, AwayGradient) and away.piece is piece:
                 one.grad = away.brought(view if len(views) == 1 else view.clone())
         self._pieces.discard(piece)
-
-    def _read(self, piece: Bucket, number: int) -> None:
-        try:
-            events = self._device.room.read(piece.read)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            logger.warning("%sa read failed (%s); trying once more", GRADIENTS_PREFIX, error)
-            try:
-                events = self._device.room.read(piece.read)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as again:
-                raise LostStateError(
-                    f"{GRADIENTS_PREFIX}those of unit {number + 1} of "
-                    f"{len(self._units)} ({format_size(piece.num_bytes)}; {piece.block}) could not "
-                    f"be read back: {again}; there is no other copy, so training stops; check the "
-                    "disk and resume from the last checkpoint"
-                ) from again
-        if events is not None:
-            assert piece.storage is not None
-            self._device.use_after(piece.storage, events)
-
-    def _add_stall(self, seconds: float) -> None:
-        self._stall_s += seconds
-
-    @property
-    def stall_s(self) -> float:
-        """Seconds that compute has waited for gradients, as far as the device has come."""
-        self._clock.read()
-        return self._stall_s
-
-    def give_up_reads(self) -> None:
-        """Lets go of gradients that were read ahead, and waits for those that leave.
-
-        See `ReadsAhead`.
-        """
-        for piece in list(self._pieces):
-            piece.give_up_read()
-            piece.wait_for_write()
 
     # -- Where they are -------------------------------------------------------------------------
 
@@ -317,7 +264,7 @@ class Gradients:
             for param in params:
                 if param.grad is not None and not isinstance(param.grad, AwayGradient):
                     there += param.grad.nbytes
-        return there + sum(piece.memory_bytes for piece in self._pieces)
+        return there + self.copies.memory_bytes
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.memory_bytes)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.offload.moving.placeholder import all_nan
 from megatron.offload.parameters.away_parameter import Away, arrive, leave
 
 
@@ -63,10 +64,7 @@ class Places:
         """The unit has other memory from now on."""
         self.views, self.is_attached = views, False
         # Something for each parameter alone, and never two elements in one place to write to.
-        self._nothing = [
-            torch.full((), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
-            for view in views
-        ]
+        self._nothing = [all_nan(view.shape, view.dtype, view.device) for view in views]
 
     def attach(self) -> None:
         """They show the unit's memory."""

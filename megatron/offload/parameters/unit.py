@@ -4,7 +4,7 @@
 Note [A storage that stays]
 What autograd saves of a weight in forward it wants in backward, and by then the weight has been
 away. So a unit's parameters have a storage of their own for good, and only the memory behind it
-comes and goes: `unit_memory.py`. Saved views hold the storage, never the bytes.
+comes and goes: `moving/memory.py`. Saved views hold the storage, never the bytes.
 
 Note [What others change]
 A parameter is in its place while its layer computes, while the optimizer updates it, and from when
@@ -24,32 +24,20 @@ unit, against all micro-batches of its layers.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX, OffloadError
-from megatron.offload.machine.condition import Condition
+from megatron.offload.moving.layout import Layout
+from megatron.offload.moving.memory import open_staying_memory
+from megatron.offload.moving.only_copy import OnlyCopy
+from megatron.offload.moving.storage import Ended, MovingStorage, Where
 from megatron.offload.parameters.away_parameter import Away
 from megatron.offload.parameters.places import Part, Places
-from megatron.offload.parameters.unit_memory import open_unit_memory
-from megatron.offload.states.layout import Layout
-from megatron.offload.tiers.tier import Tier
-from megatron.offload.tiers.transfer import Transfer
 
 _KEY = "param"  # in the names of a layout
-
-
-class Where(enum.Enum):
-    """Where a unit's parameters are. Members name the transitions into them."""
-
-    IN_MEMORY = "in memory"  # at first; their read has ended; their write failed or was taken back
-    WRITING = "being written"  # put_away from IN_MEMORY, changed since they were last written
-    AWAY = "on a tier"  # the write has ended well; or put_away, unchanged
-    READING = "being read"  # begin_read from AWAY
 
 
 def can_take_place(one: torch.device | str, other: torch.device | str) -> bool:
@@ -58,7 +46,7 @@ def can_take_place(one: torch.device | str, other: torch.device | str) -> bool:
     return bool(torch._has_compatible_shallow_copy_type(*tensors))
 
 
-class ParameterUnit:
+class ParameterUnit(MovingStorage):
     """Some parameters in one piece of memory, which have a block on a tier unless they changed.
 
     Args:
@@ -68,7 +56,10 @@ class ParameterUnit:
         parts: of some of these parameters.
         touched: called when one of them is touched while it is not in its place: it is to `show`
             them, and say what that says. None: that is all.
+        ended: see `MovingStorage`.
     """
+
+    keeps_block = True
 
     def __init__(
         self,
@@ -77,143 +68,49 @@ class ParameterUnit:
         device: Device,
         parts: Mapping[torch.Tensor, Part] | None = None,
         touched: Callable[[], bool] | None = None,
+        ended: Ended | None = None,
     ) -> None:
+        super().__init__(device, ended)
         self.name = name
         self.params = list(params)
         own_parts = {n: parts[p] for n, p in enumerate(self.params) if parts and p in parts}
         away = Away(name, self.params, touched or self.show)
         self._places = Places(self.params, own_parts, away)
-        self.where = Where.IN_MEMORY
-        self._device = device
         self._homes = [param.device for param in self.params]
-        self.block: Any = None  # has their bytes; None: they have changed since
-        self._transfer: Transfer | None = None
-        self._is_watched = False  # the end of the write under way is told
-        # Protects what the end of a write changes, and tells of it.
-        self._lock = Condition()
         self._take_memory([param.detach() for param in self.params])
         self._places.attach()
 
-    # -- To a tier ------------------------------------------------------------------------------
-
-    def put_away(self, tiers: Sequence[Tier]) -> bool:
+    def put_away(self, copies: OnlyCopy) -> bool:
         """Lets the memory go, once a tier has the bytes; whether one has, or takes them.
 
         Args:
-            tiers: the first that takes them has them.
+            copies: has the tiers.
         """
         self.give_up_read()
         if self.where is not Where.IN_MEMORY:
             return True
         self._take_notice()
+        self._places.detach()
         if self.block is not None:
-            self._places.detach()
-            self.where = Where.AWAY
             self._device.wait_for_event(self._device.record_event())  # Note [Leaving a device]
-            self._memory.release()
+            self.let_go()
             return True
-        after = self._device.record_event()
-        for tier in tiers:
-            started = tier.begin_write(self._memory.storage, after)
-            if started is not None:
-                self._places.detach()
-                block, transfer = started
-                with self._lock:  # all at once: a block counts as written unless it says WRITING
-                    self._is_watched = False
-                    self.block, self.where, self._transfer = block, Where.WRITING, transfer
-                self._watch()
-                return True
+        if copies.put_away(self):
+            return True
+        self._places.attach()
         return False
-
-    def _watch(self) -> None:
-        """Registers for the end of a write. A method that waits for it calls this again: an
-        interrupt may have come before the first call was through."""
-        transfer = self._transfer
-        if transfer is not None and self.where is Where.WRITING and not self._is_watched:
-            transfer.add_done_callback(self._write_ended)
-            self._is_watched = True
-
-    # Runs in an I/O thread; or in the one that watches, if the write had ended before.
-    def _write_ended(self, transfer: Transfer) -> None:
-        is_written = transfer.error is None
-        with self._lock:
-            if self._transfer is not transfer:
-                return  # taken back meanwhile
-            # All at once, so that an interrupt leaves it in one of the states.
-            if is_written:
-                self._transfer, self.where = None, Where.AWAY
-                self._memory.release()
-            else:  # not in their places
-                self._transfer, self.where, self.block = None, Where.IN_MEMORY, None
-            self._lock.notify_all()
-
-    def wait_for_write(self) -> None:
-        """Blocks until no write is under way, well or badly."""
-        self._watch()
-        with self._lock:
-            self._lock.wait_for(lambda: self.where is not Where.WRITING)
-
-    def take_back(self) -> None:
-        """Its parameters are needed: a write under way is given up."""
-        with self._lock:
-            if self.where is not Where.WRITING:
-                return
-            transfer, self._transfer = self._transfer, None
-            self.where, self.block = Where.IN_MEMORY, None
-        assert transfer is not None
-        transfer.cancel()
-
-    # -- And back -------------------------------------------------------------------------------
-
-    def begin_read(self) -> None:
-        """Starts to bring them back, if they are away."""
-        if self.where is Where.AWAY:
-            self._memory.obtain()
-            try:
-                _, transfer = self.block.tier.begin_read(self.block, into=self._memory.storage)
-            except BaseException:
-                self._memory.release()
-                raise
-            self._transfer, self.where = transfer, Where.READING
 
     def bring(self) -> None:
         """Has them in memory and in their places.
 
         Raises:
-            OSError: they could not be read; they are still away.
+            OSError: they could not be read; they are still on the tier.
         """
-        self._read()
+        self.read()
         self.use_here()
         self._take_notice()
         if not self._places.is_attached:
             self._places.attach()
-
-    def _read(self) -> None:
-        self.take_back()
-        self.begin_read()
-        if self.where is Where.READING:
-            assert self._transfer is not None
-            try:
-                self._transfer.wait()
-            except BaseException:
-                if self._transfer.done():  # else the wait was interrupted, and the read goes on
-                    self._forget_read()
-                raise
-            self._events = self._transfer.events or ()
-            self.where, self._transfer = Where.IN_MEMORY, None
-
-    def give_up_read(self) -> None:
-        """They are not needed yet after all: lets the memory of a read go, if there is one."""
-        if self.where is Where.READING:
-            assert self._transfer is not None
-            self._transfer.cancel()
-            self._transfer.wait_until_done()
-            self._forget_read()
-
-    def _forget_read(self) -> None:
-        """A read has ended, and what it has read is not wanted, or wrong."""
-        self.where, self._transfer = Where.AWAY, None
-        self._memory.release()
 
     def make_room(self) -> None:
         """Has memory for bytes that will all be written: what they were is not read.
@@ -223,31 +120,9 @@ class ParameterUnit:
         self.take_back()
         if self.where is Where.READING:
             self.bring()
-        if self.where is Where.AWAY:
+        if self.where is Where.ON_TIER:
             self._obtain()
-            self.where, self.block = Where.IN_MEMORY, None
         self.use_here()
-
-    def use_here(self) -> None:
-        """The stream of the thread that calls uses them from now on; they are in memory."""
-        self._device.use_after(self._memory.storage, self._events)
-
-    def note_change(self) -> None:
-        """They have other bytes from now on than their block; they are in memory."""
-        assert self.where is Where.IN_MEMORY, self.where
-        self.block = None
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of memory that it takes now."""
-        return 0 if self.where is Where.AWAY else self.num_bytes
-
-    @property
-    def tier(self) -> Tier | None:
-        """Which has its bytes, at the end of a write that is under way; None: memory has them."""
-        with self._lock:
-            is_leaving = self.where in (Where.AWAY, Where.WRITING)
-            return self.block.tier if is_leaving else None
 
     def set_aside(self) -> None:
         """They are not computed with for now: who touches one tells of it."""
@@ -271,18 +146,16 @@ class ParameterUnit:
         """
         if self._places.is_replaced:  # while it was away
             self.adopt()
-        if self.where is not Where.AWAY or not can_take_place(self._device.device, "cpu"):
+        if self.where is not Where.ON_TIER or not can_take_place(self._device.device, "cpu"):
             self.bring()
-            storage = self._memory.storage
-        else:
-            storage = self.block.tier.view(self.block)
+        storage, is_on_tier = self.view(), self.where is Where.ON_TIER
         views = (
             self._layout.views_apart(storage)
-            if self._device.is_host or (self.where is Where.AWAY)
+            if self._device.is_host or is_on_tier
             else self._layout.views(storage)
         )
         self._places.show([views[index, _KEY] for index in range(len(self.params))])
-        return self.where is Where.AWAY
+        return is_on_tier
 
     @property
     def has_changed(self) -> bool:
@@ -314,23 +187,23 @@ class ParameterUnit:
             OSError: some were replaced, and the others could not be read.
         """
         if self._places.is_replaced:
-            if self.where is Where.AWAY and self._places.shown:
-                self.block.tier.renew(self.block)  # others may have been changed there
-            self._read()  # for the others, and for what has kept views of them
+            if self._places.shown:
+                self.renew()  # others may have been changed there
+            self.read()  # for the others, and for what has kept views of them
             parts = self._places.held_by_parts()
             self._device.wait_for_event(self._device.record_event())  # Note [Leaving a device]
             self._take_memory(self._places.held())
             for index, value in parts.items():
                 self._places.part_in_memory(index).copy_(value)
-        elif self.where is Where.AWAY:
+        elif self.where is Where.ON_TIER:
             values = self._places.held()
             self._obtain()
             self.use_here()
             for view, value in zip(self._places.views, values, strict=True):
                 view.copy_(value)
         else:
-            self.take_back()
-        self.where, self.block = Where.IN_MEMORY, None
+            self.read()
+        self.note_change()
         self._places.attach()
 
     def hide(self) -> None:
@@ -339,11 +212,11 @@ class ParameterUnit:
         Raises:
             OSError: the tier could not take what was changed there; `adopt` does.
         """
-        if self.where is Where.AWAY:
-            self.block.tier.renew(self.block)
+        if self.where is Where.ON_TIER:
+            self.renew()
             self._places.detach()
         elif self.where is Where.IN_MEMORY:
-            self.block = None
+            self.note_change()
             self._places.detach()
 
     def give_back(self) -> None:
@@ -365,7 +238,8 @@ class ParameterUnit:
     def bytes(self) -> torch.Tensor:
         """Its memory, as bytes; it is in memory."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self._device.device)
-        return nothing.set_(self._memory.storage)
+        assert self.storage is not None
+        return nothing.set_(self.storage)
 
     def bytes_of(self, index: int, start: int, end: int) -> slice:
         """Where in its bytes some elements of a parameter lie, counted as in memory."""
@@ -376,19 +250,21 @@ class ParameterUnit:
     # -- Memory ---------------------------------------------------------------------------------
 
     def _obtain(self) -> None:
-        self._memory.obtain()
-        self._events = [self._device.restored_is_free()]
+        """Memory again, whose bytes were other ones; they are on a tier until then."""
+        assert self._memory is not None
+        self._memory.for_read()
+        self.hold(self._memory, self.num_bytes, [self._device.restored_is_free()])
 
     @torch.inference_mode(False)  # who evaluates may have replaced something
     def _take_memory(self, values: Sequence[torch.Tensor]) -> None:
         """Has new memory, with these in it."""
         layout = Layout({(index, _KEY): value for index, value in enumerate(values)})
-        memory = open_unit_memory(layout.num_bytes, self._device)
+        memory = open_staying_memory(layout.num_bytes, self._device)
         events = [self._device.restored_is_free()]  # after which it has its bytes
         self._device.use_after(memory.storage, events)
         views = layout.views(memory.storage)
         for index, value in enumerate(values):
             views[index, _KEY].copy_(value)
         self._places.use([views[index, _KEY] for index in range(len(values))])
-        self._layout, self._memory, self._events = layout, memory, events
-        self.num_bytes = layout.num_bytes
+        self._layout = layout
+        self.hold(memory, layout.num_bytes, events)

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from megatron.offload.device.clock import Clock
 from megatron.offload.device.cuda import check_not_captured
 from megatron.offload.device.device import Device
 from megatron.offload.errors import (
@@ -28,13 +26,13 @@ from megatron.offload.errors import (
     OffloadError,
 )
 from megatron.offload.machine.own_process import OwnProcess
+from megatron.offload.moving.only_copy import OnlyCopy
+from megatron.offload.moving.order import live_units
+from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.places import Part
-from megatron.offload.parameters.unit import ParameterUnit, Where
-from megatron.offload.sizes import format_size
+from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.tiers.tier import Tier, close_when_dropped
-
-logger = logging.getLogger(__name__)
 
 
 class ParameterWindow:
@@ -48,6 +46,7 @@ class ParameterWindow:
     Attributes:
         device: where layers compute.
         units: in the order in which layers run.
+        copies: brings units and puts them away.
         live_units: in memory at a time.
         gradients: of these parameters, where they wait on the tiers too.
         is_lost: closed without all of them in memory again.
@@ -58,10 +57,8 @@ class ParameterWindow:
     def __init__(self, tiers: Sequence[Tier], device: Device, live_units: int) -> None:
         self.tiers = list(tiers)
         self.units: list[ParameterUnit] = []
+        self.copies = OnlyCopy(PARAMETERS_PREFIX, tiers, device, self.units, lambda unit: unit.name)
         self.gradients: Gradients | None = None
-        self._clock = Clock(device)
-        self._stall_s = 0.0
-        self.peak_bytes = 0  # of parameters in memory
         self.is_whole = True
         self.is_lost = False
         self._process = OwnProcess(PARAMETERS_PREFIX)
@@ -72,8 +69,6 @@ class ParameterWindow:
         self._numbers: dict[int, int] = {}
         self._direction = 1
         self._shown: set[int] = set()  # units
-        self._has_warned = False
-        device.room.add(self)
         self._when_dropped = close_when_dropped(self, self.tiers)
 
     def add(
@@ -91,7 +86,7 @@ class ParameterWindow:
         """
         number = len(self.units)
         touched = functools.partial(self.show, number)
-        unit = ParameterUnit(name, params, self.device, parts, touched)
+        unit = ParameterUnit(name, params, self.device, parts, touched, self.copies.ended)
         self.units.append(unit)
         self._numbers |= {id(param): number for param in params}
         self._numbers |= (
@@ -127,12 +122,9 @@ class ParameterWindow:
             self._bring(unit)  # to their places, and perhaps on another stream
             return
         self.conceal()
-        ahead = range(number, number + direction * self.live_units, direction)
-        wanted = [n for n in ahead if 0 <= n < len(self.units)]
-        # Where a direction ends, room is left: what is nearest stays, for the way back.
-        others = [n for n in range(len(self.units)) if n not in wanted and self._is_here(n)]
-        others.sort(key=lambda n: abs(n - number))
-        for other in others[self.live_units - len(wanted) :]:
+        there = [n for n in range(len(self.units)) if self._is_here(n)]
+        wanted, leaving = live_units(number, direction, self.live_units, len(self.units), there)
+        for other in leaving:
             self._put_away(self.units[other])
         # What still has to be written is in memory until then: of that no more than one unit.
         for one in [one for one in self.units if one.where is Where.WRITING][:-1]:
@@ -146,7 +138,7 @@ class ParameterWindow:
             with contextlib.suppress(Exception):  # whoever needs it tries again, and says so
                 self.units[other].take_back()
                 self.units[other].begin_read()
-        self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
+        self.copies.note_peak()
 
     def set_aside(self, numbers: Iterable[int] | None = None) -> None:
         """Layers have computed: what touches their parameters before they do again tells of it.
@@ -159,63 +151,16 @@ class ParameterWindow:
                 self.units[number].set_aside()
 
     def _bring(self, unit: ParameterUnit) -> None:
-        self._clock.read()
-        with self._clock.timed(self._add_stall):
-            self._try_twice(unit, unit.bring)
-
-    def _add_stall(self, seconds: float) -> None:
-        self._stall_s += seconds
-
-    @property
-    def stall_s(self) -> float:
-        """Seconds that compute has waited for parameters, as far as the device has come."""
-        self._clock.read()
-        return self._stall_s
-
-    def _adopt(self, unit: ParameterUnit) -> None:
-        self._try_twice(unit, unit.adopt)
-
-    def _try_twice(self, unit: ParameterUnit, read: Callable[[], None]) -> None:
-        try:
-            self.device.room.read(read)
-        except (torch.OutOfMemoryError, OffloadError):
-            raise
-        except Exception as error:
-            logger.warning("%sa read failed (%s); trying once more", PARAMETERS_PREFIX, error)
-            try:
-                self.device.room.read(read)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as again:
-                raise LostStateError(
-                    f"{PARAMETERS_PREFIX}those of {unit.name} ({format_size(unit.num_bytes)}; "
-                    f"{unit.block}) could not be read back: {again}; there is no other copy, so "
-                    "training stops; check the disk and resume from the last checkpoint"
-                ) from again
-
-    def give_up_reads(self) -> None:
-        """Lets go of units that were read ahead, and waits for those that leave.
-
-        See `ReadsAhead`.
-        """
-        for unit in self.units:
-            unit.give_up_read()
-            unit.wait_for_write()
+        with self.copies.waiting():
+            self.copies.bring(unit)
 
     def _is_here(self, number: int) -> bool:
         return self.units[number].where in (Where.IN_MEMORY, Where.READING)
 
     def _put_away(self, unit: ParameterUnit) -> None:
-        if not unit.put_away(self.tiers) and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%sno tier takes those of %s (%s); they stay in memory and nothing is lost, but "
-                "more memory is needed; make room, and resume from a checkpoint if memory runs "
-                "short",
-                PARAMETERS_PREFIX,
-                unit.name,
-                format_size(unit.num_bytes),
-            )
+        if not unit.put_away(self.copies):
+            bound = "beside the units that may live (--parameter-offload-live-units)"
+            self.copies.warn_of_refused(bound)
 
     # -- While the optimizer steps --------------------------------------------------------------
 
@@ -249,14 +194,15 @@ class ParameterWindow:
         for number in numbers:
             self._bring(self.units[number])
             self.units[number].note_change()  # here, because an error may end the update anywhere
-        self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
+        self.copies.note_peak()
         with used:
             yield
         for number in numbers:
-            self.units[number].note_change()  # should it have been written meanwhile
-            self._adopt(self.units[number])  # an optimizer may put other tensors in their places
+            unit = self.units[number]
+            unit.note_change()  # should it have been written meanwhile
+            self.copies.bring(unit, unit.adopt)  # an optimizer may put other tensors in its places
             if not is_in_backward:  # else their layer may need them still
-                self.units[number].set_aside()
+                unit.set_aside()
 
     def number_of(self, param: torch.Tensor) -> int | None:
         """The unit that a parameter, or a part of one, belongs to; None: it belongs to none."""
@@ -324,7 +270,7 @@ class ParameterWindow:
         self.check_whole()
         unit = self.units[number]
         if number in self._shown:
-            return unit.where is Where.AWAY
+            return unit.where is Where.ON_TIER
         self._process.check()
         for tier in self.tiers:
             tier.wait_for_writes()  # what is on its way to a drive would come there as it was
@@ -334,8 +280,8 @@ class ParameterWindow:
             self._bring(unit)
             unit.show()
         self._shown.add(number)
-        self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
-        return unit.where is Where.AWAY
+        self.copies.note_peak()
+        return unit.where is Where.ON_TIER
 
     def conceal(self) -> None:
         """Ends `expose`; what was changed or replaced meanwhile is taken over."""
@@ -349,19 +295,19 @@ class ParameterWindow:
             with contextlib.suppress(OSError):
                 unit.hide()
                 return
-        self._adopt(unit)
+        self.copies.bring(unit, unit.adopt)
         self._put_away(unit)
         unit.wait_for_write()
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of these parameters that are in memory now."""
-        return sum(unit.memory_bytes for unit in self.units)
+        return self.copies.memory_bytes
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all these parameters."""
-        return sum(unit.num_bytes for unit in self.units)
+        return self.copies.num_bytes
 
     def close(self, *, restore: bool = True) -> None:
         """Ends the tiers.
@@ -391,7 +337,8 @@ class ParameterWindow:
         self._when_dropped.detach()
         for tier in self.tiers:
             tier.close()
-        self.units, self._numbers = [], {}
+        self.units.clear()
+        self._numbers.clear()
         self.is_lost = not restore or error is not None
         if error is not None:
             raise error

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.offload.states.bucket import Bucket
-from megatron.offload.states.layout import Name
+from megatron.offload.moving.bucket import Bucket
+from megatron.offload.moving.layout import Name
 from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.sharded import as_part_of, local_of
 from megatron.offload.states.stand_in import is_stand_in
@@ -45,8 +45,7 @@ class Exposed:
             for key, value in state.items()
             if is_stand_in(value, bucket.layout.slots.get((index, key)))
         ]
-        storage = bucket.storage or bucket.block.tier.view(bucket.block)
-        self._views = bucket.layout.views_apart(storage)
+        self._views = bucket.layout.views_apart(bucket.view())
         attach(bucket, self._views)
         for param, state, index, key in away:
             state[key] = as_part_of(param, self._views[index, key])

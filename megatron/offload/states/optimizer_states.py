@@ -2,12 +2,8 @@
 """The states of one optimizer on tiers: `OptimizerStates`, whose `step` brings them by and by.
 
 Read `step` top to bottom: a bucket is read, its parameters are updated by the optimizer's own
-step, it goes back; the next one is read and the last one written meanwhile (`window.py`).
-
-Note [The only copy]
-Unlike an activation, a state that is lost cannot be made again. Memory is let go only once a write
-has ended well; a bucket that no tier takes stays in memory; the tiers keep checksums; a read that
-fails twice ends the training with `LostStateError`, and nothing goes on with other numbers.
+step, it goes back; the next one is read and the last one written meanwhile (`window.py`). What is
+done where a read or a write fails: `moving/only_copy.py`.
 
 Note [A step that ends in its middle]
 An error or an interrupt between the first bucket's update and the last one's leaves some parameters
@@ -29,19 +25,21 @@ import torch
 
 from megatron.offload.device.cuda import check_not_captured
 from megatron.offload.device.device import Device
-from megatron.offload.errors import STATES_PREFIX, LostStateError
+from megatron.offload.errors import STATES_PREFIX
 from megatron.offload.machine.allocator import return_freed_memory
 from megatron.offload.machine.own_process import OwnProcess
+from megatron.offload.moving.bucket import Bucket
+from megatron.offload.moving.only_copy import OnlyCopy
+from megatron.offload.moving.storage import Where
 from megatron.offload.sizes import format_size
-from megatron.offload.states.bucket import Bucket, Where
 from megatron.offload.states.exposed import Exposed
-from megatron.offload.states.faults import interrupted_step, lost
+from megatron.offload.states.faults import interrupted_step, names_of
 from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
 from megatron.offload.states.places import Places
 from megatron.offload.states.statistics import StatesMeter
 from megatron.offload.states.window import Window
-from megatron.offload.tiers.tier import Tier
+from megatron.offload.tiers.tier import Tier, close_when_dropped
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +92,6 @@ class OptimizerStates:
         order: Callable[[torch.Tensor], int] = lambda param: 0,
         step_by: OptimizerSlice | None = None,
     ) -> None:
-        self.checkpoint = ""  # to resume from should states be lost; empty: not known
         self._optimizer = optimizer
         self._slice = step_by or OptimizerSlice(optimizer)
         self._device = device
@@ -104,12 +101,17 @@ class OptimizerStates:
         self._pieces = pieces
         self._order = order
         self._places = Places(optimizer, device.device, moves_param)
-        self._window = Window(tiers, device, window_bytes, self._expected_bytes, self._lost)
+        self.buckets: list[Bucket] = []  # all states, in the order of the optimizer's parameters
+        self._copies = OnlyCopy(STATES_PREFIX, tiers, device, self.buckets, self._names)
+        self._window = Window(
+            self.buckets, self._copies, device, window_bytes, self._expected_bytes
+        )
         self._exposed: list[Exposed] = []
         self._num_loading = 0
         self._is_half_done = False  # see Note [A step that ends in its middle]
         self._process = OwnProcess(STATES_PREFIX)
         self.meter = StatesMeter(device, self.tiers, lambda: self.memory_bytes)
+        self._when_dropped = close_when_dropped(self, self.tiers)
         self._find_buckets()
         try:
             self.adopt()
@@ -196,7 +198,7 @@ class OptimizerStates:
     def _check_whole(self) -> None:
         """Raises InterruptedStepError after a step that ended in its middle."""
         if self._is_half_done:
-            raise interrupted_step(self.checkpoint)
+            raise interrupted_step(self._copies.checkpoint)
 
     def prefetch(self) -> None:
         """The next step is near: begins to read what it needs first, as far as there is room."""
@@ -211,12 +213,16 @@ class OptimizerStates:
     @property
     def tiers(self) -> list[Tier]:
         """Where buckets go, in this order."""
-        return self._window.tiers
+        return self._copies.tiers
 
     @property
-    def buckets(self) -> list[Bucket]:
-        """All states, in the order of the optimizer's parameters."""
-        return self._window.buckets
+    def checkpoint(self) -> str:
+        """To resume from should states be lost; empty: it is not known."""
+        return self._copies.checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, name: str) -> None:
+        self._copies.checkpoint = name
 
     @property
     def window_bytes(self) -> int:
@@ -230,12 +236,12 @@ class OptimizerStates:
     @property
     def memory_bytes(self) -> int:
         """Bytes of states that are in memory now, of all buckets."""
-        return self._window.memory_bytes
+        return self._copies.memory_bytes
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all states that move."""
-        return self._window.num_bytes
+        return self._copies.num_bytes
 
     @property
     def expected_bytes(self) -> int:
@@ -250,7 +256,7 @@ class OptimizerStates:
 
     def wait_for_writes(self) -> None:
         """Blocks until no write is under way."""
-        self._window.wait_for_writes()
+        self._copies.wait_for_writes()
 
     def _find_buckets(self) -> None:
         """Puts parameters that are new into buckets of their own."""
@@ -263,12 +269,15 @@ class OptimizerStates:
         for param in params:
             num_bytes = self._places.usual_bytes(param)
             if own and own_bytes + num_bytes > self._bucket_bytes:
-                self.buckets.append(Bucket(own, self._window.tell_changed))
+                self._add_bucket(own)
                 own, own_bytes = [], 0
             own.append(param)
             own_bytes += num_bytes
         if own:
-            self.buckets.append(Bucket(own, self._window.tell_changed))
+            self._add_bucket(own)
+
+    def _add_bucket(self, params: Sequence[torch.Tensor]) -> None:
+        self.buckets.append(Bucket(params, self._device, self._copies.ended))
 
     def _expected_bytes(self, bucket: Bucket) -> int:
         usual_bytes = sum(map(self._places.usual_bytes, bucket.params))
@@ -276,8 +285,8 @@ class OptimizerStates:
             return max(bucket.num_bytes, usual_bytes)
         return bucket.num_bytes or usual_bytes
 
-    def _lost(self, bucket: Bucket, error: Exception) -> LostStateError:
-        return lost(bucket, self._optimizer, error, self.checkpoint)
+    def _names(self, bucket: Bucket) -> str:
+        return names_of(bucket.params, self._optimizer)
 
     # -- Everybody else ---------------------------------------------------------------------------
 
@@ -337,11 +346,18 @@ class OptimizerStates:
         """
         while self._exposed:
             one = self._exposed[-1]
-            if keeps and (self._is_replaced(one) or not one.bucket.renew()):
+            if keeps and (self._is_replaced(one) or not self._is_renewed(one.bucket)):
                 self._adopt(one.bucket)
             else:
                 self._places.leave(one.bucket, self._places.states_of(one.bucket))
             self._exposed.pop()  # and with it the place that the bucket had, if it has another
+
+    def _is_renewed(self, bucket: Bucket) -> bool:
+        try:
+            bucket.renew()
+        except OSError:
+            return False  # only in memory
+        return True
 
     def _is_replaced(self, one: Exposed) -> bool:
         return one.is_replaced(self._optimizer) or self._places.have_more(one.bucket)
@@ -436,7 +452,10 @@ class OptimizerStates:
                     error = error or one
         finally:
             self._slice.close()
-            self._window.close()
+            self.buckets.clear()
+            self._when_dropped.detach()
+            for tier in self.tiers:
+                tier.close()
         if error is not None:
             raise error
 

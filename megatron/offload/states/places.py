@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.offload.states.bucket import Bucket
-from megatron.offload.states.layout import Layout, Name
+from megatron.offload.moving.bucket import Bucket
+from megatron.offload.moving.layout import Layout, Name
+from megatron.offload.moving.placeholder import all_nan
 from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.optimizer_slice import State
 from megatron.offload.states.sharded import as_part_of, local_of, part_of
@@ -149,9 +150,8 @@ class Places:
                     for key, value in states[param].items()
                 }
             if (index, PARAM) in slots:
-                at = bucket.devices[index]
-                param.data = torch.full((), float("nan"), dtype=param.dtype, device=at)
-                param.data = param.data.expand(slots[index, PARAM].shape)
+                shape = slots[index, PARAM].shape
+                param.data = all_nan(shape, param.dtype, bucket.devices[index])
 
     def have_more(self, bucket: Bucket) -> bool:
         """Whether states were added to a bucket's: its parameters may have been all of it."""

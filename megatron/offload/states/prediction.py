@@ -12,7 +12,8 @@ import collections
 import statistics
 from dataclasses import dataclass
 
-from megatron.offload.states.bucket import Where
+from megatron.offload.moving.order import first_to_stay
+from megatron.offload.moving.storage import Where
 
 _NUM_STEPS, _NUM_SETTLING = 6, 2  # simulated; of them, those that do not count
 
@@ -108,7 +109,7 @@ class _Run:
             self._go_on_until(self._now_s + profile.prefetch_s)
         between_bytes = self._memory_bytes
         began_s, waited_s = self._now_s, 0.0
-        stays = self._first_to_stay(buckets)
+        stays = first_to_stay([one.num_bytes for one in buckets], self._window_bytes)
         moved_bytes, peak_bytes = 0, self._memory_bytes
         ahead = collections.deque(buckets)
         for index, bucket in enumerate(buckets):
@@ -127,14 +128,6 @@ class _Run:
                 self._writes.append(bucket)
         optimizer_s = self._now_s - began_s
         return StatesPrediction(0.0, optimizer_s, waited_s, peak_bytes, between_bytes, moved_bytes)
-
-    def _first_to_stay(self, buckets: list[_Bucket]) -> int:
-        room = self._window_bytes - max((one.num_bytes for one in buckets), default=0)
-        index = len(buckets)
-        while index and room >= buckets[index - 1].num_bytes:
-            room -= buckets[index - 1].num_bytes
-            index -= 1
-        return index
 
     def _read_ahead(self, ahead: collections.deque[_Bucket]) -> None:
         while ahead:

@@ -9,14 +9,13 @@ to where the state is at home gives itself: scripts and trainers do that behind 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
 from megatron.offload.errors import STATES_PREFIX, OffloadError
-from megatron.offload.states.layout import Slot
-
-_T = TypeVar("_T", bound=torch.Tensor)
+from megatron.offload.moving.layout import Slot
+from megatron.offload.moving.placeholder import without_bytes
 
 
 class StandIn(torch.Tensor):
@@ -104,19 +103,6 @@ def is_stand_in(value: Any, slot: Slot | None) -> bool:
             "the handle's `states`, before moving states: until the next step all are there"
         )
     return True
-
-
-def without_bytes(
-    kind: type[_T],
-    shape: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> _T:
-    """A tensor of a type whose `__torch_dispatch__` answers all that is asked of it."""
-    make: Any = torch.Tensor._make_wrapper_subclass
-    made: _T = make(kind, shape, strides=stride, dtype=dtype, device=device)
-    return made
 
 
 def _refusal(what: str) -> OffloadError:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from megatron.offload.device.device import Device
-from megatron.offload.states.layout import Layout, Name, dense_stride
+from megatron.offload.moving.layout import Layout, Name, dense_stride
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.mapped import storage_at

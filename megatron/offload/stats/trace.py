@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.errors import ConfigurationError
@@ -79,6 +80,7 @@ class Tracer:
         self._order = {track: 100 * number for number, track in enumerate(tracks, 1)}
         self._named: set[int] = set()  # threads that the file has the names of
         self._has_ended = False
+        Tracer._current = weakref.ref(self)
         event = {"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}}
         try:
             self.path.write_text(f"[\n{self._line(event)}")
@@ -108,6 +110,14 @@ class Tracer:
             ended_s = time.perf_counter() if ended_s is None else ended_s
             self._spans.append(_Span(track, name, began_s, ended_s, details))
 
+    _current: ClassVar[weakref.ref[Tracer] | None] = None
+
+    @classmethod
+    def current(cls) -> Tracer | None:
+        """The one of this process that was made last, until it has traced its steps."""
+        tracer = None if cls._current is None else cls._current()
+        return tracer if tracer is not None and tracer._num_steps < NUM_STEPS else None
+
     def transfer(
         self, direction: str, tier: Tier, transfer: Transfer, scope: Scope | None, num_bytes: int
     ) -> None:
@@ -115,17 +125,30 @@ class Tracer:
         if transfer.began_s is None or (track := self._names.get(id(tier))) is None:
             return  # it never ran
         name = "not needed any more" if scope is None else name_of(scope)
+        self.moved(direction, track, name, transfer, num_bytes, scope=str(scope))
+
+    def moved(
+        self,
+        direction: str,
+        track: str,
+        name: str,
+        transfer: Transfer,
+        num_bytes: int,
+        **details: Any,
+    ) -> None:
+        """A `write` or `read` of something with a name has ended just now, well or badly.
+
+        Also between two steps, where the optimizer's may be.
+        """
+        if transfer.began_s is None or self._num_steps >= NUM_STEPS:
+            return  # it never ran
         if transfer.cancelled():
             name += " (given up)"
         elif transfer.exception() is not None:
             name += " (failed)"
-        self.span(
-            f"{direction} {track}",
-            name,
-            transfer.began_s,
-            MiB=round(num_bytes / _MIB, 3),
-            scope=str(scope),
-        )
+        details |= {"MiB": round(num_bytes / _MIB, 3)}
+        ended_s = time.perf_counter()
+        self._spans.append(_Span(f"{direction} {track}", name, transfer.began_s, ended_s, details))
 
     def sample_memory(self) -> None:
         """Notes how much memory is taken, unless that was noted a moment ago."""
@@ -149,6 +172,8 @@ class Tracer:
     def close(self) -> None:
         """Ends the file. Nothing is traced any more."""
         self._num_steps, self._began_s = NUM_STEPS, None
+        spans, self._spans = self._spans, []
+        self._write_step(spans, [])
         self._append("\n]\n")
         self._has_ended = True  # a second `close` writes nothing
 

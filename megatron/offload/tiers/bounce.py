@@ -17,7 +17,6 @@ and with none of it only that way is left.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from megatron.offload.device.device import Device, memory_at
+from megatron.offload.machine.condition import Condition
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.copies import ByDevice
 from megatron.offload.tiers.direct_io import Cut
@@ -88,7 +88,7 @@ class BouncingTier(SsdTier):
         self._copies: ByDevice | None = None
         self._pool: HostArena | None = None
         # Protects what follows. Held for a few instructions; no other lock is taken under it.
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._num_leaving = 0  # storages in the pool that the drives are to get
         super().__init__(directories, device=device, **options)
         try:

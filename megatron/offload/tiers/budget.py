@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 import time
 
+from megatron.offload.machine.condition import Condition
+
 
 class ByteBudget:
     """Bounds the bytes on their way: `acquire` waits while too many are.
@@ -24,7 +26,7 @@ class ByteBudget:
         self._num_waiting = 0  # threads; as a rule none, and then there is nothing to notify
         # Protects the above. Held for a few instructions; no other lock is taken under it.
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Condition(self._lock)
 
     def _fits(self, num_bytes: int) -> bool:
         return self.taken_bytes == 0 or self.taken_bytes + num_bytes <= self.limit_bytes

@@ -44,9 +44,10 @@ class Dispatcher:
 
     def drain(self) -> None:
         """Returns when everything that was submitted before has been done."""
-        done = threading.Event()
-        self._work.put((done.set,))
-        while not done.wait(_LOOK_S) and self._thread.is_alive():
+        done = threading.Lock()  # of C: a signal's handler does not come into it
+        done.acquire()
+        self._work.put((done.release,))
+        while not done.acquire(timeout=_LOOK_S) and self._thread.is_alive():
             pass
 
     def close(self) -> None:

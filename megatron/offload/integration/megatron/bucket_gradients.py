@@ -43,11 +43,11 @@ from megatron.offload.integration.megatron.bucket_group import (
 )
 from megatron.offload.integration.megatron.main_weights import MainWeights
 from megatron.offload.integration.own_attributes import put
+from megatron.offload.moving.bucket import Bucket
 from megatron.offload.parameters.away_gradient import AwayGradient, away
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.places import Part
 from megatron.offload.parameters.window import ParameterWindow
-from megatron.offload.states.bucket import Bucket
 from megatron.offload.tiers.tier import Tier
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron.offload.device.device import Device
 from megatron.offload.errors import GRADIENTS_PREFIX, ConfigurationError, OffloadError
-from megatron.offload.parameters.unit_memory import open_unit_memory
+from megatron.offload.moving.memory import open_staying_memory
 
 _GRADIENT = "main_grad"  # of a parameter of Megatron's
 
@@ -44,7 +44,7 @@ class BucketGroup:
         self._memory = []
         self._finish = group.finish_grad_sync
         for bucket in group.buckets:
-            memory = open_unit_memory(bucket.grad_data.nbytes, device)
+            memory = open_staying_memory(bucket.grad_data.nbytes, device)
             whole = torch.empty(0, dtype=bucket.grad_data.dtype, device=device.device)
             whole.set_(memory.storage, 0, bucket.grad_data.shape, (1,))
             move_bucket(bucket, whole)
@@ -73,7 +73,7 @@ class BucketGroup:
                 "call zero_grad_buffer() of the model before each step's first one"
             )
         for memory, bucket in zip(self._memory, self.group.buckets, strict=True):
-            memory.obtain()
+            memory.for_read()
             self._device.use_after(memory.storage, [self._device.restored_is_free()])
             bucket.grad_data.zero_()
         self.state = BucketState.IN_MEMORY

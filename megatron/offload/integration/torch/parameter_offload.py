@@ -122,10 +122,10 @@ class ParameterOffload:
         return {
             "parameter_bytes": self.window.num_bytes,
             "memory_bytes": self.window.memory_bytes,
-            "peak_bytes": self.window.peak_bytes,
+            "peak_bytes": self.window.copies.peak_bytes,
             "read_bytes": sum(one.reads.total_bytes for one in every),
             "written_bytes": sum(one.writes.total_bytes for one in every),
-            "stall_s": self.window.stall_s,
+            "stall_s": self.window.copies.stall_s,
         } | self._gradient_statistics
 
     @property
@@ -136,7 +136,7 @@ class ParameterOffload:
         return {
             "gradient_memory_bytes": gradients.memory_bytes,
             "gradient_peak_bytes": gradients.peak_bytes,
-            "gradient_stall_s": gradients.stall_s,
+            "gradient_stall_s": gradients.copies.stall_s,
         }
 
     def report(self) -> str:
@@ -144,7 +144,7 @@ class ParameterOffload:
         if self.window is None:
             return "parameters are in memory"
         found = self.statistics
-        gradients, waited = "", f"waited {self.window.stall_s:.3f} s"
+        gradients, waited = "", f"waited {self.window.copies.stall_s:.3f} s"
         if self.window.gradients is not None:
             peak_bytes = int(found["gradient_peak_bytes"])
             gradients = f", and {format_size(peak_bytes)} of their gradients"

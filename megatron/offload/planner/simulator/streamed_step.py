@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.offload.layer_major.boundary import AHEAD
-from megatron.offload.parameters.unit import Where
+from megatron.offload.moving.order import live_units
+from megatron.offload.moving.storage import Where
 from megatron.offload.planner.profile.stage_profile import TierProfile
 
 PARAMETERS, KEPT, MOVING = "parameters", "kept by layers", "activations on their way"
@@ -176,7 +177,7 @@ class _Run:
         self._writes: collections.deque[_Write] = collections.deque()  # likewise
         self._levels: collections.Counter[str] = collections.Counter()  # bytes now, by term
         self._peak: dict[str, int] = {}
-        self._units = [_Unit(work, Where.AWAY, False) for work in step.units]
+        self._units = [_Unit(work, Where.ON_TIER, False) for work in step.units]
         for unit in self._units[: None if step.updates_all else step.live_units]:
             unit.where, unit.changed = Where.IN_MEMORY, step.updates_all
             self._hold(PARAMETERS, unit.work.parameter_bytes)
@@ -324,12 +325,12 @@ class _Run:
     def _use(self, number: int, direction: int) -> None:
         if self._used == (number, direction):
             return
-        units, live = self._units, self._step.live_units
-        ahead = range(number, number + direction * live, direction)
-        wanted = [n for n in ahead if 0 <= n < len(units)]
+        units = self._units
         here = [n for n, one in enumerate(units) if one.where in (Where.IN_MEMORY, Where.READING)]
-        others = sorted((n for n in here if n not in wanted), key=lambda n: abs(n - number))
-        for n in others[live - len(wanted) :]:
+        wanted, leaving = live_units(
+            number, direction, self._step.live_units, len(units), in_memory=here
+        )
+        for n in leaving:
             self._put_away(units[n])
         for write in [write for write in self._writes if isinstance(write.what, _Unit)][:-1]:
             self._wait(write, PARAMETERS)
@@ -339,7 +340,7 @@ class _Run:
             self._begin_read(units[n])
 
     def _put_away(self, unit: _Unit) -> None:
-        unit.where = Where.WRITING if unit.changed else Where.AWAY
+        unit.where = Where.WRITING if unit.changed else Where.ON_TIER
         num_bytes = unit.work.parameter_bytes
         if unit.changed:
             share = num_bytes // self._step.shares
@@ -357,7 +358,7 @@ class _Run:
             unit.where = Where.IN_MEMORY
 
     def _begin_read(self, unit: _Unit) -> None:
-        if unit.where is not Where.AWAY:
+        if unit.where is not Where.ON_TIER:
             return
         step, num_bytes = self._step, unit.work.parameter_bytes
         share = num_bytes // step.shares
@@ -407,5 +408,5 @@ class _Run:
             if isinstance(what, int):
                 self._hold(write.term, -what)
             else:
-                what.where, what.changed = Where.AWAY, False
+                what.where, what.changed = Where.ON_TIER, False
                 self._hold(PARAMETERS, -what.work.parameter_bytes)

@@ -51,10 +51,6 @@ class Layout:
             return own_pages(self.num_bytes)
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device).untyped_storage()
 
-    def is_aligned(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is as `new_storage` makes them on a CPU: whole pages."""
-        return storage.nbytes() == self.num_bytes and storage.data_ptr() % _PAGE == 0
-
     def views(self, storage: torch.UntypedStorage) -> dict[Name, torch.Tensor]:
         """The tensors, in a storage that holds the bucket."""
         return {name: _view(storage, slot) for name, slot in self.slots.items()}
