@@ -30,7 +30,7 @@ WRONG_STATES = (
 )
 WRONG_LAYER_MAJOR = (
     "a unit takes a gradient that has not come back",
-    "memory of gradients is reused while the optimizer is still to read it",
+    "a unit's memory is reused while layers are still to read it",
 )
 
 

@@ -27,7 +27,7 @@ from megatron.offload.tiers.staging import PIECE_BYTES, StagingPool
 PAGE = mmap.PAGESIZE
 # Bounds of the package in bytes, which are for activations of full size.
 BOUNDS = (
-    ("engine", "DEFAULT_INFLIGHT_BYTES"),
+    ("activations.engine", "DEFAULT_INFLIGHT_BYTES"),
     ("tiers.striping", "MIN_STRIPE_BYTES"),
     ("tiers.drive", "GROWTH_BYTES"),
     ("tiers.arena", "GROWTH_BYTES"),

@@ -175,7 +175,7 @@ def serial() -> Iterator[None]:
 
     def put_away_now(self: Window, bucket: Any) -> None:
         put_away(self, bucket)
-        self.wait_for_writes()
+        bucket.wait_for_write()
 
     with (
         mock.patch.object(Window, "read_ahead", lambda self, ahead: None),

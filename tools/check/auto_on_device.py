@@ -67,7 +67,10 @@ FIXED_STEPS, WARM_STEPS = 5, 2
 PROFILED_STEPS = 4  # before a second plan; before the first one two
 # Bytes, which are for activations of full size: what is in flight grows to two layers, and what an
 # operation saved is handed over when the next one saves.
-_BOUNDS = ("engine.DEFAULT_INFLIGHT_BYTES", "transfer.batch._ENOUGH_BYTES")
+_BOUNDS = (
+    "activations.engine.DEFAULT_INFLIGHT_BYTES",
+    "activations.transfer.batch._ENOUGH_BYTES",
+)
 MOST_RATIO, MOST_PLANS, MOST_ERROR = 1.03, 2, 0.05
 
 
