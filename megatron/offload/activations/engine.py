@@ -2,8 +2,8 @@
 """The one place that wires the rooms: `OffloadEngine`.
 
 Integrations tell it where in the step they are and which layer has just run. Read it top to bottom:
-what is wired, then a step: it begins, a layer's activations are captured, backward begins, the step
-ends. What happens to one activation: `capture/hooks.py`, then `transfer/writer.py` on its way out,
+the wiring, then a step: it begins, layers are captured, backward begins, the step ends. The way of
+one activation: `capture/hooks.py`, then `transfer/writer.py` on its way out,
 `transfer/prefetcher.py` and `transfer/reader.py` on its way back.
 """
 
@@ -60,18 +60,19 @@ logger = logging.getLogger(__name__)
 class OffloadEngine:
     """Activation offload of one process.
 
-    The threads that compute save and use; the dispatcher's thread starts the transfers, the tiers'
-    threads carry them out.
+    The threads that compute save and use tensors; the dispatcher's thread starts the transfers, the
+    tiers' threads carry them out.
 
     Attributes:
-        config: what was asked for.
+        config: the settings.
         rank: global rank, for error messages.
         hooks: `pack` and `unpack` for single tensors; layers and contexts use them.
-        writer: the way out, `reader`: the way back, `dispatcher`: whose thread starts both.
-        other_devices: bytes that the last step saved on others than this engine's; they stay.
-        cache: which saved tensors are the same bytes, and which never move.
-        set_aside: takes what waits between two units of layers; None: that stays in memory.
-        memory_report: what peaks are made of; None: nobody asked for it.
+        writer: the way out, `reader`: the way back, `dispatcher`: its thread starts both.
+        other_devices: bytes that the last step saved on devices other than this engine's; they
+            stay.
+        cache: knows which saved tensors are the same bytes, and which never move.
+        set_aside: moves what waits between two units of layers; None: that stays in memory.
+        memory_report: writes what peaks are made of; None: the settings ask for no report.
 
     Args:
         config: must have offload enabled.
@@ -79,7 +80,7 @@ class OffloadEngine:
         rank: global rank, for error messages.
         num_local_ranks: processes on this machine, which share its memory.
         reserve_bytes: SSD space to allocate at once; more is allocated when it is needed.
-        policy: chooses placements; default: everything of at least `config.min_bytes` to where
+        policy: chooses placements; default: everything of at least `config.min_bytes` goes where
             the mode says, in the layers that the config names.
 
     Raises:
@@ -119,7 +120,7 @@ class OffloadEngine:
             reserve_bytes=reserve_bytes,
             num_local_ranks=num_local_ranks,
         )
-        with contextlib.ExitStack() as opened:  # closed again where a later line raises
+        with contextlib.ExitStack() as opened:  # closes them if a later line raises
             for tier in self.tiers.values():
                 opened.callback(tier.close)
             self.dispatcher = Dispatcher("activation-offload transfers")
@@ -128,7 +129,7 @@ class OffloadEngine:
             opened.pop_all()
 
     def _wire(self, device: Device) -> None:
-        """Everything that stands between autograd and the tiers."""
+        """Builds what stands between autograd and the tiers."""
         config, step, rank = self.config, self._step, self.rank
         self._traffic = Traffic(self.tiers)
         self._device = device
@@ -193,14 +194,14 @@ class OffloadEngine:
                 "auto plans with less" if config.plans else "more stays reserved than is used",
             )
 
-    # -- The step, as an integration tells it ---------------------------------------------------
+    # -- The step: an integration calls these ----------------------------------------------------
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors' storages never move: parameters, buffers, flat gradient buffers."""
         self.cache.exclude(tensors)
 
     def note_weights(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A step begins, with these parameters: copies of them in another type never move."""
+        """A step begins with these parameters: copies of them in another type never move."""
         self._casts.begin_step(tensors)
 
     def keep_casts(self, changing: Iterable[torch.Tensor] | None = None) -> None:
@@ -209,7 +210,7 @@ class OffloadEngine:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around all forward and backward passes of a training step.
+        """A context around all forward and backward passes of a training step.
 
         Raises:
             OffloadError: this is a child process.
@@ -244,7 +245,7 @@ class OffloadEngine:
                 self.tracer.end_step()
 
     def _count_left(self) -> None:
-        """What of the step's saved tensors cannot move."""
+        """Counts the step's saved tensors that cannot move."""
         left, counted = self.cache.take_left_alone(), self.statistics
         counted.unsupported, counted.unsupported_bytes = (
             left.num_unsupported,
@@ -255,7 +256,7 @@ class OffloadEngine:
         self.other_devices = dict(left.other_devices)
 
     def _count_reserved(self) -> None:
-        """What the device's allocator holds, and how much of it the step could not use at once."""
+        """Counts what the device's allocator holds, and how much of it the step could not use."""
         reusable_bytes = self._device.reusable_bytes()
         if reusable_bytes is not None and self._peak is not None:
             reserved_bytes = self._device.allocated_bytes() + reusable_bytes
@@ -264,40 +265,40 @@ class OffloadEngine:
             self.statistics.fragmented_bytes = max(unused_bytes, 0)
 
     def forward(self, scope: Scope) -> contextlib.AbstractContextManager[SaveOrder]:
-        """Around one forward pass. Yields its save order, which `backward` of it asks for."""
+        """A context around one forward pass. Yields its save order, which `backward` takes."""
         return self._step.forward(scope)
 
     def within(self, scope: Scope) -> contextlib.AbstractContextManager[None]:
-        """Around a layer: what is saved meanwhile belongs to this scope."""
+        """A context around a layer: what is saved meanwhile belongs to this scope."""
         return self._step.within(scope)
 
     def begin_layer(self) -> None:
-        """A layer's forward is about to be launched, which backward will follow.
+        """The caller is about to launch a layer's forward, whose backward will run later.
 
-        Waits where the thread that computes is further ahead of the device than it may be.
+        Waits if the thread that computes is further ahead of the device than the bound allows.
         """
         self._lead.begin_layer()
 
     def bound_lead(self, most_layers: int | None) -> None:
-        """How many layers forward may be launched ahead of the device from now on; see `Lead`."""
+        """Sets how many layers forward may be launched ahead of the device; see `Lead`."""
         self._lead.most_layers = most_layers
 
     def place_layer(self, scope: Scope) -> Placement:
-        """What becomes of a layer, or a part of it; `RECOMPUTE` is the caller's to carry out."""
+        """The placement of a layer or a part of it. The caller carries out `RECOMPUTE`."""
         return self._policy.place_layer(scope)
 
     def place(self, scope: Scope, num_bytes: int) -> Placement:
-        """Where a storage of that size goes that a layer, or a part of it, saves."""
+        """The placement of a storage of this size that a layer, or a part of it, saves."""
         return self._policy.place(scope, num_bytes)
 
     @property
     def device(self) -> torch.device:
-        """Whose activations move."""
+        """The device whose activations move."""
         return self._device.device
 
     @property
     def divides_layers(self) -> bool:
-        """Whether the policy wants to hear of the parts of a layer, see `Policy`."""
+        """Whether the policy places the parts of a layer separately, see `Policy`."""
         return getattr(self._policy, "divides_layers", False)
 
     def capture(
@@ -310,17 +311,17 @@ class OffloadEngine:
         recomputes: bool = False,
         batch: Batch | None = None,
     ) -> None:
-        """Takes over what a layer saved. Call at the end of its forward pass, and within it too.
+        """Takes over what a layer saved. Call it at the end of its forward pass, or within it too.
 
         Args:
             scope: the layer's place in the step.
             outputs: the tensors that the layer returned.
             inputs: the tensors that it was called with.
             captured: autograd's nodes that earlier calls in this layer had as outputs. Not their
-                tensors: whoever held those would keep what has been written in memory.
-            recomputes: it runs again in backward: only inputs that want a gradient can move, not
-                masks and tables that other layers share, nor what ran after it.
-            batch: collects what calls within the layer capture; the caller submits it when the
+                tensors: the caller would keep these in memory after their write.
+            recomputes: the layer runs again in backward: only inputs that require a gradient can
+                move, not masks and tables that other layers share, nor what ran after it.
+            batch: collects what the calls within the layer capture; the caller submits it when the
                 layer ends. None: it is submitted now.
         """
         self._layers.capture(
@@ -328,12 +329,12 @@ class OffloadEngine:
         )
 
     def new_batch(self) -> Batch:
-        """For the calls of `capture` within one layer."""
+        """A batch for the calls of `capture` within one layer."""
         return Batch(self.writer)
 
     @property
     def copying_nodes(self) -> set[type]:
-        """Types of autograd nodes that save copies of their own: Note [Leaves] in `saved/`."""
+        """Types of autograd nodes that save copies: Note [Leaves] in `saved/autograd_graph.py`."""
         return self._layers.copying_nodes
 
     def saved_tensors_hooks(self) -> SavingContext:
@@ -341,20 +342,20 @@ class OffloadEngine:
         return SavingContext(self.hooks, self.new_batch())
 
     def prefetch(self, save_order: SaveOrder, *, opens_at_once: bool = False) -> None:
-        """The next backward pass is that of `save_order`: brings back what it needs first.
+        """The next backward pass is that of `save_order`: starts to read what it needs first.
 
         Args:
             save_order: from `forward`.
-            opens_at_once: backward goes straight to the layers that filled the save order. Else it
-                passes through the loss, where memory is scarcest unless the loss is chunked, and
-                one storage has to do until then.
+            opens_at_once: backward begins in the layers that filled the save order. Else it first
+                runs the loss, where memory is scarcest unless the loss is chunked, and the
+                prefetcher reads one storage only until then.
         """
         self.writer.make_room(2 * save_order.largest_bytes)  # one is read while one waits for use
         self.reader.begin_prefetch(save_order, opens_at_once or self.config.chunks_loss)
 
     @contextlib.contextmanager
     def backward(self, save_order: SaveOrder) -> Iterator[None]:
-        """Around the backward pass of the forward pass that filled `save_order`."""
+        """A context around the backward pass of the forward pass that filled `save_order`."""
         self._device.begin_phase("backward")
         self.prefetch(save_order)
         if self.sampler is not None:
@@ -367,11 +368,11 @@ class OffloadEngine:
                 self.sampler.enter("")
 
     def end_layers(self) -> None:
-        """The last layer of a forward pass has run: the loss may be next, which takes much."""
+        """The last layer of a forward pass has run: the loss may come next and take much memory."""
         self._device.begin_phase("loss")
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
-        """Blocks until no write of what was captured so far is under way; whether it came to that.
+        """Blocks until no write is under way; False if `timeout_s` passed before.
 
         Training never needs it; tests and measurements do.
         """
@@ -386,7 +387,7 @@ class OffloadEngine:
         """
         if not self._process.is_this:
             return
-        self._casts.keep()  # graphs may outlive it, and weights change
+        self._casts.keep()  # graphs may outlive the engine, and weights change
         self.dispatcher.close()
         if self.tracer is not None:
             self.tracer.close()
@@ -402,7 +403,7 @@ class OffloadEngine:
 
     @property
     def waits(self) -> ComputeWaits:
-        """How long compute stood still for transfers."""
+        """How long compute waited for transfers."""
         return self._step.waits
 
     @property
@@ -416,17 +417,17 @@ class OffloadEngine:
         return self._step.save_order
 
     def observe(self, observer: Observer | None) -> None:
-        """From now on this one hears what layers save; None: nobody does."""
+        """From now on this observer hears what layers save; None: no observer."""
         self._step.observer = observer
 
     @property
     def tracer(self) -> Tracer | None:
-        """Draws the timeline of the first steps; None: nobody asked for one."""
+        """Draws the timeline of the first steps; None: the settings ask for no timeline."""
         return self._step.tracer
 
     @property
     def sampler(self) -> MemorySampler | None:
-        """Samples the memory of the step under way; None: of most steps nobody wants to know."""
+        """Samples the memory of the step under way; None: this step is not sampled."""
         return self._step.sampler
 
     def _memory(self) -> dict[str, float]:
@@ -439,7 +440,7 @@ class OffloadEngine:
 
     @property
     def where(self) -> str:
-        """Where activations go, for people."""
+        """Where activations go, as a sentence shows it."""
         return " and ".join(str(tier) for tier in self.tiers.values())
 
     @property
@@ -454,8 +455,8 @@ class OffloadEngine:
 
     @property
     def tiers(self) -> dict[Placement, Tier]:
-        """Host memory and SSDs, those of them that activations may go to.
+        """The host and SSD tiers that activations may go to.
 
-        Without the one that only chooses among the others.
+        Without the tier that only chooses between the two.
         """
         return {p: tier for p, tier in self._tiers.items() if p is not Placement.TIERED}

@@ -18,12 +18,12 @@ class Bucket(MovingStorage):
 
     Args:
         params: at least one.
-        device: in whose memory they are used.
+        device: in whose memory the tensors are used.
         ended: see `MovingStorage`.
 
     Attributes:
         devices: of the parameters, between steps.
-        layout: which tensor lies where; None: it has none.
+        layout: where each tensor lies; None: the bucket has no tensors.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Bucket(MovingStorage):
         return self.layout.views(self.storage)
 
     def fill(self, layout: Layout, storage: torch.UntypedStorage) -> None:
-        """It has these tensors from now on, whatever it had before."""
+        """Replaces its tensors by these."""
         self.hold(FreshMemory(storage), layout.num_bytes)
         self.layout = layout
 
     def forget(self) -> None:
-        """It has no tensors any more."""
+        """Drops its tensors."""
         self.hold(None, 0)
         self.layout = None

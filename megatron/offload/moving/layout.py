@@ -1,7 +1,6 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Which tensor lies where in the bytes of a bucket: `Layout`, made of `Slot`s.
+"""Where each tensor lies in the bytes of a bucket: `Layout`, made of `Slot`s.
 
-A bucket's tensors move as one storage, so that a drive sees few and long requests.
+A bucket's tensors move as one storage, so that a drive gets few and large requests.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 
 from megatron.offload.tiers.mapped import own_pages, storage_at
 
-_ALIGNMENT = 64  # bytes, of each tensor: what torch's own allocator gives
-# A storage that begins and ends at a page goes to a drive as a whole and can be mapped.
+_ALIGNMENT = 64  # bytes, of each tensor: torch's own allocator aligns so
+# A storage that begins and ends at a page can be mapped and goes to a drive without a copy.
 _PAGE = mmap.PAGESIZE
 
 Name = tuple[int, str]  # of a tensor: its parameter's place in the bucket, its key in the state
@@ -34,7 +33,7 @@ class Layout:
     """Where each tensor of a bucket lies.
 
     Args:
-        tensors: by name; dense, in whatever order their dimensions have.
+        tensors: by name; without gaps, with their dimensions in any order.
     """
 
     def __init__(self, tensors: Mapping[Name, torch.Tensor]) -> None:
@@ -46,19 +45,19 @@ class Layout:
         self.num_bytes = max(_round_up(end, _PAGE), _PAGE)
 
     def new_storage(self, device: torch.device) -> torch.UntypedStorage:
-        """Fresh memory for a bucket, contents undefined; on a CPU it begins at a page."""
+        """Uninitialised memory for a bucket; on a CPU it begins at a page."""
         if device.type == "cpu":
             return own_pages(self.num_bytes)
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def views(self, storage: torch.UntypedStorage) -> dict[Name, torch.Tensor]:
-        """The tensors, in a storage that holds the bucket."""
+        """The tensors, in a storage with the bucket's bytes."""
         return {name: _view(storage, slot) for name, slot in self.slots.items()}
 
     def views_apart(self, storage: torch.UntypedStorage) -> dict[Name, torch.Tensor]:
-        """As `views`, on a CPU each in a storage of its own over the same memory.
+        """As `views`; on a CPU each tensor has a storage of its own over the same memory.
 
-        Who saves tensors saves whole storages, and copies those of which it wants a part.
+        `torch.save` saves whole storages, and libraries copy tensors that are a part of theirs.
         """
         views = self.views(storage)
         if storage.device.type != "cpu":
@@ -70,7 +69,7 @@ class Layout:
         return views
 
     def fits(self, tensors: Mapping[Name, torch.Tensor]) -> bool:
-        """Whether these are the tensors that it was made for, or others of their kind."""
+        """Whether these tensors have the names, shapes, strides and types of the layout."""
         return {name: _kind(slot) for name, slot in self.slots.items()} == {
             name: (tensor.shape, dense_stride(tensor), tensor.dtype)
             for name, tensor in tensors.items()
@@ -79,14 +78,14 @@ class Layout:
     def store(
         self, tensors: Iterable[tuple[Name, torch.Tensor]], storage: torch.UntypedStorage
     ) -> None:
-        """Copies tensors to where they belong in a storage."""
+        """Copies tensors to their places in a storage."""
         with torch.no_grad():
             for name, tensor in tensors:
                 _view(storage, self.slots[name]).copy_(tensor)
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor without gaps, with its dimensions in this one's order."""
+    """The strides of a tensor without gaps, with its dimensions in this tensor's order."""
     return torch.empty_like(tensor, device="meta").stride()
 
 

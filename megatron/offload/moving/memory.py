@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of what moves: new with each read (`FreshMemory`), or one storage whose bytes come and
-go (`open_staying_memory`)."""
+"""The memory of what moves: new with each read (`FreshMemory`), or one storage that is freed and
+allocated again (`open_staying_memory`)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron.offload.tiers.mapped import Pages, own_pages
 
 
 class Memory(Protocol):
-    """Memory that is given up while a tier has the bytes, and had again."""
+    """Memory that is released while a tier has the bytes, and allocated again for a read."""
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
-        """Has memory at first; None: it has been given up."""
+        """It has memory at first; None: the memory was released."""
         ...
 
     def for_read(self) -> torch.UntypedStorage | None:
-        """A storage with memory again, contents undefined; None: the tier makes a fresh one."""
+        """A storage with memory again, uninitialised; None: the tier allocates one."""
         ...
 
     def took(self, storage: torch.UntypedStorage) -> None:
@@ -30,12 +30,12 @@ class Memory(Protocol):
         ...
 
     def release(self) -> None:
-        """Gives the memory back; no read or write of it is under way."""
+        """Releases the memory; no read or write of it is under way."""
         ...
 
 
 class FreshMemory:
-    """A storage that is dropped with its memory; each read has one of its own.
+    """A storage that is dropped with its memory; each read fills a new one.
 
     Args:
         storage: with the bytes.
@@ -46,7 +46,7 @@ class FreshMemory:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
         self._num_bytes = storage.nbytes()
-        # A gradient may have memory of an allocator's, which begins anywhere in a page.
+        # A gradient may be in an allocator's memory, which begins anywhere in a page.
         self._has_pages = (
             storage.device.type == "cpu"
             and self._num_bytes % mmap.PAGESIZE == 0
@@ -54,7 +54,7 @@ class FreshMemory:
         )
 
     def for_read(self) -> torch.UntypedStorage | None:
-        """Fresh pages on a CPU; an accelerator's would have to wait for what used them before."""
+        """New pages on a CPU; None on an accelerator, where the tier allocates."""
         return own_pages(self._num_bytes) if self._has_pages else None
 
     def took(self, storage: torch.UntypedStorage) -> None:
@@ -67,15 +67,15 @@ class FreshMemory:
 
 
 class StayingMemory(Protocol):
-    """A `Memory` whose storage stays, and with it all views; it has memory at first."""
+    """A `Memory` whose storage object, and so all views of it, stay; it has memory at first."""
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """Contents undefined at first."""
+        """Uninitialised at first."""
         ...
 
     def for_read(self) -> torch.UntypedStorage:
-        """The storage, with memory again; on a device for operations after `use_after`."""
+        """The storage, with memory again; operations on a device use it after `use_after`."""
         ...
 
     def took(self, storage: torch.UntypedStorage) -> None:
@@ -83,13 +83,13 @@ class StayingMemory(Protocol):
         ...
 
     def release(self) -> None:
-        """Gives the memory back; the host may do it, no read or write of it is under way."""
+        """Releases the memory; the host may free it: no read or write of it is under way."""
         ...
 
 
 def open_staying_memory(num_bytes: int, device: Device) -> StayingMemory:
-    """Memory of `num_bytes`: on the CPU pages at addresses for good, on a device a storage that is
-    resized, as FSDP does with its own."""
+    """Memory of `num_bytes`: on a CPU pages whose addresses stay, on a device a storage that is
+    resized, as FSDP resizes its own."""
     return _StayingPages(num_bytes) if device.is_host else _DeviceMemory(num_bytes, device)
 
 
@@ -99,7 +99,7 @@ class _StayingPages:
         self.storage = self._pages.storage
 
     def for_read(self) -> torch.UntypedStorage:
-        return self.storage  # what is written to it takes memory
+        return self.storage  # the system allocates pages when they are written
 
     def took(self, storage: torch.UntypedStorage) -> None:
         pass

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings bytes that a tier has the only copy of, and puts them away: `OnlyCopy`, one a stream.
+"""Brings bytes of which a tier has the only copy, and puts them away: `OnlyCopy`, one a stream.
 
-Optimizer states, parameters and gradients each have one. What fails is handled here, and said here.
+Optimizer states, parameters and gradients have one each. It handles and reports all that fails.
 
 Note [The only copy]
-Unlike an activation, these bytes cannot be made again. Memory is released only once a write has
-ended well; what no tier takes stays in memory; the tiers keep checksums; a read that fails is tried
-once more, and then ends the training with `LostStateError`: it never goes on with other numbers.
+Unlike an activation, these bytes cannot be computed again. So memory is released only when a write
+has ended well; what no tier has room for stays in memory; the tiers keep checksums; a read that
+fails is tried once more. If it fails again, `LostStateError` ends the training, which never goes
+on with wrong numbers.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ logger = logging.getLogger(__name__)
 
 
 class OnlyCopy:
-    """What moves in one stream, its tiers, and what moving it took.
+    """The members of one stream, its tiers, and counters of what moving them took.
 
     Args:
-        prefix: what each of its sentences begins with.
-        tiers: the first that takes something has it.
-        device: in whose memory it is used.
-        members: all that moves; may change while they move.
-        name: of a member, as a sentence has it after "those of".
+        prefix: the beginning of each of its sentences.
+        tiers: a member goes to the first that has room.
+        device: in whose memory members are used.
+        members: all that moves; the collection may change meanwhile.
+        name: of a member, as it stands after "those of" in a sentence.
 
     Attributes:
-        checkpoint: to resume from should bytes be lost; empty: it is not known.
-        peak_bytes: the most in memory, of the times at which `note_peak` looked.
-        refused_bytes: that no tier took, since this was said or set to 0.
+        checkpoint: to resume from if bytes are lost; empty: not known.
+        peak_bytes: the most bytes in memory whenever `note_peak` was called.
+        refused_bytes: for which no tier had room, since the last warning or since it was set to 0.
     """
 
     def __init__(
@@ -66,14 +67,15 @@ class OnlyCopy:
         self._name = name
         self._clock = Clock(device)
         self._stall_s = 0.0
-        self._refusal = ""  # why, if a write failed
+        self._refusal = ""  # the reason, if a write failed
         self._has_warned = False
-        # I/O threads notify it: a write or a read has ended. Held for a few instructions.
+        # An I/O thread notifies it when a transfer has ended. A thread holds it for microseconds
+        # unless it waits.
         self._ended = Condition()
         device.room.add(self)
 
     def ended(self, one: MovingStorage, direction: str, transfer: Transfer) -> None:
-        """A write or a read of a member has ended; an I/O thread calls this as a rule."""
+        """A write or a read of a member has ended; usually an I/O thread calls this."""
         with self._ended:
             self._ended.notify_all()
         if (tracer := Tracer.current()) is not None:
@@ -82,10 +84,7 @@ class OnlyCopy:
     # -- To a tier --------------------------------------------------------------------------------
 
     def put_away(self, one: MovingStorage) -> bool:
-        """Starts to write a member to the first tier that takes it; whether one does.
-
-        Where none does, it stays in memory.
-        """
+        """Starts to write a member to the first tier that has room; False: it stays in memory."""
         after = None if self._device.is_host else self._device.record_event()
         if one.write_error is not None:
             self._refusal, one.write_error = str(one.write_error), None
@@ -93,16 +92,16 @@ class OnlyCopy:
             try:
                 if one.begin_write(tier, after):
                     return True
-            except Exception as error:  # its threads are gone, say
+            except Exception as error:  # e.g. the tier's threads have ended
                 self._refusal = str(error)
         self.refused_bytes += one.num_bytes
         return False
 
     def warn_of_refused(self, where: str) -> None:
-        """Warns once of what no tier took; what failed on a drive, that drive has said already.
+        """Warns once about members for which no tier had room. A drive reports its own errors.
 
         Args:
-            where: they stay, for people, and which flag bounds it.
+            where: where they stay and which flag bounds it, for the sentence.
         """
         if self.refused_bytes and not self._has_warned:
             self._has_warned = True
@@ -119,7 +118,7 @@ class OnlyCopy:
         self.refused_bytes = 0
 
     def wait_for_writes(self) -> None:
-        """Blocks until all that was put away is where it is to stay."""
+        """Blocks until all that was put away is on its tier or back in memory."""
         for one in list(self._members):
             one.wait_for_write()
         for tier in self.tiers:
@@ -128,15 +127,15 @@ class OnlyCopy:
     # -- And back ---------------------------------------------------------------------------------
 
     def bring(self, one: MovingStorage, by: Callable[[], None] | None = None) -> None:
-        """Has a member in memory, where the calling thread's next operations may use it.
+        """Brings a member to memory, so that the calling thread's next operations may use it.
 
         Args:
-            one: of the members.
-            by: does it, and may do it again where it has failed; None: `one.bring`.
+            one: the member.
+            by: brings it, and may be called again after an error; None: `one.bring`.
 
         Raises:
             LostStateError: it could not be read back.
-            torch.OutOfMemoryError: as torch has raised it.
+            torch.OutOfMemoryError: no memory for it, even after reads ahead were given up.
         """
         work = by or one.bring
         try:
@@ -158,7 +157,7 @@ class OnlyCopy:
                 ) from again
 
     def give_up_reads(self) -> None:
-        """Lets go of what was read ahead, and waits for what leaves. See `ReadsAhead`."""
+        """Frees what was read ahead, and waits for writes. See `ReadsAhead`."""
         for one in list(self._members):
             one.give_up_read()
             one.wait_for_write()
@@ -178,11 +177,11 @@ class OnlyCopy:
     def wait_until(
         self, is_time: Callable[[], bool], of: Collection[MovingStorage] | None = None
     ) -> None:
-        """Blocks until something holds, which is looked at whenever a transfer has ended.
+        """Blocks until a condition holds; checks it whenever a transfer has ended.
 
         Args:
             is_time: whether it holds.
-            of: members whose transfers it depends on; None: all.
+            of: members on whose transfers it depends; None: all.
         """
         for one in list(self._members) if of is None else of:
             one.watch()
@@ -198,7 +197,7 @@ class OnlyCopy:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what may make compute wait for the tiers."""
+        """A context around calls that may make compute wait for the tiers."""
         self._clock.read()
         with self._clock.timed(self._add_stall), self._device.annotate(f"wait for {self._stream}"):
             yield
@@ -208,10 +207,10 @@ class OnlyCopy:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that compute has waited, as far as the device has come."""
+        """Seconds that compute has waited, up to where the device is now."""
         self._clock.read()
         return self._stall_s
 
     def note_peak(self) -> None:
-        """Looks how much is in memory."""
+        """Measures how much is in memory now."""
         self.peak_bytes = max(self.peak_bytes, self.memory_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of what moves is in memory: rules that windows follow and simulations ask.
+"""Which buckets and units are in memory: rules that windows follow and simulations call.
 
 Pure functions of sizes and numbers, so that a simulation decides as the run does.
 """
@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 
 
 def first_to_stay(sizes: Sequence[int], room_bytes: int, beside: int = 1) -> int:
-    """From which one on buckets stay in memory behind a step that goes through them in order.
+    """Index of the first bucket that stays in memory after a step through the buckets in order.
 
     Args:
-        sizes: of the buckets, in the order of the step, in bytes.
+        sizes: bytes of the buckets, in the order of the step.
         room_bytes: that buckets may take in memory.
-        beside: of the largest size, that are moved meanwhile.
+        beside: number of buckets, of the largest size, that are moved at the same time.
     """
     room_bytes -= beside * max(sizes, default=0)
     index = len(sizes)
@@ -28,19 +28,19 @@ def first_to_stay(sizes: Sequence[int], room_bytes: int, beside: int = 1) -> int
 def live_units(
     number: int, direction: int, num_live: int, num_units: int, in_memory: Iterable[int]
 ) -> tuple[list[int], list[int]]:
-    """Units that are wanted when one is used, and those that leave for them.
+    """The units that are wanted when one is used, and the units that leave for them.
 
-    Where a direction ends, room is left: what is nearest stays, for the way back.
+    Near the last unit of a direction fewer are wanted: the nearest others stay, for the way back.
 
     Args:
         number: of the unit that is used.
-        direction: 1: the next ones come after it, -1: before it.
+        direction: 1: units with larger numbers come next, -1: with smaller ones.
         num_live: units that may be in memory.
-        num_units: of all.
-        in_memory: numbers of those that are there, or arriving.
+        num_units: units in all.
+        in_memory: numbers of the units that are in memory or being read.
 
     Returns:
-        The wanted ones, in the order of their use, and those that leave.
+        The wanted units, in the order of their use, and the units that leave.
     """
     ahead = range(number, number + direction * num_live, direction)
     wanted = [n for n in ahead if 0 <= n < num_units]

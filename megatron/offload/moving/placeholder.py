@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that have a shape and no bytes, for the places of what is on a tier."""
+"""Tensors that have a shape and no bytes, for the places of tensors that are on a tier."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def without_bytes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> _T:
-    """A tensor of a type whose `__torch_dispatch__` answers all that is asked of it."""
+    """A tensor without bytes, of a type whose `__torch_dispatch__` handles all operations."""
     make: Any = torch.Tensor._make_wrapper_subclass
     made: _T = make(kind, shape, strides=stride, dtype=dtype, device=device)
     return made
 
 
 def all_nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of one element, NaN, that shows it everywhere."""
+    """A tensor whose only element, NaN, shows at all indices."""
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)

@@ -2,13 +2,13 @@
 """Bytes that move as one storage and of which a tier has the only copy: `MovingStorage`.
 
 A bucket of optimizer states or of gradients is one (`bucket.py`), and so is a unit of parameters
-(`parameters/unit.py`). Only the thread that trains calls it, but for the end of a write, which an
-I/O thread tells.
+(`parameters/unit.py`). Only the thread that trains calls it; but an I/O thread reports the end of a
+transfer.
 
 Note [Whose copy]
-Memory is released only once a write has ended well. A bucket's bytes change with each use, so what
-comes back is no longer on the tier, and its space there is free. A unit's parameters change in the
-optimizer's step alone: what comes back stays on the tier, and leaves again without a write.
+Memory is released only when a write has ended well. A bucket's bytes change with each use, so the
+tier frees its copy when the bucket is read. A unit's parameters change only in the optimizer's
+step: the tier keeps its copy when the unit is read, and the unit leaves again without a write.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megatron.offload.moving.memory import Memory
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.transfer import Transfer
 
-# Hears of the end of a `write` or a `read`, in whatever thread.
+# Called at the end of a write or a read, in any thread.
 Ended = Callable[["MovingStorage", str, Transfer], None]
 
 
 class Where(enum.Enum):
-    """Where bytes are that move. Members name the transitions into them."""
+    """Where the bytes are. Members name the transitions into them."""
 
-    NOWHERE = "nowhere"  # created: there are none yet
-    IN_MEMORY = "in memory"  # hold; their read has ended; their write failed or was taken back
+    NOWHERE = "nowhere"  # created: there are no bytes yet
+    IN_MEMORY = "in memory"  # hold; the read has ended; the write failed or was taken back
     WRITING = "being written"  # begin_write from IN_MEMORY; memory still holds them
-    ON_TIER = "on a tier"  # the write has ended well, or let_go; the memory is released
+    ON_TIER = "on a tier"  # the write has ended well, or let_go; the memory was released
     READING = "being read"  # begin_read from ON_TIER
 
 
@@ -44,12 +44,12 @@ class MovingStorage:
 
     Args:
         device: in whose memory they are used.
-        ended: is told of each end of a write or a read; None: it is told of none.
+        ended: called at the end of each write and read; None: nothing is called.
 
     Attributes:
-        where: they are.
-        num_bytes: of them; 0: there are none yet.
-        block: has them on a tier; None: none has, or they have changed since.
+        where: the bytes are.
+        num_bytes: of them; 0: there are no bytes yet.
+        block: where they are on a tier; None: on no tier, or they have changed since.
         write_error: of the last write that failed, for a report.
     """
 
@@ -63,15 +63,15 @@ class MovingStorage:
         self._device = device
         self._ended = ended
         self._memory: Memory | None = None
-        self._events: Sequence[Any] = ()  # of the device, after which the memory has the bytes
+        self._events: Sequence[Any] = ()  # of the device; after these the memory has the bytes
         self._transfer: Transfer | None = None
-        self._is_watched = False  # the end of the transfer under way is told
-        # Protects what the end of a write changes. Held for a few assignments.
+        self._is_watched = False  # whether the transfer under way has our callback
+        # Protects what the end of a write changes. A thread holds it for a few assignments.
         self._lock = Condition()
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
-        """That holds them in memory, or will when the read under way has ended."""
+        """The storage with the bytes, also while they are being read into it."""
         return None if self._memory is None else self._memory.storage
 
     @property
@@ -81,58 +81,58 @@ class MovingStorage:
 
     @property
     def tier(self) -> Tier | None:
-        """Which has the bytes, at the end of a write that is under way; None: memory has them."""
+        """The tier with the bytes, or that they are being written to; None: they are in memory."""
         with self._lock:
             is_leaving = self.where in (Where.ON_TIER, Where.WRITING)
             return self.block.tier if is_leaving else None
 
     def hold(self, memory: Memory | None, num_bytes: int, events: Sequence[Any] = ()) -> None:
-        """It has these bytes from now on, whatever it had before; None: it has none any more.
+        """Replaces the bytes by these.
 
         Args:
-            memory: with the bytes.
+            memory: with the bytes; None: there are no bytes any more.
             num_bytes: of them.
-            events: of the device, after which the memory has them.
+            events: of the device; after these the memory has the bytes.
         """
         self.take_back()
         self._memory, self.num_bytes, self._events = memory, num_bytes, events
         self.where, self.block = Where.NOWHERE if memory is None else Where.IN_MEMORY, None
 
     def note_change(self) -> None:
-        """They are other bytes from now on than the block's; they are in memory."""
+        """The bytes in memory were changed: the block on the tier is not theirs any more."""
         assert self.where is Where.IN_MEMORY, self.where
         self.block = None
 
     # -- To a tier --------------------------------------------------------------------------------
 
     def begin_write(self, tier: Tier, after: Any) -> bool:
-        """Starts to write them; whether the tier takes them.
+        """Starts to write the bytes; False: the tier has no room for them.
 
         Args:
-            tier: where to.
-            after: an event of the device, after which the bytes are there.
+            tier: to write to.
+            after: an event of the device; after it the memory has the bytes.
         """
         assert self.where is Where.IN_MEMORY and self.storage is not None, self.where
         started = tier.begin_write(self.storage, after)
         if started is None:
             return False
         block, transfer = started
-        with self._lock:  # all at once: a block counts as written unless it says WRITING
+        with self._lock:  # together: a block counts as written unless the state is WRITING
             self._is_watched = False
             self.where, self.block, self._transfer = Where.WRITING, block, transfer
         self.watch()
         return True
 
     def let_go(self) -> None:
-        """Releases the memory of bytes that the tier has; no operation on it is queued."""
+        """Releases the memory of bytes that are on the tier; no operation on it is queued."""
         assert self.where is Where.IN_MEMORY and self.block is not None, self.where
         assert self._memory is not None
         self.where = Where.ON_TIER
         self._memory.release()
 
     def watch(self) -> None:
-        """Registers for the end of a transfer. A method that waits for it calls this again: an
-        interrupt may have come before the first call was through."""
+        """Adds our callback to a transfer. A method that waits for the transfer calls this again:
+        Ctrl-C may have ended the first call half way."""
         transfer = self._transfer
         if self._is_watched or transfer is None:
             return
@@ -142,16 +142,16 @@ class MovingStorage:
             transfer.add_done_callback(self._read_ended)
         self._is_watched = True
 
-    # Runs in an I/O thread; or in the one that watches, if the write had ended before.
+    # Runs in an I/O thread, or in the thread that calls `watch` if the write has ended before.
     def _write_ended(self, transfer: Transfer) -> None:
         is_given_up = transfer.cancelled()
         error = None if is_given_up else transfer.exception()
         with self._lock:
             if self._transfer is not transfer:
-                return  # taken back meanwhile
+                return  # `take_back` has taken the bytes back meanwhile
             assert self._memory is not None
             released = self._memory.storage  # freed when this frame ends, outside the lock
-            # All at once, so that an interrupt leaves it in one of the states.
+            # In one statement each, so that Ctrl-C leaves one of the states.
             if is_given_up or error is not None:
                 self._transfer, self.where, self.block = None, Where.IN_MEMORY, None
                 self.write_error = error
@@ -168,13 +168,13 @@ class MovingStorage:
         self._ended(self, "read", transfer)
 
     def wait_for_write(self) -> None:
-        """Blocks until no write is under way, well or badly."""
+        """Blocks until no write is under way; raises nothing if the write failed."""
         self.watch()
         with self._lock:
             self._lock.wait_for(lambda: self.where is not Where.WRITING)
 
     def take_back(self) -> None:
-        """The bytes are needed: a write under way is given up, and they stay in memory."""
+        """The bytes are needed: cancels a write under way, so that they stay in memory."""
         with self._lock:
             if self.where is not Where.WRITING:
                 return
@@ -186,7 +186,7 @@ class MovingStorage:
     # -- And back ---------------------------------------------------------------------------------
 
     def begin_read(self) -> None:
-        """Starts to bring them back, if they are on a tier."""
+        """Starts to read the bytes back, if they are on a tier."""
         if self.where is not Where.ON_TIER:
             return
         assert self._memory is not None
@@ -207,10 +207,10 @@ class MovingStorage:
         return self._transfer is not None and not self._transfer.done()
 
     def read(self) -> None:
-        """Has them in memory; waits for the read if they are not there.
+        """Brings the bytes to memory; waits for the read if they are not there.
 
         Raises:
-            OSError: it failed; they are still on the tier, if they are anywhere.
+            OSError: the read failed; the tier still has what it had.
         """
         self.take_back()
         self.begin_read()
@@ -221,7 +221,7 @@ class MovingStorage:
         try:
             transfer.wait()
         except BaseException:
-            if transfer.done():  # else the wait was interrupted, and the read goes on
+            if transfer.done():  # else Ctrl-C has ended the wait, and the read goes on
                 self._forget_read()
             raise
         self._events = transfer.events or ()
@@ -229,18 +229,18 @@ class MovingStorage:
         self._transfer, self.where, self.block = None, Where.IN_MEMORY, block
 
     def bring(self) -> None:
-        """As `read`, where operations that the calling thread queues next may use them."""
+        """`read`, and makes the calling thread's next operations wait for the bytes."""
         if self.where is not Where.IN_MEMORY:
             self.read()
             self.use_here()
 
     def use_here(self) -> None:
-        """The stream of the thread that calls uses them from now on; they are in memory."""
+        """The calling thread's stream uses the bytes from now on; they are in memory."""
         assert self.storage is not None
         self._device.use_after(self.storage, self._events)
 
     def give_up_read(self) -> None:
-        """They are not needed yet after all: releases the memory of a read, if there is one."""
+        """The bytes are not needed yet: cancels a read under way and releases its memory."""
         if self.where is Where.READING:
             assert self._transfer is not None
             self._transfer.cancel()
@@ -248,7 +248,7 @@ class MovingStorage:
             self._forget_read()
 
     def _forget_read(self) -> None:
-        """A read has ended, and what it has read is not wanted, or wrong."""
+        """A read has ended, and its bytes are not wanted, or wrong: releases the memory."""
         assert self._memory is not None
         self.where, self._transfer = Where.ON_TIER, None
         self._memory.release()
@@ -256,7 +256,7 @@ class MovingStorage:
     # -- Where they are ---------------------------------------------------------------------------
 
     def view(self) -> torch.UntypedStorage:
-        """The bytes where they are, on the tier or in memory; changed there they stay changed.
+        """The bytes where they are, on the tier or in memory; changes of them stay.
 
         Raises:
             OSError: the tier cannot show them, or has other bytes.
@@ -267,10 +267,10 @@ class MovingStorage:
         return self.storage
 
     def renew(self) -> None:
-        """What was changed in the place that `view` shows is on the tier from now on.
+        """Makes changes of the bytes that `view` shows part of the block on the tier.
 
         Raises:
-            OSError: it did not come there.
+            OSError: the tier could not take them.
         """
         if self.where is Where.ON_TIER:
             self.block.tier.renew(self.block)

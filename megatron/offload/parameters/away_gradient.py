@@ -2,22 +2,23 @@
 """What is in the place of a gradient that is on a tier: `AwayGradient`, a tensor without bytes.
 
 It is a parameter's `grad` until the optimizer's step, and owns the bytes on the tier: `zero_grad`
-drops both. It has the shape, the type and the device, so that whoever asks whether there is a
-gradient gets the answer; whoever asks for its values gets an error with a sentence.
+drops both. It has the gradient's shape, type and device, so a test whether there is a gradient
+works. Any use of its values raises an error that says what to do.
 
 Note [Clipping what is away]
-`torch.nn.utils.clip_grad_norm_` takes the norm of each gradient, the norm of these, and scales each
-gradient by a factor. So the norm of a gradient is taken when it leaves, by the operation that
-`clip_grad_norm_` would take, and what it is to be scaled by waits until it comes back and is then
-done by the operation that was asked for. All else is torch's own: the same bits. On an accelerator
-`clip_grad_norm_` chooses between two kernels, which may round differently, and takes the slower one
-for tensors that are not torch's own, all of them: who wants to have the bits of before asks for the
-other one (`foreach=True`), and any other way is an error. Megatron without kernels of its own takes
-`torch.norm` everywhere; whoever makes the gradient leave says by which of the two its norm is.
+`torch.nn.utils.clip_grad_norm_` computes the norm of each gradient and the norm of these norms, and
+scales each gradient by a factor. So we compute the norm of a gradient when it leaves, with the
+operation that `clip_grad_norm_` would use. We record the scaling, and apply the same operation when
+the gradient comes back. The rest is torch's own, so the bits are the same. On an accelerator
+`clip_grad_norm_` uses the per-tensor kernel for tensor subclasses, which may round differently from
+the foreach kernel. Pass foreach=True for the bits of the run without offload; any other call
+raises. Megatron without kernels of its own uses `torch.norm` on every device, so the caller that
+offloads a gradient says which of the two norms will be asked for.
 
 Note [A part of a gradient]
-With Megatron's distributed optimizer a rank has the sum over ranks of some elements of a gradient
-alone. What is in the place of the whole one then gives exactly these, cut out as Megatron does it.
+With Megatron's distributed optimizer a rank only has some elements of a gradient's sum over ranks.
+The tensor in the place of the whole gradient then allows one slice: exactly these elements, as
+Megatron cuts them out.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ _NORM = 2.0
 
 
 def piece_of(param: torch.Tensor) -> Bucket | None:
-    """What has the bytes of a parameter's gradient, if that is away."""
+    """The bucket with the bytes of a parameter's gradient; None if the gradient is not away."""
     return param.grad.piece if isinstance(param.grad, AwayGradient) else None
 
 
 @dataclasses.dataclass(eq=False)
 class _Gone:
-    """What is known of a gradient that is away, for all that stand for it."""
+    """What is known of a gradient that is away; all tensors that stand for it share it."""
 
     piece: Bucket | None
     num_elements: int
     norm: torch.Tensor | None
-    is_vector_norm: bool  # which of two operations gave it
+    is_vector_norm: bool  # which of two operations computed it
     later: list[Callable[[torch.Tensor], Any]] = dataclasses.field(default_factory=list)
 
 
 class AwayGradient(torch.Tensor):
-    """Stands for a gradient. Made by `away`."""
+    """Stands for a gradient that is away. Made by `away`."""
 
     _gone: _Gone
-    _start: int  # of the gradient's elements in this, which may have more
+    _start: int  # index of the gradient's first element in this tensor, which may have more
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without values."""
@@ -65,20 +66,20 @@ class AwayGradient(torch.Tensor):
 
     @property
     def piece(self) -> Bucket | None:
-        """What has its bytes, perhaps with those of others; None: nobody has, they were used."""
+        """The bucket with its bytes, perhaps with other gradients; None: the step has used them."""
         return self._gone.piece
 
     def within(self, shape: torch.Size, start: int) -> AwayGradient:
-        """Stands for a larger gradient, of which this is all that is known.
+        """A tensor that stands for a larger gradient, of which only these elements exist.
 
         Args:
-            shape: of the larger one, which is contiguous.
-            start: of this in it, in elements.
+            shape: of the larger gradient, which is contiguous.
+            start: index of the first of these elements in it.
         """
         return _stand_in(self, self._gone, start, shape)
 
     def brought(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Its bytes are there again: `gradient`, with what was asked for meanwhile done to it."""
+        """The bytes are in memory again: applies the recorded changes to `gradient`."""
         self._gone.piece = None
         with torch.no_grad():
             for change in self._gone.later:
@@ -86,10 +87,10 @@ class AwayGradient(torch.Tensor):
         return gradient
 
     def kept_norm(self, order: float = _NORM, *, is_vector_norm: bool) -> torch.Tensor:
-        """Of the gradient, as when it left.
+        """The norm of the gradient, computed when it left.
 
         Raises:
-            OffloadError: it is another one, or the gradient is to be scaled meanwhile.
+            OffloadError: another norm is asked for, or the gradient was scaled since.
         """
         gone = self._gone
         is_other = order != _NORM or is_vector_norm != gone.is_vector_norm
@@ -98,20 +99,20 @@ class AwayGradient(torch.Tensor):
         return gone.norm
 
     def in_a_row(self, func: Any, shape: Sequence[int]) -> AwayGradient:
-        """With one dimension.
+        """The same in one dimension.
 
         Raises:
-            OffloadError: another shape was asked for.
+            OffloadError: another shape is asked for.
         """
         if list(shape) not in ([-1], [self.numel()]):
             raise self.refusal(str(func))
         return _stand_in(self, self._gone, self._start, torch.Size([self.numel()]))
 
     def cut(self, func: Any, start: int, end: int) -> AwayGradient:
-        """The gradient that this has more elements than.
+        """The slice that the gradient's elements are of this larger tensor.
 
         Raises:
-            OffloadError: others were asked for.
+            OffloadError: other elements are asked for.
         """
         own = range(self._start, self._start + self._gone.num_elements)
         if self.dim() != 1 or range(start, end) != own:
@@ -123,15 +124,15 @@ class AwayGradient(torch.Tensor):
         return self.numel() == self._gone.num_elements
 
     def change_later(self, func: Any, factor: Any, *, in_list: bool) -> None:
-        """Scales the gradient once it is there.
+        """Records that the gradient is to be scaled when it is back in memory.
 
         Args:
-            func: the operation that does it, in place.
+            func: the operation that scales it in place.
             factor: a number, or a tensor with one.
             in_list: the operation takes a list of tensors.
 
         Raises:
-            OffloadError: the factor is something else, or the gradient was used.
+            OffloadError: the factor is something else, or the optimizer has used the gradient.
         """
         is_number = not isinstance(factor, torch.Tensor) or factor.dim() == 0
         if self.piece is None or not is_number or not self._is_all:
@@ -140,7 +141,7 @@ class AwayGradient(torch.Tensor):
         self._gone.later.append(lambda gradient: func([gradient] if in_list else gradient, kept))
 
     def refusal(self, what: str) -> OffloadError:
-        """The error for who wants to have something of it that only its bytes give."""
+        """The error for an operation that needs the gradient's values."""
         if self.piece is None:
             return OffloadError(
                 f"{GRADIENTS_PREFIX}{what} was asked for after the optimizer's step, which has "
@@ -158,7 +159,7 @@ class AwayGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Answers what `clip_grad_norm_` asks for; raises OffloadError for all else."""
+        """Computes what `clip_grad_norm_` asks for; raises OffloadError for all else."""
         answer = _ANSWERS.get(func)
         others = [one for one in tree_leaves((args[1:], kwargs)) if isinstance(one, cls)]
         if answer is not None and not kwargs and not others:
@@ -170,13 +171,13 @@ class AwayGradient(torch.Tensor):
 def away(
     gradient: torch.Tensor, piece: Bucket | None, *, is_vector_norm: bool | None = None
 ) -> AwayGradient:
-    """What stands for a gradient that leaves.
+    """The tensor that stands for a gradient that leaves.
 
     Args:
         gradient: in memory.
-        piece: has its bytes, perhaps with those of others; None: nobody has, they were used.
-        is_vector_norm: the norm that will be asked for is `torch.norm`; None: the one that
-            `clip_grad_norm_` takes on this device. See Note [Clipping what is away].
+        piece: the bucket with its bytes, perhaps with other gradients; None: they were used.
+        is_vector_norm: whether `torch.norm` will be asked for; None: the norm that
+            `clip_grad_norm_` uses on this device. See Note [Clipping what is away].
     """
     if is_vector_norm is None:
         is_vector_norm = gradient.device.type == "cpu"
@@ -187,7 +188,7 @@ def away(
 def _stand_in(
     gradient: torch.Tensor, gone: _Gone, start: int = 0, shape: torch.Size | None = None
 ) -> AwayGradient:
-    """Like a gradient; with another shape it is contiguous."""
+    """A tensor like the gradient; with another shape it is contiguous."""
     stride = gradient.stride() if shape is None else torch.empty(shape, device="meta").stride()
     whole = gradient.shape if shape is None else shape
     made = without_bytes(AwayGradient, whole, stride, gradient.dtype, gradient.device)

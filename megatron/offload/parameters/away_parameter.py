@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a parameter is while it is not in its place: `AwayParameter`, which shows it when touched.
+"""What a parameter is while it is not in its place: `AwayParameter`, which shows it when used.
 
-A unit of parameters (`unit.py`) has its parameters leave and return: the same objects, of another
-class meanwhile. So whatever a script, a trainer or a library does with one, reads it, changes it in
-place or through `data`, replaces it, copies or saves it, first has the real one in its place, and
-what was changed there is kept. Below the class there is NaN: whatever does not ask Python finds
-that, never bytes of before and never zeros.
+A unit (`unit.py`) swaps its parameters out and in: the parameter objects stay and have another
+class while they are away. So whatever a script, a trainer or a library does with one (reads it,
+changes it in place or through `data`, replaces it, copies or saves it), the class first puts the
+real values in place, and the unit keeps what was changed there. The tensor below the class is full
+of NaN: code that bypasses Python's dispatch finds NaN, never old bytes and never zeros.
 
 Note [What is no touch]
-What asks for a parameter's shape, type, device or gradient wants none of its bytes and gets its
-answer at once, as does a conversion to what the parameter is already (`model.to(device)`).
+A query of a parameter's shape, type, device or gradient needs none of its bytes: it is answered at
+once. So is a conversion to what the parameter is already (`model.to(device)`).
 
 Note [What autograd saves of one that is touched]
-Of a parameter that is an operation's argument autograd saves the parameter, and looks into it in
-the backward pass: when its unit is elsewhere again. A penalty on weights does so. What is mapped
-stays as it is for who holds it; of what is in memory a copy is saved.
+Autograd saves a parameter that is an operation's argument, and reads it in the backward pass, when
+its unit may be away again. A penalty on weights does this. A mapped parameter keeps its values for
+every holder, so autograd saves it as it is; of one in memory it saves a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.offload.errors import PARAMETERS_PREFIX, OffloadError
 
-# Attributes that are of its bytes.
+# Attributes that read its bytes.
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _ABOUT = {
     "__len__",
@@ -54,12 +54,12 @@ _CONVERSIONS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "typ
 
 
 class Away(NamedTuple):
-    """Of the parameters of a unit that are away.
+    """What the away parameters of a unit share.
 
     Attributes:
         name: of the unit.
         params: of the unit.
-        show: has them in their places; whether what they show then stays as it is when they leave.
+        show: puts them in their places; says whether these values stay valid when the unit leaves.
     """
 
     name: str
@@ -68,22 +68,22 @@ class Away(NamedTuple):
 
 
 class AwayParameter(torch.nn.Parameter):
-    """A parameter that is not in its place. Made of one by `leave`."""
+    """A parameter that is not in its place. `leave` gives a parameter this class."""
 
     _away: Away
 
-    # A graph of torch.compile would have what is traced here, and would be called with parameters
-    # that are not in their places again.
+    # A graph of torch.compile would keep what it traces here, and would later run while the
+    # parameters are away again.
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Does what is asked for, with the parameters in their places.
+        """Runs a function with the parameters in their places.
 
         Raises:
-            LostStateError: they could not be read.
-            OffloadError: it is in the place of no parameter any more.
+            LostStateError: the tier could not read them.
+            OffloadError: this tensor is no longer in the place of a parameter.
         """
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -113,7 +113,7 @@ class AwayParameter(torch.nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What is pickled of the parameter."""
+        """What pickle saves of the parameter."""
         _show(self)
         with torch._C.DisableTorchFunctionSubclass():
             same = torch.nn.Parameter(self.detach(), self.requires_grad)
@@ -122,13 +122,13 @@ class AwayParameter(torch.nn.Parameter):
 
 
 def leave(param: torch.nn.Parameter, away: Away) -> None:
-    """Has a parameter shown when it is touched, from now on."""
+    """From now on a use of the parameter shows it first."""
     vars(param)["_away"] = away
     param.__class__ = AwayParameter
 
 
 def arrive(param: torch.nn.Parameter) -> None:
-    """Ends `leave`; its bytes are in their place."""
+    """Ends `leave`; the parameter's bytes are in their place."""
     if type(param) is AwayParameter:
         param.__class__ = torch.nn.Parameter  # type: ignore[assignment]
         vars(param).pop("_away", None)
@@ -138,14 +138,14 @@ def _show(param: AwayParameter) -> bool:
     away = param._away
     if not any(one is param for one in away.params):
         raise OffloadError(
-            f"{PARAMETERS_PREFIX}a tensor that had the place of a parameter of {away.name} while "
-            "that was on a tier was asked for its values, and has none: it was swapped with "
-            "another one (torch.utils.swap_tensors); call expose() of the handle before"
+            f"{PARAMETERS_PREFIX}the values of a tensor were asked for that has none: it was in "
+            f"the place of a parameter of {away.name} while that was on a tier, and was swapped "
+            "with another tensor (torch.utils.swap_tensors); call expose() of the handle before"
         )
     return away.show()
 
 
-# Note [What autograd saves of one that is touched]: a tensor, and its version then.
+# Note [What autograd saves of one that is touched]: a tensor, and its version at that time.
 _Saved = tuple[torch.Tensor, int]
 
 
@@ -169,6 +169,6 @@ def _is_no_touch(func: Any, args: tuple[Any, ...]) -> bool:
     """Note [What is no touch]."""
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
-        is_same = len(args) > 1 and args[1] is args[0]  # what a conversion to the same type sets
+        is_same = len(args) > 1 and args[1] is args[0]  # a conversion to the same type assigns it
         return is_same or func.__self__.__name__ not in _VALUES
     return name in _ABOUT

@@ -2,19 +2,19 @@
 """Gradients of layers between their unit's backward pass and the optimizer's step: `Gradients`.
 
 In a layer-major step the gradients of a unit's layers are complete when its backward pass has run
-for all micro-batches. Then they leave, and each comes back once, when the optimizer updates its
-parameter; behind that it is dropped.
+for all micro-batches. Then they are offloaded. Each comes back once, when the optimizer updates its
+parameter, and is dropped after that.
 
 Note [What leaves, and who owns it]
-A large gradient leaves as it is, small ones of a unit are packed together: a piece (`Bucket`). In
-the place of a gradient that is away there is an `AwayGradient`, and it alone refers to the piece.
-So `zero_grad` drops the bytes with it, memory and space on the tier, wherever they are. A piece
-that no tier takes has its memory until then.
+A large gradient moves by itself, small gradients of a unit move together: both are a `Bucket`. An
+`AwayGradient` takes the place of each gradient that is away, and only these refer to the bucket.
+So `zero_grad` frees the bucket's bytes as well, in memory and on the tier. If no tier has room for
+a bucket, it stays in memory until then.
 
 Note [How much is in memory]
-While one unit's gradients are made, those of the unit before are written; compute waits for these
-before it hands over more. In the optimizer's step what is read ahead takes no more than the
-parameters' window lets live of units.
+While the gradients of one unit are computed, those of the previous unit are written; compute waits
+for these writes before it offloads more. In the optimizer's step, reads ahead fill no more memory
+than `live_units` units of parameters take.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from megatron.offload.parameters.away_gradient import AwayGradient, away, piece_
 from megatron.offload.tiers.tier import Tier
 
 _KEY = "grad"  # in the names of a layout
-ALONE_BYTES = 1 << 20  # a gradient that is as large is a piece by itself
+ALONE_BYTES = 1 << 20  # a gradient of this size or more is a bucket by itself
 
 
 class Gradients:
-    """Gradients of units of layers, which leave when they are complete.
+    """Offloads gradients of units of layers when they are complete.
 
     Args:
-        units: parameters of the layers, in the order in which these run.
-        tiers: where gradients go; the first that takes a piece has it. Not closed here.
+        units: parameters of the layers, in the order in which the layers run.
+        tiers: where gradients go; a bucket goes to the first that has room. The caller closes them.
         device: where layers compute.
-        live_units: that may be in memory in the optimizer's step.
+        live_units: units whose gradients may be in memory in the optimizer's step.
 
     Attributes:
-        copies: brings pieces and puts them away.
-        peak_bytes: the most of them in memory, looked at when a unit's are complete and when the
-            optimizer updates parameters.
+        copies: brings buckets and puts them away.
+        peak_bytes: the most gradient bytes in memory, measured when a unit's gradients are complete
+            and when the optimizer updates parameters.
     """
 
-    _copies = False  # whether the memory of gradients is somebody else's, who wants to have it back
+    _copies = False  # whether to copy gradients, because their owner needs their memory again
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Gradients:
         self._pieces: weakref.WeakSet[Bucket] = weakref.WeakSet()
         self.copies = OnlyCopy(GRADIENTS_PREFIX, tiers, device, self._pieces, self._name)
         self._in_layer_major = False
-        self._at, self._direction = 0, 1  # the unit that was updated last, and where to from there
+        self._at, self._direction = 0, 1  # the unit that was updated last, and the order of updates
 
     def has(self, param: torch.Tensor) -> bool:
         """Whether a parameter's gradient may leave."""
@@ -84,16 +84,16 @@ class Gradients:
 
     @contextlib.contextmanager
     def backward(self, params: Iterable[torch.Tensor], *, is_last: bool) -> Iterator[None]:
-        """Around a backward pass of a unit.
+        """A context around a backward pass of a unit.
 
         Args:
-            params: whose gradients are complete behind the last pass. Those that are away from a
-                step before come back: they are added to.
-            is_last: of the micro-batches.
+            params: whose gradients are complete after the last pass. Gradients that are away since
+                an earlier step are read back: the pass adds to them.
+            is_last: whether this is the last micro-batch.
 
         Raises:
-            LostStateError: one could not be read back.
-            OffloadError: an optimizer has used them, and nobody has said that they are zero now.
+            LostStateError: a gradient could not be read back.
+            OffloadError: the optimizer has used them, and zero_grad() was not called since.
         """
         params = list(params)
         self._begin_backward(params)
@@ -106,7 +106,7 @@ class Gradients:
             self._end_unit(params)
 
     def _begin_backward(self, params: Sequence[torch.Tensor]) -> None:
-        """What is away is there again, to be added to."""
+        """Brings back the gradients that are away, so that the pass can add to them."""
         for param in [param for param in params if self.has(param)]:
             if isinstance(param.grad, AwayGradient) and param.grad.piece is None:
                 raise OffloadError(
@@ -116,21 +116,21 @@ class Gradients:
             self._bring(param)
 
     def _end_unit(self, params: Sequence[torch.Tensor]) -> None:
-        """Gradients of a unit are complete."""
+        """The gradients of a unit are complete: offloads them."""
         own = [param for param in params if self.has(param)]
         self._leave({param: param.grad for param in own if _is_whole(param.grad)})
 
     def check_is_told(self) -> None:
-        """Raises OffloadError where a backward pass of layers runs that nobody has told of."""
+        """Raises OffloadError if a backward pass of layers runs outside of a layer-major step."""
         if not self._in_layer_major:
             raise OffloadError(
-                f"{GRADIENTS_PREFIX}a backward pass of layers ran that is no part of a "
-                "layer-major step, so nobody knows when gradients are complete; run steps with "
-                "LayerMajor, or leave --gradient-offload off"
+                f"{GRADIENTS_PREFIX}a backward pass of layers ran outside of a layer-major step, "
+                "so it is not known when gradients are complete; run steps with LayerMajor, or "
+                "leave --gradient-offload off"
             )
 
     def _leave(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """These are complete: they go to the tiers.
+        """Offloads complete gradients.
 
         Args:
             gradients: by parameter.
@@ -140,7 +140,7 @@ class Gradients:
             for piece in list(self._pieces):  # of the unit before
                 piece.wait_for_write()
         if self._device.is_host:
-            return_freed_memory()  # an allocator keeps much of what it cannot use for the next unit
+            return_freed_memory()  # the allocator could not reuse much of it for the next unit
         small: dict[torch.Tensor, torch.Tensor] = {}
         for param, gradient in gradients.items():
             if gradient.nbytes >= ALONE_BYTES:
@@ -151,7 +151,7 @@ class Gradients:
             self._put_away(small)
 
     def _put_away(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Starts to write the gradients of some parameters as one piece."""
+        """Starts to write the gradients of some parameters as one bucket."""
         tensors = {(i, _KEY): gradient for i, gradient in enumerate(gradients.values())}
         layout = Layout(tensors)
         if len(tensors) == 1 and not self._copies:
@@ -168,7 +168,7 @@ class Gradients:
             self._stand_in(param, gradient, piece)
 
     def _stand_in(self, param: torch.Tensor, gradient: torch.Tensor, piece: Bucket) -> None:
-        """Puts something in the place of a gradient that has left."""
+        """Puts an `AwayGradient` in the place of a gradient that has left."""
         param.grad = away(gradient, piece)
 
     def _name(self, piece: Bucket) -> str:
@@ -178,7 +178,7 @@ class Gradients:
     # -- While the optimizer steps --------------------------------------------------------------
 
     def begin_reads(self, params: Iterable[torch.Tensor]) -> None:
-        """These are needed now: starts to bring them, and reads ahead in the step's direction."""
+        """The optimizer needs these now: starts to read them, and reads ahead in its order."""
         own = [param for param in params if id(param) in self._numbers]
         for param in own:
             self._begin_read(param)
@@ -197,10 +197,10 @@ class Gradients:
 
     @contextlib.contextmanager
     def used(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Around the update of some parameters: has their gradients in memory, and drops them.
+        """A context around the update of some parameters: brings their gradients, then drops them.
 
         Raises:
-            LostStateError: one could not be read back.
+            LostStateError: a gradient could not be read back.
         """
         own = [param for param in params if id(param) in self._numbers]
         were_away = {param for param in own if piece_of(param) is not None}
@@ -213,10 +213,10 @@ class Gradients:
                 param.grad = away(param.grad, None)
 
     def bring(self) -> None:
-        """Has all gradients in memory, until the optimizer's step.
+        """Brings all gradients to memory, until the optimizer's step.
 
         Raises:
-            LostStateError: one could not be read back.
+            LostStateError: a gradient could not be read back.
         """
         for params in self._units:
             for param in params:
@@ -225,11 +225,11 @@ class Gradients:
     def _begin_read(self, param: torch.Tensor) -> None:
         piece = piece_of(param)
         if piece is not None and piece.where is Where.ON_TIER:
-            with contextlib.suppress(Exception):  # whoever needs it tries again, and says so
+            with contextlib.suppress(Exception):  # the use of it reads again, and reports the error
                 piece.begin_read()
 
     def _bring(self, param: torch.Tensor) -> None:
-        """Has a parameter's gradient in its place, and those that are in one piece with it."""
+        """Puts a parameter's gradient in its place, and all gradients of the same bucket."""
         piece = piece_of(param)
         if piece is None:
             return
@@ -247,7 +247,7 @@ class Gradients:
     # -- Where they are -------------------------------------------------------------------------
 
     def tier_of(self, param: torch.Tensor) -> Tier | None:
-        """Which has a gradient's bytes; of one that is not there yet, where it is to wait."""
+        """The tier with a gradient's bytes; before there is a gradient, the tier it will go to."""
         if not self.has(param):
             return None
         piece = piece_of(param)
@@ -270,13 +270,13 @@ class Gradients:
         self.peak_bytes = max(self.peak_bytes, self.memory_bytes)
 
     def close(self, *, restore: bool) -> None:
-        """Ends it, before the tiers.
+        """Ends the offload of gradients. Call it before the tiers are closed.
 
         Args:
-            restore: brings all gradients back before; else those that are away are gone.
+            restore: first brings all gradients back; else those that are away are lost.
 
         Raises:
-            LostStateError: some could not be read back.
+            LostStateError: some gradients could not be read back.
         """
         try:
             if restore:
@@ -290,7 +290,7 @@ class Gradients:
 
 
 def _is_whole(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether memory is given back when a gradient is: it is no part of something larger."""
+    """Whether dropping a gradient frees its memory: it is not a part of a larger storage."""
     return (
         type(gradient) is torch.Tensor
         and gradient.layout is torch.strided

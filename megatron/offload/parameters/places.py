@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in the places of a unit's parameters, and what others have put there: `Places`.
+"""What is in the places of a unit's parameters, and what other code has put there: `Places`.
 
-`unit.py` says which memory its parameters show, and asks here whether they still show it. Nothing
-here moves a byte.
+`unit.py` chooses the memory that its parameters show, and asks here whether they still show it.
+This file moves no bytes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Part(NamedTuple):
     """A tensor that is some elements of a parameter: a distributed optimizer updates such shards.
 
     Attributes:
-        tensor: of one dimension; where the parameter is, it is too.
-        start: of its elements in the parameter, counted as in memory.
-        end: behind them.
+        tensor: of one dimension; it shows its elements of whatever memory the parameter shows.
+        start: index of its first element in the parameter, in memory order.
+        end: index after its last element.
     """
 
     tensor: torch.Tensor
@@ -30,22 +30,22 @@ class Part(NamedTuple):
     end: int
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """These elements of what the parameter shows."""
+        """These elements of a value of the parameter."""
         return value.view(-1)[self.start : self.end]
 
 
 class Places:
-    """Where the parameters of a unit are.
+    """What the parameters of a unit show.
 
     Args:
         params: of the unit.
-        parts: of some of them, by their number.
-        away: of those that are not in their places.
+        parts: of some of them, by the parameter's number.
+        away: what parameters share that are not in their places.
 
     Attributes:
-        views: what they are in the unit's memory.
-        is_attached: whether they show that.
-        shown: what else they show, where their unit is shown to others.
+        views: the parameters in the unit's memory.
+        is_attached: whether the parameters show these views.
+        shown: the other values that they show, while the unit is shown to a script.
     """
 
     def __init__(
@@ -61,39 +61,39 @@ class Places:
         self._versions: list[int] = []
 
     def use(self, views: Sequence[torch.Tensor]) -> None:
-        """The unit has other memory from now on."""
+        """The unit has other memory from now on: these views."""
         self.views, self.is_attached = views, False
-        # Something for each parameter alone, and never two elements in one place to write to.
+        # One tensor for each parameter, because two parameters must not share an element to write.
         self._nothing = [all_nan(view.shape, view.dtype, view.device) for view in views]
 
     def attach(self) -> None:
-        """They show the unit's memory."""
+        """The parameters show the unit's memory."""
         self.give(self.views)
         self.is_attached, self.shown = True, ()
 
     def give(self, values: Sequence[torch.Tensor]) -> None:
-        """They are these, and ordinary parameters."""
+        """The parameters are ordinary parameters again, with these values."""
         self._put(values)
         for param in self._params:
             arrive(param)
 
     def show(self, values: Sequence[torch.Tensor]) -> None:
-        """They show these to who touches them."""
-        self.is_attached, self.shown = False, values  # first: an interrupt may end this half way
+        """The parameters show these values to any code that uses them."""
+        self.is_attached, self.shown = False, values  # first: Ctrl-C may end this method half way
         for param in self._params:
             leave(param, self._away)
         self._put(values)
 
     def detach(self) -> None:
-        """They show nothing; who touches one tells of it."""
-        self.is_attached = False  # first: an interrupt may end this half way
+        """The parameters show no values; a use of one is noticed (`away_parameter.py`)."""
+        self.is_attached = False  # first: Ctrl-C may end this method half way
         for param in self._params:
             leave(param, self._away)
         self._put(self._nothing)
         self.shown = ()
 
     def give_up(self) -> None:
-        """Who touches those that show nothing finds that."""
+        """The values are lost: a use of such a parameter finds NaN."""
         for param in self._params:
             arrive(param)
 
@@ -105,15 +105,15 @@ class Places:
                 part.tensor.data = part.of(values[index])
         self._versions = self._versions_now()
 
-    # -- What others have done ------------------------------------------------------------------
+    # -- What other code has done --------------------------------------------------------------
 
     @property
     def is_changed_in_place(self) -> bool:
-        """Whether one was changed in place since it is there, as far as autograd sees it."""
+        """Whether one was changed in place since it was attached, as autograd's versions tell."""
         return self._versions_now() != self._versions
 
     def forget_changes(self) -> None:
-        """What was changed in place until now counts."""
+        """Takes the present versions as unchanged."""
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
@@ -123,11 +123,11 @@ class Places:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether one shows other memory than was put in its place, or in another way."""
+        """Whether a parameter shows other memory than was put in its place, or in another way."""
         return bool(self._replaced() or self._replaced_parts())
 
     def held(self) -> list[torch.Tensor]:
-        """What each of them holds; of those that show nothing, what the unit's memory has."""
+        """The values of all parameters; of one that shows nothing, the unit's."""
         nothing = [_how(one) for one in self._nothing]
         with torch._C.DisableTorchFunctionSubclass():
             values = [param.detach() for param in self._params]
@@ -137,11 +137,11 @@ class Places:
         ]
 
     def held_by_parts(self) -> dict[int, torch.Tensor]:
-        """What parts hold that were replaced, by the number of their parameter."""
+        """The values of parts that other code replaced, by the number of their parameter."""
         return {index: self._parts[index].tensor.detach() for index in self._replaced_parts()}
 
     def part_in_memory(self, index: int) -> torch.Tensor:
-        """What a part is in the unit's memory."""
+        """A part's view of the unit's memory."""
         return self._parts[index].of(self.views[index])
 
     def _replaced(self) -> list[int]:
@@ -153,7 +153,7 @@ class Places:
         replaced = []
         for index, part in self._parts.items():
             starts = {
-                # `_nothing` has one element, which all of it shows.
+                # `_nothing` has a single element, which all of its indices show.
                 one.data_ptr() + (0 if one.stride() != self.views[index].stride() else size)
                 for one in self._own(index)
                 for size in [part.start * one.dtype.itemsize]

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of a unit of layers, which come and go together: `ParameterUnit`.
+"""The parameters of a unit of layers, which are swapped out and in together: `ParameterUnit`.
 
 Note [A storage that stays]
-What autograd saves of a weight in forward it wants in backward, and by then the weight has been
-away. So a unit's parameters have a storage of their own for good, and only the memory behind it
-comes and goes: `moving/memory.py`. Saved views hold the storage, never the bytes.
+Autograd saves a weight in forward and uses it in backward, and meanwhile the unit has been away. So
+a unit's parameters have one storage object for good, and only the memory behind it is freed and
+allocated again: `moving/memory.py`. Saved views hold the storage, not the bytes.
 
 Note [What others change]
-A parameter is in its place while its layer computes, while the optimizer updates it, and from when
-it is touched until the next of these (`away_parameter.py`); else something that has no bytes is
-there. So a script, a trainer or a library changes it where it is in its place. What was put there
-is compared with what is there before it leaves: another version means that it was changed in place,
-other memory that it was replaced. Then the unit takes new memory for what its parameters hold: who
-has kept the memory of before (an average of the weights does, to put it back) has it as it was.
+A parameter is in its place while its layer computes, while the optimizer updates it, and from any
+use of it until the next of these (`away_parameter.py`). At other times a tensor without bytes is in
+its place. So a script, a trainer or a library only changes it while it is in its place. Before the
+parameter leaves, the unit compares it with what it put there: another version means a change in
+place, other memory means that it was replaced. Then the unit takes new memory for the new values.
+A script that has kept the old memory (to put it back after an average of the weights was used)
+finds it unchanged.
 
 Note [Leaving a device]
-The host runs ahead of a device. Memory that is let go while work with it is queued could not be
-had again yet, and the unit that is read next would take more. So a unit leaves when the device has
-come to its end, and the thread that trains waits for that; then reads go on while the next unit,
-which is there, computes. Its launches begin that much later: some hundred microseconds for each
-unit, against all micro-batches of its layers.
+The host runs ahead of a device. Memory freed while kernels that use it are queued cannot be reused,
+so the next unit would need new memory. `put_away` therefore waits until the device has finished the
+unit; the thread that trains waits with it, while reads go on. The next unit, which is in memory,
+is launched that much later: some 100 us a unit, against all micro-batches of its layers.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _KEY = "param"  # in the names of a layout
 
 
 def can_take_place(one: torch.device | str, other: torch.device | str) -> bool:
-    """Whether a parameter on one device may be given memory on the other, as CUDA's and CPU's."""
+    """Whether a tensor of one device may become `param.data` of the other, as with CUDA and CPU."""
     tensors = [torch.empty(0, device=device) for device in (one, other)]
     return bool(torch._has_compatible_shallow_copy_type(*tensors))
 
 
 class ParameterUnit(MovingStorage):
-    """Some parameters in one piece of memory, which have a block on a tier unless they changed.
+    """Parameters in one storage; a tier has a block with the same bytes unless they changed.
 
     Args:
-        name: of the unit, for people.
+        name: of the unit, for sentences.
         params: they get new memory on the device, with the same bytes.
         device: where layers compute.
         parts: of some of these parameters.
-        touched: called when one of them is touched while it is not in its place: it is to `show`
-            them, and say what that says. None: that is all.
+        touched: called when a parameter is used while it is away; it must call `show` and return
+            its result. None: `show` itself.
         ended: see `MovingStorage`.
     """
 
@@ -81,10 +81,10 @@ class ParameterUnit(MovingStorage):
         self._places.attach()
 
     def put_away(self, copies: OnlyCopy) -> bool:
-        """Lets the memory go, once a tier has the bytes; whether one has, or takes them.
+        """Frees the memory once a tier has the bytes; False: no tier has room for them.
 
         Args:
-            copies: has the tiers.
+            copies: with the tiers.
         """
         self.give_up_read()
         if self.where is not Where.IN_MEMORY:
@@ -101,7 +101,7 @@ class ParameterUnit(MovingStorage):
         return False
 
     def bring(self) -> None:
-        """Has them in memory and in their places.
+        """Brings the parameters to memory and puts them in their places.
 
         Raises:
             OSError: they could not be read; they are still on the tier.
@@ -113,9 +113,9 @@ class ParameterUnit(MovingStorage):
             self._places.attach()
 
     def make_room(self) -> None:
-        """Has memory for bytes that will all be written: what they were is not read.
+        """Allocates memory for bytes that will all be overwritten, and reads nothing.
 
-        Its parameters are there with the next `bring`, when they have been.
+        Once they are written, the next `bring` puts the parameters in their places.
         """
         self.take_back()
         if self.where is Where.READING:
@@ -125,26 +125,26 @@ class ParameterUnit(MovingStorage):
         self.use_here()
 
     def set_aside(self) -> None:
-        """They are not computed with for now: who touches one tells of it."""
+        """No layer computes with the parameters for now: a use of one is noticed."""
         if self.where is Where.IN_MEMORY and self._places.is_attached:
             self._take_notice()
             self._places.detach()
 
-    # -- For whoever looks between steps --------------------------------------------------------
+    # -- Between steps --------------------------------------------------------------------------
 
     @torch.inference_mode(False)
     def show(self) -> bool:
-        """Puts them in their places wherever they are: what is on a tier is mapped there.
+        """Puts the parameters in their places without moving them: maps what is on a tier.
 
-        On a device whose tensors cannot stand in a CPU tensor's place they are brought instead.
+        Where a CPU tensor cannot take the place of the device's tensors, it brings them instead.
 
         Returns:
-            Whether what is there stays as it is for who holds it, whatever becomes of the unit.
+            Whether the shown values stay valid for their holders when the unit moves.
 
         Raises:
             OSError: the tier cannot show them, or has other bytes.
         """
-        if self._places.is_replaced:  # while it was away
+        if self._places.is_replaced:  # replaced while it was away
             self.adopt()
         if self.where is not Where.ON_TIER or not can_take_place(self._device.device, "cpu"):
             self.bring()
@@ -159,14 +159,14 @@ class ParameterUnit(MovingStorage):
 
     @property
     def has_changed(self) -> bool:
-        """Whether one was changed or replaced since it was put in its place."""
+        """Whether a parameter was changed or replaced since it was put in its place."""
         return self._places.is_changed_in_place or self._places.is_replaced
 
     def _take_notice(self) -> None:
-        """What others have changed counts from now on; it is in memory.
+        """Counts what other code has changed as the unit's values; the unit is in memory.
 
         Raises:
-            OffloadError: something was written to what has no bytes.
+            OffloadError: a tensor without bytes was written to.
         """
         if self._places.is_replaced:
             self.adopt()
@@ -175,21 +175,21 @@ class ParameterUnit(MovingStorage):
             if not self._places.is_attached:
                 raise OffloadError(
                     f"{PARAMETERS_PREFIX}a parameter of {self.name} was written to while it was "
-                    "on a tier, by what does not go through Python and would have brought it "
-                    "there, and the change is lost; call expose() of the handle before"
+                    "on a tier, by code that bypasses Python's dispatch, so the parameter was not "
+                    "read first and the change is lost; call expose() of the handle before"
                 )
             self.block = None
 
     def adopt(self) -> None:
-        """Takes over what the parameters hold now, wherever that is.
+        """Takes over the values that the parameters hold now, in whatever memory these are.
 
         Raises:
             OSError: some were replaced, and the others could not be read.
         """
         if self._places.is_replaced:
             if self._places.shown:
-                self.renew()  # others may have been changed there
-            self.read()  # for the others, and for what has kept views of them
+                self.renew()  # other parameters may have been changed on the tier
+            self.read()  # for the other parameters, and for holders of old views
             parts = self._places.held_by_parts()
             self._device.wait_for_event(self._device.record_event())  # Note [Leaving a device]
             self._take_memory(self._places.held())
@@ -207,10 +207,10 @@ class ParameterUnit(MovingStorage):
         self._places.attach()
 
     def hide(self) -> None:
-        """Ends `show`. What was changed in its place stays so, by whatever way it was changed.
+        """Ends `show`. Changes of the shown values stay, however they were made.
 
         Raises:
-            OSError: the tier could not take what was changed there; `adopt` does.
+            OSError: the tier could not take the changes; `adopt` can.
         """
         if self.where is Where.ON_TIER:
             self.renew()
@@ -220,7 +220,7 @@ class ParameterUnit(MovingStorage):
             self._places.detach()
 
     def give_back(self) -> None:
-        """Gives parameters memory of their own again, as they had before."""
+        """Gives the parameters memory of their own, on the devices that they came from."""
         self._places.give(
             [
                 param.detach().to(home, copy=True)
@@ -229,20 +229,20 @@ class ParameterUnit(MovingStorage):
         )
 
     def give_up(self) -> None:
-        """Those that are away are gone: they are NaN for good."""
+        """The parameters that are away are lost: they are NaN for good."""
         self._places.give_up()
 
     # -- Bytes ----------------------------------------------------------------------------------
 
     @property
     def bytes(self) -> torch.Tensor:
-        """Its memory, as bytes; it is in memory."""
+        """Its memory, as bytes; the unit is in memory."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self._device.device)
         assert self.storage is not None
         return nothing.set_(self.storage)
 
     def bytes_of(self, index: int, start: int, end: int) -> slice:
-        """Where in its bytes some elements of a parameter lie, counted as in memory."""
+        """The range of its bytes that some elements of a parameter take, in memory order."""
         slot = self._layout.slots[index, _KEY]
         size = slot.dtype.itemsize
         return slice(slot.start_bytes + start * size, slot.start_bytes + end * size)
@@ -250,17 +250,17 @@ class ParameterUnit(MovingStorage):
     # -- Memory ---------------------------------------------------------------------------------
 
     def _obtain(self) -> None:
-        """Memory again, whose bytes were other ones; they are on a tier until then."""
+        """Allocates its memory again, to overwrite; until then the bytes are on a tier."""
         assert self._memory is not None
         self._memory.for_read()
         self.hold(self._memory, self.num_bytes, [self._device.restored_is_free()])
 
-    @torch.inference_mode(False)  # who evaluates may have replaced something
+    @torch.inference_mode(False)  # the caller may be in inference mode and have replaced values
     def _take_memory(self, values: Sequence[torch.Tensor]) -> None:
-        """Has new memory, with these in it."""
+        """Takes new memory, filled with these values."""
         layout = Layout({(index, _KEY): value for index, value in enumerate(values)})
         memory = open_staying_memory(layout.num_bytes, self._device)
-        events = [self._device.restored_is_free()]  # after which it has its bytes
+        events = [self._device.restored_is_free()]  # after these it may be written
         self._device.use_after(memory.storage, events)
         views = layout.views(memory.storage)
         for index, value in enumerate(values):

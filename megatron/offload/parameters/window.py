@@ -2,11 +2,11 @@
 """Which units have their parameters in memory: `ParameterWindow`.
 
 Note [Live units]
-A unit's parameters are in memory from the moment that it is used until the window is needed for
-others. Compute goes through the units in one direction for a while: up in forward, down in backward
-and back again. So when a unit is used, the next ones in that direction begin to be read, as many
-as may live beside it, and all others leave. Parameters change in the optimizer's step alone: at any
-other time to leave costs nothing, their bytes are on the tier already.
+A unit's parameters stay in memory from their first use until the window needs the room. Compute
+goes through the units in one direction for a while: up in forward, down in backward, and back. So
+when a unit is used, the window starts to read the next units in that direction, as many as may live
+beside it, and all others leave. Parameters change only in the optimizer's step: at any other time a
+unit leaves without a write, because its bytes are on the tier already.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ParameterWindow:
     """Brings units of parameters to memory and puts them away.
 
     Args:
-        tiers: where they go; the first that takes one has it. Closed with this.
+        tiers: where units go; a unit goes to the first that has room. `close` closes them.
         device: where layers compute.
         live_units: units in memory at a time.
 
@@ -48,10 +48,10 @@ class ParameterWindow:
         units: in the order in which layers run.
         copies: brings units and puts them away.
         live_units: in memory at a time.
-        gradients: of these parameters, where they wait on the tiers too.
-        is_lost: closed without all of them in memory again.
-        is_whole: false while parameters are brought together from several ranks, and for good once
-            that ended in its middle.
+        gradients: of these parameters, if they are offloaded too.
+        is_lost: closed before all parameters were in memory again.
+        is_whole: false while parameters are gathered from several ranks, and for good if an error
+            ended the gathering.
     """
 
     def __init__(self, tiers: Sequence[Tier], device: Device, live_units: int) -> None:
@@ -64,8 +64,8 @@ class ParameterWindow:
         self._process = OwnProcess(PARAMETERS_PREFIX)
         self.device = device
         self.live_units = live_units
-        self._used = 0  # the unit that was used last
-        # Of units, by the identity of their parameters and of parts of these.
+        self._used = 0  # number of the unit that was used last
+        # Numbers of units, by the identity of their parameters and of parts of these.
         self._numbers: dict[int, int] = {}
         self._direction = 1
         self._shown: set[int] = set()  # units
@@ -77,12 +77,12 @@ class ParameterWindow:
         params: Sequence[torch.nn.Parameter],
         parts: Mapping[torch.Tensor, Part] | None = None,
     ) -> None:
-        """Another unit, after those that are there; its parameters leave.
+        """Adds a unit after the others; its parameters leave.
 
         Args:
-            name: of the unit, for people.
+            name: of the unit, for sentences.
             params: of the unit.
-            parts: of some parameters, of whatever units.
+            parts: of some parameters, which may be of any unit.
         """
         number = len(self.units)
         touched = functools.partial(self.show, number)
@@ -95,17 +95,17 @@ class ParameterWindow:
         self._put_away(unit)
         unit_before = self.units[number - 1] if number else None
         if unit_before is not None and unit_before.where is Where.WRITING:
-            unit_before.wait_for_write()  # one at a time is in memory twice
+            unit_before.wait_for_write()  # only one unit at a time is in memory twice
 
     # -- While layers compute -------------------------------------------------------------------
 
     def use(self, number: int, direction: int, *, unread: Container[int] = ()) -> None:
-        """Has a unit in memory; reads ahead.
+        """Brings a unit to memory and reads ahead.
 
         Args:
             number: of the unit.
-            direction: 1: the next ones come after it, -1: before it.
-            unread: units whose bytes will all be written: they get memory alone.
+            direction: 1: units with larger numbers come next, -1: with smaller ones.
+            unread: units whose bytes will all be overwritten: they get memory without a read.
 
         Raises:
             LostStateError: its parameters could not be read back.
@@ -119,14 +119,14 @@ class ParameterWindow:
         unit = self.units[number]
         here = (number, direction) == (self._used, self._direction)
         if here and unit.where is Where.IN_MEMORY and not self._shown:
-            self._bring(unit)  # to their places, and perhaps on another stream
+            self._bring(unit)  # attaches them, and this thread may be on another stream
             return
         self.conceal()
         there = [n for n in range(len(self.units)) if self._is_here(n)]
         wanted, leaving = live_units(number, direction, self.live_units, len(self.units), there)
         for other in leaving:
             self._put_away(self.units[other])
-        # What still has to be written is in memory until then: of that no more than one unit.
+        # What is still being written takes memory until its write ends: one such unit at most.
         for one in [one for one in self.units if one.where is Where.WRITING][:-1]:
             one.wait_for_write()
         self._used, self._direction = number, direction
@@ -135,16 +135,16 @@ class ParameterWindow:
         else:
             self._bring(unit)
         for other in [n for n in wanted[1:] if n not in unread]:
-            with contextlib.suppress(Exception):  # whoever needs it tries again, and says so
+            with contextlib.suppress(Exception):  # the use of it reads again, and reports the error
                 self.units[other].take_back()
                 self.units[other].begin_read()
         self.copies.note_peak()
 
     def set_aside(self, numbers: Iterable[int] | None = None) -> None:
-        """Layers have computed: what touches their parameters before they do again tells of it.
+        """Layers have computed: a use of their parameters before the next time is noticed.
 
         Args:
-            numbers: of their units; None: all.
+            numbers: of the layers' units; None: all.
         """
         for number in range(len(self.units)) if numbers is None else numbers:
             if number not in self._shown:
@@ -166,10 +166,10 @@ class ParameterWindow:
 
     @contextlib.contextmanager
     def changing(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Around the update of some parameters: they are in memory, and have other bytes after it.
+        """A context around the update of parameters: brings them; they have other bytes after it.
 
-        Their gradients are in memory too, and dropped after it. Those that are no unit's are left
-        alone.
+        It brings their gradients too, and drops them after it. It leaves parameters alone that
+        belong to no unit.
 
         Raises:
             LostStateError: some could not be read back.
@@ -181,7 +181,7 @@ class ParameterWindow:
         )
         self._process.check()
         params = list(params)
-        is_in_backward = torch._C._current_graph_task_id() != -1  # a step in a hook of a gradient
+        is_in_backward = torch._C._current_graph_task_id() != -1  # a hook of a gradient steps
         used: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.gradients is not None:
             self.gradients.begin_reads(params)
@@ -193,37 +193,37 @@ class ParameterWindow:
         self.conceal()
         for number in numbers:
             self._bring(self.units[number])
-            self.units[number].note_change()  # here, because an error may end the update anywhere
+            self.units[number].note_change()  # before the update, which may raise at any point
         self.copies.note_peak()
         with used:
             yield
         for number in numbers:
             unit = self.units[number]
-            unit.note_change()  # should it have been written meanwhile
-            self.copies.bring(unit, unit.adopt)  # an optimizer may put other tensors in its places
-            if not is_in_backward:  # else their layer may need them still
+            unit.note_change()  # again: it may have been written meanwhile
+            self.copies.bring(unit, unit.adopt)  # an optimizer may have assigned other tensors
+            if not is_in_backward:  # else their layer may still need them
                 unit.set_aside()
 
     def number_of(self, param: torch.Tensor) -> int | None:
-        """The unit that a parameter, or a part of one, belongs to; None: it belongs to none."""
+        """The number of the unit that a parameter, or a part of one, belongs to; None: no unit."""
         return self._numbers.get(id(param))
 
     def has(self, param: torch.Tensor) -> bool:
-        """Whether a parameter, or a part of one, belongs to a unit, or its gradient does."""
+        """Whether a parameter, a part of one or its gradient is offloaded here."""
         gradients = self.gradients
         return id(param) in self._numbers or (gradients is not None and gradients.has(param))
 
     def tier_of(self, param: torch.Tensor) -> Tier | None:
-        """Which has a parameter's bytes when writes have ended; None: memory has them."""
+        """The tier with a parameter's bytes once writes have ended; None: they are in memory."""
         number = self._numbers.get(id(param))
         return None if number is None else self.units[number].tier
 
     def gradient_tier_of(self, param: torch.Tensor) -> Tier | None:
-        """The same of its gradient; of one that is not there yet, where it is to wait."""
+        """The tier with its gradient's bytes; before there is one, the tier it will go to."""
         return None if self.gradients is None else self.gradients.tier_of(param)
 
     def check_whole(self) -> None:
-        """Raises InterruptedStepError where parameters were brought together only in part."""
+        """Raises InterruptedStepError if an error ended the gathering of parameters."""
         if not self.is_whole:
             raise InterruptedStepError(
                 f"{PARAMETERS_PREFIX}a step ended in its middle, by an error or an interrupt: "
@@ -232,7 +232,7 @@ class ParameterWindow:
             )
 
     def check_backward(self) -> None:
-        """Raises OffloadError where a backward pass would find weights without bytes."""
+        """Raises OffloadError if a backward pass would find weights without bytes."""
         if self.is_lost:
             raise OffloadError(
                 f"{PARAMETERS_PREFIX}a backward pass needs those of a layer, and the handle was "
@@ -251,18 +251,18 @@ class ParameterWindow:
     def expose(self) -> None:
         """Puts all parameters in their places until the next use: for checkpoints.
 
-        What is on a drive is mapped there, compared with its checksums before. Changing it in place
-        changes it for good, through `param.data` too.
+        What is on a drive is compared with its checksums and mapped. A change in place is a change
+        of the parameter, through `param.data` too.
 
         Raises:
             LostStateError: parameters could not be read.
-            InterruptedStepError: the last step ended in its middle.
+            InterruptedStepError: an error or an interrupt ended the last step.
         """
         for number in range(len(self.units)):
             self.show(number)
 
     def show(self, number: int) -> bool:
-        """The same of one unit: it is called when one of its parameters is touched.
+        """`expose` for one unit; a use of one of its parameters calls this.
 
         Returns:
             See `ParameterUnit.show`.
@@ -273,7 +273,7 @@ class ParameterWindow:
             return unit.where is Where.ON_TIER
         self._process.check()
         for tier in self.tiers:
-            tier.wait_for_writes()  # what is on its way to a drive would come there as it was
+            tier.wait_for_writes()  # a queued write would overwrite changes on the drive
         try:
             unit.show()
         except OSError:
@@ -284,7 +284,7 @@ class ParameterWindow:
         return unit.where is Where.ON_TIER
 
     def conceal(self) -> None:
-        """Ends `expose`; what was changed or replaced meanwhile is taken over."""
+        """Ends `expose`; takes over what was changed or replaced meanwhile."""
         while self._shown:
             number = min(self._shown)
             self._conceal(self.units[number])
@@ -310,10 +310,10 @@ class ParameterWindow:
         return self.copies.num_bytes
 
     def close(self, *, restore: bool = True) -> None:
-        """Ends the tiers.
+        """Ends the offload and closes the tiers.
 
         Args:
-            restore: brings all parameters, and gradients, back to memory of their own before.
+            restore: first brings all parameters and gradients back to memory of their own.
 
         Raises:
             LostStateError: some could not be read back; all others are in memory.

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hooks for models without layers that can be captured one by one: `SavingContext`.
 
-The engine makes one for each `with` block around a forward pass. Autograd then calls the hooks in
-the middle of an operation, and this decides when what they took may be written. It starts nothing.
+The engine makes one for each `with` block around a forward pass. Autograd calls the hooks in the
+middle of an operation; this class decides when what they took may be written. It starts nothing.
 
 Note [Hooks of others]
-Of all hooks that a thread has entered, autograd calls the last ones only. Those of torch's
-checkpoint (`use_reentrant=False`) count what they get, and by that count they take what is saved
-when the forward pass runs again, in backward, where we are not. If we took something from them in
-between, or if what runs within them were not the same both times, they would give other tensors
-back, of the same shapes as a rule: wrong gradients, and no error. So what is within hooks of
-others is left to them, in full.
+Autograd calls only the hooks that a thread has entered last. Those of torch's checkpoint
+(`use_reentrant=False`) count the tensors that they get, and find by that count what the operations
+save when the forward pass runs again in backward. Our hooks are not entered then. If we took
+tensors in between, or if other operations ran the second time, the checkpoint would return other
+tensors, mostly of the same shapes: wrong gradients and no error. So we take nothing that is saved
+within the hooks of others.
 
 Note [Captured graphs]
-A CUDA graph has addresses in it, and takes events of its stream along, but none of our copies. So
-while a stream is captured, what it saves stays where it is, and no event is recorded there: what
-operations before have saved is handed over behind the capture.
+A CUDA graph records addresses and the events of its stream, but none of our copies. So while a
+stream is captured, what operations save stays in memory, and we record no event on that stream.
+What earlier operations saved is submitted after the capture.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Where an activation enters and where it comes back: `SavedTensorHooks.pack` and `unpack`.
 
 Autograd calls them: `pack` when it has saved a tensor, `unpack` when backward needs it. Both run in
-the thread of the operation. In between the `Writer` takes the bytes away and the `Reader` brings
-them back.
+the thread of the operation. In between, the `Writer` writes the bytes to a tier and the `Reader`
+reads them back.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megatron.offload.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
 
-# A context in which no mode and no subclass intercepts torch's functions: ours are none of their
-# business, and they would see some thirty calls for each saved tensor.
+# A context in which no mode and no subclass intercepts torch's functions: our calls are none of
+# their business, and they would see some thirty calls for each saved tensor.
 PLAIN_TORCH = torch._C.DisableTorchFunction
 
 # What autograd keeps in place of a saved tensor. An inference tensor has no versions: it stands for
@@ -40,8 +40,8 @@ PLAIN_TORCH = torch._C.DisableTorchFunction
 Packed = SavedView | WeightCast | ResidentTensor | torch.Tensor
 
 
-# What is to move for a saved tensor, and where to: its storage, the span of it (None: all), the
-# record that has these bytes already, or the tier of bytes that are saved first now.
+# How the bytes of a saved tensor move: its storage, the span of it (None: all), the record that has
+# these bytes already, or the tier that they go to if this is the first save of them.
 Move = tuple[torch.UntypedStorage, Span | None, SavedStorage | None, Tier | None]
 
 
@@ -51,15 +51,15 @@ class SavedTensorHooks:
     Args:
         cache: knows which saved tensors are the same bytes, and which never move.
         policy: chooses placements.
-        tiers: behind the placements that have one.
-        writer: takes new records away.
-        reader: brings them back.
+        tiers: by the placements that use one.
+        writer: writes new records.
+        reader: reads them back.
         step: where compute is.
-        min_bytes: of storages that are worth to move, for the counters.
-        casts: knows which saved tensors are made again instead.
-        moves_foreign: memory that is no block of torch's allocator moves too. On a device with
-            memory of its own it must not: whoever made it gives it back, as a rule one buffer for
-            several tensors (Transformer Engine's grouped FP8 ones), when the last of them dies.
+        min_bytes: the policy keeps smaller storages; for the counters.
+        casts: knows which saved tensors are computed again instead.
+        moves_foreign: also offload storages that torch's allocator does not own. False on
+            accelerators: the owner of such memory frees it when the last tensor over it dies
+            (Transformer Engine's grouped FP8 buffers), so offload would free nothing.
     """
 
     def __init__(
@@ -85,9 +85,10 @@ class SavedTensorHooks:
         self._step = step
         self._moves_foreign = moves_foreign
         self._has_warned_of_capture = False
-        # Held while a record is brought back, of which its state and the read-ahead expect one at
-        # a time: several threads may run backward through one graph. Its holder may wait for a
-        # read, which no thread that waits for the lock has to end. Taken before a record's lock.
+        # Held while one record is read back: its states and the read-ahead expect one read at a
+        # time, and several threads may run backward through one graph. The holder may wait for a
+        # read; that read never depends on a thread that waits for this lock. Taken before a
+        # record's lock.
         self._one_at_a_time = threading.Lock()
 
     # -- Out --------------------------------------------------------------------------------------
@@ -95,11 +96,11 @@ class SavedTensorHooks:
     def pack(
         self, tensor: torch.Tensor, batch: Batch | None = None, since: int | None = None
     ) -> Packed:
-        """What autograd keeps instead of `tensor`: a view of a record, or it as it is.
+        """What autograd keeps instead of `tensor`: a view of a record, or the tensor itself.
 
         Args:
-            tensor: that is saved.
-            batch: gets what is to be written; None: it is submitted now.
+            tensor: that autograd saves.
+            batch: collects what is to be written; None: it is submitted now.
             since: see `WeightCasts.find`; None: the caller does not know.
         """
         with PLAIN_TORCH():
@@ -129,7 +130,7 @@ class SavedTensorHooks:
         return tensor if is_inference else ResidentTensor(tensor, self._step.scope)
 
     def keep_captured(self, tensor: torch.Tensor) -> Packed:
-        """The same of a tensor that is saved while a CUDA graph is captured; says so once."""
+        """`keep` for a tensor that is saved while a CUDA graph is captured; warns once."""
         if not self._has_warned_of_capture:
             self._has_warned_of_capture = True
             logger.warning(
@@ -144,25 +145,25 @@ class SavedTensorHooks:
     ) -> WeightCast | None:
         if storage.nbytes() < self._min_bytes:
             return None
-        if is_small_part(tensor, storage):  # it would be made as a whole for each part
+        if is_small_part(tensor, storage):  # each part would compute the whole cast again
             return None
         return self._casts.find(tensor, storage, since, self._step.scope)
 
     def find_move(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, *, whole: bool = False
     ) -> Move | None:
-        """What is to move for a tensor; None if its policy keeps it in memory.
+        """How the bytes of a tensor move; None if the policy keeps them in memory.
 
         Args:
             tensor: that autograd saves.
             storage: its storage, which can move.
-            whole: all of the storage is needed, by this tensor and others together.
+            whole: this tensor and others need all of the storage together.
         """
         span: Span | None = None
-        if not self._moves_foreign and not storage.resizable():  # nor is it, by torch's allocators
+        if not self._moves_foreign and not storage.resizable():  # torch's allocators give both
             self._step.statistics.foreign_bytes += tensor.nbytes
             return None
-        if storage.nbytes() < self._min_bytes:  # every policy keeps it, so no record is of it
+        if storage.nbytes() < self._min_bytes:  # every policy keeps it, so it has no record
             is_part = not whole and is_small_part(tensor, storage)
             num_bytes = span_of(tensor).num_bytes if is_part else storage.nbytes()
             self._step.statistics.small_bytes += num_bytes
@@ -173,7 +174,7 @@ class SavedTensorHooks:
         if may_be_part and is_small_part(tensor, storage):
             span = span_of(tensor)
             record = self._cache.find(storage, span, tensor)
-        if record is not None:  # a storage has one placement, whoever saves it again
+        if record is not None:  # a storage has one placement, also where it is saved again
             return storage, span, record, None
         if span is not None:
             num_bytes = span.num_bytes
@@ -187,12 +188,12 @@ class SavedTensorHooks:
         return storage, span, None, tier
 
     def take(self, tensor: torch.Tensor, move: Move, batch: Batch) -> SavedView:
-        """Carries out a move, and gives what autograd keeps instead of the tensor.
+        """Carries out a move, and returns what autograd keeps instead of the tensor.
 
         Args:
             tensor: that is saved.
             move: from `find_move`, just now.
-            batch: gets what is to be written.
+            batch: collects what is to be written.
         """
         step = self._step
         storage, span, record, tier = move
@@ -216,8 +217,8 @@ class SavedTensorHooks:
 
         Raises:
             ChangedInPlaceError: it was modified in place since `pack`.
-            OffloadError: a CUDA graph is captured.
-            StorageError: its bytes could not be read back.
+            OffloadError: a CUDA graph is being captured.
+            StorageError: the reader could not read its bytes back.
         """
         if not isinstance(packed, SavedView):
             if (sampler := self._step.sampler) is not None:
@@ -247,14 +248,14 @@ class SavedTensorHooks:
 
 def is_small_part(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a view covers so little of its storage that a copy of its span should move."""
-    # The quick look first: most saved tensors are all of their storage.
+    # The cheap test first: most saved tensors are all of their storage.
     return (
         tensor.nbytes * 2 <= storage.nbytes() and span_of(tensor).num_bytes * 2 <= storage.nbytes()
     )
 
 
 def needed_together(found: Sequence[tuple[torch.Tensor, torch.UntypedStorage]]) -> set[int]:
-    """The storages of which these tensors together cover so much that all of it should move."""
+    """The storages of which these tensors together cover more than half, so all should move."""
     if len(found) < 2:
         return set()  # a small part alone is no more than half
     spans: dict[int, set[Span]] = {}

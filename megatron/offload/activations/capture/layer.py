@@ -2,7 +2,7 @@
 """Takes over what a layer saved, at the end of its forward pass: `LayerCapture`.
 
 The engine calls it with the layer's inputs and outputs. It walks the part of the autograd graph
-between them and puts hooks on each saved tensor that is to move; the others it leaves as they are.
+between them and registers hooks on each saved tensor that moves; it leaves the others as they are.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megatron.offload.activations.transfer.writer import Writer
 
 
 class LayerCapture:
-    """Registers hooks on what layers saved, and has it written in one batch a layer.
+    """Registers hooks on what layers saved, and submits it in one batch a layer.
 
     Args:
         hooks: for the saved tensors.
         cache: knows what can move.
-        writer: gets what a layer saved together.
+        writer: writes what a layer saved, in one batch.
         step: where compute is.
     """
 
@@ -63,7 +63,7 @@ class LayerCapture:
     ) -> None:
         """Takes over what a layer saved, at the end of its forward pass.
 
-        Args: as of `OffloadEngine.capture`.
+        Args: those of `OffloadEngine.capture`.
         """
         outputs = list(outputs)
         with PLAIN_TORCH():
@@ -103,8 +103,8 @@ class LayerCapture:
         inputs: list[torch.Tensor],
         captured: Iterable[Any],
     ) -> list[tuple[Any, torch.Tensor, torch.UntypedStorage]]:
-        """What the layer saved that can move: saved tensor, tensor, storage."""
-        # A stage's input is held by the schedule until its backward: moving it frees nothing.
+        """What the layer saved and can move: saved tensor, tensor, storage."""
+        # The schedule holds a stage's input until its backward: moving it would free nothing.
         leaves = [t for t in inputs if node_of(t) is None and t.layout is torch.strided]
         held = {t.untyped_storage()._cdata for t in leaves}
         found = []
@@ -124,13 +124,14 @@ class LayerCapture:
 
     def _register(self, saved: Any, tensor: torch.Tensor, move: Move, batch: Batch) -> None:
         """Hooks one saved tensor: autograd calls `pack` at once, and `unpack` in backward."""
-        # Autograd keeps `pack` as long as the node, which the tensor keeps alive in turn.
+        # The node keeps `pack` alive, and the tensor keeps the node alive. So `pack` must not keep
+        # the tensor.
         for_once = [(tensor, move, batch)]
 
         def pack(same: torch.Tensor) -> Packed:
             tensor, move, batch = for_once.pop()
             view = self._hooks.take(same, move, batch)
-            if is_kept_by_accumulator(tensor):  # of a copying node: nobody else refers to the leaf
+            if is_kept_by_accumulator(tensor):  # of a copying node: it alone refers to the leaf
                 tensor.data = tensor.new_empty(()).expand(tensor.shape)
             return view
 

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that wait on a tier though nobody has saved them for backward: `SetAside`.
+"""Tensors that wait on a tier although autograd has not saved them: `SetAside`.
 
-Whoever runs a step in another order than autograd's has tensors that wait for their turn. They take
-the way of activations: records of the same cache, written and read by the same threads, so that
-bytes that are saved for backward as well move once. The engine makes it.
+A layer-major step runs operations in another order than autograd's, so some tensors wait for their
+turn. They move as activations do: records of the same cache, which the same threads write and read,
+so that bytes that are also saved for backward move once. The engine makes it.
 
 Note [A tensor that is empty for a while]
-A hidden state of a forward pass that pauses is in the hands of frames that are not ours. So the
-tensor stays, and what it is a view of is taken away and given back: it is full of NaN meanwhile, as
-a parameter is that waits. Its place in autograd's graph, its hooks and its version counter stay.
-Of whoever else has the same storage nothing is taken, but what it changes in place the tensor would
-not see any more. So only a tensor that is alone with its storage leaves; any other stays, and for
-the memory nothing were gained by it.
+When a forward pass pauses, its frames, which are the model's, hold the hidden state. So the tensor
+object stays and its storage is replaced: until it is filled again it views a single NaN, as an
+offloaded parameter does. It keeps its place in autograd's graph, its hooks and its version counter.
+A tensor that shares its storage stays: its other owners keep the memory anyway, and in-place
+changes through them would be lost.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ from megatron.offload.tiers.tier import Tier
 
 
 class Emptied:
-    """A tensor without its bytes, and where they are."""
+    """A tensor whose bytes were taken, and where they are."""
 
     def __init__(self, tensor: torch.Tensor, view: SavedView) -> None:
         self.tensor = tensor
         self.view = view
-        self.memory: torch.UntypedStorage | None = None  # is needed again before it was written
+        self.memory: torch.UntypedStorage | None = None  # the bytes, if the write had not ended
 
 
 class SetAside:
-    """Has tensors wait on a tier, and brings them back.
+    """Moves waiting tensors to a tier, and back.
 
     Args:
-        cache: knows which bytes are saved already, and what never moves.
+        cache: knows which bytes are saved already, and which never move.
         tier: that they go to.
         min_bytes: smaller ones stay.
-        writer: takes them away.
-        hooks: bring back what nobody refers to meanwhile.
-        reader: brings back what stays a tensor meanwhile.
-        moves_foreign: as of `SavedTensorHooks`.
+        writer: writes them.
+        hooks: bring a tensor back that its caller dropped (`put`, `take`).
+        reader: brings the bytes of a tensor back that its owners still hold (`empty`, `fill`).
+        moves_foreign: see `SavedTensorHooks`.
     """
 
     def __init__(
@@ -78,10 +77,10 @@ class SetAside:
     # -- Away -----------------------------------------------------------------------------------
 
     def put(self, tensor: torch.Tensor, scope: Scope) -> SavedView | None:
-        """Has a tensor wait on the tier; None: it stays in memory, because it cannot or need not.
+        """Moves a tensor to the tier; None: it stays in memory, because it cannot or need not move.
 
         Args:
-            tensor: for the caller to drop; its operation is on the stream of the calling thread.
+            tensor: the caller drops it; its operation is on the stream of the calling thread.
             scope: the place in the step, for errors.
         """
         with PLAIN_TORCH():
@@ -101,11 +100,11 @@ class SetAside:
             return view
 
     def empty(self, tensor: torch.Tensor, scope: Scope) -> Emptied | None:
-        """The same for a tensor that others refer to: until `fill` it is full of NaN.
+        """`put` for a tensor that others hold: until `fill` it is full of NaN.
 
         Args:
-            tensor: that an operation has made, and that nobody looks at meanwhile.
-            scope: as of `put`.
+            tensor: result of an operation; its owners do not read it until `fill`.
+            scope: see `put`.
         """
         with PLAIN_TORCH():
             if tensor._base is not None or tensor in self._empty:
@@ -127,7 +126,7 @@ class SetAside:
     # -- And back -------------------------------------------------------------------------------
 
     def read_ahead(self, waiting: SavedView | Emptied) -> None:
-        """A tensor is needed soon: what has not left memory yet stays, else it is read."""
+        """A tensor is needed soon: reads it, unless its bytes have not left memory yet."""
         if isinstance(waiting, Emptied):
             record = waiting.view.saved
             waiting.memory = waiting.memory or record.memory_not_left_yet
@@ -139,7 +138,7 @@ class SetAside:
             self._reader.read_ahead(record)
 
     def take(self, waiting: SavedView) -> torch.Tensor:
-        """What was put, bit for bit, for the stream of the calling thread.
+        """The tensor that was put, bit for bit, for the stream of the calling thread.
 
         Raises:
             StorageError: its bytes could not be read back.
@@ -147,13 +146,14 @@ class SetAside:
         return self._hooks.unpack(waiting)
 
     def fill(self, emptied: Emptied) -> SavedView | None:
-        """Gives an emptied tensor its bytes again, for the stream of the calling thread.
+        """Gives an emptied tensor its bytes back, for the stream of the calling thread.
 
         Returns:
-            While this is held and somebody saves the tensor, it is on the tier already.
+            Its bytes on the tier: as long as the caller holds this, autograd can save the tensor
+            without another write. None: they were not written.
 
         Raises:
-            StorageError: they could not be read back.
+            StorageError: the reader could not read them back.
         """
         view, tensor, memory = emptied.view, emptied.tensor, emptied.memory
         record = view.saved
@@ -170,5 +170,5 @@ class SetAside:
 
 
 def _num_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors and others have a storage."""
+    """How many tensors and other objects hold a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata))

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a part of the autograd graph saved: `saved_tensors_between`.
 
-The engine calls it at the end of each layer's forward. It only looks.
+The engine calls it at the end of each layer's forward. It only reads the graph.
 
 Note [Why per-node capture]
-`torch.autograd.graph.saved_tensors_hooks` sees every saved tensor, but each one, parameters
-included, comes back as a new object: a parameter loses the attributes that Megatron's fused
-gradient accumulation puts on it, and overlapped gradient reduction then fails. Hooks registered on
-single saved tensors after the layer has run leave parameters alone, see only what autograd really
-kept, and do not nest with anybody else's.
+`torch.autograd.graph.saved_tensors_hooks` sees every saved tensor, but autograd then returns each
+one, parameters included, as a new object: a parameter loses the attributes that Megatron's fused
+gradient accumulation puts on it, and overlapped gradient reduction then fails. Hooks that we
+register on single saved tensors after the layer has run leave parameters alone, see only what
+autograd really kept, and do not nest with the hooks of other libraries.
 
 Note [Saved tensors that have hooks]
-To look at one is to call its unpack hook: a checkpoint would be recomputed, what an earlier capture
-took would be read back. Such a tensor is told without its content. Nodes of `autograd.Function`,
-and those with lists, show all that they saved or nothing, so one hook hides the others.
+Reading one calls its unpack hook: a checkpoint would recompute, and an earlier capture would read
+its bytes back. So we yield such a saved tensor without its content. Nodes of `autograd.Function`,
+and nodes with lists, show all that they saved or nothing, so one hook hides the others.
 
 Note [Leaves]
-A saved leaf that requires a gradient is held by its gradient's accumulator as well, which hooks do
-not replace: to move it frees nothing, so it stays where it is. Some functions save leaves of their
-own making, detached copies of their inputs that nobody else refers to. Whoever knows such a
-function tells the engine the type of its nodes; those copies are emptied when hooks take over.
+The gradient accumulator of a saved leaf that requires a gradient holds the leaf as well, and hooks
+do not replace that reference: moving the leaf frees nothing, so it stays. Some functions save
+leaves of their own: detached copies of their inputs that only their node holds. An integration that
+knows such a function gives the engine the type of its nodes; those copies are emptied when hooks
+take over.
 """
 
 from __future__ import annotations
@@ -43,20 +44,19 @@ def saved_tensors_between(
 ) -> Iterator[tuple[Any, Any, torch.Tensor | None]]:
     """What the nodes that lead from `inputs` to `outputs` saved, in forward order.
 
-    A tensor that was modified in place since it was saved is left out: autograd itself raises if
-    backward needs it.
+    It leaves out a tensor that was modified in place since it was saved: autograd itself raises
+    where backward needs that one.
 
     Args:
         outputs: what the layer returned.
-        inputs: what it was called with; the walk does not go behind them, unless autograd refuses
-            to use one again.
-        walked: nodes that the walk does not go behind either, nor tells what they saved.
+        inputs: what it was called with; the walk ends there, and also at a view that autograd
+            refuses to use again.
+        walked: nodes at which the walk ends too, and whose saved tensors it does not yield.
 
     Yields:
-        The node, a `torch._C._autograd.SavedTensor`, to register hooks on, and the tensor that it
-        holds, or None if hooks are registered already. Those of earlier operations come first:
-        autograd runs nodes in descending order of sequence number, so backward needs the last ones
-        first.
+        The node, a `torch._C._autograd.SavedTensor` to register hooks on, and the tensor that it
+        holds, or None if it has hooks already. Earlier operations come first: autograd runs nodes
+        in descending order of sequence number, so backward needs the last ones first.
     """
     seen: set[Any] = {*walked, *(node_of(tensor) for tensor in inputs)}
     stack: list[Any] = [node_of(tensor) for tensor in outputs]
@@ -80,13 +80,13 @@ def saved_tensors_between(
 def is_kept_by_accumulator(tensor: torch.Tensor) -> bool:
     """Whether autograd holds a saved leaf a second time, so that moving it frees nothing.
 
-    Note [Leaves] says more.
+    See Note [Leaves].
     """
     return tensor.requires_grad and tensor.is_leaf
 
 
 def node_of(tensor: torch.Tensor) -> Any | None:
-    """What made the tensor; None for a leaf, and for a view that autograd refuses to use again."""
+    """The node that made the tensor; None for a leaf and for a view whose base was changed."""
     try:
         return tensor.grad_fn
     except RuntimeError:  # its base was changed in place
@@ -117,8 +117,8 @@ def _saved_by(node: Any, attributes: _Attributes) -> list[tuple[Any, torch.Tenso
 
 
 def _attributes_of(node: Any) -> _Attributes:
-    """What a node has of what it saved; empty: it never saves anything."""
-    # An `autograd.Function` that is defined in a forward pass has a type of its own each time.
+    """Names of a node's attributes that hold what it saved; empty: it never saves anything."""
+    # An `autograd.Function` that a forward pass defines is a new type each time.
     if isinstance(node, torch._C._FunctionBase):
         return _OF_FUNCTION
     names = _attributes_of_node_type.get(type(node))

@@ -4,18 +4,18 @@
 Records call them in the thread and on the stream that compute. They never wait for a device.
 
 Note [Masks as bits]
-A storage saved as `torch.bool` holds a byte for each value, 0 or 1, so an eighth of it moves. Torch
-never looks whether other bytes are in it (reinterpreted ones, memory that nobody has filled), and
-to look before packing would be to wait for the device. So the largest byte is computed along with
-the bits and stands behind them, and a copy of it to the host is queued. What was saved is let go
-when the bits were written: by then the device has passed all of this, and the byte has arrived. If
-it is larger than 1, what was written is given up, and the storage stays in memory.
+A storage saved as `torch.bool` holds a byte for each value, 0 or 1, so we move an eighth of it.
+Torch does not check that a bool tensor holds no other bytes (reinterpreted or uninitialised memory
+may), and a check before packing would wait for the device. So the device computes the largest byte
+along with the bits, we write it behind them, and queue a copy of it to the host. The record frees
+what was saved when the bits were written: the device has done all of this by then, and the byte has
+arrived. If it is larger than 1, the record drops what was written and the storage stays in memory.
 
-Storages saved as `torch.uint8` are left alone: most hold more than masks, and one that does not
-shows it no earlier than that.
+We leave storages saved as `torch.uint8` alone: most hold more than masks, and only the bytes
+themselves would show which do.
 
-Bytes are packed in eight contiguous ranges, the first the lowest bits: each step is one operation
-over neighbouring bytes.
+Bytes are packed in eight contiguous ranges, the first into the lowest bits: each step is one
+operation over neighbouring bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 
 def bits_bytes(num_values: int) -> int:
-    """Bytes that `pack_bits` makes of a storage of so many."""
+    """Bytes that `pack_bits` returns for a storage of so many values."""
     return -(-num_values // 8) + 1
 
 
@@ -32,7 +32,7 @@ def pack_bits(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """The lowest bit of each byte, and behind them the largest byte: see Note [Masks as bits].
 
     Args:
-        storage: of at least one byte, each 0 or 1; of others only the last byte is of use.
+        storage: of at least one byte, each 0 or 1; with other bytes only the last byte is valid.
     """
     values = _bytes_of(storage)
     packed = values.new_zeros(bits_bytes(values.numel()))
@@ -44,12 +44,12 @@ def pack_bits(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def fetch_largest(packed: torch.UntypedStorage) -> torch.Tensor:
-    """The byte behind the bits, in host memory once the device has done what is queued by now."""
+    """A copy of the byte behind the bits, in host memory once the device has reached this point."""
     return _bytes_of(packed)[-1:].to("cpu", non_blocking=True)
 
 
 def unpack_bits(packed: torch.UntypedStorage, num_values: int) -> torch.UntypedStorage:
-    """The storage of `num_values` bytes of 0 and 1 that was packed."""
+    """The storage of `num_values` bytes, 0 or 1, that `pack_bits` packed."""
     bits = _bytes_of(packed)[:-1]
     values = bits.new_empty(num_values)
     for number, values_of_bit in enumerate(values.split(bits.numel())):

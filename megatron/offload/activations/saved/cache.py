@@ -4,19 +4,19 @@
 The hooks ask it for the record of each tensor that autograd saves. It never does I/O.
 
 Note [Identity of a storage]
-A storage is known by the address of its `StorageImpl`, together with a weak reference to it. The
-weak reference keeps that address from being given to another storage, so as long as an entry is
-there, an equal address is the same storage: never a new one that happens to lie where an old one
-was. The bytes are also the same only if the version counter stands where it stood, and if it is the
-same counter: the parts that `unsafe_chunk` makes share a storage and count their changes apart.
+The cache knows a storage by the address of its `StorageImpl`, together with a weak reference to it.
+The weak reference keeps torch from giving that address to another storage. So as long as the cache
+has an entry, an equal address means the same storage, never a new one at an old address. The bytes
+are the same only if the version counter has the same value too, and if it is the same counter: the
+parts that `unsafe_chunk` makes share a storage and count their changes apart.
 
 Note [Copied spans]
-A view that covers a small part of a storage would drag all of it along. Its span, from its first
-byte to its last, is copied to a storage of its own instead, once the operation that saved it has
-ended, and that one moves. Where the storage itself is still alive when the view is needed, because
-somebody else holds it, the view is one of it again. A layer that saves several views of one storage
-usually needs all of it: whoever sees them together (the engine, at the end of a layer) asks for the
-whole.
+A view of a small part of a storage should not move all of the storage. So we copy its span, from
+its first byte to its last, to a storage of its own once the operation that saved it has ended, and
+move the copy. If the original storage is still alive when backward needs the view, because another
+tensor holds it, the view is made on the original again. A layer that saves several views of one
+storage usually needs all of it: the engine sees them together at the end of the layer and asks for
+the whole storage.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class LongLived(NamedTuple):
 
 @dataclass
 class LeftAlone:
-    """Saved tensors that cannot move, by reason; each time that one is saved counts."""
+    """Saved tensors that cannot move, by reason; each save of one counts."""
 
-    num_unsupported: int = 0  # of the device, and more than their bytes
+    num_unsupported: int = 0  # on this device, but with more than their bytes
     unsupported_bytes: int = 0
     held_bytes: int = 0  # of storages that were found to outlive their step
     other_devices: collections.Counter[torch.device] = field(default_factory=collections.Counter)
@@ -76,13 +76,13 @@ class TensorCache:
         self._left = LeftAlone()
         self._entries: dict[tuple[int, Span | None], _Entry] = {}
         self._excluded: dict[int, StorageReference] = {}
-        self.long_lived: list[LongLived] = []  # learned so far
-        self._learned: set[int] = set()  # of the excluded ones, those that outlive their step
+        self.long_lived: list[LongLived] = []  # found so far
+        self._learned: set[int] = set()  # of the excluded ones, those found to outlive their step
         self._doubtful: set[tuple[int, Span | None]] = set()  # of the entries: see `end_step`
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors' storages never move: parameters, buffers, optimizer state, inputs."""
-        with torch._C.DisableTorchFunctionSubclass():  # a parameter on a tier shows itself if asked
+        with torch._C.DisableTorchFunctionSubclass():  # else an offloaded parameter is read back
             for tensor in tensors:
                 if kind_of(tensor).has_plain_storage:
                     storage = tensor.untyped_storage()
@@ -122,15 +122,15 @@ class TensorCache:
         if tensor.device == self._device:
             self._left.num_unsupported += 1
             self._left.unsupported_bytes += _bytes_of(tensor)
-        elif not tensor.is_meta and tensor.dim():  # a number costs nothing anywhere
+        elif not tensor.is_meta and tensor.dim():  # a scalar costs nothing anywhere
             self._left.other_devices[tensor.device] += _bytes_of(tensor)
 
     def movable_if_saved(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """The same for a tensor that autograd holds already, to register hooks on.
+        """`movable` for a tensor that autograd holds already, to register hooks on.
 
-        What hooks bring back is a new tensor. It lacks attributes that somebody set on the old one
-        (hints of torch.compile are not missed), and a Python number, for which type promotion has
-        its own rules, becomes a tensor. Such a number is all of its storage.
+        The hooks return a new tensor. It lacks attributes that other code set on the old one (hints
+        of torch.compile do not matter), and a Python number, which has type promotion rules of its
+        own, becomes a tensor. Such a number is all of its storage.
         """
         storage = self.movable(tensor)
         if storage is None or (tensor.dim() == 0 and storage.nbytes() == tensor.itemsize):
@@ -149,14 +149,14 @@ class TensorCache:
         if record is None or record.version != tensor._version or record.witness is None:
             return None
         base = tensor._base
-        if record.base() is (tensor if base is None else base):  # it and its views count together
+        if record.base() is (tensor if base is None else base):  # they share a version counter
             return record
         return record if _count_together(record.witness, tensor) else None
 
     def add(
         self, storage: torch.UntypedStorage, span: Span | None, tensor: torch.Tensor, scope: Scope
     ) -> SavedStorage:
-        """A new record for what `find` does not know: of the span, or of all there is."""
+        """A new record, of the span or of the whole, for bytes that `find` does not know."""
         is_mask = tensor.dtype is torch.bool
         record = SavedStorage(storage, scope, tensor._version, span, is_mask)
         base = tensor._base
@@ -171,7 +171,7 @@ class TensorCache:
         return record
 
     def moved(self, record: SavedStorage, tensor: torch.Tensor) -> None:
-        """A tensor that was saved as a whole has another storage now, with the same bytes.
+        """A tensor that was saved as a whole has another storage now, which holds the same bytes.
 
         Args:
             record: of the bytes.
@@ -190,21 +190,22 @@ class TensorCache:
                 yield record
 
     def storage_that_counts(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """The storage of a saved tensor, unless it has no bytes here or is there in any case."""
+        """The storage of a saved tensor; None if it is on another device, empty or excluded."""
         if not kind_of(tensor).has_plain_storage or tensor.device != self._device:
             return None
         storage = tensor.untyped_storage()
         return storage if storage.nbytes() and storage._cdata not in self._excluded else None
 
     def end_step(self, *, is_settled: bool = True) -> int:
-        """Forgets the step's records; excludes storages that outlive it. The bytes newly excluded.
+        """Forgets the step's records; excludes storages that outlive it. Returns newly excluded
+        bytes.
 
-        A storage whose records are all gone but that is still alive is held by somebody else
+        A storage that is alive although its records are all gone has another owner, which holds it
         from step to step (an attention mask, a rotary table): moving it never frees anything.
 
         Args:
-            is_settled: no write is under way. Else a write that was given up may hold it, and it
-                counts only if it outlives the next step too.
+            is_settled: no write is under way. Else a cancelled write may still hold a storage, so
+                the storage is excluded only if it outlives the next step too.
         """
         learned_bytes = 0
         doubtful = set() if is_settled else {*self._entries} - self._doubtful
@@ -232,7 +233,7 @@ class TensorCache:
 
     @property
     def num_records(self) -> int:
-        """Spans and storages that records are known of."""
+        """Spans and storages that have a record."""
         return len(self._entries)
 
     @property
@@ -253,14 +254,14 @@ class TensorCache:
 
 _OF_COMPILER = "_dynamo_"  # in the names of attributes that torch.compile sets on tensors
 _MOST_LONG_LIVED = (
-    100  # a list for people; a trainer that makes new ones each step must not grow it
+    100  # a list for people, which must not grow if a trainer makes new masks each step
 )
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor of any kind takes, about; 0 if it does not say."""
+    """About how many bytes a tensor of any kind takes; 0 if it does not say."""
     try:
-        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor what this rank has
+        local = getattr(tensor, "_local_tensor", tensor)  # the shard of this rank, of a DTensor
         return int(local.numel() * local.element_size())
     except (AttributeError, RuntimeError):
         return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who hears of everything that a layer saves: `Observer`. The engine tells, a profiler listens."""
+"""What hears of everything that a layer saves: `Observer`. The engine calls, a profiler listens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron.offload.activations.saved.scope import Scope
 
 
 class Observer(Protocol):
-    """Called by the thread that computes, in the hot path."""
+    """The thread that computes calls it for each saved tensor, so it must be cheap."""
 
     def moves(self, scope: Scope, num_bytes: int) -> None:
         """A storage was saved for the first time and goes to a tier.
 
         Args:
             scope: that saved it.
-            num_bytes: that it takes in memory, as `stayed` tells too; of a mask less moves.
+            num_bytes: that it takes in memory, as `stayed` counts too; a mask moves fewer.
         """
         ...
 

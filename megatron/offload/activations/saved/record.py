@@ -4,14 +4,15 @@
 Autograd holds views of it (`view.py`), and in place of a tensor that stays in memory a
 `ResidentTensor` (`resident.py`).
 
-The cache creates records, the hooks hand views to autograd, the engine starts transfers on them.
-A record never starts I/O itself; it knows where its bytes are and who may take them.
+The cache creates records, the hooks give views to autograd, the writer and the reader start
+transfers on them. A record never starts I/O itself; it knows where its bytes are and which
+transition is legal.
 
 Note [Who keeps what alive]
     autograd --SavedView--> SavedStorage --> bytes in memory and/or a block on a tier
-Nothing else holds a record strongly. When the last node that saved a view has run, or the graph is
+Only the views hold a record strongly. When the last node that saved a view has run, or the graph is
 dropped without backward, the record dies, and with it its memory and its space on the tier. A
-transfer under way holds the memory and the block it works on, so neither is reused too early.
+transfer under way holds the memory and the block that it works on, so neither is reused too early.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ class Span(NamedTuple):
 
 
 class Pending(Protocol):
-    """A transfer under way, as a record needs it (`storage.transfer.Transfer` is one)."""
+    """A transfer under way, as a record needs it; `tiers.transfer.Transfer` implements it."""
 
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
         ...
 
     def cancel(self) -> bool:
-        """Takes it off the queue; False once it has started, and ends soon."""
+        """Takes it off the queue; False if it has started: it then ends soon by itself."""
         ...
 
     def abandon(self) -> None:
-        """Lets it be cancelled, by whoever has it; takes no lock."""
+        """Says that its result is not needed: the thread that has it may cancel it. No lock."""
         ...
 
     def wait(self) -> None:
-        """Blocks until the end; raises what the worker raised."""
+        """Blocks until the end; raises what the I/O thread raised."""
         ...
 
     def wait_until_done(self) -> None:
@@ -66,12 +67,12 @@ class Pending(Protocol):
 
 
 class View(Protocol):
-    """A view of a record's bytes, as the record needs it (`view.SavedView` is one).
+    """A view of a record's bytes, as the record needs it; `view.SavedView` implements it.
 
     Attributes:
         is_used: backward has asked for it, and not for the record's bytes again since.
-        built: its tensor, if it is there before backward asks; None: no tensor was.
-        ready: events of that tensor.
+        built: its tensor, if the dispatcher has built it before backward asks; None: it has not.
+        ready: events after which that tensor may be used.
     """
 
     is_used: bool
@@ -87,7 +88,7 @@ class State(enum.Enum):
     """Where the bytes of a saved storage are. Members name the transitions into them."""
 
     IN_MEMORY = "in memory"  # created; write refused or failed; taken back before its end
-    QUEUED = "to be written"  # queue_write from IN_MEMORY; nobody has started it yet
+    QUEUED = "to be written"  # queue_write from IN_MEMORY; the dispatcher has not started it yet
     WRITING = "being written"  # begin_write from QUEUED; memory still holds the bytes
     ON_TIER = "on a tier"  # write done; or every view used and the memory let go again
     READING = "being read"  # begin_read from ON_TIER
@@ -101,21 +102,21 @@ def _nothing() -> None:
 class SavedStorage:
     """The bytes of one `untyped_storage` that autograd saved, however many views point into it.
 
-    Of a storage of which only a part was saved, the bytes of that part: see Note [Copied spans]
-    in `cache.py`. Of a mask, its bits move: see Note [Masks as bits] in `bits.py`.
+    If only a part of a storage was saved, the bytes of that part: see Note [Copied spans] in
+    `cache.py`. The bits of a mask move instead of its bytes: see Note [Masks as bits] in `bits.py`.
 
-    States change under `_lock`: threads that compute save and use, the dispatcher begins transfers,
-    I/O threads end writes. The lock is held for a few assignments; nothing waits or
-    frees memory under it.
+    States change under `_lock`: the threads that compute save and use, the dispatcher begins
+    transfers, I/O threads end writes. Each holds the lock for a few assignments, and neither waits
+    nor frees memory under it.
     """
 
-    # Of most records these stay as they are here, which takes no time.
+    # Class attributes, because most records never set them: that takes no time.
     moves_bits = False
     base: Callable[[], torch.Tensor | None] = _nothing  # what the first view is of, if it lives
-    bits: torch.UntypedStorage | None = None  # to be written; what was saved stays until then
+    bits: torch.UntypedStorage | None = None  # what is written; the bytes stay until it has been
     largest: torch.Tensor | None = None  # of a mask's bytes, on its way to the host
-    # Events of the device, after which `_memory` may be used, see `Device.use_after`. None: it is
-    # what was saved, or on a CPU. Another object with each read.
+    # Events of the device after which `_memory` may be used, see `Device.use_after`. None: it is
+    # the memory that was saved, or on a CPU. Each read sets another object.
     ready: Sequence[Any] | None = None
 
     def __init__(
@@ -131,15 +132,15 @@ class SavedStorage:
         self.version = version  # of the tensor that was saved first
         num_bytes = storage.nbytes()
         self._origin_place = num_bytes, storage.data_ptr()
-        self._own_place = self._origin_place  # of what is written: that, or a copy of a part of it
-        # In the storage that was saved; a copy of a part begins with its first byte.
+        self._own_place = self._origin_place  # of what is written: that, or the copy of a span
+        # In the storage that was saved; the copy of a span begins with the span's first byte.
         self.start_bytes, self.saved_bytes = span or (0, num_bytes)
         self.num_bytes = self.saved_bytes  # that move
         if is_mask and bits_bytes(self.saved_bytes) < self.saved_bytes:
             self.moves_bits, self.num_bytes = True, bits_bytes(self.saved_bytes)
         self.origin = StorageReference(storage)  # does not keep the bytes alive
         self.state = State.IN_MEMORY
-        self.block: Any = None  # where the bytes are on a tier; the tier alone looks into it
+        self.block: Any = None  # where the bytes are on a tier; only the tier reads it
         self.num_unused_views = 0
         self._views: list[weakref.ref[View]] = []
         self.witness: torch.Tensor | None = None  # of the first view, see `SavedView`
@@ -152,30 +153,30 @@ class SavedStorage:
             self._pending.abandon()
 
     def queue_write(self) -> torch.UntypedStorage:
-        """The bytes are to be written; who starts that asks `memory_to_write` when it comes to it.
+        """The bytes are to be written; the dispatcher calls `memory_to_write` when it begins.
 
         Returns:
-            The bytes. Whoever holds on to them keeps them from being freed.
+            The bytes, which are not freed as long as the caller holds them.
         """
-        # Without the lock: it is new, no other thread has it.
+        # Without the lock: the record is new, and no other thread has it.
         assert self.state is State.IN_MEMORY and self._memory is not None, self.state
         self.state = State.QUEUED
         return self._memory
 
     def copy_span(self) -> torch.UntypedStorage | None:
-        """Takes a copy of the part that was saved, if it is a part, to be written in its place.
+        """Copies the span that was saved, if it is not the whole storage, to write the copy.
 
-        For the thread that saved it, once the operation has ended.
+        The thread that saved it calls this once the operation has ended.
 
         Returns:
-            What the copy is of, if there is one: on a device it is not to be reused before that.
+            The memory that it copied, which a device must not reuse before the copy; or None.
         """
         if self._is_whole:
             return None
         with self._lock:
             memory = self._memory if self.state is State.QUEUED else None
         if memory is None or place_of(memory) != self._origin_place:
-            return None  # needed already, or freed under everybody's hands: see `memory_to_write`
+            return None  # needed already, or its owner freed it: see `memory_to_write`
         copy = copy_of(memory, self.start_bytes, self.saved_bytes)
         with self._lock:
             if self.state is State.QUEUED:
@@ -183,7 +184,7 @@ class SavedStorage:
         return memory
 
     def pack_bits(self) -> None:
-        """Has the bits of a mask written in its place. After `copy_span`, in the same thread."""
+        """Packs a mask, to write its bits instead. After `copy_span`, in the same thread."""
         with self._lock:
             memory = self._memory if self.state is State.QUEUED else None
         if memory is None or place_of(memory) != self._own_place:
@@ -196,7 +197,7 @@ class SavedStorage:
 
     @property
     def has_all_in_bits(self) -> bool:
-        """Whether what was written is all of it: of a mask, whether its bytes are 0 and 1."""
+        """Whether the bits say all: whether all bytes of the mask are 0 or 1."""
         bits = self.bits if self.moves_bits else None
         if bits is None:
             return True
@@ -204,7 +205,7 @@ class SavedStorage:
 
     @property
     def moves_a_copy(self) -> bool:
-        """Whether what is written has to be made first: `copy_span`, `pack_bits`."""
+        """Whether a copy has to be made first and written: `copy_span`, `pack_bits`."""
         return self.moves_bits or not self._is_whole
 
     @property
@@ -212,9 +213,9 @@ class SavedStorage:
         return self._origin_place[0] == self.saved_bytes
 
     def memory_to_write(self) -> torch.UntypedStorage | None:
-        """The bytes, if they are still to be written; None if they were needed meanwhile.
+        """The bytes, if they are still to be written; None if backward needed them meanwhile.
 
-        Also None if somebody has freed them under everybody's hands: see `end_write`.
+        Also None if the owner of the storage freed its memory meanwhile: see `end_write`.
         """
         with self._lock:
             if self.state is not State.QUEUED:
@@ -226,7 +227,7 @@ class SavedStorage:
             return self.bits or self._memory
 
     def keep_in_memory(self) -> None:
-        """No tier takes the bytes: they remain in memory."""
+        """No tier has room for the bytes: they remain in memory."""
         bits = None  # freed when this frame ends, outside the lock
         with self._lock:
             if self.state is State.QUEUED:
@@ -235,7 +236,7 @@ class SavedStorage:
         del bits
 
     def begin_write(self, block: Any, pending: Pending) -> None:
-        """A write of the bytes was started. If they were needed meanwhile, it is taken back."""
+        """A write of the bytes has started. If backward needed them meanwhile, cancels it."""
         with self._lock:
             if self.state is State.QUEUED:
                 self.state, self.block, self._pending = State.WRITING, block, pending
@@ -244,19 +245,19 @@ class SavedStorage:
         pending.cancel()
 
     def end_write(self, failed: bool) -> None:
-        """The write has ended (called by the I/O thread): let the memory go, unless it is needed.
+        """The write has ended (an I/O thread calls this): frees the memory, unless it is needed.
 
         A failed or cancelled write leaves the bytes where they are.
         """
         memory, bits = None, None  # freed when this frame ends, outside the lock
         with self._lock:
             if self.state is not State.WRITING:
-                return  # taken back by `cancel_write` meanwhile
+                return  # `cancel_write` has taken the bytes back meanwhile
             self._pending = None
             if self.moves_bits:
                 bits, self.bits = self.bits, None
-            # Somebody may free a storage under everybody's hands and fill it again before its use
-            # (recomputation does): then what was written may be anything, and memory is right.
+            # The owner of a storage may resize it to nothing and fill it again before its use
+            # (recomputation does): then the written bytes may be wrong, and memory is right.
             assert self._memory is not None
             memory = self._memory
             if failed or (memory.nbytes(), memory.data_ptr()) != self._own_place:
@@ -266,15 +267,15 @@ class SavedStorage:
         del memory, bits
 
     def _unmoved(self) -> torch.UntypedStorage | None:
-        """The storage that was saved, where somebody else keeps it alive."""
+        """The storage that was saved, if another owner keeps it and its memory alive."""
         alive = self.origin.storage()
         return alive if alive is not None and place_of(alive) == self._origin_place else None
 
     def cancel_write(self) -> torch.UntypedStorage | None:
         """The bytes in memory if they are still there, for good; None if only a tier has them.
 
-        Cancels a queued write (forwarding): there is no use in writing what is needed now. A
-        storage that was written but that somebody else kept alive needs no read either.
+        Cancels a queued write (forwarding): the bytes are needed now, so the write is of no use. A
+        storage that was written needs no read either if another owner keeps it alive.
         """
         pending, copy, bits = None, None, None  # freed when this frame ends, outside the lock
         with self._lock:
@@ -288,26 +289,26 @@ class SavedStorage:
                 self.state, self.block = State.IN_MEMORY, None
             if self.moves_bits and self.state is State.IN_MEMORY:
                 bits, self.bits = self.bits, None
-            # What backward changes in place is to be changed for all who see the storage.
+            # In-place changes in backward must show in all tensors that share the storage.
             if self.state is State.IN_MEMORY and not self._is_whole:
                 copy, self._memory = self._memory, self._unmoved() or self._memory
             memory = self._memory if self.state in (State.IN_MEMORY, State.RESTORED) else None
         del copy, bits
         if pending is not None:
-            # Outside the lock: cancelling calls `end_write`, which finds nothing to do. A write
-            # that has started ends with the piece under way, and nobody will read its block.
+            # Outside the lock: `cancel` calls `end_write`, which finds nothing to do. A write that
+            # has started ends with the piece under way, and its block is never read.
             pending.cancel()
         return memory
 
     @property
     def memory_not_left_yet(self) -> torch.UntypedStorage | None:
-        """The bytes in memory if they have not left it; a write under way goes on."""
+        """The bytes in memory if they have not left it; a write under way continues."""
         with self._lock:
             is_there = self.state in (State.IN_MEMORY, State.QUEUED, State.WRITING)
             return self._memory if is_there else None
 
     def hand_over(self, memory: torch.UntypedStorage) -> None:
-        """What was read goes to whoever had saved it: it is his storage, and not kept here.
+        """The tensor that was emptied owns what was read from now on; the record drops it.
 
         Args:
             memory: that the bytes were read into, all of them.
@@ -321,7 +322,7 @@ class SavedStorage:
         del let_go
 
     def _let_go(self) -> list[Any]:
-        """What was read is on the tier alone again. Under the lock; what is to be freed."""
+        """What was read is on the tier alone again. Call under the lock; returns what to free."""
         let_go: list[Any] = [self._memory]
         self.state, self._pending, self._memory = State.ON_TIER, None, None
         for view in self._living_views():
@@ -335,7 +336,7 @@ class SavedStorage:
     def begin_read(
         self, memory: torch.UntypedStorage, pending: Pending, ready: Sequence[Any] | None = None
     ) -> None:
-        """A read of the bytes into `memory` was queued; once it has ended, `ready` is complete."""
+        """A read of the bytes into `memory` was queued; when it has ended, `ready` is complete."""
         with self._lock:
             assert self.state is State.ON_TIER, self.state
             self.state, self._memory, self._pending = State.READING, memory, pending
@@ -343,7 +344,7 @@ class SavedStorage:
 
     @property
     def is_held_by_others(self) -> bool:
-        """The bytes are on a tier, and the storage that was saved is alive all the same."""
+        """Whether the saved storage is still alive although its bytes were written to a tier."""
         return self.state is State.ON_TIER and not self.origin.expired()
 
     @property
@@ -359,10 +360,10 @@ class SavedStorage:
             pending.wait_until_done()
 
     def end_read(self) -> torch.UntypedStorage | None:
-        """Waits for the read; the restored bytes. None: others have used and released them.
+        """Waits for the read; returns the bytes. None: other threads have used and freed them.
 
         Raises:
-            OSError: the read failed; the record is as before the read.
+            OSError: the read failed; the record is as it was before the read.
         """
         pending = self._pending
         try:
@@ -378,12 +379,12 @@ class SavedStorage:
                     self.state, self._memory, self._pending = State.ON_TIER, None, None
             raise
         finally:
-            del pending  # an error refers to this frame, and the transfer to the error
+            del pending  # the error refers to this frame, and the transfer to the error
 
     def give_up_read(self) -> None:
-        """Lets the memory go that a read has filled, or still fills, if backward has used no view.
+        """Frees the memory that a read has filled or still fills, if backward has used no view.
 
-        The bytes are on their tier, to be read again. Waits for a read that is under way.
+        The bytes are on their tier and can be read again. Waits for a read that is under way.
         """
         self.wait_for_read()
         let_go = None  # freed when this frame ends, outside the lock
@@ -394,10 +395,10 @@ class SavedStorage:
         del let_go
 
     def unpacked(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The bytes as they were saved, of memory that was given out.
+        """The bytes as they were saved, from memory that `end_read` or `cancel_write` returned.
 
-        Of a mask that was read these are its bits until the first use, whose thread and stream
-        unpacks them for all others. `ready` is to be set anew then.
+        A mask is read as bits; the thread that uses it first unpacks them on its stream for all
+        others. The caller then sets `ready` anew.
         """
         if not self.moves_bits or memory.nbytes() != self.num_bytes:
             return memory
@@ -414,10 +415,10 @@ class SavedStorage:
         return self.saved_bytes if memory is None else memory.nbytes()
 
     def build_views(self, ended: object) -> None:
-        """A read ended well. If nobody has waited for it, builds the tensors of all views.
+        """A read has ended well. If no thread has waited for it, builds the tensors of all views.
 
-        To do so takes longer than all the rest of `unpack`. The dispatcher has the time. By now,
-        what `ended` brought may have been used and let go, and another read be under way.
+        Building takes longer than all the rest of `unpack`, and the dispatcher has the time. By
+        now backward may have used and freed what `ended` read, and another read may be under way.
         """
         with self._lock:
             if self.state is not State.READING or self._pending is not ended:
@@ -426,7 +427,7 @@ class SavedStorage:
             memory, ready = self._memory, self.ready
         assert memory is not None
         if self.moves_bits:
-            return  # they are unpacked when they are used
+            return  # the first use unpacks the bits
         for view in self._living_views():
             if not view.is_used:
                 tensor = view.rebuild(memory)
@@ -436,10 +437,10 @@ class SavedStorage:
                         view.built = [tensor]
 
     def view_used(self, view: View) -> None:
-        """A view was handed to backward. After the last one the restored memory is let go.
+        """Backward gets a view. After the last one the record frees the restored memory.
 
-        The node that runs now holds the memory itself. A view that is asked for again
-        (`retain_graph`) is read again: the block lives as long as the record.
+        The node that runs now holds the memory itself. If backward asks for a view again
+        (`retain_graph`), the bytes are read again: the block lives as long as the record.
         """
         restored, late = None, None  # freed when this frame ends, outside the lock
         with self._lock:

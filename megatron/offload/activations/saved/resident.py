@@ -12,11 +12,11 @@ _alias = torch.Tensor._make_subclass
 
 
 class ResidentTensor:
-    """What autograd holds in place of a saved tensor that stays: where there are hooks, it does not
-    look whether a tensor was changed in place.
+    """What autograd holds in place of a saved tensor that stays in memory.
 
-    It has no graph, whose node would hold it in turn. A subclass may, which knows itself what it is
-    without.
+    Autograd does not check versions of saved tensors that have hooks, so this class does. It holds
+    the tensor without its graph: the node would hold the tensor in turn. A subclass of Tensor is
+    held as it is, because only the subclass knows how to detach itself.
     """
 
     __slots__ = ("_scope", "_tensor", "_version")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one forward pass saved, in order: `SaveOrder`. Its backward pass needs it from the end.
+"""What one forward pass saved, in order: `SaveOrder`. Its backward pass reads it from the end.
 
-One for each micro-batch and model chunk. The hooks note every save, the prefetcher walks it back.
-It holds no record alive.
+There is one for each micro-batch and model chunk. The hooks append every save, the prefetcher walks
+it backwards. It holds no record alive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SaveOrder:
         return max(self._largest[-1:], default=0)  # another thread may take the last one off
 
     def last(self) -> SavedStorage | None:
-        """The latest save that is still there and of use; None once there is none left."""
+        """The latest save whose record is alive; None if there is none left."""
         while self._saves:
             record = self._saves[-1]()
             if record is not None:

@@ -35,17 +35,17 @@ class Scope:
 
 
 def name_after(layer: str) -> str:
-    """The name of what runs between a layer and the next one, or before the first one (empty)."""
+    """The name of what runs between a layer and the next, or before the first layer (empty)."""
     return layer + _AFTER if layer else _BEFORE_LAYERS
 
 
 def name_of_call(layer: str, number: int) -> str:
-    """The name of a layer's call in a forward pass; from the second one (2) on not the layer's."""
+    """The name of a layer's call in a forward pass: the layer's own for the first call only."""
     return layer if number < 2 else f"{layer}{_CALL}{number}"
 
 
 def layer_of(name: str) -> str:
-    """The layer that a name is of, whichever call; empty for what runs between layers."""
+    """The layer of a name, of any call; empty for what runs between layers."""
     if name == _BEFORE_LAYERS or name.endswith(_AFTER):
         return ""
     return name.partition(_CALL)[0]

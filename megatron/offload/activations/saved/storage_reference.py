@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A storage that is not kept alive: `StorageReference`, and what else is asked of one.
+"""A weak reference to a storage, `StorageReference`, and functions on storages.
 
-Records and the cache have one for each storage. It keeps the address of the storage's own object
-from being given to another one, as long as it lives, and nothing else.
+Records and the cache have one for each storage. While it lives, torch gives the address of the
+storage's object to no other storage; it keeps nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StorageReference:
     """A weak reference to a storage; torch's own takes three times as long to make.
 
     Attributes:
-        cdata: as torch's functions for weak references want it.
+        cdata: the address that torch's functions for weak references take.
     """
 
     __slots__ = ("cdata",)
@@ -43,11 +43,11 @@ class StorageReference:
 
 
 def place_of(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Size and address, which change when its owner frees a storage that others hold."""
+    """Size and address, which change when the owner frees memory that others hold."""
     return storage.nbytes(), storage.data_ptr()
 
 
 def copy_of(storage: torch.UntypedStorage, start: int, num_bytes: int) -> torch.UntypedStorage:
-    """A storage of its own with some of the bytes of another."""
+    """A new storage with some of the bytes of another."""
     source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return source[start:][:num_bytes].clone().untyped_storage()

@@ -4,10 +4,9 @@
 The cache, records and hooks ask them about each saved tensor.
 
 Note [Asked without letting go of the interpreter]
-Most methods of a tensor let other threads have the interpreter meanwhile, and have to wait to get
-it back: ten microseconds for each call while transfers are started. All that is asked here follows
-from the set of keys by which torch dispatches a tensor's operations, where it is no subclass. So
-the methods are asked once for each set that comes along, of which a training has a handful.
+Most methods of a tensor release the GIL, and then wait to get it back: ten microseconds a call
+while the dispatcher starts transfers. For a plain tensor, all that is asked here follows from its
+dispatch keys. So we call the methods once for each set of keys, of which a training has a handful.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class TensorKind(NamedTuple):
     is_inference: bool  # it has no versions
 
 
-_BY_KEYS = (torch.Tensor, torch.nn.Parameter)  # a subclass may say anything of itself
+_BY_KEYS = (torch.Tensor, torch.nn.Parameter)  # a subclass may answer anything
 
 kinds: dict[int, TensorKind] = {}  # those of plain tensors, by keys
 _dispatch_keys = torch._C._dispatch_keys
@@ -55,7 +54,7 @@ def _look_at(tensor: torch.Tensor) -> TensorKind:
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """What `detach` gives: the same bytes and versions; it lets go of the interpreter, this not.
+    """What `detach` returns, the same bytes and version counter, without releasing the GIL.
 
     Args:
         tensor: of no subclass.

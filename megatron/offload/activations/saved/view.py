@@ -20,7 +20,7 @@ _alias = torch.Tensor._make_subclass
 
 
 class SavedView:
-    """What autograd holds in place of a saved tensor: how to see it in its storage again.
+    """What autograd holds in place of a saved tensor: how to view its storage again.
 
     Args:
         saved: the bytes.
@@ -35,14 +35,15 @@ class SavedView:
     def __init__(self, saved: SavedStorage, tensor: torch.Tensor) -> None:
         self.saved = saved
         self.is_used = False
-        # The tensor, once its bytes were read; for one use: of threads that ask, one takes it out.
+        # The tensor, if the dispatcher has built it: one use takes it out, also where several
+        # threads ask.
         self.built: list[torch.Tensor] | None = None
-        self.ready: Sequence[Any] | None = None  # of the tensor that is built, as of the record
+        self.ready: Sequence[Any] | None = None  # of the built tensor, see the record
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset()
         self._version = tensor._version
-        witness = saved.witness  # shares the version counter of all views, says the cache
+        witness = saved.witness  # the cache made sure that all views share its version counter
         if witness is None or witness.dtype is not tensor.dtype:
             witness = saved.witness = _alias(torch.Tensor, tensor)  # as `witness_of`
             nothing = _nothing.get((tensor.dtype, tensor.device))
@@ -55,7 +56,7 @@ class SavedView:
         saved._views.append(weakref.ref(self))
 
     def take_built(self) -> torch.Tensor | None:
-        """The tensor, if it is built and was not modified; nobody else gets the same one."""
+        """The tensor, if it is built and was not modified; no other call gets the same one."""
         built = self.built
         if built is None or self._witness._version != self._version:
             return None
@@ -65,7 +66,7 @@ class SavedView:
             return None
 
     def check_unchanged(self) -> None:
-        """Makes sure that the tensor was not modified in place since it was saved.
+        """Checks that the tensor was not modified in place since it was saved.
 
         Raises:
             ChangedInPlaceError: it was.
@@ -78,9 +79,9 @@ class SavedView:
     def rebuild(self, memory: torch.UntypedStorage) -> torch.Tensor:
         """The tensor with its own shape, stride, offset, dtype and version counter, on `memory`.
 
-        What backward changes in place is changed for every view of it, and `check_unchanged` sees.
+        A change in place in backward shows in every view of it, and `check_unchanged` notices it.
         """
-        # A copy of a part, or all of the storage that it is part of.
+        # `memory` is the copy of a span, or all of the storage that the span is a part of.
         is_own = memory.nbytes() == self.saved.saved_bytes
         start = self.saved.start_bytes // self._witness.element_size() if is_own else 0
         content = self._witness.new_empty(0)
@@ -91,9 +92,9 @@ class SavedView:
 
 
 def witness_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Shares the tensor's version counter and none of its memory.
+    """A tensor that shares the version counter of `tensor` and none of its memory.
 
-    `detach` keeps the counter, assigning `data` keeps it too but swaps the storage.
+    `detach` shares the counter; assigning `data` keeps the counter and replaces the storage.
     """
     witness = without_graph(tensor)
     witness.data = _nothing_like(tensor.dtype, tensor.device)
@@ -105,7 +106,7 @@ def _nothing_like(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     nothing = _nothing.get((dtype, device))
     if nothing is None:
         nothing = torch.empty(0, dtype=dtype, device=device)
-        if type(nothing) is torch.Tensor:  # and none of a mode that has only made it up
+        if type(nothing) is torch.Tensor:  # not the tensor of a mode, such as a fake tensor
             _nothing[dtype, device] = nothing
     return nothing
 

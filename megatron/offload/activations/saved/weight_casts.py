@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of weights in another type or on another device, which never move: `WeightCasts`.
 
-The hooks ask it for each saved tensor. Autograd then holds the weight itself, which is there in any
-case, and how to copy it once more. It never does I/O.
+The hooks ask it for each saved tensor. For such a copy autograd then holds the weight itself, which
+is in memory anyway, and how to copy it again. It never does I/O.
 
 Note [Casts of weights]
-Autocast gives an operation a copy of its weight, and autograd saves that. What is saved is known by
-its place in the graph: it is, or views, what a cast of a leaf has made. The cast is made again when
-backward asks, from an alias of the weight: bytes and version counter are those of the weight at the
-save, also where a script gives the parameter other memory since. So the bits are the same if the
-weight has the bytes that it had when it was cast. It has them at the save if its version is that of
-the step's beginning and the cast was made since: in this forward pass, or in a thread that has
-saved it before (the cache of autocast is one for all threads).
+Autocast gives an operation a copy of its weight, and autograd saves the copy. We recognise it by
+its place in the graph: it is the result of a cast of a leaf, or a view of one. When backward asks,
+we cast again, from an alias of the weight: the alias has the bytes and the version counter that the
+weight had at the save, also if a script gives the parameter other memory later. So the bits are the
+same if the weight's bytes at the save were those at the cast. They were if the weight's version at
+the save is that of the step's beginning and the cast was made since: in this forward pass, or in a
+thread that has saved it before (autocast has one cache for all threads).
 
-A weight that is changed while a graph holds a cast of it is an error for autograd if it is saved
-itself, but not if its cast is: the graph goes on with the cast of before. So before an optimizer
-changes weights, the casts of those that graphs still hold are made, and kept from then on. A change
-by anybody else raises. One through `data` shows nowhere, as everywhere in autograd.
+If a weight changes while a graph holds it, autograd raises. If the graph holds a cast of it,
+autograd does not: the graph goes on with the old cast. So before an optimizer changes weights, we
+make the casts of them that graphs still hold, and keep these. Any other change of the weight makes
+the backward pass raise. A change through `data` is noticed by nothing, as everywhere in autograd.
 
-Left alone are casts of what has no gradient (nothing links them to the weight), of weights that
-have other memory each time they are gathered (FSDP1, ZeRO 3; FSDP2's keep theirs), and those that a
-script makes outside of autocast.
+We leave alone casts of weights that require no gradient (nothing in the graph links them to the
+weight), casts of weights that get other memory with each gather (FSDP1, ZeRO 3; FSDP2's keep
+theirs), and casts that a script makes outside of autocast.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Weight(NamedTuple):
     parameter: weakref.ref[torch.nn.Parameter]
     version: int
     shape: torch.Size
-    storage: int  # its address; 0: the parameter waits on a tier, and its layer brings it
+    storage: int  # its address; 0: the parameter is on a tier, and a hook of its layer reads it
 
 
 class WeightCasts:
@@ -69,15 +69,15 @@ class WeightCasts:
         self._lock = threading.Lock()
 
     def begin_step(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A step begins: weights have the versions that they have now.
+        """A step begins: notes the versions that the weights have now.
 
         Args:
-            tensors: parameters among them.
+            tensors: with the parameters among them.
         """
         self._weights = {}
         self._known = {}
         self._is_any_elsewhere = False
-        with torch._C.DisableTorchFunctionSubclass():  # a parameter on a tier shows itself if asked
+        with torch._C.DisableTorchFunctionSubclass():  # else an offloaded parameter is read back
             for one in tensors:
                 if not isinstance(one, torch.nn.Parameter) or not one.requires_grad:
                     continue
@@ -89,7 +89,7 @@ class WeightCasts:
                 self._is_any_elsewhere |= one.device != self._device
 
     def may_find(self) -> bool:
-        """Whether anything that is saved now may be a cast of a weight."""
+        """Whether anything that autograd saves now may be a cast of a weight."""
         if not self._weights:
             return False
         torch.autocast_increment_nesting()  # as `_is_within_autocast`
@@ -98,13 +98,13 @@ class WeightCasts:
     def find(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, since: int, scope: Scope
     ) -> WeightCast | None:
-        """What autograd keeps instead of a cast of a weight; None: the tensor is none.
+        """What autograd keeps instead of a cast of a weight; None: the tensor is no such cast.
 
         Args:
             tensor: that is saved.
             storage: its storage, which can move.
-            since: number of the first operation in this thread since the step has begun.
-            scope: where it is saved.
+            since: number of the first operation of this thread in this step.
+            scope: that saves it.
         """
         is_autocast = _is_within_autocast()
         cast = tensor if tensor._base is None else tensor._base
@@ -128,7 +128,7 @@ class WeightCasts:
             return None
         if weight.storage and param.untyped_storage()._cdata != weight.storage:
             return None
-        if storage._cdata not in self._known:  # no other storage can come to have this address
+        if storage._cdata not in self._known:  # torch gives this address to no other storage
             if node._sequence_nr() < since:
                 return None
             self._known[storage._cdata] = StorageReference(storage)
@@ -141,8 +141,8 @@ class WeightCasts:
         """Weights are about to change: makes the casts of them that graphs still hold.
 
         Args:
-            changing: an optimizer's parameters; None, or none of the model's: any weight may change
-                (an optimizer of copies, from which weights are made).
+            changing: parameters of an optimizer; None, or none of the model's: any weight may
+                change (an optimizer of copies, such as main weights).
         """
         addresses = {id(one) for one in changing or ()}
         if addresses.isdisjoint(self._weights):
@@ -164,7 +164,7 @@ class WeightCast:
 
     Args:
         tensor: that is saved.
-        cast: it, or what it is a view of; a copy of the parameter.
+        cast: the tensor, or its base: a copy of the parameter.
         param: the weight.
         scope: where it was saved.
 
@@ -212,7 +212,7 @@ class WeightCast:
             return
         try:
             self._kept = self._made()
-        except ChangedInPlaceError as error:  # backward may never ask for it
+        except ChangedInPlaceError as error:  # backward may never need it, so raise only then
             self._refusal = str(error)
         self._alias = None
 
@@ -240,14 +240,14 @@ class WeightCast:
 
 
 def _is_within_autocast() -> bool:
-    """Whether this thread has entered it. While an operation is under way, torch says it is off."""
+    """Whether this thread is in autocast. During an operation, torch itself says that it is not."""
     torch.autocast_increment_nesting()
     return bool(torch.autocast_decrement_nesting() > 0)
 
 
 def _is_away(param: torch.Tensor) -> bool:
-    """Whether a parameter may stand for bytes that are elsewhere: while its layer does not compute
-    it is of another class then."""
+    """Whether the bytes of a parameter may be on a tier: it has another class while its layer does
+    not compute."""
     return type(param) is not torch.nn.Parameter
 
 

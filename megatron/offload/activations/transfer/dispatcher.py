@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread that starts transfers, so that the thread that computes need not: `Dispatcher`.
 
-To find room, to queue a job and to ask for memory takes Python about a tenth of a millisecond a
-storage, time in which no operation is launched. The engine hands that work over here for next to
-nothing. It never moves bytes itself; the tiers' I/O threads do.
+Finding room, queueing a job and allocating memory take Python about a tenth of a millisecond a
+storage, in which the thread that computes would launch nothing. So the engine submits this work to
+the dispatcher, which takes a microsecond. The dispatcher never moves bytes itself; the tiers' I/O
+threads do.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.1  # how often somebody who waits looks whether the thread is still there
+_LOOK_S = 0.1  # a thread that waits in `drain` checks so often that the dispatcher is alive
 
 
 class Dispatcher:
-    """One daemon thread that does what it is given, in order.
+    """One daemon thread that runs what is submitted, in order.
 
     Work may wait for locks that are held for microseconds, and for nothing else; above all not for
-    the thread that computes, which waits for it in `drain`. Work must handle its own errors: what
-    gets through is logged once for each kind, and the next piece of work is done.
+    the thread that computes, which waits for the work in `drain`. Work must handle its own errors:
+    the dispatcher logs an error that escapes, once for each type, and runs the next piece of work.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,8 +35,8 @@ class Dispatcher:
         self._thread.start()
 
     def submit(self, *work: Callable[[], None]) -> None:
-        """Has each piece of work done soon. Takes a microsecond or two; after `close`, as long as
-        the work does.
+        """Queues work for the thread. Takes a microsecond or two; after `close`, the calling thread
+        runs the work itself.
         """
         if self._is_closed:
             self._do(work)
@@ -43,15 +44,15 @@ class Dispatcher:
             self._work.put(work)
 
     def drain(self) -> None:
-        """Returns when everything that was submitted before has been done."""
-        done = threading.Lock()  # of C: a signal's handler does not come into it
+        """Returns when everything that was submitted before has run."""
+        done = threading.Lock()  # in C, so that a signal's handler cannot leave it locked
         done.acquire()
         self._work.put((done.release,))
         while not done.acquire(timeout=_LOOK_S) and self._thread.is_alive():
             pass
 
     def close(self) -> None:
-        """Ends the thread when it has done what was submitted."""
+        """Ends the thread when it has run what was submitted."""
         self._is_closed = True
         self._work.put(None)
         self._thread.join()
@@ -59,15 +60,15 @@ class Dispatcher:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             self._do(work)
-            work = None  # while this thread waits, it keeps nothing alive
+            work = None  # while this thread waits, it must keep nothing alive
 
     def _do(self, work: Sequence[Callable[[], None]]) -> None:
         for piece in work:
             try:
                 piece()
-            except BaseException as error:  # also from outside: nobody could take this one's place
+            except BaseException as error:  # any error: no other thread would do this one's work
                 if type(error) not in self._reported:
                     self._reported.add(type(error))
-                    # Not the error itself: who keeps log records would keep its traceback too.
+                    # Not the error itself: a handler that stores records would keep its traceback.
                     reason = repr(error)
                     logger.warning("activation offload: a transfer could not start: %s", reason)

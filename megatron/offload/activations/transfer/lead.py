@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many layers the thread that computes may launch ahead of the device in forward: `Lead`.
 
-The engine tells it of each layer, a plan sets the bound. `RunAhead` is the same of backward, in
-bytes. It is of no use on a CPU, and without a bound it does nothing.
+The engine calls it for each layer, a plan sets the bound. `RunAhead` bounds backward, in bytes. It
+does nothing on a CPU, and nothing without a bound.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from megatron.offload.stats.compute_waits import ComputeWaits
 
 
 class Lead:
-    """Bounds how far forward is launched ahead: memory is taken at launch, and freed by the device.
+    """Bounds how far forward is launched ahead: memory is taken at launch and freed by the device.
 
-    What moves is in memory until the device has computed it and copied it. A host far ahead has
-    then allocated the layers that come after it too, all at once. With a bound it waits, as a layer
-    begins, until the device has come to an earlier one.
+    A saved tensor stays in memory until the device has computed and copied it. A host far ahead has
+    then also allocated the layers after it, all at once. With a bound, the host waits at the
+    beginning of a layer until the device has reached an earlier one.
 
     Attributes:
-        most_layers: that may be launched and not begun by the device; None: any number, bounded by
-            the bytes on their way out alone.
+        most_layers: that may be launched before the device begins them; None: any number, bounded
+            only by the bytes in flight.
 
     Args:
         device: that computes.
-        waits: times how long the device has nothing to do meanwhile.
+        waits: times how long the device is idle meanwhile.
     """
 
     def __init__(self, device: Device, waits: ComputeWaits) -> None:
         self.most_layers: int | None = None
         self._device = device
         self._waits = waits
-        # Events at the beginnings of layers, of those that the device may not have come to. Of the
-        # thread that runs forward.
+        # Events at the beginnings of the layers that the device may not have reached. Only the
+        # thread that runs forward uses it.
         self._begun: collections.deque[Any] = collections.deque()
 
     def begin_layer(self) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings activations back before backward asks for them: `Prefetcher`.
 
-Backward needs storages in reverse order of their last save, so the prefetcher walks the save order
-of a forward pass from its end once its backward pass is next. It holds no record alive.
+Backward needs storages in reverse order of their last save. So once a backward pass is next, the
+prefetcher walks the save order of its forward pass from the end. It holds no record alive.
 
-It runs in the dispatcher's thread, behind the one that computes; that one says what it has used.
+It runs in the dispatcher's thread, concurrently with the thread that computes, which reports what
+it has used.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from megatron.offload.activations.saved.record import SavedReference, SavedStora
 from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.tiers.budget import ByteBudget
 
-_AWAY = (State.QUEUED, State.WRITING, State.ON_TIER)  # from memory, or about to leave it
-_FORGETTING = 0.7  # of what was missing, from one backward pass to the next
-# Of the seconds of a backward pass, those of the one before, waits that no larger window is taken
-# for: a hundredth of the time is cheaper than memory for what the drive reads meanwhile.
+_AWAY = (State.QUEUED, State.WRITING, State.ON_TIER)  # not in memory, or about to leave it
+_FORGETTING = 0.7  # what is left of `_missing_bytes` in the next backward pass
+# Waits of up to this fraction of the previous backward pass do not widen the window: a hundredth of
+# the time costs less than the memory that would hide it.
 _TOLERATED_WAIT = 0.01
 
 
 class Prefetcher:
     """Keeps a window of restored bytes ahead of the backward pass.
 
-    The window holds one of the largest storages, read while backward works on the one before it
-    (double buffering), and what turned out to be missing: where compute waited t seconds for a
-    read, a window larger by t times the read bandwidth would have had it in time. Waits of up to
-    `_TOLERATED_WAIT` do not count. What is passed without a read no longer counts: the logits, as a
-    rule the largest, are saved last and used when memory is scarcest.
+    The window holds one of the largest storages, which is read while backward works on the one
+    before it (double buffering), and what turned out to be missing: if compute waited t seconds for
+    a read, a window that is larger by t times the read bandwidth would have had it in time. Waits
+    of up to `_TOLERATED_WAIT` do not count. Storages that pass without a read no longer count: the
+    logits, often the largest, are saved last and used when memory is scarcest.
 
     Args:
-        begin_read: starts the read of a record that is on a tier, unless somebody else has; whether
-            it did. The smaller the number that comes with it, the sooner it is needed.
-        budget: its limit is the most bytes that are read, or being read, before anybody has used
-            them. The same as for bytes on their way out.
+        begin_read: starts the read of a record that is on a tier, unless another thread has; says
+            whether it did. Records with smaller numbers are needed sooner.
+        budget: its limit is the most bytes that are read, or being read, before backward has used
+            them. It also bounds the bytes in flight to the tiers.
     """
 
     def __init__(
@@ -51,22 +52,22 @@ class Prefetcher:
         self._save_order: SaveOrder | None = None
         self._num_begun = 0
         self._missing_bytes = 0.0
-        self._began_s = 0.0  # the backward pass
-        self._pass_s = 0.0  # took the one before
-        self._tolerated_s = 0.0  # is left of what it may wait
+        self._began_s = 0.0  # when the backward pass began
+        self._pass_s = 0.0  # how long the previous one took
+        self._tolerated_s = 0.0  # how long this one may still wait
         self._largest_read_bytes = 0  # of this save order
         self._has_used_one = False  # of this save order
-        # What was read, or is being read, and not used yet. An entry goes when its record is used
-        # or dies, whichever comes first; its bytes are then in `_left` until the next `advance`.
+        # Bytes that were read, or are being read, and not used yet. An entry leaves when its record
+        # is used or dies, whichever comes first; its bytes are in `_left` until `advance` runs.
         self._ahead: dict[SavedReference, int] = {}
         self._ahead_bytes = 0
         self._left: collections.deque[int] = collections.deque()
-        self._resume_after: float = math.inf  # so many in `_left`
+        self._resume_after: float = math.inf  # length of `_left` at which `advance` runs again
 
     def start(self, save_order: SaveOrder, opens_at_once: bool = False) -> None:
-        """Backward of this save order begins, or comes next; `advance` is to follow.
+        """Backward of this save order begins or comes next. The caller then calls `advance`.
 
-        One storage is read, and no more until it is used, unless the window `opens_at_once`.
+        Until the first use, only one storage is read, unless the window `opens_at_once`.
         """
         if self._save_order is not save_order:
             self._has_used_one = opens_at_once
@@ -84,9 +85,9 @@ class Prefetcher:
 
     # Runs in the thread that computes.
     def used(self, record: SavedStorage) -> bool:
-        """Backward has used a storage: it leaves the window. Whether `advance` is to be called.
+        """Backward has used a storage: it leaves the window. Returns whether to call `advance`.
 
-        Not for each: to wake another thread takes longer than all the rest of a use.
+        Not after each use: waking another thread takes longer than all the rest of a use.
         """
         num_bytes = self._ahead.pop(weakref.ref(record), None)
         if num_bytes is not None:
@@ -97,7 +98,7 @@ class Prefetcher:
     def waited(self, seconds: float, bytes_per_s: float) -> None:
         """Compute had to wait for the storage that it is about to use.
 
-        For the first one of a backward pass no window would have helped.
+        The first one of a backward pass does not count: no window would have helped.
         """
         counted_s = max(seconds - self._tolerated_s, 0.0)
         self._tolerated_s = max(self._tolerated_s - seconds, 0.0)
@@ -105,11 +106,11 @@ class Prefetcher:
             self._missing_bytes += counted_s * bytes_per_s
 
     def advance(self) -> None:
-        """Brings back until the window is full; one storage always fits."""
+        """Starts reads until the window is full; one storage always fits."""
         while (save_order := self._save_order) is not None and (
             record := save_order.last()
         ) is not None:
-            # Compute may have overtaken: then every view has been used, and nothing is wanted.
+            # Compute may be ahead of this thread: then it has used every view, and needs no read.
             if record.num_unused_views > 0 and record.state in _AWAY:
                 while self._left:
                     self._ahead_bytes -= self._left.popleft()
@@ -122,13 +123,13 @@ class Prefetcher:
         self._resume_after = math.inf
 
     def _num_that_hold(self, num_bytes: float) -> int:
-        """How many of those ahead, in the order of their use, hold so many bytes; at most all."""
+        """How many of those ahead, in order of use, take so many bytes; at most all of them."""
         sizes = list(self._ahead.values())
         return 1 + sum(total < num_bytes for total in itertools.accumulate(sizes[:-1]))
 
     @property
     def window_bytes(self) -> float:
-        """How far ahead it reads at present."""
+        """How many bytes ahead it reads at present."""
         save_order = self._save_order
         if save_order is None or not self._has_used_one:
             return 0
@@ -140,8 +141,8 @@ class Prefetcher:
         return max(save_order.largest_bytes, self._largest_read_bytes)
 
     def _begin(self, record: SavedStorage) -> None:
-        """What is still in memory, because it was not written yet, stays there; else it is read."""
-        # Noted first: compute may have it read, and let it die, before this thread goes on.
+        """Reads a record, or keeps it in memory if its write has not ended."""
+        # Entered first: compute may read it and let it die before this thread goes on.
         reference = weakref.ref(record, self._died)
         self._ahead[reference] = record.num_bytes
         self._ahead_bytes += record.num_bytes
@@ -153,7 +154,7 @@ class Prefetcher:
                 is_ahead = self._begin_read(record, self._num_begun)
                 self._largest_read_bytes = max(self._largest_read_bytes, record.num_bytes)
         except BaseException:
-            self._save_order = None  # out of memory, say; compute asks itself for what it needs
+            self._save_order = None  # e.g. out of memory; compute reads what it needs itself
             raise
         finally:
             if not is_ahead:
@@ -161,7 +162,7 @@ class Prefetcher:
 
     # Runs in the thread that computes, while the dispatcher's has nothing to do.
     def take_ahead(self) -> list[SavedStorage]:
-        """What was read ahead and is not used yet: it leaves the window."""
+        """Takes out of the window what was read ahead and not used yet."""
         references = list(self._ahead)
         for reference in references:
             self._died(reference)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has records read back from their tier, each once, whoever asks first: `Reader`.
+"""Reads records back from their tier, each once, whichever thread asks first: `Reader`.
 
-The thread that computes asks when it needs one, the read-ahead (in the dispatcher's thread) before.
-Which record is next is the prefetcher's to say, and where its bytes are the tier's.
+The thread that computes asks when it needs a record, the prefetcher (in the dispatcher's thread)
+asks ahead. The prefetcher decides which record is next, the tier knows where its bytes are.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.transfer import Transfer
 
 _NOW = float("-inf")  # the deadline of a read that compute waits for
-_SOON = 0.0  # of one that it will wait for next; what it reads ahead itself counts from 1
-_NOTICEABLE_S = 0.0002  # a shorter wait is the hand-over between threads
+_SOON = 0.0  # of a read that compute will wait for next; the prefetcher counts from 1
+_NOTICEABLE_S = 0.0002  # a shorter wait is the hand-over between two threads
 
 
 class Reader:
-    """Brings records back: ahead of backward where it can, else while backward waits.
+    """Brings records back: ahead of backward if possible, else while backward waits.
 
-    Its lock is held for a tenth of a millisecond, a record's lock under it.
+    A thread holds its lock for a tenth of a millisecond, and takes a record's lock under it.
 
     Args:
         device: that the memory is on.
         dispatcher: its thread reads ahead, and builds the tensors of what it has read.
-        inflight: its limit also bounds what is read ahead, and how far compute is in front.
+        inflight: its limit also bounds what is read ahead, and how far the host runs ahead.
         step: counts what is forwarded and how long compute waits.
         rank: global rank, for error messages.
     """
@@ -64,8 +64,8 @@ class Reader:
         self._rank = rank
         self._run_ahead = RunAhead(device, inflight, step.waits)
         self._beginning = threading.Lock()
-        # Reads that have ended well, whose tensors are to be built; of several that end together
-        # the dispatcher hears once.
+        # Reads that have ended well, whose tensors the dispatcher is to build; it is called once
+        # for several that end together.
         self._ended: collections.deque[tuple[SavedReference, Transfer]] = collections.deque()
         self._will_build = False
         device.room.add(self)
@@ -73,7 +73,7 @@ class Reader:
     # -- Ahead of backward ----------------------------------------------------------------------
 
     def begin_prefetch(self, save_order: SaveOrder, opens_at_once: bool) -> None:
-        """The next backward pass is that of `save_order`. See `OffloadEngine.prefetch`."""
+        """The next backward pass reads `save_order`. See `OffloadEngine.prefetch`."""
         start = functools.partial(self.prefetcher.start, save_order, opens_at_once)
         self._dispatcher.submit(start, self.prefetcher.advance)
 
@@ -82,7 +82,7 @@ class Reader:
         self._dispatcher.submit(self.prefetcher.stop)
 
     def read_ahead(self, record: SavedStorage) -> None:
-        """A record is needed soon, outside of the order in which backward needs what was saved."""
+        """A record is needed soon, out of the order of a backward pass."""
         self._dispatcher.submit(functools.partial(self._read_soon, weakref.ref(record)))
 
     # Runs in the dispatcher's thread.
@@ -92,29 +92,29 @@ class Reader:
             self.begin_read(record, _SOON)
 
     def begin_read(self, record: SavedStorage, deadline: float) -> bool:
-        """Starts the read of a record, unless somebody else has; whether it did.
+        """Starts the read of a record, unless another thread has; returns whether it did.
 
         Args:
-            record: that is on a tier, or was until just now.
-            deadline: reads with a smaller number go first.
+            record: on a tier, or until just now.
+            deadline: reads with smaller numbers go first.
         """
         with self._beginning:
             if record.state is not State.ON_TIER:
                 return False
             if deadline != _NOW and record.num_unused_views <= 0:
-                return False  # compute has had it read itself meanwhile, and is done with it
+                return False  # compute has read it itself meanwhile, and has used it
             memory, transfer = record.block.tier.begin_read(record.block, deadline)
             record.begin_read(memory, transfer, transfer.events)
         transfer.add_done_callback(self._end_of_read(weakref.ref(record)))
         return True
 
     def _end_of_read(self, reference: SavedReference) -> Callable[[Any], None]:
-        """Has the tensors built, unless the read failed: then whoever waits for it says so."""
+        """Has the tensors built; if the read failed, the thread that waits for it raises."""
 
         def end(transfer: Transfer) -> None:
             if self._step.tracer is not None:
                 _trace_read(self._step.tracer, reference, transfer)
-            if (sampler := self._step.sampler) is not None:  # which the step's end takes away
+            if (sampler := self._step.sampler) is not None:  # the end of the step removes it
                 sampler.transfer_ended()
             if transfer.error is None:
                 self._ended.append((reference, transfer))
@@ -126,7 +126,7 @@ class Reader:
 
     # Runs in the dispatcher's thread.
     def _build_views(self) -> None:
-        self._will_build = False  # first: what ends from now on may not be seen below
+        self._will_build = False  # first: the loop below may miss what ends from now on
         while self._ended:
             reference, ended = self._ended.popleft()
             record = reference()
@@ -141,11 +141,11 @@ class Reader:
 
         Args:
             record: whose bytes are needed.
-            for_good: they are not needed on the tier any more, so a write under way is given up.
+            for_good: they are not needed on the tier any more, so a write under way is cancelled.
 
         Raises:
-            StorageError: they could not be read.
-            torch.OutOfMemoryError: as torch has raised it.
+            StorageError: the tier could not read them.
+            torch.OutOfMemoryError: no memory for them, even after reads ahead were given up.
         """
         forwarded = record.state not in (State.READING, State.RESTORED)
         ready = record.ready
@@ -153,7 +153,7 @@ class Reader:
         if memory is not None and forwarded:
             self._step.statistics.forwarded_bytes += record.num_bytes
         try:
-            if memory is None or record.ready is not ready:  # or it is that of another read
+            if memory is None or record.ready is not ready:  # else the memory is another read's
                 memory, ready = self._device.room.read(functools.partial(self._read, record))
         except torch.OutOfMemoryError:
             raise
@@ -170,7 +170,7 @@ class Reader:
         return self._device.room.read(functools.partial(self._unpacked, record, memory))
 
     def _read(self, record: SavedStorage) -> tuple[torch.UntypedStorage, Sequence[Any] | None]:
-        """A record's bytes in memory once they have arrived there, and events of the device."""
+        """A record's bytes in memory once they have arrived, and the events to wait for."""
         memory, ready = None, record.ready
         while memory is None or record.ready is not ready:
             if record.state is State.ON_TIER:
@@ -182,7 +182,7 @@ class Reader:
         return memory, ready
 
     def give_up_reads(self) -> None:
-        """Lets go of what was read ahead; nothing more is until the next backward pass.
+        """Frees what was read ahead, and reads nothing ahead until the next backward pass.
 
         See `ReadsAhead`.
         """
@@ -192,43 +192,43 @@ class Reader:
             record.give_up_read()
 
     def _unpacked(self, record: SavedStorage, memory: torch.UntypedStorage) -> torch.UntypedStorage:
-        """A mask as it was saved, unpacked once; who uses it on another stream waits for that."""
+        """A mask as it was saved, unpacked once; a use on another stream waits for that."""
         unpacked = record.unpacked(memory)
         if unpacked is not memory and not self._device.is_host:
             record.ready = (self._device.record_event(),)
         return unpacked
 
     def use_built(self, view: SavedView, tensor: torch.Tensor) -> None:
-        """A tensor that was made ready ahead is used on the stream of the calling thread."""
+        """The stream of the calling thread uses a tensor that was built ahead."""
         if view.ready is not None:
             self._use_after(tensor.untyped_storage(), view.ready, view.saved)
 
     def _use_after(
         self, memory: torch.UntypedStorage, ready: Sequence[Any], record: SavedStorage
     ) -> None:
-        if not ready or not self._step.waits.is_timed:  # of most steps: a context takes as long
+        if not ready or not self._step.waits.is_timed:  # mostly: timing costs as much as the wait
             self._device.use_after(memory, ready)
             return
         with self._step.waits.for_read(record.scope):
             self._device.use_after(memory, ready)
 
     def _stall(self, record: SavedStorage) -> None:
-        """Waits until a read has ended, well or badly; the read-ahead is to look further then."""
-        began = time.perf_counter()  # of the host, whose read-ahead it is
+        """Waits until a read has ended, well or badly, and reports the wait to the prefetcher."""
+        began = time.perf_counter()  # host time, because the host reads ahead
         with (
             self._step.waits.for_read(record.scope),
             self._device.annotate("activation offload: wait for a read"),
         ):
             record.wait_for_read()
         waited_s = time.perf_counter() - began
-        if self._step.tracer is not None and self._device.is_host:  # else `StepTrace` shows it
+        if self._step.tracer is not None and self._device.is_host:  # else `StepTrace` draws it
             self._step.tracer.span(WAIT, f"read of {name_of(record.scope)}", began)
         if waited_s > _NOTICEABLE_S:
             rate = record.block.tier.statistics.reads.bytes_per_s or 0.0
             self._dispatcher.submit(functools.partial(self.prefetcher.waited, waited_s, rate))
 
     def end_use(self, view: SavedView) -> None:
-        """A view goes to backward: after its last use the memory is free, what is next is read."""
+        """Backward gets a view: frees the memory after its last use, and reads further ahead."""
         record = view.saved
         record.view_used(view)
         if record.ready is not None and record.num_unused_views <= 0:

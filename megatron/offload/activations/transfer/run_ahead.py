@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far the thread that computes may be ahead of the device in backward: `RunAhead`.
 
-The reader asks it for each storage that has come back. It is of no use on a CPU.
+The reader calls it for each storage that was read back. A CPU needs none.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from megatron.offload.tiers.budget import ByteBudget
 
 
 class RunAhead:
-    """Bounds restored memory that has been used as far as the host knows, and not on the device.
+    """Bounds memory that was read back and that the host, but not yet the device, has used.
 
-    The host queues the use of a storage as soon as its read has ended. It can so run far ahead of a
-    device that computes more slowly, and all that a backward pass needs would be in device memory
-    at once. So where operations that are queued and have not run use more than half of what may be
-    read ahead, the thread that computes waits for the oldest of them.
+    The host queues the use of a storage as soon as its read has ended. So it can run far ahead of a
+    slower device, and all that a backward pass needs would be in device memory at once. Where
+    queued operations use more than half of what may be read ahead, the thread that computes waits
+    for the oldest of them.
 
     Args:
         device: that computes.
         budget: its limit is the most bytes that are read ahead.
-        waits: times how long the device has nothing to do meanwhile.
+        waits: times how long the device is idle meanwhile.
     """
 
     _PARTS = 4  # of the bound; an event is recorded after each
@@ -38,11 +38,11 @@ class RunAhead:
         self._new_bytes = 0  # used since the last event
         self._queued: collections.deque[tuple[Any, int]] = collections.deque()
         self._queued_bytes = 0
-        # Protects the above: several threads may run backward. Nobody waits under it.
+        # Protects the above: several threads may run backward. No thread waits under it.
         self._lock = threading.Lock()
 
     def used(self, num_bytes: int) -> None:
-        """The thread that computes is about to queue the last use of so much restored memory."""
+        """The thread that computes is about to queue the last use of this much restored memory."""
         bound_bytes = self._budget.limit_bytes // 2
         with self._lock:
             self._new_bytes += num_bytes

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has new records written to their tiers, within a bound of bytes on their way: `Writer`.
+"""Writes new records to their tiers, within a bound of bytes in flight: `Writer`.
 
-The hooks call `write` for each record; the thread that computes hands records to the dispatcher,
-whose thread starts the writes. Where the bytes go was decided before, and the tiers' threads move
-them. `Reader` is the way back.
+The hooks call `write` for each record; the thread that computes submits records to the dispatcher,
+whose thread starts the writes. The policy has chosen the tier, and the tier's threads move the
+bytes. `Reader` is the way back.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ class Outgoing(NamedTuple):
     record: SavedReference
     num_bytes: int  # of memory that stays until it is written
     tier: Tier
-    moved_bytes: int  # less of a mask
-    stream: Any  # of the device, that its operation was on
+    moved_bytes: int  # a mask moves fewer
+    stream: Any  # of the device, on which its operation ran
 
 
 class Writer:
-    """Writes records in the background. Forward waits only while too many bytes are on their way.
+    """Writes records in the background. Forward waits only while too many bytes are in flight.
 
     Args:
         device: that the memory is on.
         dispatcher: its thread starts the writes.
         inflight: bounds the bytes that were submitted and have not arrived.
-        grows: whether the bound may be raised to what a layer saves: with less, forward would wait
-            at each layer's end for what it has just submitted, however fast the tiers are. To two
-            layers where compute runs behind: what is submitted may still have to be computed.
-        step: counts what is offloaded, rejected and waited for.
+        grows: whether the bound may be raised to what a layer saves: with a lower one, forward
+            would wait at the end of each layer for what it has just submitted, however fast the
+            tiers are. On a device that runs behind the host the bound is two layers, because what
+            was submitted may not be computed yet.
+        step: counts what is offloaded, what the tiers reject and how long forward waits.
     """
 
     def __init__(
@@ -62,20 +63,20 @@ class Writer:
         self._inflight = inflight
         self._grows = grows
         self._grows_by_layer = grows and not device.is_host
-        self._layer: tuple[int, int, str, int] | None = None  # call that saved last, and how much
+        self._layer: tuple[int, int, str, int] | None = None  # the call that saved last
         self._layer_bytes = 0
         self._step = step
-        self._rejected_bytes = self._num_rejected = 0  # by the tiers, in this step
+        self._rejected_bytes = self._num_rejected = 0  # rejected by the tiers in this step
 
     # -- In the thread that computes ------------------------------------------------------------
 
     def write(self, record: SavedStorage, tier: Tier) -> Outgoing:
-        """A new record is to be written. Nothing begins before what it gives is submitted.
+        """Queues a new record to be written. No write begins before the caller submits the result.
 
         Args:
-            record: in memory, its operation on the stream that the calling thread is on, or on one
-                that this has waited for.
-            tier: that it goes to.
+            record: in memory; its operation is on the stream of the calling thread, or on one that
+                this stream has waited for.
+            tier: to write to.
         """
         record.queue_write()
         if self._grows_by_layer:
@@ -87,7 +88,7 @@ class Writer:
         return Outgoing(weakref.ref(record), record.saved_bytes, tier, record.num_bytes, stream)
 
     def submit(self, outgoing: list[Outgoing]) -> None:
-        """Gives records to the dispatcher. Waits while too many bytes are on their way."""
+        """Submits records to the dispatcher. Waits while too many bytes are in flight."""
         fitting: list[Outgoing] = []
         try:
             for one in outgoing:
@@ -95,7 +96,7 @@ class Writer:
                 if record is not None and record.moves_a_copy:
                     with self._device.use_stream(one.stream):
                         copied = record.copy_span()
-                        if copied is not None:  # it may be of another stream of the layer
+                        if copied is not None:  # another stream of the layer may have made it
                             self._device.use_after(copied, ())
                             copied = None
                         if record.moves_bits:
@@ -107,22 +108,22 @@ class Writer:
                     self._dispatch(fitting)
                     fitting = []
                     self.make_room(sum(other.num_bytes for other in outgoing))
-                    began = time.perf_counter()  # of the host, which the timeline shows waiting
+                    began = time.perf_counter()  # host time: the timeline shows the host waiting
                     with self._step.waits.for_room():
                         self._inflight.acquire(one.num_bytes)
                     if self._step.tracer is not None and self._device.is_host:
                         self._step.tracer.span(WAIT, "wait for room to write", began)
                 fitting.append(one)
-        finally:  # also where somebody interrupts the wait
+        finally:  # also after Ctrl-C during the wait
             self._dispatch(fitting)
 
     def make_room(self, num_bytes: int) -> None:
-        """Raises the bound on bytes in flight to so many, unless a bound was asked for."""
+        """Raises the bound on bytes in flight to so many, unless the user has set the bound."""
         if self._grows and num_bytes > self._inflight.limit_bytes:
             self._inflight.limit_bytes = num_bytes
 
     def _make_room_for_two_layers(self, record: SavedStorage) -> None:
-        """One that is computed, and one whose operations are queued behind it."""
+        """Raises the bound to a layer that is computed and one that is queued behind it."""
         scope = record.scope
         layer = scope.chunk, scope.micro_batch, scope.layer, self._step.num_entered
         if layer != self._layer:
@@ -134,7 +135,7 @@ class Writer:
     def _dispatch(self, outgoing: list[Outgoing]) -> None:
         if not outgoing:
             return
-        # As a rule one event for all: after it the bytes are there, and the copies of parts too.
+        # Usually one event for all: after it the bytes exist, and the copies of parts too.
         produced: dict[Any, Any] = {}
         if not self._device.is_host:
             produced = {s: self._device.record_event(s) for s in {one.stream for one in outgoing}}
@@ -155,7 +156,7 @@ class Writer:
     def _begin_write(self, outgoing: Outgoing, produced: Any) -> None:
         record = outgoing.record()
         memory = record.memory_to_write() if record is not None else None
-        if record is None or memory is None:  # nobody needs it any more, or somebody already does
+        if record is None or memory is None:  # the graph was dropped, or backward needs it already
             self._inflight.release(outgoing.num_bytes)
             return
         started = None
@@ -175,7 +176,7 @@ class Writer:
     # -- In the thread of the tier that has moved the bytes -------------------------------------
 
     def _end_of_write(self, outgoing: Outgoing, tier: Tier) -> Callable[[Any], None]:
-        """Tells the record, if it is still there, how its write ended. Keeps none alive."""
+        """Tells the record how its write ended, if the record is alive. Keeps no record alive."""
 
         def end(transfer: Transfer) -> None:
             record = outgoing.record()
@@ -185,9 +186,9 @@ class Writer:
             if record is not None:
                 failed = transfer.error is not None
                 record.end_write(failed=failed or not record.has_all_in_bits)
-            del record  # whoever hears that nothing is in flight may end the step
+            del record  # first: a thread that sees nothing in flight may end the step
             self._inflight.release(outgoing.num_bytes)
-            if (sampler := self._step.sampler) is not None:  # which the step's end takes away
+            if (sampler := self._step.sampler) is not None:  # the end of the step removes it
                 sampler.transfer_ended()
 
         return end
@@ -195,19 +196,19 @@ class Writer:
     # -- At the borders of a step ---------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """What the tiers reject from now on counts."""
+        """From now on counts what the tiers reject."""
         self._rejected_bytes = self._num_rejected = 0
         self._layer = None
 
     def end_step(self) -> None:
-        """What no tier took was not offloaded after all. Call when the dispatcher was drained."""
+        """Subtracts what the tiers rejected. Call it after the dispatcher was drained."""
         counted = self._step.statistics
         counted.rejected_bytes = self._rejected_bytes
         counted.offloaded_bytes -= self._rejected_bytes
         counted.offloaded_storages -= self._num_rejected
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
-        """Blocks until all that was submitted was written, or failed; whether it came to that."""
+        """Blocks until all that was submitted was written or failed; False after `timeout_s`."""
         self._dispatcher.drain()
         return self._inflight.wait_until_free(timeout_s)
 
