@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the window of optimizer states once the first steps have been measured: `AutoWindow`.
 
-With `--optimizer-state-offload auto`. Where the planner of activations divides the same memory it
-asks `budgets` and `choose`; else `after_step` decides by itself. What was decided, and why, is one
-line of the log.
+For `--optimizer-state-offload auto`. If the planner of activations divides the same memory, it
+calls `budgets` and `choose`; otherwise `after_step` decides. One line of the log says what was
+decided, and why.
 
 Note [What a larger window is worth]
-What the window holds is neither written nor read, and takes memory from activations. Both prices
-are known: of the window by `predict`, of activations by the planner, for a few ways to divide.
-On an accelerator the window is in host memory and takes nothing from activations; there its size
-is given when the tiers are opened, and all of the device's room is theirs.
+States in the window are neither written nor read, but take memory from activations. Both prices are
+known for a few ways to divide memory: `predict` knows that of the window, the planner that of
+activations. On an accelerator the window is in host memory and takes nothing from activations: its
+size is set when the tiers are opened, and activations get all of the device's room.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.offload.states.prediction import (
 logger = logging.getLogger(__name__)
 
 _MEASURED_STEPS = 5
-_NUM_CHOICES = 4  # ways to divide memory: for each the planner solves once
+_NUM_CHOICES = 4  # ways to divide memory: the planner solves once for each
 
 
 class AutoWindow:
@@ -41,10 +41,10 @@ class AutoWindow:
     Args:
         states: whose window it is.
         device: of the run.
-        budget_bytes: most memory of the device that the run may take, all in all: on a CPU its
-            resident set; None: as much as helps and half of what is free allows.
+        budget_bytes: most memory of the device that the run may take: on a CPU its resident set;
+            None: the window takes what helps, up to half of what is free.
         write_limit_bytes_per_s: see `profile_of`.
-        num_sharing: who else takes a part of the same free memory, this one included.
+        num_sharing: how many windows share the free memory, this one included.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AutoWindow:
         self._choices: list[int] = []
 
     def after_step(self) -> None:
-        """A step of the optimizer has ended: decides when enough have been seen."""
+        """A step of the optimizer has ended: decides once enough steps were measured."""
         if self.is_decided:
             return
         if self._states.meter.num_steps > 1:
@@ -82,14 +82,14 @@ class AutoWindow:
     # -- Together with activations ----------------------------------------------------------------
 
     def budgets(self, activation_bytes: int, given_bytes: int | None) -> list[int]:
-        """Budgets for activations to choose among, the largest first.
+        """Budgets that activations can choose among, the largest first.
 
         Args:
-            activation_bytes: that they took at the most in the steps so far.
-            given_bytes: that they were given, which is not to be changed.
+            activation_bytes: the most that they took in the steps so far.
+            given_bytes: a budget that the user has set; None: none.
 
         Returns:
-            None of them: nothing has been measured, or memory is not to be divided.
+            Empty: nothing has been measured, or memory is not to be divided.
         """
         profile = self._profile()
         if profile is None or self._budget_bytes is None:
@@ -108,10 +108,10 @@ class AutoWindow:
         return [max(room - size, 0) for size in self._choices]
 
     def choose(self, seconds: Sequence[float]) -> int:
-        """Which of `budgets` makes the fastest step.
+        """Index of the budget in `budgets` that makes the fastest step.
 
         Args:
-            seconds: of a step with each of them, states aside; infinite: impossible.
+            seconds: of a step with each budget, without the optimizer; infinite: impossible.
         """
         profile = self._profile()
         if profile is None or not self._choices:
@@ -123,7 +123,7 @@ class AutoWindow:
         return totals.index(min(totals))
 
     def settle(self, number: int, budget_bytes: int) -> None:
-        """The choice with this number is taken, and activations get so many bytes."""
+        """Takes the choice with this number; activations get `budget_bytes`."""
         profile = self._profile()
         if profile is not None and self._choices:
             why = f"activations take {format_size(budget_bytes)}, the fastest way to divide memory"
@@ -136,7 +136,7 @@ class AutoWindow:
         return profile_of(self._states, self._write_limit_bytes_per_s)
 
     def _most_bytes(self) -> int:
-        """That the window may have, as memory is now."""
+        """The most that the window may take, with memory as it is now."""
         window_bytes = self._states.window_bytes
         if self._budget_bytes is None:
             return window_bytes + self._device.free_bytes() // 2 // self._num_sharing
@@ -163,15 +163,15 @@ class AutoWindow:
 
 
 class NoWindow:
-    """Stands for an `AutoWindow` on a rank that has nothing to divide, where others may have."""
+    """Stands for an `AutoWindow` on a rank that has no states, where other ranks have some."""
 
     def budgets(self, activation_bytes: int, given_bytes: int | None) -> list[int]:
-        """None."""
+        """No budgets."""
         return []
 
     def choose(self, seconds: Sequence[float]) -> int:
-        """Never asked."""
+        """Never called, because there are no budgets."""
         return 0
 
     def settle(self, number: int, budget_bytes: int) -> None:
-        """Nothing changes."""
+        """Does nothing."""

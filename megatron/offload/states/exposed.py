@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket whose tensors everybody sees: `Exposed`, between steps, for checkpoints."""
+"""A bucket whose tensors are in the optimizer's state between steps: `Exposed`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron.offload.states.stand_in import is_stand_in
 
 
 class Exposed:
-    """Has put a bucket's tensors where the optimizer keeps them.
+    """Puts a bucket's tensors where the optimizer keeps them.
 
-    Whoever still has one of them after the next step may see its bytes from before that step or
-    those after it: what was on a tier stays as it was, what was in memory goes on.
+    A script that still holds one of them after the next step sees its bytes from before that step
+    if they were on a tier, and from after it if they were in memory.
 
     Args:
         bucket: no transfer of it is under way.
@@ -26,8 +26,8 @@ class Exposed:
         attach: gives the bucket's parameters their memory.
 
     Raises:
-        OffloadError: something else without values is in the place of one.
-        OSError: the tier cannot show them, or they are not what was written.
+        OffloadError: another tensor without values is in the place of one.
+        OSError: the tier cannot show them, or has other bytes than were written.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Exposed:
     ) -> None:
         assert bucket.layout is not None
         self.bucket = bucket
-        away = [  # what else is there somebody has put there, and it is the state from now on
+        away = [  # any other value was assigned by a script, and is the state from now on
             (param, state, index, key)
             for index, param in enumerate(bucket.params)
             for state in [optimizer.state.get(param, {})]
@@ -55,7 +55,7 @@ class Exposed:
         """Whether another tensor is in the place of one of them.
 
         Raises:
-            OffloadError: that one has no values.
+            OffloadError: that tensor has no values.
         """
         for (index, key), view in self._views.items():
             shown = optimizer.state.get(self.bucket.params[index], {}).get(key, view)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sentences about states are made of: `names_of`, `interrupted_step`."""
+"""Parts of sentences about states: `names_of`, `interrupted_step`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.offload.errors import STATES_PREFIX, InterruptedStepError
 
 
 def interrupted_step(checkpoint: str) -> InterruptedStepError:
-    """The error where training would go on after a step that ended in its middle."""
+    """The error for going on after an error or an interrupt has ended a step half way."""
     return InterruptedStepError(
         f"{STATES_PREFIX}a step ended in its middle, by an error or an interrupt: some parameters "
         "are updated and others are not, which is no state to go on from or to save; load weights "
@@ -20,7 +20,7 @@ def interrupted_step(checkpoint: str) -> InterruptedStepError:
 
 
 def names_of(params: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> str:
-    """Parameters by name if the optimizer was given names, else by number, as in `state_dict`."""
+    """Parameters by name if the optimizer has names, else by number, as in `state_dict`."""
     wanted = {id(param) for param in params}
     found: list[str] = []
     number = 0

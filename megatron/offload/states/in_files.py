@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large tensors that others make on their way to a checkpoint, in files: `InFiles`.
+"""Large tensors that a library makes on its way to a checkpoint, in files: `InFiles`.
 
-States on drives are more than memory holds, and a library that gathers them to save them makes a
-second copy. What it makes while this mode is entered lies in mapped files without a name, whose
-pages the system writes out when it wants their memory.
+States on drives may be larger than memory, and a library that gathers them to save them makes a
+second copy. Within this mode such copies are in mapped files without a name, whose pages the system
+writes out when it needs the memory.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _COPYING: tuple[Callable[..., Any], ...] = (torch.clone, torch.Tensor.clone, tor
 
 
 class InFiles(TorchFunctionMode):
-    """Has `zeros`, `empty`, `cat`, `clone` and `cpu` put large results into files, on the CPU.
+    """A mode in which `zeros`, `empty`, `cat`, `clone` and `cpu` put large CPU results into files.
 
-    Of the thread that enters it alone. Where no file can be made, tensors are in memory.
+    It holds for the thread that enters it. Where no file can be made, tensors are in memory.
 
     Args:
-        directories: on drives; taken in turn.
-        large_bytes: of tensors that go to files.
+        directories: on drives; used in turn.
+        large_bytes: smallest size of a tensor that goes to a file.
     """
 
     def __init__(self, directories: Sequence[Path], large_bytes: int = _LARGE_BYTES) -> None:
@@ -74,7 +74,7 @@ class InFiles(TorchFunctionMode):
         return None if made is None else made.copy_(source)
 
     def _new(self, like: torch.Tensor) -> torch.Tensor | None:
-        """A tensor of zeros in a file, of a meta tensor's kind; None if it is to be in memory."""
+        """A tensor of zeros in a file, like a meta tensor; None if it is to be in memory."""
         if like.nbytes < self._large_bytes or like.requires_grad:
             return None
         num_bytes = -(-like.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -107,7 +107,7 @@ def _is_on_cpu(named: Mapping[str, Any]) -> bool:
 
 
 def _are_flat(tensors: Any) -> bool:
-    """Whether these are vectors on the host, all of the same type."""
+    """Whether these are vectors on the host, all of one type."""
     return (
         isinstance(tensors, list | tuple)
         and all(_is_dense(one) and one.dim() == 1 for one in tensors)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer keeps beside its parameters' states, where slices of a step may not change it.
+"""What an optimizer keeps beside its parameters' states: slices of a step may not change it.
 
-A step of some of the parameters runs in a twin of the optimizer (`optimizer_slice.py`). What it
-writes into its groups is taken over. What else it keeps there would be lost with the twin, or would
-be done once for each slice: so it ends the training, as long as it can be told. A list or a dict of
-the optimizer's that is changed in place cannot.
+A step of some of the parameters runs in a twin of the optimizer (`optimizer_slice.py`). We take
+over what the step writes into its groups. Anything else that it changes would be lost with the
+twin, or would be changed once for each slice: so such a change raises, as far as it can be
+detected. A change in place of a list or a dict of the optimizer cannot be detected.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 
 from megatron.offload.errors import STATES_PREFIX, ConfigurationError, OffloadError
 
-# Attributes that steps write and that are the same for all slices, or nothing but memory.
+# Attributes that steps write with the same value in all slices, or that hold scratch memory.
 _HARMLESS = {
     "param_groups",
     "state",
     "_need_device_dtype_check_for_fused",  # torch's
     "_warned_capturable_if_run_uncaptured",  # torch's
     "_dummy_overflow_buf",  # of Apex and Transformer Engine
-    "initialized",  # of bitsandbytes: states are on the device
-    "_cpu_paged_warned",  # of bitsandbytes: a note has been given
+    "initialized",  # of bitsandbytes: whether states are on the device
+    "_cpu_paged_warned",  # of bitsandbytes: whether it has warned
 }
 
 
@@ -43,8 +43,8 @@ class Kept:
         """Raises OffloadError if the step has changed it.
 
         Args:
-            optimizer: that has taken the step.
-            params: all that it has.
+            optimizer: after the step.
+            params: all parameters that it has.
         """
         own = set(params)
         if keys := [key for key in optimizer.state if key not in own]:
@@ -66,7 +66,7 @@ class Kept:
 
 
 def check_state_keys(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigurationError for an optimizer that has a state of no parameter."""
+    """Raises ConfigurationError for an optimizer whose state has keys that are no parameters."""
     if keys := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
         raise ConfigurationError(refusal(optimizer, f"keeps {_listed(keys)} in its state"))
 
@@ -90,7 +90,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _versions(optimizer: torch.optim.Optimizer) -> dict[str, tuple[torch.Tensor, int]]:
-    """Tensors of an optimizer and of its groups, and how often they were changed in place."""
+    """Tensors of an optimizer and of its groups, with their versions."""
     named = list(_attributes(optimizer).items())
     for number, group in enumerate(optimizer.param_groups):
         named += [(f"{key} of group {number}", value) for key, value in group.items()]
@@ -119,7 +119,7 @@ def _listed(names: Iterable[Any]) -> str:
 
 
 def refusal(optimizer: torch.optim.Optimizer, what: str) -> str:
-    """The sentence for an optimizer whose step does what it may not."""
+    """The sentence for an optimizer whose step cannot run in slices."""
     return (
         f"{STATES_PREFIX}those of {type(optimizer).__name__} cannot be offloaded: its step {what}, "
         "where one parameter after the other has to be updated by its own gradient and state; "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States on their way into an optimizer: `Loaded`, which torch hands on as they are.
+"""States on their way into an optimizer: `Loaded`, which torch passes on unchanged.
 
-torch's `Optimizer.load_state_dict` brings every tensor to its parameter's device and type before it
-keeps the first: all states at once, in memory that they are to stay out of. What it does not know
-it passes on, and `OptimizerStates` takes it bucket by bucket.
+torch's `Optimizer.load_state_dict` converts every tensor to its parameter's device and type before
+it keeps the first: all states would be in memory at once. It passes on objects of other types, so
+`OptimizerStates` converts these bucket by bucket.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 
 class Loaded:
-    """A tensor of a state dict for one parameter, which nobody has looked at yet."""
+    """A tensor of a state dict for one parameter, not converted yet."""
 
     def __init__(self, value: torch.Tensor, key: str) -> None:
         self.value = value
         self._key = key
 
     def tensor_for(self, param: torch.Tensor) -> torch.Tensor:
-        """What torch makes of it for a parameter: of its type, on its device."""
+        """The tensor as torch converts it for a parameter: of its type, on its device."""
         tensor: torch.Tensor = torch.optim.Optimizer._process_value_according_to_param_policy(
             param, self.value, param_id=-1, param_groups=[], key=self._key
         )
@@ -29,9 +29,9 @@ class Loaded:
 
 
 def as_loaded(optimizer: torch.optim.Optimizer, state_dict: Any) -> Any:
-    """A state dict whose tensors the optimizer keeps as they come; itself where others look at it.
+    """A state dict whose tensors torch passes on; the same one if hooks or a subclass read it.
 
-    Scalars, such as a parameter's number of steps, stay as they are.
+    Scalars, such as a parameter's number of steps, stay tensors.
     """
     plain = torch.optim.Optimizer
     hooks = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prediction is made from, as the last steps have shown it: `profile_of`."""
+"""The measurements of the last steps that a prediction is made from: `profile_of`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.offload.states.prediction import StatesProfile
 def profile_of(
     states: OptimizerStates, write_limit_bytes_per_s: float | None = None
 ) -> StatesProfile | None:
-    """Of an optimizer's settled steps; None before there is one that has read and written.
+    """Measurements of an optimizer's settled steps; None before one has read and written.
 
     Args:
         states: whose last steps are read.
@@ -34,7 +34,7 @@ def profile_of(
 
 
 def window_of(states: OptimizerStates) -> int:
-    """The window as predictions know it: an accelerator's is three buckets and a tier before it."""
+    """The window as predictions count it: an accelerator's is three buckets and the host tier."""
     before = sum(tier.limit_bytes or 0 for tier in states.tiers[:-1])
     largest = max((one.num_bytes for one in states.buckets), default=0)
     return max(states.window_bytes, 2 * largest) + before

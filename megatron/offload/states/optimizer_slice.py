@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer's own step, for some of its parameters: `OptimizerSlice`.
 
-The update stays the library's: whatever kernel it takes (fused, foreach, a loop), whatever weight
-decay, schedule and parameter groups it has. It is right for every optimizer that updates each
-parameter by that parameter's gradient and state alone, and then has the same bits. What a step
-keeps elsewhere is an error (`kept.py`).
+The library updates: with the kernel that it chooses (fused, foreach, a loop), and its weight decay,
+schedule and parameter groups. The bits are the same for every optimizer that updates each parameter
+by that parameter's gradient and state alone. A step that changes anything else raises
+(`kept.py`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ State = dict[str, Any]  # of a parameter, by the optimizer's keys
 class OptimizerSlice:
     """Runs steps of an optimizer for a few parameters at a time.
 
-    The optimizer's own groups and states are not touched while it runs, so an exception leaves
-    them as they are. What a step writes into its groups (some count steps there) is taken over
-    when the last slice of the step has run.
+    The optimizer's own groups and states are not changed while it runs, so an exception leaves
+    them as they are. What a step writes into its groups (some optimizers count steps there) is
+    copied to them when the last slice of the step has run.
 
     Args:
         optimizer: whose step is run.
@@ -35,16 +35,16 @@ class OptimizerSlice:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._groups_after: dict[int, dict[str, Any]] = {}  # by their number
-        self._num_tried = 0  # groups whose parameters were in a trial
+        self._num_tried = 0  # groups whose parameters were part of a trial
 
     def begin_step(self, slices: Iterable[Sequence[torch.Tensor]]) -> None:
-        """A step begins, whose slices have these parameters, in this order.
+        """A step begins; its slices have these parameters, in this order.
 
         Raises:
-            ConfigurationError: the optimizer has a state of no parameter, or its step is no sum of
-                slices.
+            ConfigurationError: the optimizer's state has a key that is no parameter, or its step
+                cannot run in slices.
         """
-        self._groups_after = {}  # of a step that has not come to its end
+        self._groups_after = {}  # may be left from a step that an error ended
         check_state_keys(self._optimizer)
         slices, num_groups = list(slices), len(self._optimizer.param_groups)
         if len(slices) > 1 and num_groups != self._num_tried:
@@ -54,12 +54,11 @@ class OptimizerSlice:
     def step(
         self, params: Sequence[torch.Tensor], states: Mapping[torch.Tensor, State]
     ) -> dict[torch.Tensor, State]:
-        """Updates some parameters; their states after it.
+        """Updates some parameters; returns their states after it.
 
         Args:
             params: of the optimizer's groups.
-            states: of these parameters; one without has none yet, and gets what the optimizer
-                makes for it.
+            states: of these parameters; a parameter without states gets what the optimizer makes.
 
         Raises:
             OffloadError: the step has changed what no slice may change; see `kept.py`.
@@ -71,7 +70,7 @@ class OptimizerSlice:
         stand_ins: Mapping[torch.Tensor, torch.Tensor],
         states: Mapping[torch.Tensor, State],
     ) -> dict[torch.Tensor, State]:
-        """As `step`, with tensors that the optimizer is given in place of the parameters."""
+        """`step`, with other tensors in place of the parameters."""
         part = self._twin(stand_ins)
         part.state.update({stand_ins[param]: dict(state) for param, state in states.items()})
         self._prepare(part)
@@ -81,7 +80,7 @@ class OptimizerSlice:
         self._finish(part)
         for index, own in enumerate(self._optimizer.param_groups):
             after = part.param_groups[index]
-            # Some count no step of a group without parameters, and a slice has few of them.
+            # Some optimizers count no step of a group without parameters; a slice has few groups.
             if after["params"] or not own["params"]:
                 check_groups(part, self._groups_after.setdefault(index, after), after)
         return {p: part.state[one] for p, one in stand_ins.items() if one in part.state}
@@ -89,17 +88,17 @@ class OptimizerSlice:
     def fill(
         self, params: Sequence[torch.Tensor], make: Callable[[torch.optim.Optimizer], None]
     ) -> dict[torch.Tensor, State]:
-        """The states that a function makes for some parameters, in a twin that has only these."""
+        """The states that a function makes for some parameters, in a twin with only these."""
         part = self._twin({param: param for param in params})
         make(part)
         return dict(part.state)
 
     def _twin(self, stand_ins: Mapping[torch.Tensor, torch.Tensor]) -> torch.optim.Optimizer:
-        """The optimizer with some tensors for its parameters, and no states."""
+        """The optimizer with these tensors as its parameters, and no states."""
         optimizer = self._optimizer
         part: torch.optim.Optimizer = object.__new__(type(optimizer))
         part.__dict__.update(optimizer.__dict__)
-        part.__dict__.pop("step", None)  # of the instance: a scheduler's, or ours
+        part.__dict__.pop("step", None)  # an attribute of the instance: a scheduler's, or ours
         part.param_groups = [
             {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]}
             for group in optimizer.param_groups
@@ -108,16 +107,16 @@ class OptimizerSlice:
         return part
 
     def _prepare(self, part: torch.optim.Optimizer) -> None:
-        """A chance to change the twin of the optimizer that takes the step."""
+        """For subclasses: changes the twin before it takes the step."""
 
     def _finish(self, part: torch.optim.Optimizer) -> None:
-        """A chance to undo that, before what the step has written into groups is taken over."""
+        """For subclasses: undoes `_prepare` before the groups of the twin are taken over."""
 
     def close(self) -> None:
-        """Gives memory back."""
+        """Releases memory, if the class has any."""
 
     def end_step(self) -> None:
-        """All slices of a step have run: what it has changed in the groups holds from now on."""
+        """All slices of a step have run: copies what it has changed in the groups."""
         self._visit_others()
         for index, after in self._groups_after.items():
             group = self._optimizer.param_groups[index]
@@ -125,7 +124,7 @@ class OptimizerSlice:
         self._groups_after = {}
 
     def _visit_others(self) -> None:
-        """Runs the step for groups in which nothing has a gradient: some count their steps too."""
+        """Runs the step for groups without gradients: some optimizers count their steps too."""
         groups = self._optimizer.param_groups
         others = [
             group["params"][0]
@@ -150,6 +149,6 @@ def _step_in_slices(
 
 
 def _own_step(kind: type[torch.optim.Optimizer]) -> Any:
-    """The step of a class without the calls of hooks around it, which belong to a whole step."""
+    """The step of a class without its hooks, which belong to a whole step."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

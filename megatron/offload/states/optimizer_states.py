@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of one optimizer on tiers: `OptimizerStates`, whose `step` brings them by and by.
+"""The states of one optimizer on tiers: `OptimizerStates`.
 
-Read `step` top to bottom: a bucket is read, its parameters are updated by the optimizer's own
-step, it goes back; the next one is read and the last one written meanwhile (`window.py`). What is
-done where a read or a write fails: `moving/only_copy.py`.
+Its `step` reads, updates and writes one bucket at a time. Read it top to bottom: a bucket is read,
+the optimizer's own step updates its parameters, it is written back; meanwhile the next bucket is
+read and the previous one written (`window.py`). `moving/only_copy.py` handles reads and writes that
+fail.
 
 Note [A step that ends in its middle]
-An error or an interrupt between the first bucket's update and the last one's leaves some parameters
-updated and others not. In memory torch goes on with them, and saves them, without a word. Here
-whoever takes the next step, or looks at states, gets `InterruptedStepError` until states are loaded
-again; `close` brings them back as they are.
+An error or an interrupt between the update of the first bucket and that of the last leaves some
+parameters updated and others not. In memory torch goes on with them, and saves them, without an
+error. Here the next step, and any access to the states, raises `InterruptedStepError` until states
+are loaded again; `close` brings the states back as they are.
 """
 
 from __future__ import annotations
@@ -50,30 +51,30 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _makes_ordinary_tensors(function: _F) -> _F:
-    """Has a function's tensors be of use in a step, though it is called in `inference_mode`."""
-    # The first also turns the recording of graphs on, as outside of inference_mode.
+    """Makes a function create ordinary tensors, also if the caller is in `inference_mode`."""
+    # `inference_mode(False)` also turns the recording of graphs on, so `no_grad` comes after it.
     return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 class OptimizerStates:
     """Keeps an optimizer's states on tiers, and runs its steps.
 
-    Between steps the optimizer's `state` has tensors without bytes in place of those that are
-    away, and parameters that are away, such as main weights, are full of NaN. `expose` shows the
-    real ones.
+    Between steps the optimizer's `state` has tensors without bytes in place of the states that are
+    away, and parameters that are away, such as main weights, are full of NaN. `expose` puts the
+    real ones there.
 
     Args:
         optimizer: updates each parameter by its gradient and state alone (Adam, SGD, and most).
-        tiers: where buckets go; the first that takes one has it. Closed with this.
-        device: where states are in memory, for the optimizer's step.
+        tiers: where buckets go; a bucket goes to the first that has room. `close` closes them.
+        device: in whose memory the optimizer's step uses the states.
         bucket_bytes: of states that move together.
-        window_bytes: of states that may be in its memory; one bucket always may, of an accelerator
+        window_bytes: of states that may be in its memory; one bucket always may, on an accelerator
             three.
         moves_param: whether a parameter itself moves with its states, as main weights do.
-        updated: told of the parameters of each bucket once they are updated and still in memory.
-        changing: gives a context around the update of parameters, `updated` included.
-        pieces: divides a bucket's parameters into those that are updated at a time.
-        order: of parameters in buckets; those of equal places stay in the optimizer's order.
+        updated: called with the parameters of each bucket, once updated and still in memory.
+        changing: makes a context around the update of parameters and `updated`.
+        pieces: divides a bucket's parameters into groups that are updated one after another.
+        order: of parameters in buckets; those of equal rank stay in the optimizer's order.
         step_by: runs the optimizer's step; None: where the parameters are.
     """
 
@@ -116,7 +117,7 @@ class OptimizerStates:
         try:
             self.adopt()
         except BaseException:
-            self.close()  # what has left already comes back
+            self.close()  # brings back what has left already
             raise
 
     # -- A step -----------------------------------------------------------------------------------
@@ -126,7 +127,8 @@ class OptimizerStates:
 
         Raises:
             LostStateError: states could not be read back.
-            InterruptedStepError: the step before, or any since the last load, ended in its middle.
+            InterruptedStepError: an error or an interrupt ended a step, and no states were loaded
+                since.
             OffloadError: this is a child process.
         """
         check_not_captured(
@@ -160,7 +162,7 @@ class OptimizerStates:
             with self.meter.updating():
                 self._update(bucket, pieces[index])
             if had_none and bucket.where is not Where.NOWHERE and self._device.is_host:
-                return_freed_memory()  # of what the optimizer made: else all of it stays
+                return_freed_memory()  # the allocator would keep what the optimizer has freed
             self.meter.updated(bucket.num_bytes)
             if index < stays:
                 window.put_away(bucket)
@@ -182,12 +184,13 @@ class OptimizerStates:
         self._places.take_over(bucket, after, views)
 
     def _sort_states(self, num_known: int) -> None:
-        """Has states that are new in the order of the optimizer's parameters, not of buckets.
+        """Puts new states in the order of the optimizer's parameters instead of buckets.
 
-        Checkpoints list them as the optimizer has made them: those of earlier steps first.
+        Checkpoints list states in the order in which the optimizer made them: by steps, and in a
+        step by parameters.
 
         Args:
-            num_known: states that were there before.
+            num_known: number of states that were there before the step.
         """
         state = self._optimizer.state
         new = set(itertools.islice(state, num_known, None))
@@ -196,12 +199,12 @@ class OptimizerStates:
                 state[param] = state.pop(param)
 
     def _check_whole(self) -> None:
-        """Raises InterruptedStepError after a step that ended in its middle."""
+        """Raises InterruptedStepError if an error or an interrupt has ended a step."""
         if self._is_half_done:
             raise interrupted_step(self._copies.checkpoint)
 
     def prefetch(self) -> None:
-        """The next step is near: begins to read what it needs first, as far as there is room."""
+        """The next step is near: starts to read what it needs first, as far as there is room."""
         if self._exposed or self._is_half_done:
             return
         self._process.check()
@@ -217,7 +220,7 @@ class OptimizerStates:
 
     @property
     def checkpoint(self) -> str:
-        """To resume from should states be lost; empty: it is not known."""
+        """The checkpoint to resume from if states are lost; empty: not known."""
         return self._copies.checkpoint
 
     @checkpoint.setter
@@ -259,7 +262,7 @@ class OptimizerStates:
         self._copies.wait_for_writes()
 
     def _find_buckets(self) -> None:
-        """Puts parameters that are new into buckets of their own."""
+        """Puts new parameters into buckets of their own."""
         known = {id(param) for bucket in self.buckets for param in bucket.params}
         groups = self._optimizer.param_groups
         params = [p for group in groups for p in group["params"] if id(p) not in known]
@@ -281,26 +284,26 @@ class OptimizerStates:
 
     def _expected_bytes(self, bucket: Bucket) -> int:
         usual_bytes = sum(map(self._places.usual_bytes, bucket.params))
-        if not self.meter.num_steps:  # it may have nothing yet but parameters that move
+        if not self.meter.num_steps:  # the bucket may have only parameters that move so far
             return max(bucket.num_bytes, usual_bytes)
         return bucket.num_bytes or usual_bytes
 
     def _names(self, bucket: Bucket) -> str:
         return names_of(bucket.params, self._optimizer)
 
-    # -- Everybody else ---------------------------------------------------------------------------
+    # -- Between steps ----------------------------------------------------------------------------
 
     @_makes_ordinary_tensors
     def expose(self) -> None:
-        """Shows all states in their places, where they are: for checkpoints and whoever looks.
+        """Puts all states in their places, without moving them: for checkpoints and scripts.
 
-        What is on a drive is compared with its checksums and mapped, so that reading it takes no
-        memory that is not the system's to take back. What is changed in place is changed for good.
-        Lasts until the next step.
+        What is on a drive is compared with its checksums and mapped: the system can take back the
+        memory of pages that were read. A change in place is a change of the state. Lasts until the
+        next step.
 
         Raises:
             LostStateError: states could not be read, or are not those that were written.
-            InterruptedStepError: the last step ended in its middle.
+            InterruptedStepError: an error or an interrupt ended the last step.
         """
         if not self._num_loading:
             self._check_whole()
@@ -312,7 +315,7 @@ class OptimizerStates:
                 if bucket.where is Where.READING:
                     self._window.bring(bucket)
                 if bucket.where is Where.IN_MEMORY and not self._device.is_host:
-                    self._window.put_away(bucket)  # a checkpoint has all of them on the host
+                    self._window.put_away(bucket)  # a checkpoint needs all of them on the host
             self.wait_for_writes()
             for bucket in self.buckets:
                 if bucket.layout is not None:
@@ -325,7 +328,7 @@ class OptimizerStates:
         try:
             return Exposed(bucket, self._optimizer, self._places.attach)
         except OSError as error:
-            self._window.bring(bucket)  # says what is lost, if it is
+            self._window.bring(bucket)  # raises if the states are lost
             logger.warning(
                 "optimizer states: %s cannot be shown on their drive (%s); they are in memory "
                 "until the next step",
@@ -336,10 +339,10 @@ class OptimizerStates:
 
     @_makes_ordinary_tensors
     def conceal(self, *, keeps: bool = True) -> None:
-        """Ends `expose`: what was changed or replaced meanwhile is taken over.
+        """Ends `expose`: takes over what was changed or replaced meanwhile.
 
-        However it was changed: what is written through `.data` or numpy shows nowhere that it was.
-        So what is on a drive is read once more, for its checksums.
+        A change through `.data` or numpy leaves no trace. So it reads what is on a drive once more,
+        for new checksums.
 
         Args:
             keeps: states are needed afterwards.
@@ -350,13 +353,13 @@ class OptimizerStates:
                 self._adopt(one.bucket)
             else:
                 self._places.leave(one.bucket, self._places.states_of(one.bucket))
-            self._exposed.pop()  # and with it the place that the bucket had, if it has another
+            self._exposed.pop()  # frees the bucket's old block, if it has another now
 
     def _is_renewed(self, bucket: Bucket) -> bool:
         try:
             bucket.renew()
         except OSError:
-            return False  # only in memory
+            return False  # the change is only in memory
         return True
 
     def _is_replaced(self, one: Exposed) -> bool:
@@ -364,12 +367,12 @@ class OptimizerStates:
 
     @contextlib.contextmanager
     def loading(self, *, at_once: bool = False, is_whole: bool = True) -> Iterator[None]:
-        """Around whatever loads states: all are in their places, and what came is taken over.
+        """A context around code that loads states: shows all of them, then takes over the new ones.
 
         Args:
-            at_once: what came is taken over at the end of this, though it is within another one.
-            is_whole: states come too, and not main weights alone. Only then may a run go on whose
-                last step ended in its middle.
+            at_once: take over at the end of this context even if it is within another one.
+            is_whole: states are loaded too, and not main weights alone. Only then may a run go on
+                after an error or an interrupt has ended its last step.
         """
         self._num_loading += 1
         try:
@@ -388,7 +391,7 @@ class OptimizerStates:
     def adopt(self) -> None:
         """Takes all tensors that are in the optimizer's state now, and puts them on tiers.
 
-        After states were loaded, and where they were made before they were offloaded.
+        Called after states were loaded, and when states exist before the offload begins.
         """
         self.conceal()
         self._find_buckets()
@@ -397,7 +400,7 @@ class OptimizerStates:
                 self._adopt(bucket)
 
     def _adopt(self, bucket: Bucket) -> None:
-        """Takes what is in the places of a bucket's tensors now, whatever it had before."""
+        """Takes what is in the places of a bucket's tensors now, instead of what it had."""
         states = self._places.states_of(bucket)
         for param, state in states.items():
             state.update(
@@ -411,11 +414,11 @@ class OptimizerStates:
 
     @_makes_ordinary_tensors
     def make_states(self, make: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Makes states before the first step, for whoever loads into them; bucket by bucket.
+        """Makes states before the first step, bucket by bucket, so that a checkpoint can be loaded.
 
         Args:
-            make: fills the state of an optimizer that it is given; each time it is one with some
-                of the parameters, those that have no state yet.
+            make: fills the state of the optimizer that it gets: each time one with some of the
+                parameters that have no state yet.
         """
         self.conceal()
         self._find_buckets()
@@ -428,15 +431,16 @@ class OptimizerStates:
             self._window.keep(bucket)
 
     def close(self, *, restore: bool = True) -> None:
-        """Ends the tiers.
+        """Ends the offload and closes the tiers.
 
         Args:
-            restore: brings all states back to memory before. Else those that are away are gone,
-                which is right where training has ended and all of them would not fit.
+            restore: first brings all states back to memory. Else those that are away are lost,
+                which is right if training has ended and memory cannot hold all of them.
 
         Raises:
             LostStateError: states could not be read back; all others are in memory.
-            OffloadError: somebody has changed what was in the place of some; as before.
+            OffloadError: a script has changed what was in the place of a state; all others are in
+                memory.
         """
         self._process.check()
         error: Exception | None = None
