@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an optimizer keeps its tensors, and what stands there while they are away: `Places`.
+"""Where an optimizer keeps its tensors, and what takes their places while they are away: `Places`.
 
-A bucket's tensors have their places in the optimizer's `state`, and parameters that move with them
-are places themselves. What is away is a tensor without bytes there (`stand_in.py`), and a parameter
-that is away is full of NaN.
+The tensors of a bucket have their places in the optimizer's `state`; a parameter that moves with
+them is a place itself. A tensor without bytes (`stand_in.py`) takes the place of a state that is
+away, and a parameter that is away is full of NaN.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from megatron.offload.states.optimizer_slice import State
 from megatron.offload.states.sharded import as_part_of, local_of, part_of
 from megatron.offload.states.stand_in import is_stand_in, stand_in
 
-PARAM = "the parameter itself"  # the key of one that moves; no optimizer calls a state so
+PARAM = "the parameter itself"  # the key of one that moves; no optimizer has a state of this name
 
 
 def typed_states_bytes(optimizer: torch.optim.Optimizer, own: torch.Tensor) -> int | None:
-    """Bytes of a parameter's states where these have types of their own, whatever its type is.
+    """Bytes of a parameter's states if the optimizer chooses their types, not the parameter.
 
-    As with Transformer Engine's FusedAdam, for Megatron's precision-aware optimizer: exp_avg and
-    exp_avg_sq in fp32 or bf16, and perhaps main weights beside them.
+    Transformer Engine's FusedAdam does, for Megatron's precision-aware optimizer: exp_avg and
+    exp_avg_sq are in fp32 or bf16, and main weights may be kept beside them.
 
     Args:
         optimizer: whose states.
         own: the parameter, or this rank's part of it.
 
     Returns:
-        None where the optimizer says no types.
+        None if the optimizer names no types.
     """
     kinds = getattr(optimizer, "name_to_dtype_map", None)
     if not kinds:
@@ -48,7 +48,7 @@ class Places:
     """The places of an optimizer's tensors.
 
     Args:
-        optimizer: whose.
+        optimizer: whose tensors.
         device: in whose memory buckets are.
         moves_param: whether a parameter itself moves with its states.
     """
@@ -64,32 +64,32 @@ class Places:
         self._moves_param = moves_param
 
     def usual_bytes(self, param: torch.Tensor) -> int:
-        """Of states of a parameter: those that it will have, and itself where it moves."""
+        """Bytes of the states that a parameter will have, and of itself if it moves."""
         own = part_of(param)
         states_bytes = typed_states_bytes(self._optimizer, own)
         if states_bytes is None:
-            states_bytes = own.nbytes * 2  # as of Adam
+            states_bytes = own.nbytes * 2  # as Adam has
         return states_bytes + (own.nbytes if self._moves_param(param) else 0)
 
     def attach(self, bucket: Bucket, views: dict[Name, torch.Tensor]) -> None:
-        """Parameters of a bucket that move are its memory from now on."""
+        """Gives the parameters of a bucket that move the bucket's memory."""
         for index, param in enumerate(bucket.params):
             view = views.get((index, PARAM))
             if view is not None:
                 param.data = view
 
     def states_of(self, bucket: Bucket) -> dict[torch.Tensor, State]:
-        """What is in the places of a bucket's states."""
+        """The values in the places of a bucket's states."""
         state = self._optimizer.state
         return {param: state[param] for param in bucket.params if state.get(param)}
 
     def states_with(
         self, bucket: Bucket, views: dict[Name, torch.Tensor]
     ) -> dict[torch.Tensor, State]:
-        """A bucket's states, with its tensors where others only stand for them.
+        """A bucket's states, with its tensors instead of the ones without bytes.
 
         Raises:
-            OffloadError: something else without values is in the place of one.
+            OffloadError: another tensor without values is in the place of one.
         """
         slots = {} if bucket.layout is None else bucket.layout.slots
         return {
@@ -109,12 +109,12 @@ class Places:
         states: dict[torch.Tensor, State],
         views: dict[Name, torch.Tensor],
     ) -> None:
-        """Takes a bucket's states into its own memory, and leaves what stands for them.
+        """Copies a bucket's states into its memory, and puts tensors without bytes in their places.
 
         Args:
-            bucket: in memory, or nowhere yet.
+            bucket: in memory, or without bytes yet.
             states: of its parameters, by the optimizer's keys.
-            views: the tensors of them that are in its memory already.
+            views: the tensors of it that are in its memory already.
         """
         tensors: dict[Name, torch.Tensor] = {}
         for index, param in enumerate(bucket.params):
@@ -134,13 +134,13 @@ class Places:
                 if name not in views or one.data_ptr() != views[name].data_ptr()
             }
             for name, one in moved.items():
-                if _is_within(one, bucket.storage):  # under another name, where others may go
+                if _is_within(one, bucket.storage):  # a view that the copies could overwrite
                     moved[name] = one.clone()
             bucket.layout.store(moved.items(), bucket.storage)
         self.leave(bucket, states)
 
     def leave(self, bucket: Bucket, states: dict[torch.Tensor, State]) -> None:
-        """Puts what stands for a bucket's tensors in their places."""
+        """Puts tensors without bytes in the places of a bucket's tensors."""
         slots = {} if bucket.layout is None else bucket.layout.slots
         for index, param in enumerate(bucket.params):
             if param in states:
@@ -154,7 +154,7 @@ class Places:
                 param.data = all_nan(shape, param.dtype, bucket.devices[index])
 
     def have_more(self, bucket: Bucket) -> bool:
-        """Whether states were added to a bucket's: its parameters may have been all of it."""
+        """Whether a bucket's parameters have states that the bucket does not have."""
         assert bucket.layout is not None
         for index, param in enumerate(bucket.params):
             state = self._optimizer.state.get(param, {})
@@ -165,7 +165,7 @@ class Places:
         return False
 
     def _movable(self, param: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
-        """What moves of a parameter, by key: itself if it does, what has its shape of its state."""
+        """What moves of a parameter, by key: itself if it does, and states of its shape."""
         found = {PARAM: local_of(param)} if self._moves_param(param) else {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs whose optimizer states are on tiers: `predict`.
+"""Predicts the cost of a step whose optimizer states are on tiers: `predict`.
 
-It goes through the buckets as `OptimizerStates.step` does, with a clock instead of a drive: a read
-and a write side by side at the rates that a drive has while it does both, the optimizer's work, and
-the window. Several steps, as what one leaves in memory and in its writes is where the next begins.
+It goes through the buckets as `OptimizerStates.step` does, with a clock instead of a drive: reads
+and writes side by side at the rates that the drive has while it does both, the optimizer's work,
+and the window. It simulates several steps, because each begins with the memory and the writes that
+the previous one left.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from megatron.offload.moving.order import first_to_stay
 from megatron.offload.moving.storage import Where
 
-_NUM_STEPS, _NUM_SETTLING = 6, 2  # simulated; of them, those that do not count
+_NUM_STEPS, _NUM_SETTLING = 6, 2  # steps to simulate; the first of them do not count
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class StatesProfile:
 
     Attributes:
         bucket_bytes: of each bucket, in the optimizer's order.
-        read_bytes_per_s: of the tier, while it writes too.
-        write_bytes_per_s: while it reads too.
+        read_bytes_per_s: of the tier, while it also writes.
+        write_bytes_per_s: of the tier, while it also reads.
         update_s_per_byte: the optimizer's own work.
-        between_s: from the end of a step of the optimizer until the next: forward, backward.
-        write_limit_bytes_per_s: a write starts once this has paid for those before it; None: none.
+        between_s: from the end of one step of the optimizer to the next: forward, backward.
+        write_limit_bytes_per_s: the bound on writes that the user has set; None: none.
         prefetch_s: how long before the optimizer's step its first reads may begin.
     """
 
@@ -43,14 +44,14 @@ class StatesProfile:
 
 @dataclass(frozen=True)
 class StatesPrediction:
-    """One settled step, the mean of both orders of the buckets.
+    """A step after the first ones, the mean over both orders of the buckets.
 
     Attributes:
-        step_s: of the whole step.
-        optimizer_s: of it, in the optimizer.
-        wait_s: of that, waiting for the tier.
-        peak_bytes: most states in memory.
-        between_bytes: most of states in memory before it, once writes of the last have ended.
+        step_s: the whole step.
+        optimizer_s: the part of it in the optimizer.
+        wait_s: the part of that in which the optimizer waits for the tier.
+        peak_bytes: most bytes of states in memory.
+        between_bytes: peak bytes of states in memory between two steps.
         moved_bytes: read in a step; as many are written.
     """
 
@@ -63,7 +64,7 @@ class StatesPrediction:
 
 
 def predict(profile: StatesProfile, window_bytes: int) -> StatesPrediction:
-    """What a step takes with so large a window."""
+    """Predicts a step with a window of this size."""
     run = _Run(profile, window_bytes)
     steps = [run.step() for _ in range(_NUM_STEPS)][_NUM_SETTLING:]
     return StatesPrediction(
@@ -80,8 +81,8 @@ def predict(profile: StatesProfile, window_bytes: int) -> StatesPrediction:
 class _Bucket:
     num_bytes: int
     where: Where = Where.ON_TIER
-    ends_s: float = 0.0  # its read
-    given_s: float = 0.0  # to be written
+    ends_s: float = 0.0  # when its read ends
+    given_s: float = 0.0  # when it was put away
 
 
 class _Run:
@@ -93,13 +94,13 @@ class _Run:
         self._buckets = [_Bucket(size) for size in profile.bucket_bytes]
         self._memory_bytes = 0
         self._writes: collections.deque[_Bucket] = collections.deque()  # one after the other
-        self._writes_from_s = 0.0  # the first of them could start then
-        self._read_until_s = 0.0  # reads, too, follow each other
+        self._writes_from_s = 0.0  # when the first of them may start
+        self._read_until_s = 0.0  # when the last read ends; reads run one after the other too
         self._now_s = 0.0
         self._goes_up = False
 
     def step(self) -> StatesPrediction:
-        """Forward and backward, then the optimizer."""
+        """Simulates forward and backward, then the optimizer."""
         profile = self._profile
         self._go_on_until(self._now_s + max(profile.between_s - profile.prefetch_s, 0.0))
         self._goes_up = not self._goes_up
@@ -166,7 +167,7 @@ class _Run:
         bucket.where, bucket.ends_s = Where.READING, self._read_until_s
 
     def _first_write(self) -> tuple[float, float]:
-        """When the first of the writes begins and ends."""
+        """When the first write begins and ends."""
         first = self._writes[0]
         begin_s = max(self._writes_from_s, first.given_s)
         return begin_s, begin_s + first.num_bytes / self._profile.write_bytes_per_s
@@ -178,7 +179,7 @@ class _Run:
         return began_s + bucket.num_bytes / min(rate, limit)
 
     def _go_on_until(self, then_s: float) -> None:
-        """The clock goes on; writes that end meanwhile make room."""
+        """Moves the clock; writes that end meanwhile make room."""
         while self._writes and self._first_write()[1] <= then_s:
             first = self._writes[0]
             self._writes_from_s = self._after(first, self._first_write()[0])
@@ -191,12 +192,12 @@ class _Run:
 def best_window(
     profile: StatesProfile, most_bytes: int, *, within: float = 0.01
 ) -> tuple[int, StatesPrediction]:
-    """The smallest window whose step takes at most this part more than that of the largest one.
+    """The smallest window whose step is slower than that of the largest by at most `within`.
 
     Args:
         profile: of the states.
-        most_bytes: what states may take; at least two buckets are taken whatever it says.
-        within: of the step's time.
+        most_bytes: what states may take; the window is at least two buckets anyway.
+        within: fraction of the step's time.
     """
     sizes = windows(profile, most_bytes)
     limit_s = predict(profile, sizes[-1]).step_s * (1 + within)
@@ -211,18 +212,18 @@ def best_window(
 
 
 def windows(profile: StatesProfile, most_bytes: int) -> list[int]:
-    """Windows to choose among: from two buckets to what is given or all that can be used."""
+    """Windows to choose among: from two buckets to `most_bytes`, or to what can be used."""
     largest = max(profile.bucket_bytes, default=0)
-    useful_bytes = sum(profile.bucket_bytes) + largest  # one comes beside those that stay
+    useful_bytes = sum(profile.bucket_bytes) + largest  # one is moved beside those that stay
     most_bytes = max(min(most_bytes, useful_bytes), 2 * largest)
     return [*range(2 * largest, most_bytes, max(largest, 1)), most_bytes]
 
 
 def hiding_factor(profile: StatesProfile, found: StatesPrediction, cost: float = 0.05) -> float:
-    """By how much more tokens a step must have for states to cost no more than this part of it.
+    """How many times the tokens a step needs for states to cost at most this fraction of it.
 
-    What moving them takes does not depend on tokens, and what layers compute is proportional to
-    them. At most 1: they hide already.
+    The time to move states does not depend on tokens; the time of layers is proportional to them.
+    At most 1: the step is long enough already.
     """
     own_s = sum(profile.bucket_bytes) * profile.update_s_per_byte
     extra_s = found.optimizer_s - own_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank has of a tensor that others share: `part_of`, `local_of`, and back: `as_part_of`.
+"""A rank's part of a sharded tensor: `part_of`, `local_of`, and back: `as_part_of`.
 
 States of sharded parameters (FSDP2, tensor parallelism) are DTensors. A rank moves its own part.
 """
@@ -10,7 +10,7 @@ import torch
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor itself: for who asks what it is."""
+    """This rank's part of a DTensor; any other tensor itself. For its shape and type."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
@@ -21,7 +21,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_part_of(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` as what `tensor` is: a DTensor with this as the rank's part, or itself."""
+    """`local` as a tensor of the kind of `tensor`: a DTensor with this part, or itself."""
     if not hasattr(tensor, "_local_tensor"):
         return local
     whole: torch.Tensor = type(tensor).from_local(  # type: ignore[attr-defined]

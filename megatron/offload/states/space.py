@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What states will take of tiers, and how fast those are: known before the first step.
+"""What states will take on tiers, and how fast these are: known before the first step.
 
-A state has nowhere else to go once memory is full of them, so a run that cannot have the room ends
-before it begins, in a sentence with sizes.
+If neither memory nor the tiers can hold all states, the run ends before it begins, with a sentence
+that names the sizes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron.offload.tiers.ssd import threads_of
 logger = logging.getLogger(__name__)
 
 SAMPLE_BYTES = 128 * MIB  # moved for each measurement
-_LEAST_SAMPLE_BYTES = 32 * MIB  # less says nothing, and takes no time either
-_SAMPLE_S = 0.3  # of each measurement, if the drive is slow
-_SLOW_BYTES_PER_S = 0.5e9  # every SATA SSD comes near it
+_LEAST_SAMPLE_BYTES = 32 * MIB  # a smaller sample measures nothing, and moving it takes no time
+_SAMPLE_S = 0.3  # most seconds of each measurement
+_SLOW_BYTES_PER_S = 0.5e9  # every SATA SSD reaches about this
 
 
 def expected_bytes(
@@ -37,7 +37,7 @@ def expected_bytes(
 ) -> list[int]:
     """Bytes of each parameter's states that will move, in the order of the optimizer's groups.
 
-    Exact for Adam, AdamW and SGD, and where there are states already; else as for Adam.
+    Exact for Adam, AdamW and SGD, and for states that exist already; otherwise as for Adam.
 
     Args:
         moves_param: whether a parameter itself moves with its states.
@@ -65,24 +65,24 @@ def _bytes_of_states(
 
 
 def space_for(sizes: Sequence[int], bucket_bytes: int) -> int:
-    """Bytes of a drive with which the file of these states never grows.
+    """Bytes on a drive with which the file of these states never has to grow.
 
-    That of all states, what rounding takes of each bucket, and that of one bucket more: it is
-    written before the space of the one that was taken back meanwhile is free.
+    Those of all states, what rounding adds to each bucket, and one bucket more: a bucket is written
+    before the space of the one that was read meanwhile is free.
 
     Args:
-        sizes: of each parameter's states, as they come.
+        sizes: of each parameter's states, in the order of the buckets.
         bucket_bytes: of states that move together.
     """
     total, largest = sum(sizes), max(sizes, default=0)
-    # Any two that follow each other are more than a bucket together.
+    # Any two neighbours together are larger than a bucket.
     num_buckets = min(2 * total // max(bucket_bytes, 1) + 1, len(sizes))
     rounding = num_buckets * mmap.PAGESIZE + len(sizes) * 3 * 64
     return total + rounding + max(bucket_bytes if num_buckets > 1 else 0, largest)
 
 
 def check_budgets(config: StatesConfig, num_bytes: int, host_bytes: int) -> None:
-    """Whether budgets and the window hold all states.
+    """Checks that budgets and the window hold all states.
 
     Args:
         num_bytes: of all states of this rank.
@@ -112,11 +112,11 @@ def check_budgets(config: StatesConfig, num_bytes: int, host_bytes: int) -> None
 def measure_drives(
     config: StatesConfig, num_bytes: int, measure: Callable[..., tuple[float, float]] | None = None
 ) -> None:
-    """Measures the drives for less than a second each, and says what a step's states take there.
+    """Measures each drive for less than a second, and logs how long a step will move states.
 
     Args:
         num_bytes: of all states of this rank.
-        measure: bytes a second written and read, of a directory; for tests.
+        measure: returns bytes a second written and read in a directory; for tests.
     """
     moved_bytes = max(num_bytes - config.window_bytes, 0)
     sample_bytes = min(SAMPLE_BYTES, num_bytes // len(config.directories))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is in an optimizer's state in place of a tensor that is away: `StandIn`, without bytes.
 
-Nothing may take it for the tensor: asking for more than its shape and type is an error. What were
-made of it, as a meta tensor is made of a meta tensor, would be put in its place and lost. Moving it
-to where the state is at home gives itself: scripts and trainers do that behind `load_state_dict`.
+Only its shape and type can be read. Operations on it raise: their result would be a meta tensor,
+which would replace the real state. Moving it to a device where the state belongs returns itself,
+because scripts and trainers move states there after `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.offload.moving.placeholder import without_bytes
 
 
 class StandIn(torch.Tensor):
-    """Stands for the tensor that `slot` is for, at home on any of `homes`. Made by `stand_in`."""
+    """Stands for the tensor of `slot`; `.to` one of `homes` returns itself. Made by `stand_in`."""
 
     slot: Slot
     homes: frozenset[torch.device]
@@ -44,10 +44,10 @@ class StandIn(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Any = None,
     ) -> StandIn:
-        """Itself where it is moved to where it belongs.
+        """Returns the tensor itself for a copy to one of its homes.
 
         Raises:
-            OffloadError: anything else is to be done with it.
+            OffloadError: any other operation.
         """
         if func is torch.ops.aten._to_copy.default and args[0]._is_at_home_with(**(kwargs or {})):
             own: StandIn = args[0]
@@ -63,7 +63,7 @@ class StandIn(torch.Tensor):
         pin_memory: bool | None = None,
         **_: Any,
     ) -> bool:
-        """Whether `.to` with these arguments leaves the tensor that this stands for as it is."""
+        """Whether `.to` with these arguments would leave the real tensor as it is."""
         if device is None or pin_memory or dtype not in (None, self.dtype):
             return False
         if memory_format not in (None, torch.preserve_format):
@@ -76,8 +76,8 @@ def stand_in(slot: Slot, homes: Iterable[torch.device]) -> StandIn:
 
     Args:
         slot: of the tensor that it stands for.
-        homes: devices that this tensor may be moved to and be where it was: its parameter's, and
-            that in whose memory it is updated.
+        homes: devices to which that tensor can be moved without a change: its parameter's, and
+            the device in whose memory it is updated.
     """
     made = without_bytes(StandIn, slot.shape, slot.stride, slot.dtype, torch.device("meta"))
     made.slot, made.homes = slot, frozenset(homes)
@@ -85,21 +85,21 @@ def stand_in(slot: Slot, homes: Iterable[torch.device]) -> StandIn:
 
 
 def is_stand_in(value: Any, slot: Slot | None) -> bool:
-    """Whether a value of an optimizer's state stands for a tensor that is elsewhere.
+    """Whether a value of an optimizer's state stands for a tensor that is away.
 
     Args:
         value: of any type.
-        slot: of the tensor that belongs there, if there is one.
+        slot: of the tensor that belongs there; None: no tensor does.
 
     Raises:
-        OffloadError: it stands for another one, or has no bytes of its own and stands for none.
+        OffloadError: it stands for another tensor, or is a meta tensor that stands for none.
     """
     if not isinstance(value, torch.Tensor) or value.device.type != "meta":
         return False
     if not isinstance(value, StandIn) or value.slot is not slot:
         raise OffloadError(
-            f"{STATES_PREFIX}a tensor without values, or what stands for another state that is on "
-            "a tier, was put in the place of one; call `optimizer.state_dict()`, or expose() of "
+            f"{STATES_PREFIX}a tensor without values, or one that stands for another state on a "
+            "tier, was put in the place of a state; call `optimizer.state_dict()`, or expose() of "
             "the handle's `states`, before moving states: until the next step all are there"
         )
     return True

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps of an optimizer took whose states are on tiers: `StatesStep`, filled by `StatesMeter`.
+"""Times and bytes of steps whose optimizer states are on tiers: `StatesStep`, `StatesMeter`.
 
-`OptimizerStates` tells where a step stands; reports and predictions read the last steps.
+`OptimizerStates` calls the meter during a step; reports and predictions read the last steps.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class StatesStep:
     """One step of one optimizer. Bytes of states, and seconds of the device that steps.
 
     Attributes:
-        between_s: from the end of the step before until this one: forward, backward and all else.
-        prefetch_s: of it, since the step's first reads were asked for.
-        step_s: of the step.
-        wait_s: of it, until buckets had been read, and until writes had made room for them.
-        update_s: of it, for the optimizer's own work.
+        between_s: from the end of the previous step to this one: forward, backward and the rest.
+        prefetch_s: the part of it since the step's first reads were queued.
+        step_s: the step.
+        wait_s: the part of it in which it waits for reads, or for writes to make room.
+        update_s: the part of it in the optimizer's own work.
         updated_bytes: of states that were updated.
-        read_bytes: since the step before began.
-        written_bytes: likewise; the writes of this step go on after it and count to the next one.
-        peak_bytes: the most that was in memory at a time.
+        read_bytes: since the previous step began.
+        written_bytes: likewise; writes of this step end after it and count in the next one.
+        peak_bytes: most bytes of states in memory.
     """
 
     between_s: float = 0.0
@@ -48,12 +48,12 @@ class StatesStep:
 
 
 class StatesMeter:
-    """Takes the time of the parts of each step. Only the thread that trains calls it.
+    """Measures the parts of each step. Only the thread that trains calls it.
 
     Args:
         device: where the optimizer's step runs.
         tiers: whose bytes are counted.
-        memory_bytes: of states, at present.
+        memory_bytes: returns the bytes of states in memory.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class StatesMeter:
         self._tiers = tiers
         self._memory_bytes = memory_bytes
         self._step = StatesStep()
-        self._seconds = 0.0  # of all steps, and between them
-        self._stall_s = 0.0  # in all steps
+        self._seconds = 0.0  # of all steps, and of the time between them
+        self._stall_s = 0.0  # of all steps
         self._ended: Moment | None = None
         self._prefetched: Moment | None = None
         self._moved = (0, 0)
 
     def prefetch(self) -> None:
-        """The next step's first reads are asked for; the first time since the last step counts."""
+        """The next step's first reads were queued; counts the first call since the last step."""
         if self._prefetched is None:
             self._prefetched = self._clock.now()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step of the optimizer."""
+        """A context around a step of the optimizer."""
         self._clock.read()
         began = self._clock.now()
         read, written = self._moved_bytes()
@@ -99,13 +99,13 @@ class StatesMeter:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what may wait for the tiers."""
+        """A context around calls that may wait for the tiers."""
         with self._clock.timed(self._adds_to(self._step, "wait_s")):
             yield
         self._step.peak_bytes = max(self._step.peak_bytes, self._memory_bytes())
 
     def updating(self) -> contextlib.AbstractContextManager[None]:
-        """Around the optimizer's own work for one bucket."""
+        """A context around the optimizer's own work for one bucket."""
         return self._clock.timed(self._adds_to(self._step, "update_s"))
 
     def _adds_to(self, step: StatesStep, name: str) -> Callable[[float], None]:
@@ -117,38 +117,38 @@ class StatesMeter:
         return hear
 
     def updated(self, num_bytes: int) -> None:
-        """So many bytes of states are up to date."""
+        """This many bytes of states are updated."""
         self._step.updated_bytes += num_bytes
 
     def pause(self) -> None:
-        """What follows until the next step is no training: a checkpoint, evaluation."""
+        """What runs until the next step is no training: a checkpoint, evaluation."""
         self._ended = None
 
     @property
     def seconds(self) -> float:
-        """Of all steps, and between them."""
+        """Seconds of all steps, and of the time between them."""
         self._clock.wait()
         return self._seconds
 
     @property
     def stall_s(self) -> float:
-        """Seconds that steps have waited for tiers, as far as the device has come."""
+        """Seconds that steps have waited for tiers, up to where the device is now."""
         self._clock.read()
         return self._stall_s
 
     def settled(self) -> list[StatesStep]:
-        """The steps but the first, which makes the states, and the second if there are more."""
-        self._clock.wait()  # between steps the device is through with them
+        """All steps but the first, which makes the states, and the second if there are more."""
+        self._clock.wait()  # between steps the device has finished them
         unsettled = min(2, self.num_steps - 1) - (self.num_steps - len(self.steps))
         return list(self.steps)[max(0, unsettled) :]
 
     def median(self, name: str) -> float:
-        """Of a field of the settled steps; 0 before there are any."""
+        """The median of a field over the settled steps; 0 before there are any."""
         found = [getattr(step, name) for step in self.settled()]
         return float(statistics.median(found)) if found else 0.0
 
     def _moved_bytes(self) -> tuple[int, int]:
-        """Read and written since the tiers were opened."""
+        """Bytes read and written since the tiers were opened."""
         statistics_of = [tier.statistics for tier in self._tiers]
         return (
             sum(one.reads.total_bytes for one in statistics_of),

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer's own step on the CPU, for parameters on an accelerator: `StepOnHost`.
 
-ZeRO-Offload's way (Ren et al., 2021): states never come to the device. Of each slice the gradients
-come to the host, and the parameters where they do not live with their states; the optimizer updates
-twins of them there, and what it made of the parameters goes back.
+ZeRO-Offload's way (Ren et al., 2021): states never come to the device. The gradients of each slice
+are copied to the host, and so are parameters unless they live with their states. The optimizer
+updates twins of these parameters there, and the new values are copied back.
 
 Note [Twins]
-While a slice is updated, the next one is copied to page-locked memory. The copies wait on the
-device for what was queued before them: whatever makes the gradients, and the way back of the slice
-that had the memory. The host waits for them before it updates the twins. Parameters are filled on
-the stream that trains, before whatever uses them next.
+While a slice is updated, the next one is copied to page-locked memory. On the device the copies
+wait for what was queued before them: the kernels that compute the gradients, and the copies back of
+the slice that used the memory before. The host waits for the copies before it updates the twins.
+The stream that trains copies the new values back, before it uses the parameters again.
 
-Numbers are those of the optimizer's CPU kernels, in its own types: a bfloat16 parameter is updated
-in bfloat16, as on the device. Bits are not those of the device's kernels. Where the optimizer
-leaves the kernel open, or asks for one that takes many tensors at a time, it is the fused one: it
-goes over memory once. Tensors among the groups' values and states, such as a learning rate on the
-device, are copied to the host.
+The optimizer's CPU kernels compute, in its own types: a bfloat16 parameter is updated in bfloat16,
+as on the device. The bits are not those of the device's kernels. If the optimizer leaves the choice
+of kernel open, or asks for one that takes many tensors at a time, we choose the fused kernel, which
+reads memory once. Tensors in the groups and states, such as a learning rate on the device, are
+copied to the host.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from megatron.offload.tiers.purpose import STATES
 
 _GRADIENTS = ("grad", "decoupled_grad")  # attributes of a parameter; the latter is Megatron's
 _VALUE = "value"
-_SLICES = 2  # in host memory at a time: one is updated, one arrives
-_AMP = ("grad_scale", "found_inf")  # attributes of an optimizer, of a gradient scaler's making
+_SLICES = 2  # in host memory at a time: one is updated, one is being copied
+_AMP = ("grad_scale", "found_inf")  # attributes of an optimizer that a gradient scaler sets
 
 
 class StepOnHost(OptimizerSlice):
-    """Runs steps of an optimizer on the CPU, for parameters that are elsewhere.
+    """Runs steps of an optimizer on the CPU, for parameters on an accelerator.
 
     Args:
-        optimizer: whose step is run; it has CPU kernels.
+        optimizer: whose step runs; it has CPU kernels.
         device: where parameters and gradients are.
         moves_param: whether a parameter is in host memory while it is updated.
     """
@@ -57,7 +57,7 @@ class StepOnHost(OptimizerSlice):
         super().__init__(optimizer)
         self._device = device
         self._moves_param = moves_param
-        self._memory: list[torch.UntypedStorage] = []  # for slices in turn
+        self._memory: list[torch.UntypedStorage] = []  # slices use them in turn
         self._arena: HostArena | None = None
         self._to_come: collections.deque[tuple[Sequence[torch.Tensor], Layout]] = (
             collections.deque()
@@ -67,7 +67,7 @@ class StepOnHost(OptimizerSlice):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of host memory that it has for twins."""
+        """Bytes of host memory for twins."""
         return sum(storage.nbytes() for storage in self._memory)
 
     def begin_step(self, slices: Iterable[Sequence[torch.Tensor]]) -> None:
@@ -101,7 +101,7 @@ class StepOnHost(OptimizerSlice):
             self._arena = None
 
     def _tensors(self, params: Sequence[torch.Tensor]) -> dict[Name, torch.Tensor]:
-        """What of parameters is copied to the host."""
+        """The tensors of parameters that are copied to the host."""
         found: dict[Name, torch.Tensor] = {}
         for index, param in enumerate(params):
             for key in _GRADIENTS:
@@ -122,14 +122,14 @@ class StepOnHost(OptimizerSlice):
             )
 
     def _reserve(self, num_bytes: int) -> None:
-        """Has page-locked memory of so many bytes for each slice that is on the host."""
+        """Allocates page-locked memory of this size for each slice that is on the host."""
         if self._memory and self._memory[0].nbytes() >= num_bytes:
             return
         self.close()
         self._arena = HostArena(_SLICES * num_bytes, self._device, STATES, "bucket")
         for _ in range(_SLICES):
             offset = self._arena.allocate(num_bytes)
-            if offset is None:  # the system refuses, and has been quoted
+            if offset is None:  # the system refuses, and the arena has warned
                 self._memory.append(torch.UntypedStorage(num_bytes))
             else:
                 address = self._arena.address(offset)
@@ -156,14 +156,14 @@ class StepOnHost(OptimizerSlice):
 
 
 class _Twins:
-    """Parameters of a slice as the optimizer sees them on the CPU, and their gradients.
+    """Parameters of a slice and their gradients on the CPU, as the optimizer sees them.
 
     Args:
         params: of the slice.
-        tensors: of them, which are copied; queued on the calling thread's stream.
+        tensors: of the parameters, to be copied; queued on the calling thread's stream.
         layout: where they lie in memory.
-        memory: page-locked, as a rule; what was queued before may still use it.
-        device: whose they are.
+        memory: usually page-locked; what was queued before may still use it.
+        device: of the parameters.
     """
 
     def __init__(
@@ -188,13 +188,13 @@ class _Twins:
             self._copied.append(device.copy_to_host(storage, address, before, part))
 
     def wait_for_copies(self) -> None:
-        """Blocks until all that was copied is in host memory."""
+        """Blocks until the copies are in host memory."""
         for event in self._copied:
             self._device.wait_for_event(event)
         self._sources = {}
 
     def of_params(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The parameters' twins, with gradients, by parameter."""
+        """The twins with their gradients, by parameter."""
         twins: dict[torch.Tensor, torch.Tensor] = {}
         for index, param in enumerate(self.params):
             twin = self._views.get((index, _VALUE))
@@ -207,7 +207,7 @@ class _Twins:
         return twins
 
     def copy_back(self) -> None:
-        """Queues copies of what the twins are now to the parameters that are on the device."""
+        """Queues copies of the twins' new values to the parameters on the device."""
         for index, param in enumerate(self.params):
             if (index, _VALUE) in self._views:
                 param.copy_(self._views[index, _VALUE], non_blocking=True)
@@ -218,12 +218,12 @@ def _has_gradient(param: torch.Tensor) -> bool:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose bytes lie side by side, in the order of its dimensions."""
+    """The tensor, or a copy whose bytes lie side by side in the order of its dimensions."""
     return tensor if tensor.stride() == dense_stride(tensor) else tensor.clone()
 
 
 def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With tensors that are elsewhere copied to the host."""
+    """The values, with tensors on other devices copied to the host."""
     return {
         key: value.cpu() if isinstance(value, torch.Tensor) else value
         for key, value in values.items()

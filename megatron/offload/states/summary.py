@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moving an optimizer's states took, at the end of a run: `states_summary`."""
+"""The cost of moving an optimizer's states, at the end of a run: `states_summary`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def states_summary(
     """A few lines for the end of a run; empty if there was no step.
 
     Args:
-        parts: whose steps follow each other, such as those of experts and of all else.
-        endurance: knows what the drives are rated for, and nothing else yet; None: the summary
-            of the activations reports the drives.
+        parts: states whose steps follow each other, such as those of experts and of the rest.
+        endurance: the rating of the drives, with nothing counted yet; None: the summary of the
+            activations reports the drives.
         written_bytes: to each drive since the states were offloaded, by all streams.
     """
     steps = [states.meter for states in parts if states.meter.num_steps]

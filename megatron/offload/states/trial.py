@@ -2,15 +2,16 @@
 """Whether an optimizer updates each parameter by its own gradient and state alone: `Trial`.
 
 Before the first step in slices (`optimizer_slice.py`), the optimizer's own step updates a few small
-tensors all together, and once more in slices; their bits tell. Neither the optimizer nor a random
-generator notices: what could change is a copy, or is put back.
+tensors together, and once more in slices; then their bits are compared. The trial changes neither
+the optimizer nor a random generator: it uses copies, or restores what it used.
 
 Note [What shows in a trial]
-Sums over parameters (a norm of all gradients), random numbers, which go to other parameters, and
-lists or dicts of the optimizer's that each slice changes. Tensors are like the parameters in type
-and number of dimensions, since optimizers treat matrices in another way than vectors, and have
-numbers of their own: real gradients may be zero in a first step, and parameters may be away. What
-an optimizer does in later steps only, or with larger tensors only, does not show.
+These show: sums over parameters (a norm of all gradients), random numbers, which slices would give
+to other parameters, and lists or dicts of the optimizer that each slice changes. The tensors have
+the types and numbers of dimensions of the parameters, because optimizers treat matrices and vectors
+in different ways. Their values are random: real gradients may be zero in a first step, and
+parameters may be away. What an optimizer does only in later steps, or only with larger tensors,
+does not show.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from megatron.offload.states.sharded import local_of
 logger = logging.getLogger(__name__)
 
 _NUM_STEPS = 4
-_OF_A_KIND = 2  # tensors
+_OF_A_KIND = 2  # tensors of each kind
 _MOST_TENSORS = 16
 _MOST_IN_VECTOR, _MOST_IN_DIMENSION, _MOST_NUMBERS = 4096, 64, 1 << 16
-_LEAST_LR = 1e-3  # a warm-up begins at 0, where no update shows
+_LEAST_LR = 1e-3  # a warm-up begins at 0, which would hide every difference
 _GRADIENTS = ("grad", "decoupled_grad")  # attributes of a parameter; the latter is Megatron's
 
-# The optimizer's own step for slices of its parameters; `OptimizerSlice` has it.
+# Runs an optimizer's own step for slices of its parameters; `OptimizerSlice` implements it.
 Steps = Callable[[torch.optim.Optimizer, Sequence[Sequence[torch.Tensor]]], None]
 
 
@@ -56,10 +57,10 @@ class Trial:
         self._steps = steps
 
     def check(self, params: Iterable[torch.Tensor]) -> None:
-        """Tries it with tensors like these parameters, as far as they have gradients.
+        """Tries the step with tensors like these parameters, as far as they have gradients.
 
         Raises:
-            ConfigurationError: a parameter is updated otherwise in a slice than with all others.
+            ConfigurationError: a slice updates a parameter differently than the whole step does.
             OffloadError: the step changes what no slice may change; see `kept.py`.
         """
         chosen = list(self._chosen(params))
@@ -71,8 +72,8 @@ class Trial:
             raise
         except Exception as error:
             logger.warning(
-                "%sa trial of the step of %s on small tensors failed (%s: %s), so nothing is known "
-                "of whether it updates each parameter by its own gradient and state alone, as it "
+                "%sa trial of the step of %s on small tensors failed (%s: %s), so it is not known "
+                "whether it updates each parameter by its own gradient and state alone, as it "
                 "has to; compare the losses of some steps with those without offload",
                 STATES_PREFIX,
                 type(self._optimizer).__name__,
@@ -91,7 +92,7 @@ class Trial:
             raise ConfigurationError(refusal(self._optimizer, what))
 
     def _compare(self, params: Sequence[torch.Tensor]) -> tuple[bool, bool]:
-        """Whether slices give other bits, and whether another seed does."""
+        """Whether slices give other bits than the whole step, and whether another seed does."""
         together = self._run(params)
         if _are_same(self._run(params, in_slices=True), together):
             return False, False
@@ -106,7 +107,7 @@ class Trial:
         return True, not _are_same(self._run(params, seed=1), together)
 
     def _chosen(self, params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """A few of each kind."""
+        """A few parameters of each kind."""
         settings = {
             param: tuple(
                 (key, value) for key, value in group.items() if isinstance(value, bool | str)
@@ -126,12 +127,12 @@ class Trial:
     def _run(
         self, params: Sequence[torch.Tensor], *, in_slices: bool = False, seed: int = 0
     ) -> list[torch.Tensor]:
-        """What steps make of small tensors like these parameters, and of their states."""
+        """The bits of small tensors like these parameters, and of their states, after steps."""
         try:
             return self._run_from({}, params, in_slices, seed)
         except OffloadError:
             raise
-        except Exception:  # some make their states before the first step, as Adagrad does
+        except Exception:  # some optimizers, such as Adagrad, make their states before the step
             states = {param: self._states_like(param) for param in params}
             return self._run_from(states, params, in_slices, seed)
 
@@ -156,7 +157,7 @@ class Trial:
         return [one for twin in twins.values() for one in _results(twin, optimizer.state[twin])]
 
     def _states_like(self, param: torch.Tensor) -> dict[str, Any]:
-        """Small states of a parameter, as it has them; none where they have shapes of their own."""
+        """Small states like those of a parameter; none if one has another shape than it."""
         found: dict[str, Any] = {}
         for key, value in self._optimizer.state.get(param, {}).items():
             if not isinstance(value, torch.Tensor) or not value.dim():
@@ -189,19 +190,19 @@ def _cut(shape: Sequence[int]) -> list[int]:
 
 
 def _random(like: torch.Tensor, numbers: torch.Generator) -> torch.Tensor:
-    """Random numbers in a small tensor of this one's type, where it is."""
+    """Random numbers in a small tensor of this one's type, on its device."""
     made = torch.randn(_cut(local_of(like).shape), generator=numbers)
     return made.to(like.device, like.dtype)
 
 
 def _small(param: torch.Tensor, numbers: torch.Generator) -> torch.Tensor:
-    """A small tensor that an optimizer takes for a parameter like this one."""
+    """A small tensor that an optimizer treats as it treats this parameter."""
     made = _random(param, numbers)
     if isinstance(param, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=param.requires_grad)
     own = vars(param).items()
     marks = {k: v for k, v in own if k[0] != "_" and not isinstance(v, torch.Tensor)}
-    vars(made).update(marks)  # some optimizers look for them
+    vars(made).update(marks)  # attributes that some optimizers read
     return made
 
 
@@ -238,7 +239,7 @@ def _copy_of(
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of what an optimizer has; itself where it is large or cannot be copied."""
+    """A copy of an attribute of an optimizer; itself if it is large or cannot be copied."""
     if isinstance(value, torch.nn.Module):
         return value
     try:

@@ -3,15 +3,15 @@
 
 Note [The window]
 At most `window_bytes` of states are in memory. The last buckets of a step stay there, and need
-neither a write nor a read: a step moves what does not fit, once out and once in, and nothing else.
-Steps go through the buckets in turn forwards and backwards, so that those that stayed come first:
-they are updated at once, and then all of the window is there to read ahead and to write behind.
+neither a write nor a read: a step writes and reads only what does not fit, each byte once. Steps go
+through the buckets forwards and backwards in turn, so the buckets that stayed come first: they are
+updated at once, and then the whole window is free for reads ahead and writes behind.
 
-This is memory of the device that the step runs on. An accelerator's is what a run is short of:
-there it is three buckets, of whatever size (one arrives, one is updated, one leaves), and none
-between steps. `open.py` puts what --optimizer-state-window asks for into page-locked host memory
-instead, as the first tier: what it holds it keeps, so that again a step moves to the drives and
-back only what does not fit. Copies over the link overlap the update of the bucket before.
+The window is in the memory of the device that runs the step. On an accelerator that is three
+buckets during the step (one is read, one is updated, one is written) and none between steps. There,
+`open.py` puts what --optimizer-state-window asks for into page-locked host memory, as the first
+tier. What is in that tier stays, so again a step writes to the drives and reads back only what does
+not fit. Copies between host and device overlap the update of the previous bucket.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Window:
 
     Args:
         buckets: all, in the optimizer's order; may grow between steps.
-        copies: brings them and puts them away.
+        copies: brings buckets and puts them away.
         device: in whose memory buckets are.
-        window_bytes: that they may take there; one bucket always may, of an accelerator three.
-        expected_bytes: of a bucket, before the first step as well.
+        window_bytes: that they may take there; one bucket always may, on an accelerator three.
+        expected_bytes: returns the bytes of a bucket, before the first step as well.
     """
 
     def __init__(
@@ -54,23 +54,23 @@ class Window:
         self._copies = copies
         self._device = device
         self._expected_bytes = expected_bytes
-        self._goes_up = False  # the order of the last step
+        self._goes_up = False  # whether the last step went from the first bucket to the last
 
     # -- A step -----------------------------------------------------------------------------------
 
     def begin_step(self) -> Iterator[Bucket]:
-        """All buckets, in the order of the step that begins: against that of the last one."""
+        """All buckets, in the order of the step that begins: the reverse of the last step's."""
         self._goes_up = not self._goes_up
         self._copies.refused_bytes = 0
         return self._in_order(self._goes_up)
 
     def prefetch(self) -> None:
-        """Begins to read what the next step needs first, as far as there is room."""
+        """Starts to read what the next step needs first, as far as there is room."""
         order = self._in_order(not self._goes_up)
         self.read_ahead(collections.deque(one for one in order if one.where is Where.ON_TIER))
 
     def end_step(self) -> None:
-        """Warns once of what no tier took."""
+        """Warns once about states for which no tier had room."""
         window = format_size(self._room_bytes)
         self._copies.warn_of_refused(f"beside the window of {window} (--optimizer-state-window)")
 
@@ -78,13 +78,13 @@ class Window:
         return iter(self._buckets) if goes_up else reversed(self._buckets)
 
     def first_to_stay(self, buckets: Sequence[Bucket]) -> int:
-        """From which one on the buckets of a step stay in memory. Others come beside them."""
+        """Index of the first bucket that stays in memory after the step."""
         sizes = [self._expected_bytes(one) for one in buckets]
         beside = 1 if self._device.is_host else ON_DEVICE
         return first_to_stay(sizes, self._room_bytes, beside)
 
     def read_ahead(self, ahead: collections.deque[Bucket]) -> None:
-        """Begins to read the next buckets, as many as there is room for, and takes them out."""
+        """Starts to read the next buckets, while there is room, and removes them from `ahead`."""
         while ahead:
             bucket = ahead[0]
             bucket.take_back()
@@ -93,22 +93,22 @@ class Window:
                     return
                 try:
                     bucket.begin_read()
-                except Exception:  # whoever needs it tries again, and says so
+                except Exception:  # the use of it reads again, and reports the error
                     return
             ahead.popleft()
 
     # -- A bucket ---------------------------------------------------------------------------------
 
     def bring(self, bucket: Bucket, ahead: collections.deque[Bucket] | None = None) -> None:
-        """Has a bucket in memory, where the calling thread's next operations may use it.
+        """Brings a bucket to memory, so that the calling thread's next operations may use it.
 
         Args:
-            bucket: needed now; nowhere if it has no states yet, and then there is room for them.
-            ahead: needed after it, to be read as soon as there is room.
+            bucket: needed now; if it has no states yet, waits for room for them.
+            ahead: needed after it; read as soon as there is room.
 
         Raises:
             LostStateError: it could not be read back.
-            torch.OutOfMemoryError: as torch has raised it.
+            torch.OutOfMemoryError: no memory for it, even after reads ahead were given up.
         """
         bucket.take_back()
         if bucket.storage is None:
@@ -117,7 +117,7 @@ class Window:
             self._copies.bring(bucket, functools.partial(self._bring, bucket, ahead))
 
     def _bring(self, bucket: Bucket, ahead: collections.deque[Bucket] | None) -> None:
-        """As `Bucket.bring`; what is needed next is read ahead meanwhile."""
+        """`Bucket.bring`; reads ahead meanwhile."""
 
         def is_there() -> bool:
             if ahead:
@@ -129,12 +129,12 @@ class Window:
         bucket.bring()
 
     def put_away(self, bucket: Bucket) -> None:
-        """Writes a bucket to the first tier that takes it; where none does, it stays."""
-        if bucket.where is not Where.NOWHERE:  # else the optimizer keeps nothing of its parameters
+        """Starts to write a bucket to the first tier that has room; else it stays in memory."""
+        if bucket.where is not Where.NOWHERE:  # else the optimizer has no states for it
             self._copies.put_away(bucket)
 
     def keep(self, bucket: Bucket) -> None:
-        """Puts a bucket away that has come to memory, unless there is room for it."""
+        """Puts a bucket in memory away, unless the window has room for it."""
         if bucket.layout is None:
             bucket.forget()
         elif not self._has_room(0):
@@ -145,7 +145,7 @@ class Window:
 
     @property
     def _room_bytes(self) -> int:
-        """Of the window; on an accelerator the three largest buckets fit, or nothing overlaps."""
+        """Bytes of the window; on an accelerator at least three buckets, so that copies overlap."""
         if self._device.is_host:
             return self.window_bytes
         return max(self.window_bytes, ON_DEVICE * max(map(self._expected_bytes, self._buckets)))
@@ -154,5 +154,5 @@ class Window:
         return self._copies.memory_bytes + num_bytes <= self._room_bytes
 
     def wait_for_room(self, num_bytes: int) -> None:
-        """Writes that end make room. Where none is under way, the window is exceeded."""
+        """Blocks until writes have made room. If no write is under way, exceeds the window."""
         self._copies.wait_until(lambda: self._has_room(num_bytes) or not self._copies.is_writing)
