@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a drive gets at the bytes of a storage: `InPlace`, or `Staged` through host memory.
+"""How a drive reads and writes the bytes of a storage: `InPlace`, or `Staged` through host memory.
 
 The SSD tier asks for a `View` of each storage that it writes or reads. In place, the drive works on
-the tensor's own memory. Staged, an aligned host buffer stands in between, and the device copies
-each piece before the drive writes it or after it has read it.
+the tensor's own memory. Staged, the device copies each piece to an aligned host buffer before the
+drive writes it, or from the buffer after the drive has read it.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from megatron.offload.tiers.staging import PIECE_BYTES, StagingPool
 class View(Protocol):
     """One storage as a drive sees it, for one transfer. Keeps the memory alive.
 
-    Every part of the body is read by an I/O thread of its own, and written by one after the other,
-    which go through one of the iterators and close it.
+    For each part of the body one I/O thread reads, or several threads write one after another; each
+    goes through one of the iterators and closes it.
     """
 
     cut: Cut  # only the body goes to the drive
-    piece_bytes: int  # of each piece to write but a part's last; of those to fill, it is a divisor
+    piece_bytes: int  # of each piece to write but a part's last; divides those of pieces to fill
 
     @property
     def events(self) -> Sequence[Any] | None:
-        """Of a view that was filled: see `Transfer.events`."""
+        """For a view that was filled: see `Transfer.events`."""
         ...
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[Any, None, None]:
-        """Yields the memory of a part of the body, in order; each piece lasts until the next.
+        """Yields the memory of a part of the body, in order; a piece is valid until the next one.
 
         Raises:
-            RuntimeError: as `check`.
+            RuntimeError: see `check`.
         """
         ...
 
     def pieces_to_fill(self, start: int, num_bytes: int) -> Generator[Any, None, None]:
-        """Yields memory for a part of the body, in order; each piece is filled before the next.
+        """Yields memory for a part of the body, in order; the caller fills a piece before the next.
 
-        Its pieces may be longer than those to write: nothing overtakes a read.
+        Its pieces may be longer than those to write, because nothing interrupts a read.
 
-        When the iterators of all parts have come to their ends, the storage holds the bytes; on a
-        device after `events`, which are complete then.
+        When the iterators of all parts have ended, the storage holds the bytes; on a device after
+        `events`, which are complete then.
         """
         ...
 
     def memory(self, start: int, num_bytes: int) -> memoryview | None:
-        """A part of the body where it is, for a drive; None: it is in no host memory.
+        """The memory of a part of the body, for a drive; None: it is not in host memory.
 
         Raises:
-            RuntimeError: as `check`.
+            RuntimeError: see `check`.
         """
         ...
 
@@ -68,20 +68,20 @@ class View(Protocol):
 
 
 class Access(Protocol):
-    """How a tier gets views of storages: in place, or staged."""
+    """How a tier makes views of storages: in place, or staged."""
 
     def for_writing(self, source: torch.UntypedStorage, after: Any) -> View:
-        """Makes a view of a storage whose producer the device has passed after an event."""
+        """Makes a view of a storage whose kernels the device has finished after an event."""
         ...
 
     def for_reading(
         self, cut: Cut, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, View]:
-        """Makes a fresh storage and the view that fills it; `cut` is that of the written view.
+        """Makes a new storage and the view that fills it; `cut` is that of the written view.
 
         Args:
             cut: of the written view.
-            into: the storage to fill in place of a fresh one; see `Tier.begin_read`.
+            into: the storage to fill instead of a new one; see `Tier.begin_read`.
         """
         ...
 
@@ -90,9 +90,9 @@ class InPlace:
     """The drive works on the tensor's own memory, for devices whose memory is host memory.
 
     Args:
-        alignment: what the files ask for.
-        in_pages: what is read back is large and stays, as optimizer states do: each storage has
-            pages of its own. Else what comes and goes within a step reuses a region.
+        alignment: that the files require.
+        in_pages: what is read back is large and stays long, as optimizer states do: each storage
+            gets pages of its own. Otherwise storages of one step reuse a region.
     """
 
     def __init__(self, alignment: Alignment, *, in_pages: bool = False) -> None:
@@ -100,15 +100,15 @@ class InPlace:
         self._restored = None if in_pages else RestoredMemory()
 
     def for_writing(self, source: torch.UntypedStorage, after: None) -> View:
-        """Makes a view of the tensor's own memory; the edges beside the body are copied now."""
+        """Makes a view of the tensor's own memory; copies the edges beside the body now."""
         if self._restored is not None:
-            self._restored.trim()  # forward has no use for the memory of the last backward pass
+            self._restored.trim()  # forward does not need the memory of the last backward pass
         return _InPlaceView(source, cut(source.data_ptr(), source.nbytes(), self._alignment))
 
     def for_reading(
         self, cut: Cut, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, View]:
-        """Makes a storage aligned as its source was, so that the same cut fits it, and its view."""
+        """Makes a storage with its source's alignment, so that the cut fits, and its view."""
         target = self._new_storage(cut) if into is None else into
         address = target.data_ptr()
         if cut.head:
@@ -118,7 +118,7 @@ class InPlace:
         return target, _InPlaceView(target, cut)
 
     def _new_storage(self, cut: Cut) -> torch.UntypedStorage:
-        """Like `aligned_storage`, in a region of its own as long as that has room, or in pages."""
+        """Like `aligned_storage`, in a region of its own while that has room, or in pages."""
         head_bytes, alignment = len(cut.head), self._alignment
         if self._restored is not None:
             found = self._restored.new_storage(cut.num_bytes, head_bytes, alignment.memory)
@@ -136,7 +136,7 @@ class _InPlaceView:
         self._address = storage.data_ptr()
         self._body_address = self._address + len(cut.head)
         self.cut = cut
-        # Made here, in the thread that starts transfers: those that move bytes are fewer then.
+        # Made here, in the dispatcher's thread, because the I/O threads have less time.
         self._body = memory_at(self._body_address, cut.body_bytes) if cut.body_bytes else None
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
@@ -150,7 +150,7 @@ class _InPlaceView:
     def memory(self, start: int, num_bytes: int) -> memoryview | None:
         storage = self._storage
         if storage.data_ptr() != self._address or storage.nbytes() != self.cut.num_bytes:
-            self.check()  # says which
+            self.check()  # raises the right error
         return None if self._body is None else self._body[start : start + num_bytes]
 
     def check(self) -> None:
@@ -164,13 +164,13 @@ class Staged:
 
     See Note [Staging in pieces].
 
-    The device's memory is let go when the drive has the last byte: there is never a whole copy.
-    Where page-locked memory is to be spent on whole copies, a `BouncingTier` is asked first.
+    The device's memory is freed when the drive has the last byte: there is never a copy of all of
+    it. A `BouncingTier` is used where page-locked memory may hold whole copies.
 
     Args:
-        alignment: what the files ask for.
+        alignment: that the files require.
         device: where the storages are.
-        pool: has a buffer for each I/O thread, and some that are copied from.
+        pool: with a buffer for each I/O thread, and some more that are copied from.
     """
 
     def __init__(self, alignment: Alignment, device: Device, pool: StagingPool) -> None:
@@ -179,7 +179,7 @@ class Staged:
         self._pool = pool
 
     def for_writing(self, source: torch.UntypedStorage, after: Any) -> View:
-        """Makes a view whose body is the whole storage, filled up to what the files ask for."""
+        """Makes a view whose body is the whole storage, rounded up to the files' alignment."""
         granule = self._alignment.offset
         body_bytes = -(-source.nbytes() // granule) * granule
         cut = Cut(source.nbytes(), b"", body_bytes, b"")
@@ -216,16 +216,16 @@ class _StagedView:
     def check(self) -> None:
         check_size(self._storage, self.cut.num_bytes)
 
-    # The body may reach beyond the storage's end. What is copied ends there.
+    # The body may reach beyond the storage's end. Copies end with the storage.
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[memoryview, None, None]:
-        # Here, and not on the device: see Note [Who waits for whom] in `device.py`.
+        # The host waits, not the device: see Note [Who waits for whom] in `device.py`.
         self._device.wait_for_event(self._after)
         for piece in _pieces(start, num_bytes, self.piece_bytes):
             with self._pool.buffer() as buffer:
                 self.check()
                 copied = self._device.copy_to_host(self._storage, buffer.address, None, piece)
-                buffer.event = copied  # for who takes it next, should this wait be interrupted
+                buffer.event = copied  # the next user waits for it if Ctrl-C ends this wait
                 self._device.wait_for_event(copied)
                 buffer.event = None
                 yield memory_at(buffer.address, piece.stop - piece.start)
@@ -237,11 +237,11 @@ class _StagedView:
                 yield memory_at(buffer.address, piece.stop - piece.start)
                 copied = self._device.copy_from_host(buffer.address, self._storage, piece)
                 buffer.event = copied
-        self.events.append(copied)  # those of the pieces before have come when this one has
+        self.events.append(copied)  # copies run in order, so the earlier ones have ended too
 
 
 def _pieces(start: int, num_bytes: int, piece_bytes: int) -> Iterator[slice]:
-    """A range of bytes, cut into pieces."""
+    """A range of bytes, in pieces."""
     stop = start + num_bytes
     while start < stop:
         end = min(start + piece_bytes, stop)
@@ -252,7 +252,7 @@ def _pieces(start: int, num_bytes: int, piece_bytes: int) -> Iterator[slice]:
 def check_size(storage: torch.UntypedStorage, num_bytes: int) -> None:
     """Raises RuntimeError if a storage was freed or resized since it was saved.
 
-    Recomputation does that: it frees what it will make again, so there is nothing to write.
+    Recomputation does that: it frees what it will compute again, so there is nothing to write.
     """
     if storage.nbytes() != num_bytes:
         raise RuntimeError("the storage was resized before it could be written")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory for a tier: `HostArena`, one mapping that hands out ranges of exact size.
 
-The host tier, the pool before the drives and the staging buffers each have one. Address space for
-the whole budget is reserved at once, memory is committed as it is touched and stays for reuse until
-the arena is closed. Sizes are rounded up to pages and to nothing else: torch's own pinned allocator
-rounds up to powers of two, which can double the memory (pytorch#95823). It never moves a byte and
-knows nothing of tensors.
+The host tier, the pool before the drives and the staging buffers have one each. It reserves address
+space for the whole budget at once; the system commits memory when it is touched, and the arena
+keeps it for reuse until it is closed. It rounds sizes up to pages only: torch's own pinned
+allocator rounds up to powers of two, which can double the memory (pytorch#95823). It never moves a
+byte and knows no tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 
 logger = logging.getLogger(__name__)
 
-GROWTH_BYTES = 256 * MIB  # at a time, so that pinning costs once per range and not per tensor
+GROWTH_BYTES = 256 * MIB  # pinned at a time, because each call costs much whatever its size
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has no name for it before 3.12
 
 
@@ -35,14 +35,14 @@ class HostArena:
 
     Args:
         budget_bytes: never exceeded; 0: nothing ever fits.
-        device: if it pins host memory, the arena is page-locked for it, in steps as it grows.
-            None: it is pageable. To page-lock a step takes a tenth of a second, so the next one is
-            locked by a thread of its own when less than one is free.
+        device: if it pins host memory, the arena page-locks its memory, in steps as it grows.
+            None: the memory is pageable. Page-locking a step takes a tenth of a second, so a thread
+            of its own locks the next step when less than one step is free.
         purpose: what it is for, in sentences.
-        flag: that sets its budget, by what its name ends in.
+        flag: the end of the name of the flag that sets its budget.
 
     Raises:
-        ConfigurationError: no address space of that size.
+        ConfigurationError: the system has no address space of that size.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class HostArena:
         self._flag = purpose.flag(flag)
         self.budget_bytes = budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._pinned_for = device if device is not None and device.pins_host_memory else None
-        self.growth_failed = False  # it stopped growing although budget was left
+        self.growth_failed = False  # whether it stopped growing although budget was left
         self._extents = ExtentAllocator(mmap.PAGESIZE)
         self._freed: collections.deque[int] = collections.deque()  # taken in by the next allocation
-        # One thread at a time grows the arena. Held for as long as the system takes to pin a range;
-        # the lock below is taken under it.
+        # A thread that grows the arena holds it for as long as the system takes to pin a range, and
+        # takes the lock below under it.
         self._growing = threading.Lock()
         # Protects the extents and all below. Held for microseconds; no other is taken under it.
         self._lock = threading.Lock()
-        self._grows_ahead = self._pinned_for is not None  # False once that was refused, or closed
+        self._grows_ahead = self._pinned_for is not None  # False after a refusal or `close`
         self._ahead: threading.Thread | None = None  # pins the next step
         self._closed = False
         self._pinned_addresses: list[int] = []
@@ -74,11 +74,11 @@ class HostArena:
         )
         self._address = 0
         if self._mapping is not None:
-            # For a moment only: as long as such a view exists, the mapping cannot be closed.
+            # For a moment only: while such a view exists, the mapping cannot be closed.
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         if self._pinned_for is not None:
-            # Of an arena that is dropped and was not closed, as its owner's close had failed: what
-            # the driver takes for pinned must not be the memory of others.
+            # For an arena that is dropped without `close`: the driver must not take memory for
+            # pinned that the system has given to other owners.
             weakref.finalize(self, _unpin, self._pinned_for, self._pinned_addresses, self._mapping)
 
     @property
@@ -88,7 +88,7 @@ class HostArena:
 
     @property
     def size_bytes(self) -> int:
-        """What the arena has grown to, taken or free; at most as much memory is committed."""
+        """What the arena has grown to, taken or free; at most this much memory is committed."""
         return self._extents.size_bytes
 
     @property
@@ -99,7 +99,7 @@ class HostArena:
             return self._extents.used_bytes
 
     def allocate(self, num_bytes: int) -> int | None:
-        """The offset of a free range, growing where there is none; None: the budget is used up.
+        """The offset of a free range; grows the arena if needed. None: the budget is used up.
 
         Raises:
             RuntimeError: the arena is closed.
@@ -125,7 +125,7 @@ class HostArena:
                 )
                 try:
                     self._ahead.start()
-                except RuntimeError:  # the system gives us no more threads: who needs room, grows
+                except RuntimeError:  # the system starts no more threads: `allocate` grows then
                     self._ahead, self._grows_ahead = None, False
             return offset
 
@@ -134,11 +134,11 @@ class HostArena:
         self._freed.append(offset)
 
     def address(self, offset: int) -> int:
-        """Where an allocated range begins in memory, until it is freed or the arena closed."""
+        """The address of an allocated range, valid until it is freed or the arena closed."""
         return self._address + offset
 
     def forkable(self, offset: int, num_bytes: int) -> object:
-        """Lets processes that are forked have an allocated range, as long as this lives."""
+        """Lets child processes inherit an allocated range, as long as the result lives."""
         found = self._forkable.get(offset)
         if found is None:
             assert self._mapping is not None
@@ -146,12 +146,12 @@ class HostArena:
         return found
 
     def keep_mapped(self) -> object:
-        """The memory stays where it is, even once the arena is closed, as long as this lives."""
+        """Keeps the memory mapped, even after `close`, as long as the result lives."""
         assert self._mapping is not None
         return memoryview(self._mapping)
 
     def close(self) -> None:
-        """Gives all memory back to the system. Nobody may use a range that is not `keep_mapped`."""
+        """Returns all memory to the system; only ranges of `keep_mapped` may be used after it."""
         with self._lock:
             self._closed, self._grows_ahead = True, False
             ahead = self._ahead
@@ -161,11 +161,11 @@ class HostArena:
             if self._pinned_for is not None:
                 _unpin(self._pinned_for, self._pinned_addresses)
             if self._mapping is not None:
-                with contextlib.suppress(BufferError):  # somebody keeps it mapped
+                with contextlib.suppress(BufferError):  # a caller of `keep_mapped` holds it
                     self._mapping.close()
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Grows for a request; whether there is room now, unless others take it at once."""
+        """Grows for a request; whether it may fit now (another thread may take the room)."""
         with self._growing:
             with self._lock:
                 missing = self._extents.round_up(num_bytes)
@@ -185,12 +185,12 @@ class HostArena:
 
     @property
     def _is_short(self) -> bool:
-        """Called under the lock. Whether the next step is to be pinned ahead of need."""
+        """Called under the lock. Whether to pin the next step ahead of need."""
         free_bytes = self._extents.size_bytes - self._extents.used_bytes
         left_bytes = self.budget_bytes - self._extents.size_bytes
         return self._grows_ahead and free_bytes < GROWTH_BYTES and left_bytes > 0
 
-    # Runs in a thread of its own, which waits for nothing but the system and who grows already.
+    # Runs in a thread of its own, which waits only for the system and for a thread that grows.
     def _grow_ahead(self) -> None:
         while True:
             with self._growing:
@@ -201,12 +201,12 @@ class HostArena:
                     left = self.budget_bytes - self._extents.size_bytes
                 try:
                     self._grow(min(GROWTH_BYTES, left), is_needed=False)
-                except RuntimeError:  # whoever needs room tries again, and says so
+                except RuntimeError:  # a thread that needs room tries again, and warns
                     with self._lock:
                         self._grows_ahead = False
 
     def _grow(self, num_bytes: int, is_needed: bool = True) -> None:
-        """Called by who may grow it. Raises RuntimeError if it could not be pinned."""
+        """Called under `_growing`. Raises RuntimeError if the system does not pin the memory."""
         if self._pinned_for is not None:
             self._pin(self._pinned_for, num_bytes, is_needed)
         with self._lock:
@@ -222,8 +222,8 @@ class HostArena:
             if not is_needed:
                 raise
             logger.warning(
-                "%s%s more of host memory could not be pinned (%s); the %s that is pinned is used "
-                "on, and what does not fit goes elsewhere; raise the limit of locked memory "
+                "%s%s more of host memory could not be pinned (%s); the %s that is pinned stays in "
+                "use, and what does not fit goes elsewhere; raise the limit of locked memory "
                 "(ulimit -l) or of the container's memory (cgroup), or set a smaller %s",
                 self._purpose.prefix,
                 format_size(num_bytes),
@@ -241,13 +241,13 @@ class HostArena:
 
 
 def _unpin(device: Device, addresses: list[int], _: mmap.mmap | None = None) -> None:
-    """Ends what `pin` began, as long as the memory is mapped."""
+    """Unpins what `pin` pinned; the memory is still mapped."""
     while addresses:
         device.unpin(addresses.pop(0))
 
 
 class _Forkable:
-    """A range that forked processes get; they share its pages until somebody writes to them."""
+    """A range that child processes inherit; they share its pages until a process writes to them."""
 
     def __init__(self, mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
         self._range = mapping, offset, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -273,7 +273,7 @@ def _reserve(num_bytes: int, purpose: Purpose, flag: str) -> mmap.mmap:
             f"a smaller {flag}, or raise the limit (ulimit -v, "
             "vm.overcommit_memory)"
         ) from None
-    # A data loader's forked worker would keep a copy of every page that is written after the fork.
+    # Without this, forked data loader workers keep a copy of every page written after the fork.
     mapping.madvise(mmap.MADV_DONTFORK)
     prefer_huge_pages(mapping)
     return mapping

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a drive or a link really is, under the load that it has: `BandwidthMeter`.
+"""How fast a drive or a link is under its present load: `BandwidthMeter`.
 
 Tiers put every transfer into a `with` of `moving`; striping, the split between tiers and the
 reports read the result. Time counts while at least one transfer runs, so idle drives do not look
@@ -31,7 +31,7 @@ class BandwidthMeter:
 
     @classmethod
     def side_by_side(cls, meters: Iterable[BandwidthMeter]) -> BandwidthMeter:
-        """The sum of several that work at the same time, as it stands now."""
+        """The sum of several meters that work at the same time, as it is now."""
         total = cls()
         for meter in meters:
             total.total_bytes += meter.total_bytes
@@ -41,7 +41,7 @@ class BandwidthMeter:
         return total
 
     def count(self, num_bytes: int) -> None:
-        """Adds bytes to the total whose transfer is `moving` later, which does not add them."""
+        """Adds bytes to the total now; their transfer calls `moving` with `is_counted` later."""
         with self._lock:
             self.total_bytes += num_bytes
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Page-locked memory between a device and its drives: `BouncingTier`.
 
-An SSD tier for devices with memory of their own. What is written leaves the device at the pace of
-the link to the host and goes to the drives from there, by itself: device memory is free as soon as
-the copy has ended, bursts are taken up, and what is needed soon again comes back from here.
+An SSD tier for devices with memory of their own. Writes leave the device at the speed of the link
+to the host, and the pool's bytes go to the drives from there: device memory is free as soon as the
+copy has ended, the pool absorbs bursts, and what is needed soon again is read from the pool.
 
 Note [Bytes in the pool]
 A storage for which the pool has room is copied to it as a whole; that copy is its transfer. Then
-its bytes are written to the drives, which nobody waits for. As long as they are in the pool a read
-takes them from there, and the write is given up: as a rule the storage is gone once it was used.
-What the drives refuse stays in the pool until its block is freed, so nothing is lost.
-Where the pool has no room, storages go through staging buffers and their device memory is kept
-until the drives have them: see Note [Staging in pieces] in `staging.py`. So the pool may be small,
-and with none of it only that way is left.
+its bytes are written to the drives, and no thread waits for that write. While they are in the pool,
+a read copies them from there and cancels the write: usually the storage dies after this use. What
+the drives refuse stays in the pool until its block is freed, so nothing is lost.
+If the pool has no room, storages pass through staging buffers and keep their device memory until
+the drives have them: see Note [Staging in pieces] in `staging.py`. So the pool may be small, and
+without one all storages take that way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.offload.tiers.transfer import Transfer
 
 
 class PoolRange:
-    """Memory of the pool; it is free for others when nobody refers to this any more."""
+    """Memory of the pool; it is free again when nothing refers to this object any more."""
 
     def __init__(self, arena: HostArena, offset: int) -> None:
         self._arena = arena
@@ -52,8 +52,8 @@ class BouncingBlock(Block):
     """Where the bytes of one storage are: in the pool, on the drives, or both.
 
     Attributes:
-        on_drives: where they are to be on the drives, or are.
-        in_pool: None once the drives have them.
+        on_drives: where the bytes are on the drives, or will be.
+        in_pool: where they are in the pool; None once the drives have them.
         write: to the drives; None: it has not begun.
     """
 
@@ -69,17 +69,17 @@ class BouncingBlock(Block):
 
 
 class BouncingTier(SsdTier):
-    """An SSD tier whose writes pass through page-locked memory, as far as that has room.
+    """An SSD tier whose writes pass through page-locked memory, while that has room.
 
     Takes the arguments of `SsdTier`.
 
     Args:
         directories: existing directories, each on an SSD of its own.
         device: with memory of its own.
-        pool_bytes: of page-locked memory, at most; pinned as it is needed.
+        pool_bytes: the most page-locked memory; pinned as it is needed.
 
     Raises:
-        ConfigurationError: as `SsdTier`; or there is no address space of that size.
+        ConfigurationError: as `SsdTier`; or the system has no address space of that size.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class BouncingTier(SsdTier):
         self._pool: HostArena | None = None
         # Protects what follows. Held for a few instructions; no other lock is taken under it.
         self._changed = Condition()
-        self._num_leaving = 0  # storages in the pool that the drives are to get
+        self._num_leaving = 0  # storages in the pool that are to be written to the drives
         super().__init__(directories, device=device, **options)
         try:
             assert self._staging is not None
             self._piece_bytes = self._staging.piece_bytes  # checksums are of pieces
             self._pool = HostArena(pool_bytes, device, self._purpose, flag="pinned")
-            self._copies = ByDevice(device, TierStatistics(), self._purpose)  # its own: of drives
+            self._copies = ByDevice(device, TierStatistics(), self._purpose)  # not the drives' own
         except BaseException:
             self.close()
             raise
@@ -119,7 +119,7 @@ class BouncingTier(SsdTier):
         copy = self._copies.begin_write(source, in_pool.address, after, in_pool)
         with self._changed:
             self._num_leaving += 1
-        # Until the copy has ended no drive's queue has them, and other storages are spread by then.
+        # The drives' queues have them only after the copy, and striping looks at the queues now.
         for extent in extents:
             extent.drive.expect(extent.num_bytes)
         reference = weakref.ref(block)
@@ -129,7 +129,7 @@ class BouncingTier(SsdTier):
     def begin_read(
         self, block: Block, deadline: float = 0.0, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """Starts to read a block, from the pool where it is still there."""
+        """Starts to read a block, from the pool while it is there."""
         if not isinstance(block, BouncingBlock):
             return super().begin_read(block, deadline, into)
         in_pool, write = block.in_pool, block.write
@@ -143,13 +143,13 @@ class BouncingTier(SsdTier):
         return self._copies.begin_read(in_pool.address, block.num_bytes, deadline, in_pool)
 
     def free(self, block: Block) -> None:
-        """Gives up the write, and space that nobody uses any more. Finalizers call it."""
+        """Cancels the write and frees the block's space. Finalizers call it."""
         if not isinstance(block, BouncingBlock):
             super().free(block)
             return
         if block.write is not None:
             block.write.abandon()
-        block.on_drives = block.in_pool = block.write = None  # a write that runs holds its own
+        block.on_drives = block.in_pool = block.write = None  # a running write holds its own
 
     def view(self, block: Block) -> torch.UntypedStorage:
         """The bytes of a block, in the pool or in their files."""
@@ -164,14 +164,14 @@ class BouncingTier(SsdTier):
         return super().view(block.on_drives)
 
     def renew(self, block: Block) -> None:
-        """As `SsdTier`; what is in the pool has no checksums."""
+        """See `SsdTier`; bytes in the pool have no checksums."""
         if not isinstance(block, BouncingBlock):
             super().renew(block)
         elif block.in_pool is None and block.on_drives is not None:
             super().renew(block.on_drives)
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
-        """Blocks until what is in the pool has come to the drives, was refused or given up."""
+        """Blocks until what is in the pool was written to the drives, refused or cancelled."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_leaving, timeout_s)
 
@@ -197,7 +197,7 @@ class BouncingTier(SsdTier):
         extents: Sequence[Extent],
         copied: Transfer,
     ) -> None:
-        """A copy to the pool has ended: its bytes go on, if somebody wants them."""
+        """A copy to the pool has ended: starts to write its bytes, if the block is still alive."""
         for extent in extents:
             extent.drive.expect(-extent.num_bytes)
         block = reference()
@@ -209,16 +209,16 @@ class BouncingTier(SsdTier):
         view = _PoolView(in_pool, on_drives.cut, self._piece_bytes)
         try:
             write = self._write_body(view, on_drives)
-        except Exception:  # the drives' threads are gone, say: the bytes stay where they are
+        except Exception:  # e.g. the drives' threads have ended: the bytes stay in the pool
             self._left()
             return
         block.write = write
         del block, on_drives, in_pool, view
         write.add_done_callback(lambda written: self._on_drives(reference, written))
 
-    # Runs in an I/O thread, as a rule.
+    # Usually runs in an I/O thread.
     def _on_drives(self, reference: weakref.ref[BouncingBlock], written: Transfer) -> None:
-        """A write to the drives has ended: if well, the memory in the pool is free."""
+        """A write to the drives has ended; if it did not fail, frees the memory in the pool."""
         block = reference()
         if block is not None and not written.cancelled() and written.exception() is None:
             block.in_pool = None
@@ -251,4 +251,4 @@ class _PoolView:
         return memory_at(self._in_pool.address + start, num_bytes)
 
     def check(self) -> None:
-        """The memory is nobody else's."""
+        """Does nothing: no other owner can free or resize the memory."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of what is written: of activations if asked for, of optimizer states always.
+"""Checksums of what is written: of activations if the user asks for it, of optimizer states always.
 
-XXH3 (64 bits) from the package `xxhash`: faster than any SSD, and it releases the interpreter
-lock. It finds accidents (a flipped bit, a lost or misplaced write), not attacks.
+XXH3 (64 bits) from the package `xxhash`: faster than any SSD, and it releases the interpreter lock.
+It detects accidents (a flipped bit, a lost or misplaced write), not attacks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def load_checksum(purpose: Purpose = ACTIVATIONS) -> Checksum:
     """Returns the function that computes the 64-bit XXH3 checksum of a memoryview.
 
     Raises:
-        ConfigurationError: the package that computes it is not installed.
+        ConfigurationError: the package `xxhash` is not installed.
     """
     try:
         import xxhash
@@ -32,9 +32,9 @@ def load_checksum(purpose: Purpose = ACTIVATIONS) -> Checksum:
 
 
 def checksum_in_parts(parts: Iterable[memoryview]) -> int:
-    """The checksum of parts one behind the other, each of which is used before the next is asked.
+    """The checksum of consecutive parts, each of which is read before the next is asked for.
 
-    The same as of all their bytes at once; `load_checksum` has found the package.
+    Equal to that of all their bytes at once; `load_checksum` has found the package.
     """
     import xxhash
 

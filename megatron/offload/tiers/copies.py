@@ -2,8 +2,8 @@
 """Copies of whole storages between a device and host memory: `ByThreads` and `ByDevice`.
 
 The host tier has one of the two, the pool before the drives (`bounce.py`) a `ByDevice`. On a CPU a
-copy takes a thread for as long as it lasts. A device with memory of its own takes it from a queue,
-and a thread only notices its end: see Note [Who waits for whom] in `device/device.py`.
+copy occupies a thread. A device with memory of its own runs copies from a queue, and a thread only
+notices their ends: see Note [Who waits for whom] in `device/device.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostCopies(Protocol):
-    """Copies whole storages. Whoever owns the host memory is kept until a copy has ended."""
+    """Copies whole storages. Each copy keeps the owner of the host memory alive until it ends."""
 
     def begin_write(
         self, source: torch.UntypedStorage, address: int, after: Any, owner: object
@@ -46,9 +46,9 @@ class HostCopies(Protocol):
         owner: object,
         into: torch.UntypedStorage | None = None,
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """Starts to copy host memory into a fresh storage, or into one that is there.
+        """Starts to copy host memory into a new storage, or into `into`.
 
-        The smallest deadline goes first.
+        Reads with smaller deadlines go first.
         """
         ...
 
@@ -121,10 +121,10 @@ class ByThreads:
 
 
 class ByDevice:
-    """Copies that a device makes in the order in which they are queued, in each direction.
+    """Copies that a device runs in the order in which they are queued, in each direction.
 
-    A read's transfer has ended when the read is queued: compute waits for its event on the device.
-    A write's ends when the bytes have arrived.
+    The transfer of a read ends when the read is queued: compute waits for its event on the device.
+    The transfer of a write ends when the bytes have arrived.
 
     Args:
         device: with memory of its own.
@@ -140,7 +140,7 @@ class ByDevice:
         self._writes = CopyWatcher(device, statistics.writes, "to host memory", purpose)
         try:
             self._reads = CopyWatcher(device, statistics.reads, "from host memory", purpose)
-        except BaseException:  # the system starts no more threads
+        except BaseException:  # e.g. the system starts no more threads
             self._writes.close()
             raise
 
@@ -172,14 +172,14 @@ class ByDevice:
         self._reads.check_open()
         target = self._device.new_restored(num_bytes) if into is None else into
         copied = self._device.copy_from_host(address, target)
-        self._statistics.reads.count(num_bytes)  # the step may end before they have arrived
+        self._statistics.reads.count(num_bytes)  # the step may end before the bytes arrive
         self._reads.watch(copied, num_bytes, [owner], is_counted=True)
         transfer = ended()
         transfer.events = [copied]
         return target, transfer
 
     def close(self) -> None:
-        """Waits for what is under way; what is queued cannot be taken back from a device."""
+        """Waits for all copies; a device cannot cancel queued ones."""
         self._writes.close()
         self._reads.close()
 
@@ -192,15 +192,15 @@ class _Watched(NamedTuple):
     """A copy that is queued on the device."""
 
     copied: Any  # its event
-    kept: list[Any]  # what must not be freed before it has ended
+    kept: list[Any]  # what must not be freed before it ends
     transfer: Transfer
 
 
 class CopyWatcher:
     """A daemon thread that notices the ends of a stream's copies, in their order.
 
-    It waits for the device and for no other thread, and ends transfers. What calls back then may
-    take locks that are held for microseconds.
+    It waits for the device and for no other thread, and ends transfers. Their callbacks may take
+    locks that are held for microseconds.
 
     Args:
         device: that makes the copies.
@@ -240,17 +240,17 @@ class CopyWatcher:
         *,
         is_counted: bool = False,
     ) -> Transfer:
-        """A transfer that ends when a queued copy has.
+        """A transfer that ends when a queued copy ends.
 
-        One that is cancelled has ended at once. Its copy goes on, and keeps what it needs.
+        Cancelling ends it at once. The copy goes on, and keeps alive what it needs.
 
         Args:
             copied: the copy's event.
             num_bytes: that it copies.
             kept: what must not be freed before the end; emptied then.
             after: the event that the copy waits for, so that this wait is not counted.
-            check: called at the end; raises if what was copied is worth nothing.
-            is_counted: the meter has counted the bytes, and takes the time.
+            check: called at the end; raises if the copied bytes are not valid.
+            is_counted: the meter has counted the bytes already, and adds the time only.
         """
 
         def work() -> None:
@@ -272,21 +272,21 @@ class CopyWatcher:
 
     def _run(self) -> None:
         while True:
-            watched = None  # while this thread waits, it keeps nothing alive
+            watched = None  # while this thread waits, it must keep nothing alive
             try:
                 watched = self._queue.get()
                 if watched is None:
                     return
                 watched.transfer.run()
-                if watched.kept:  # it failed, or nobody wants it any more
+                if watched.kept:  # the transfer failed or was cancelled; the copy goes on
                     self._device.wait_for_event(watched.copied)
-            except BaseException as error:  # also from outside: nobody could take this one's place
-                # Not the error itself: who keeps log records would keep its traceback too.
+            except BaseException as error:  # any error: no other thread would do this one's work
+                # Not the error itself: a handler that stores records would keep its traceback.
                 reason = repr(error)
                 logger.warning("%sa copy's end was not noticed: %s", self._prefix, reason)
                 if watched is not None:
                     watched.transfer.fail("the thread that watches copies was interrupted")
-                    with contextlib.suppress(Exception):  # of the device: then nothing runs there
+                    with contextlib.suppress(Exception):  # an error of the device: no copy runs
                         self._device.wait_for_event(watched.copied)
             if watched is not None:
                 watched.kept.clear()

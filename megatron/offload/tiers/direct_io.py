@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What direct I/O (O_DIRECT) asks of a file, and how a buffer is cut to meet it.
+"""What direct I/O (O_DIRECT) requires of a file, and how a buffer is cut to meet it.
 
 The SSD tier calls it. Direct I/O moves bytes between memory and drive without the page cache, but
-only between aligned addresses. A torch tensor's memory starts 64 bytes past a page, so a tensor is
-cut in three: a short head up to the first aligned address, the aligned body, a short tail. Only
-the body goes to the drive, straight from the tensor's own memory; the two edges (under 5 KiB)
-stay in memory with the record. No byte is copied through a staging buffer.
+only between aligned addresses. The memory of a torch tensor starts 64 bytes past a page, so a
+tensor is cut in three: a short head up to the first aligned address, the aligned body, a short
+tail. Only the body goes to the drive, straight from the tensor's own memory; the two edges (under
+5 KiB) stay in memory with the record. No byte is copied through a staging buffer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.offload.tiers.mapped import storage_at
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _MASK_AT, _MEM_ALIGN_AT, _OFFSET_ALIGN_AT = 0x00, 0x98, 0x9C  # struct statx
-_UNKNOWN_ALIGNMENT = 4096  # where the kernel does not say: a page suits every drive
+_UNKNOWN_ALIGNMENT = 4096  # if the kernel does not say: a page suits every drive
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Cut:
 
     num_bytes: int  # of the storage
     head: bytes
-    body_bytes: int  # may reach beyond the storage's end, in a buffer that is larger
+    body_bytes: int  # may reach beyond the storage's end, if the buffer is larger
     tail: bytes
 
 
@@ -47,7 +47,7 @@ BUFFERED = Alignment(memory=1, offset=1)
 
 
 def direct_alignment(fd: int) -> Alignment | None:
-    """The alignment that direct I/O on this open file needs; None where it has no direct I/O.
+    """The alignment that direct I/O on this open file needs; None: it has no direct I/O.
 
     The offset is also a multiple of the file system's block: a write that ends inside a block
     makes ext4 and XFS take the file's lock exclusively, one writer at a time.
@@ -66,7 +66,7 @@ def direct_alignment(fd: int) -> Alignment | None:
 
 
 def cut(address: int, num_bytes: int, alignment: Alignment) -> Cut:
-    """Cuts the `num_bytes` at `address`; the edges' bytes are copied."""
+    """Cuts the `num_bytes` at `address`; copies the bytes of the edges."""
     head, body, tail = parts(address, num_bytes, alignment)
     return Cut(
         num_bytes,
@@ -84,10 +84,10 @@ def parts(address: int, num_bytes: int, alignment: Alignment) -> tuple[int, int,
 
 
 def aligned_storage(num_bytes: int, head_bytes: int, alignment: Alignment) -> torch.UntypedStorage:
-    """A fresh storage whose body, after `head_bytes`, is aligned as `alignment` asks.
+    """A new storage whose body, after `head_bytes`, has this alignment.
 
-    Its memory comes from torch's own allocator, so what one activation gives back serves the next
-    one, saved or restored. Contents are undefined.
+    Its memory comes from torch's own allocator, so activations reuse it, saved or restored. It is
+    uninitialised.
     """
     owner = torch.empty(num_bytes + alignment.memory, dtype=torch.uint8)
     start = owner.data_ptr() + -(owner.data_ptr() + head_bytes) % alignment.memory

@@ -2,7 +2,7 @@
 """One mount point: `Drive`, an unlinked file with its free space, its I/O threads and its health.
 
 The SSD tier owns one per directory and spreads storages over them. A drive moves byte ranges
-between memory and extents of its file; it knows nothing of tensors.
+between memory and extents of its file; it knows no tensors.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from megatron.offload.tiers.wear import WEAR
 
 logger = logging.getLogger(__name__)
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # any other error is the drive's
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # other errors mean that the drive failed
 
-GROWTH_BYTES = 256 * MIB  # the file grows by so much at a time, to lie on the disk in few pieces
+GROWTH_BYTES = 256 * MIB  # the file grows by this much at a time, so that its parts are large
 FILE_BLOCK_BYTES = 4096
-_CHECKED_BYTES = MIB  # at a time, where all is read only to be checked
+_CHECKED_BYTES = MIB  # read at a time, only to compute checksums
 
 
 class Health(enum.Enum):
-    """What a drive is still good for. Members name the transitions into them."""
+    """What a drive can still be used for. Members name the transitions into them."""
 
     GOOD = "good"
-    FULL = "full"  # the disk had no room for growth, or for a write: what the file has is used on
-    FAILED = "failed"  # a write or growth failed: no more writes, what is there can be read
+    FULL = "full"  # the disk had no room for growth or for a write: the file keeps its space
+    FAILED = "failed"  # a write or growth failed: no more writes, reads go on
 
 
 class Extent:
-    """A range of a drive's file. Freed with `free`, by whoever owns it."""
+    """A range of a drive's file. Its owner frees it with `free`."""
 
     __slots__ = ("checksums", "drive", "num_bytes", "offset", "piece_bytes")
 
@@ -57,8 +57,8 @@ class Extent:
         self.drive = drive
         self.offset = offset
         self.num_bytes = num_bytes
-        self.checksums: list[int] = []  # of the pieces that were written, if somebody wants them
-        self.piece_bytes = 0  # of each of them but the last
+        self.checksums: list[int] = []  # of the pieces that were written, if the drive verifies
+        self.piece_bytes = 0  # of each piece but the last
 
     def __str__(self) -> str:
         return f"file in {self.drive.directory}, offset {self.offset}, length {self.num_bytes}"
@@ -69,9 +69,9 @@ class Extent:
 
 
 class _Work:
-    """What an I/O thread is to do: one piece of a write, or all of a read.
+    """The work of an I/O thread: one piece of a write, or all of a read.
 
-    Holds the view, and the extent's owner, until it is done.
+    Keeps the view, and the extent's owner, alive until it is done.
     """
 
     __slots__ = ("_do", "_owner", "extent", "num_bytes", "offset", "reads", "start", "view")
@@ -105,13 +105,13 @@ class DriveFile(Protocol):
     """A file as a drive needs it: `UnlinkedFile`, or one that takes device memory."""
 
     directory: Path
-    kind: str  # of I/O, for people
+    kind: str  # of I/O, for sentences
     alignment: Alignment
     size_bytes: int
 
     @property
     def fd(self) -> int:
-        """The file descriptor, for whoever maps it."""
+        """The file descriptor, for mapping the file."""
         ...
 
     def grow(self, num_bytes: int) -> None:
@@ -121,7 +121,7 @@ class DriveFile(Protocol):
     def write(self, body: Any, offset: int) -> None:
         """Writes all of `body` at `offset` bytes into the file. Raises OSError.
 
-        Memory of a view, or several of host memory as a `Vector`.
+        The body is memory of a view, or several pieces of host memory as a `Vector`.
         """
         ...
 
@@ -134,7 +134,7 @@ class DriveFile(Protocol):
         ...
 
     def sync(self, offset: int, num_bytes: int) -> None:
-        """Has what was changed through a mapping on the disk. Raises OSError if it is not."""
+        """Writes changes through a mapping to the disk. Raises OSError if that fails."""
         ...
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Drive:
 
     Args:
         file: empty; the drive closes it.
-        space: what the file may grow by; shared with the other drives.
+        space: bounds how much the file may grow; shared with the other drives.
         num_threads: I/O threads, the queue depth that the drive sees.
         write_limit: bounds the write bandwidth of all drives together; None: no bound.
         checksum: computed when writing and compared when reading; None: neither.
@@ -174,7 +174,7 @@ class Drive:
         self._space_is_used_up = False
         self._growth_bytes = GROWTH_BYTES  # halved when the disk refuses it
         self._checksum = checksum
-        # Extents that nobody needs any more, taken in at the next allocation.
+        # Offsets of freed extents; the next allocation takes them in.
         self._freed: collections.deque[int] = collections.deque()
         self._expected_bytes = 0
         # Protects extents, health and what is expected. Held for microseconds (or one fallocate,
@@ -187,7 +187,7 @@ class Drive:
                 name,
                 write_limit,
                 purpose,
-                # Checksums are of a transfer's own pieces.
+                # With checksums, each transfer needs its own pieces.
                 self._move_together if checksum is None else None,
             )
         except BaseException:  # the system starts no more threads
@@ -211,12 +211,12 @@ class Drive:
         return self._threads.queued_write_bytes + self._expected_bytes
 
     def expect(self, num_bytes: int) -> None:
-        """Announces bytes that will be written, or takes that back (below 0): for striping."""
+        """Announces bytes that will be written, or (below 0) takes that back: for striping."""
         with self._lock:
             self._expected_bytes += num_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Lets the file grow now, so that a disk that is too small shows before training.
+        """Grows the file now, so that a disk that is too small is noticed before training.
 
         Raises:
             ConfigurationError: the disk is too small.
@@ -229,7 +229,7 @@ class Drive:
             raise no_space(self.directory, wanted, error, self._purpose) from None
 
     def allocate(self, num_bytes: int) -> Extent | None:
-        """A free extent, growing the file where there is none; None: the drive takes no more."""
+        """A free extent; grows the file if needed. None: the drive takes no more."""
         with self._lock:
             self._take_in_freed()
             if self._threads.have_died and self.health is not Health.FAILED:
@@ -244,7 +244,7 @@ class Drive:
     def begin_write(self, view: View, start: int, extent: Extent, owner: object) -> Transfer:
         """Starts to write the part of a view's body that begins at `start`, into `extent`.
 
-        The transfer holds the view, and the extent's owner, until it ends.
+        The transfer keeps the view, and the extent's owner, alive until it ends.
         """
         extent.piece_bytes = view.piece_bytes
         pieces = []
@@ -267,13 +267,13 @@ class Drive:
         """Compares what a mapping shows of an extent with its checksums, if it has any.
 
         Raises:
-            OSError: they are other bytes, or cannot be read.
+            OSError: the bytes differ, or cannot be read.
         """
         if self._checksum is not None and self._cached_checksums(extent) != extent.checksums:
             raise _other_bytes(extent)
 
     def renew(self, extent: Extent) -> None:
-        """What a mapping shows of an extent is what it holds from now on, and on the disk.
+        """Writes what a mapping shows of an extent to the disk, with new checksums.
 
         Raises:
             OSError: it cannot be written or read.
@@ -283,7 +283,7 @@ class Drive:
             extent.checksums = self._cached_checksums(extent)
 
     def _cached_checksums(self, extent: Extent) -> list[int]:
-        # Nothing closes it: an error of a read may hold a part of it for as long as it is handled.
+        # Not closed: the error of a read may refer to a part of it while it is handled.
         buffer = memoryview(bytearray(_CHECKED_BYTES))
 
         def parts(start: int) -> Iterator[memoryview]:
@@ -303,7 +303,7 @@ class Drive:
 
     # Runs in an I/O thread.
     def _write(self, work: _Work) -> None:
-        """Writes the next bytes of a part of which so many are done."""
+        """Writes one piece of a view's body."""
         view, extent = work.view, work.extent
         offset = work.offset
         with contextlib.closing(view.pieces_to_write(work.start, work.num_bytes)) as pieces:
@@ -313,7 +313,7 @@ class Drive:
                         self.file.write(body, offset)
                     WEAR.add(self.directory, len(body))
                 except Exception as error:
-                    view.check()  # raises if the memory is gone: then the drive is not to blame
+                    view.check()  # raises if the memory was freed: then the drive did not fail
                     self._fail(error)
                     raise
                 if self._checksum is not None:
@@ -340,15 +340,15 @@ class Drive:
 
     # Runs in an I/O thread.
     def _move_together(self, works: list[_Work]) -> None:
-        """Moves what lies next to each other in the file with one call, the rest one by one.
+        """Moves neighbours in the file with one call, the others one by one.
 
         Raises:
-            Exception: of one of them; others may have been moved. That is not told of the drive:
-                each is moved again by itself.
+            Exception: of one of them; others may have been moved. It does not mark the drive as
+                failed: the caller moves each again by itself.
         """
         is_read = works[0].reads
         works.sort(key=operator.attrgetter("offset"))
-        runs: list[tuple[int, list[memoryview]]] = []  # where each begins in the file
+        runs: list[tuple[int, list[memoryview]]] = []  # offset in the file, and memory, of each
         end = -1  # of the last one
         for work in works:
             body, offset = work.view.memory(work.start, work.num_bytes), work.offset
@@ -367,7 +367,7 @@ class Drive:
                     WEAR.add(self.directory, sum(map(len, bodies)))
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Called under the lock. Lets the file grow for a request; whether it did."""
+        """Called under the lock. Grows the file for a request; whether it did."""
         if self.health is Health.FULL:
             return False
         missing = self.extents.round_up(num_bytes) - self.extents.free_at_end_bytes
@@ -381,8 +381,8 @@ class Drive:
             try:
                 self._grow(wanted)
             except OSError as error:
-                # Not the error itself: its traceback holds this frame and what its callers hold,
-                # memory that is to be freed soon.
+                # Not the error itself: its traceback refers to this frame and to what its callers
+                # hold, memory that should be freed soon.
                 reason, number = str(error), error.errno
             else:
                 self._space.give_back(granted - wanted)
@@ -415,9 +415,10 @@ class Drive:
             )
 
     def _fail(self, error: Exception) -> None:
-        """A write has failed. For lack of room: file systems that copy on write have none before.
+        """A write has failed. File systems that copy on write may find only then that they are
+        full.
 
-        Then the next writes are tried: others may have made room.
+        A full drive is written to again, because other files may have been removed.
         """
         with self._lock:
             self.statistics.failed_writes += 1

@@ -2,8 +2,8 @@
 """Which bytes of a file are taken: `ExtentAllocator`.
 
 Best fit with coalescing of neighbours. The SSD tier calls it under its own lock; it never does I/O
-and knows nothing of files. In steady state (each step saves the same sizes) every request finds
-the extent that the step before gave back, so the space in use stops growing after one step.
+and knows no files. In steady state (each step saves the same sizes) every request finds the extent
+that the previous step gave back, so the space in use stops growing after one step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ExtentAllocator:
     def grow(self, num_bytes: int, *, apart: bool = False) -> None:
         """Adds `num_bytes` (a multiple of the granule) at the end of the space.
 
-        `apart`: no extent will ever lie partly in them and partly in what was there before.
+        `apart`: no extent will lie partly in the new space and partly in what was there before.
         """
         if num_bytes % self.granule:
             raise ValueError(f"{num_bytes} is not a multiple of the granule {self.granule}")
@@ -47,7 +47,7 @@ class ExtentAllocator:
         return max(-(-num_bytes // self.granule), 1) * self.granule
 
     def allocate(self, num_bytes: int) -> int | None:
-        """The offset of a free extent of `num_bytes`, the smallest that fits; None if none does."""
+        """The offset of the smallest free extent that fits `num_bytes`; None if none fits."""
         wanted = self.round_up(num_bytes)
         index = bisect.bisect_left(self._by_size, (wanted, -1))
         if index == len(self._by_size):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file that a tier keeps its bytes in: `UnlinkedFile`.
 
-The SSD tier owns one. The file is never reachable by name (O_TMPFILE, or unlinked at once) and has
-mode 0600: the kernel gives its space back however the process ends, and nobody else can open it.
-Reads and writes move whole ranges, whatever the kernel returns per call. A write that returns has
-reached the disk: the page cache is no place to offload to, and it reports no errors.
+The SSD tier owns one. No name reaches the file (O_TMPFILE, or unlinked at once) and its mode is
+0600: the kernel frees its space however the process ends, and no other user can open it. Reads and
+writes move whole ranges, however many bytes the kernel moves per call. A write that returns has
+reached the disk: bytes in the page cache would still take memory, and it reports no errors.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 logger = logging.getLogger(__name__)
 
 _RWF_DONTCACHE = 0x80  # Linux 6.14: buffered I/O that leaves nothing in the page cache
-_START = 2  # of sync_file_range: start to write what is not under way
+_START = 2  # of sync_file_range: start to write what is not being written yet
 _START_AND_WAIT = 1 | 2 | 4  # and wait for all of it
 
 
 class Vector:
-    """Memory in several places, which lies behind one another in a file.
+    """Pieces of memory that lie one behind the other in a file.
 
     Args:
         parts: none is empty.
@@ -49,8 +49,8 @@ class Vector:
         return self._num_bytes
 
     def without_first(self, num_bytes: int) -> list[memoryview]:
-        """The parts, without so many bytes at their beginning."""
-        if not num_bytes:  # as a rule one call moves all
+        """The parts, without this many bytes at their beginning."""
+        if not num_bytes:  # usually one call moves all
             return list(self._parts)
         left = []
         for part in self._parts:
@@ -76,12 +76,12 @@ class UnlinkedFile:
         self.directory = resolved_directory(directory, purpose.prefix, purpose.flag("dir"))
         self._purpose = purpose
         self.fd = -1
-        self._cached_fd = -1  # the same file without direct I/O, for who asks for it
+        self._cached_fd = -1  # the same file without direct I/O, opened when it is needed
         self.size_bytes = 0
         self._flags = 0  # of every read and write
         self._drops_cache_itself = False
-        # Serialises the question whether buffered writes reached the disk; the answer is below it.
-        # Held while the disk works on what was written, which needs no thread of ours.
+        # Held while a thread asks whether buffered writes reached the disk; protects the answer
+        # below. The disk works meanwhile, which needs no thread of ours.
         self._sync_lock = threading.Lock()
         self._write_error: OSError | None = None  # of any buffered write so far
         try:
@@ -116,7 +116,7 @@ class UnlinkedFile:
         buffered_fd = _open_unnamed(directory, 0, self._purpose)
         assert buffered_fd is not None  # only O_DIRECT may be refused
         self.fd, self.alignment, self.kind = buffered_fd, BUFFERED, "buffered I/O"
-        # Whole ranges are asked for: what the kernel reads ahead of them nobody wants.
+        # Whole ranges are read, so the kernel should read nothing ahead of them.
         os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_RANDOM)
         if self._works(mmap.PAGESIZE, _RWF_DONTCACHE):
             self._flags = _RWF_DONTCACHE
@@ -180,7 +180,7 @@ class UnlinkedFile:
     def read_cached(self, body: memoryview, offset: int) -> None:
         """Fills all of `body` with what a mapping of the file shows. Raises OSError.
 
-        What it reads stays in the page cache as long as the system likes. Not thread-safe.
+        What it reads stays in the page cache until the system needs the memory. Not thread-safe.
         """
         if self._cached_fd < 0:
             self._cached_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -192,7 +192,7 @@ class UnlinkedFile:
             done += count
 
     def sync(self, offset: int, num_bytes: int) -> None:
-        """Has what was changed through a mapping on the disk. Raises OSError if it is not."""
+        """Writes changes through a mapping to the disk. Raises OSError if that fails."""
         self._wait_for_disk(offset, num_bytes)
 
     def close(self) -> None:
@@ -205,10 +205,10 @@ class UnlinkedFile:
     def _wait_for_disk(self, offset: int, num_bytes: int) -> None:
         """Returns when a buffered range is on the disk. Raises OSError if it, or another, is not.
 
-        The kernel tells of a failed write once, to whoever waits next, though it be for another
-        range. So threads wait in turn, and what one was told holds for all that come later.
+        The kernel reports a failed write once, to the next thread that waits, even if that waits
+        for another range. So threads wait one after another, and an error holds for all later ones.
         """
-        _sync_file_range(self.fd, offset, num_bytes, _START)  # all ranges at once; errors: below
+        _sync_file_range(self.fd, offset, num_bytes, _START)  # starts all ranges; errors: below
         with self._sync_lock:
             if self._write_error is None:
                 code = _sync_file_range(self.fd, offset, num_bytes, _START_AND_WAIT)
@@ -224,17 +224,17 @@ class UnlinkedFile:
             raise OSError(failed.errno, failed.strerror)
 
     def _drop_cache(self, offset: int, num_bytes: int) -> None:
-        """Frees the page cache of a range, else buffered offload would only rename the memory."""
+        """Drops the page cache of a range; otherwise buffered offload would free no memory."""
         os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _left(body: memoryview | Vector, done: int) -> list[memoryview]:
-    """What of a body is still to be moved."""
+    """The rest of a body that is still to be moved."""
     return body.without_first(done) if isinstance(body, Vector) else [body[done:]]
 
 
 def check_room(directory: Path, io: str, num_bytes: int) -> None:
-    """Tries the directory and the I/O mode, and looks for `num_bytes` of free space.
+    """Tries the directory and the I/O mode, and checks for `num_bytes` of free space.
 
     Raises:
         ConfigurationError: the directory, the mode or the space cannot work.
@@ -246,7 +246,7 @@ def check_room(directory: Path, io: str, num_bytes: int) -> None:
 
 
 def _open_unnamed(directory: Path, extra_flags: int, purpose: Purpose) -> int | None:
-    """A descriptor of a new nameless file; None where O_DIRECT is refused."""
+    """A descriptor of a new nameless file; None: O_DIRECT is refused."""
     flags = os.O_RDWR | os.O_CLOEXEC | extra_flags
     try:
         return os.open(directory, flags | os.O_TMPFILE, 0o600)
@@ -259,15 +259,15 @@ def _open_unnamed(directory: Path, extra_flags: int, purpose: Purpose) -> int | 
     except OSError as error:
         raise _cannot_create(directory, error, purpose) from None
     try:
-        # The file that was made, by its number: in a directory that others may write to, the name
-        # may be a link to any file by now.
+        # Opened by its number: in a directory that other users may write to, the name may be a link
+        # to any file by now.
         return os.open(f"/proc/self/fd/{named_fd}", flags)
     except OSError as error:
         if extra_flags and error.errno == errno.EINVAL:
             return None
         raise _cannot_create(directory, error, purpose) from None
     finally:
-        with contextlib.suppress(FileNotFoundError):  # others may have renamed it
+        with contextlib.suppress(FileNotFoundError):  # another process may have renamed it
             os.unlink(name)
         os.close(named_fd)
 
@@ -282,7 +282,7 @@ def _cannot_create(directory: Path, error: OSError, purpose: Purpose) -> Configu
 def _check_free(fd: int, num_bytes: int) -> None:
     """Raises OSError if the disk has less free space, before anything is allocated.
 
-    Else the kernel takes all there is before it finds out, and others meet a full disk meanwhile.
+    Otherwise the kernel takes all space before it fails, and other processes find a full disk.
     """
     disk = os.fstatvfs(fd)
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < num_bytes:  # 0 blocks: it does not say
@@ -318,7 +318,7 @@ def _sync_file_range(fd: int, offset: int, num_bytes: int, flags: int) -> int:
 def no_space(
     directory: Path, wanted_bytes: int, error: OSError, purpose: Purpose = ACTIVATIONS
 ) -> ConfigurationError:
-    """The sentence for a disk that is too small, found before training."""
+    """The error for a disk that is too small, found before training."""
     disk = os.statvfs(directory)
     free_bytes = disk.f_bavail * disk.f_frsize
     return purpose.refusal(
