@@ -2,14 +2,13 @@
 """From device memory to SSD without host memory: `GdsTier`, on NVIDIA's GPUDirect Storage (GDS).
 
 An `SsdTier` whose files take device memory, through kvikio, which is imported only when a tier is
-opened. Where GPUDirect itself does not work, kvikio copies through host memory (compatibility
-mode): slower, never wrong, and said in the log; `gds_status.py` says why.
+opened. If GPUDirect itself does not work, kvikio copies through host memory (compatibility mode):
+slower, never wrong, and the log says so; `gds_status.py` finds out why.
 
-kvikio knows nothing of torch's streams, so the I/O thread waits for an event before kvikio touches
-the memory: see Note [Who waits for whom] in `device.py`. What was read needs none: the bytes are
-there when kvikio returns. Before each GPUDirect transfer kvikio
-also waits for the default stream of its own accord, and its Python interface has no way to leave
-that out.
+kvikio does not know torch's streams, so the I/O thread waits for an event before kvikio uses the
+memory: see Note [Who waits for whom] in `device.py`. Bytes that were read need no event: they are
+in place when kvikio returns. Before each GPUDirect transfer kvikio also waits for the default
+stream, and its Python interface cannot turn that off.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceMemory:
-    """A range of device memory, as kvikio takes it. Whoever holds it keeps its owner alive."""
+    """A range of device memory, as kvikio takes it. Its holder keeps the memory's owner alive."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.address = address
@@ -70,7 +69,7 @@ class GdsFile:
     def __init__(self, directory: Path, kind: str) -> None:
         self.directory = directory
         self.kind = kind
-        # Memory may start anywhere; kvikio is fast where offsets are multiples of a GPU page.
+        # Memory may start at any address; kvikio is fast if offsets are multiples of a GPU page.
         self.alignment = Alignment(memory=1, offset=FILE_BLOCK_BYTES)
         self.size_bytes = 0
         self._owner = UnlinkedFile(directory)
@@ -87,7 +86,7 @@ class GdsFile:
 
     @property
     def fd(self) -> int:
-        """Of the file, for whoever maps it."""
+        """The file's descriptor, for mapping the file."""
         return self._owner.fd
 
     def grow(self, num_bytes: int) -> None:
@@ -108,7 +107,7 @@ class GdsFile:
         self._owner.read_cached(body, offset)
 
     def sync(self, offset: int, num_bytes: int) -> None:
-        """Has what was changed through a mapping on the disk. Raises OSError if it is not."""
+        """Writes changes through a mapping to the disk. Raises OSError if that fails."""
         self._owner.sync(offset, num_bytes)
 
     def close(self) -> None:
@@ -117,7 +116,7 @@ class GdsFile:
         self._owner.close()
 
     def _move(self, begin: Callable[..., Any], body: DeviceMemory, offset: int, short: str) -> None:
-        """Repeats a kvikio call until the whole body has moved."""
+        """Calls kvikio until the whole body has moved."""
         done = 0
         while done < body.num_bytes:
             try:
@@ -135,7 +134,7 @@ class GdsTier(SsdTier):
     Takes the arguments of `SsdTier`.
 
     It sets two of kvikio's process-wide defaults: at least as many threads as this tier has I/O
-    threads (kvikio starts with 1 for all), and reads past the page cache in compatibility mode.
+    threads (kvikio starts with 1), and reads past the page cache in compatibility mode.
 
     Args:
         device: where the storages are.
@@ -174,7 +173,7 @@ class GdsTier(SsdTier):
 
 
 class _FromDevice:
-    """The drive works on the device's own memory. See `Access` for the calls."""
+    """The drive works on the device's own memory. See `Access` for the methods."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -185,18 +184,18 @@ class _FromDevice:
     def for_reading(
         self, cut: Cut, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, View]:
-        assert into is None, "a storage on a device would have to wait for who used it before"
+        assert into is None, "a storage on a device would have to wait for its last user"
         target = self._device.new_restored(cut.num_bytes)
         return target, _DeviceView(target, self._device, self._device.restored_is_free())
 
 
 class _DeviceView:
-    """See `View`. kvikio takes any address and size, so all is body; reads are not cut.
+    """See `View`. kvikio takes any address and size, so all is body; reads are not divided.
 
     Args:
         storage: on the device.
-        device: that has it.
-        after: the event after which the drive may have the memory.
+        device: that it is on.
+        after: the event after which the drive may use the memory.
     """
 
     piece_bytes = PIECE_BYTES
@@ -208,7 +207,7 @@ class _DeviceView:
         self._device = device
         self._after = after
 
-    # The I/O thread waits in these two, and not in what is timed as the drive's.
+    # The I/O thread waits in these two methods, outside of what is timed as the drive's.
 
     def pieces_to_write(self, start: int, num_bytes: int) -> Generator[DeviceMemory, None, None]:
         self._device.wait_for_event(self._after)

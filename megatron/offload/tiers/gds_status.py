@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether GPUDirect Storage (GDS) can be used here, and how it would move bytes: `gds_status`.
 
-The GDS tier asks before it opens, the integration before training, and `doctor` for people. kvikio
-is imported only where there is a GPU for it. Nothing here raises: a failure becomes a line.
+The GDS tier calls it before it opens, the integration before training, and `doctor` on request.
+kvikio is imported only if there is a GPU. Nothing here raises: a failure becomes a line.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _NOT_GDS = "use --activation-offload-io auto"
 
 @dataclass(frozen=True)
 class GdsStatus:
-    """Whether GPUDirect Storage works on this machine, and why not where it does not.
+    """Whether GPUDirect Storage works on this machine, and if not, why.
 
-    It speaks for the machine; for files that GPUDirect cannot serve, kvikio uses host memory.
+    It describes the machine; for files that GPUDirect cannot serve, kvikio uses host memory.
 
     Args:
         available: kvikio can be used.
-        is_gpudirect: host memory is left out.
+        is_gpudirect: bytes bypass host memory.
         line: which of the two, and why not the better one.
         advice: what to do about it.
-        facts: what was found; None: it was not asked, or is not there.
+        facts: what was found; None: not looked for, or not there.
     """
 
     available: bool
@@ -66,7 +66,7 @@ def gds_status(has_gpu: bool) -> GdsStatus:
         facts["kvikio"] = kvikio.__version__
         defaults.get("auto_direct_io_read")
         facts["compatibility_mode"] = defaults.is_compat_mode_preferred()
-    except Exception as error:  # whatever its shared libraries and settings raise
+    except Exception as error:  # any error of its shared libraries and settings
         return GdsStatus(False, False, *_why_unavailable(error, facts["kvikio"]), facts)
     name = f"kvikio {facts['kvikio']}"
     if facts["compatibility_mode"]:
@@ -90,7 +90,7 @@ def gds_status(has_gpu: bool) -> GdsStatus:
 
 
 def import_kvikio() -> tuple[Any, Any, Any]:
-    """kvikio, its settings, and what it knows of cuFile's driver. Raises what importing raises."""
+    """kvikio, its settings, and its view of cuFile's driver. Raises what importing raises."""
     names = ("kvikio", "kvikio.defaults", "kvikio.cufile_driver")
     kvikio, defaults, driver = (importlib.import_module(name) for name in names)
     return kvikio, defaults, driver
@@ -115,7 +115,7 @@ def _why_unavailable(error: Exception, version: str | None) -> tuple[str, str]:
 
 
 def _why_compatible_only() -> tuple[str, str]:
-    """A reason that kvikio has for it, and what to do."""
+    """The reason for kvikio's compatibility mode, and what to do."""
     if os.environ.get("KVIKIO_COMPAT_MODE", "").lower() in ("1", "true", "on", "yes"):
         return "KVIKIO_COMPAT_MODE asks for it", "unset KVIKIO_COMPAT_MODE"
     if "microsoft" in platform.release().lower():

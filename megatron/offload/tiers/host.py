@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes in host memory: `HostTier`, opened for the modes `host` and `tiered`.
 
-It has storages copied to an arena that reuses freed ranges, and back; `copies.py` says by whom. On
-a CPU that is one part of host memory and another, which frees none: for trying things out.
+It copies storages to an arena that reuses freed ranges, and back; `copies.py` makes the copies. On
+a CPU both are host memory, so it frees none: for trying things out.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class HostTier:
     """A tier in host memory, within a budget.
 
     Args:
-        budget_bytes: most bytes that it may ever hold; 0: it takes nothing.
+        budget_bytes: most bytes that it may hold; 0: it takes nothing.
         num_threads: copies that run at the same time on a CPU; a device has a queue of its own.
         device: where the storages are; None: in host memory.
         purpose: whose bytes it holds, in sentences.
-        flag: that sets the budget, by what its name ends in.
-        overflows: nobody is surprised that it is full: another tier takes what does not fit.
+        flag: the end of the name of the flag that sets the budget.
+        overflows: no warning when it is full, because another tier takes what does not fit.
 
     Raises:
-        ConfigurationError: memory of that kind or size cannot be had; the message says why.
+        ConfigurationError: the system has no memory of that kind or size; the message says why.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class HostTier:
 
     @property
     def degraded(self) -> bool:
-        """Whether memory was refused although budget was left."""
+        """Whether the system refused memory although budget was left."""
         return self._arena.growth_failed
 
     @property
@@ -104,7 +104,7 @@ class HostTier:
         if offset is None:
             self._warn_used_up()
             return None
-        # A copy holds the block, and with it the range.
+        # The copy holds the block, and with it the range.
         block = HostBlock(self, offset, source.nbytes())
         address = self._arena.address(offset)
         return block, self._copies.begin_write(source, address, after, block)
@@ -112,23 +112,23 @@ class HostTier:
     def begin_read(
         self, block: HostBlock, deadline: float = 0.0, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """Starts to copy a block into a fresh storage on the device, or into one that is there."""
+        """Starts to copy a block into a new storage on the device, or into `into`."""
         assert block.offset is not None, "the block was freed"
         address = self._arena.address(block.offset)
         return self._copies.begin_read(address, block.num_bytes, deadline, block, into)
 
     def view(self, block: HostBlock) -> torch.UntypedStorage:
-        """A block's range of the arena, which forked processes have a copy of meanwhile."""
+        """A block's range of the arena; child processes that are forked meanwhile inherit it."""
         assert block.offset is not None, "the block was freed"
         shown = self._arena.forkable(block.offset, block.num_bytes)
         owner = (block, shown, self._arena.keep_mapped())
         return storage_at(self._arena.address(block.offset), block.num_bytes, owner)
 
     def renew(self, block: HostBlock) -> None:
-        """The view is where the bytes are."""
+        """Does nothing: the view is the block's memory."""
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
-        """Nothing goes on behind a write that has ended."""
+        """Returns at once: a write whose transfer has ended is complete."""
         return True
 
     def free(self, block: HostBlock) -> None:
@@ -138,13 +138,13 @@ class HostTier:
             self._arena.free(offset)
 
     def close(self) -> None:
-        """Cancels what is queued, waits for what is under way, gives the memory back."""
+        """Cancels what is queued, waits for what is under way, frees the memory."""
         PROMISED.discard(self)
         self._copies.close()
         self._arena.close()
 
     def _warn_used_up(self) -> None:
-        """Once, and only where the arena has not said already why it does not grow."""
+        """Warns once, unless the arena has already said why it does not grow."""
         if self._is_used_up or self._arena.growth_failed or not self._arena.budget_bytes:
             return
         self._is_used_up = True

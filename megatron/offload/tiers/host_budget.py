@@ -2,8 +2,8 @@
 """How much host memory a rank may take for tiers: `host_budget_bytes`, `pinned_pool_bytes`.
 
 Called when the tiers are opened, and before training to find a budget that the machine cannot
-hold. Ranks of one machine share its memory; they never talk about it, each takes an equal part.
-What the tiers of one process have been promised is in `PROMISED`: they share that part.
+hold. The ranks of a machine share its memory without talking about it: each takes an equal part.
+`PROMISED` has the tiers of this process, which share that part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.offload.sizes import GIB, format_size
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 
 _DEFAULT_POOL_BYTES = 2 * GIB  # the activations of a layer or two
-_POOL_PART = 16  # of the memory, at most, for the pools of all ranks
+_POOL_PART = 16  # the pools of all ranks take at most this part (1/16) of the memory
 _DEFAULT_FRACTION = 0.5  # of what is available: the trainer, its data and other ranks grow too
 
 
@@ -30,7 +30,7 @@ class TakesHostMemory(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that it has taken so far."""
+        """Bytes that it has allocated so far."""
         ...
 
 
@@ -39,21 +39,21 @@ class Promises:
 
     def __init__(self) -> None:
         self._tiers: list[TakesHostMemory] = []
-        # Protects the list. Held for a few instructions.
+        # Protects the list. Held for microseconds.
         self._lock = threading.Lock()
 
     def add(self, tier: TakesHostMemory) -> None:
-        """A tier may take as much as its limit from now on."""
+        """A tier is open and may take as much as its limit."""
         with self._lock:
             self._tiers.append(tier)
 
     def discard(self, tier: TakesHostMemory) -> None:
-        """It is closed."""
+        """A tier is closed."""
         with self._lock:
             self._tiers = [one for one in self._tiers if one is not tier]
 
     def tiers(self) -> list[TakesHostMemory]:
-        """Those that are open."""
+        """The tiers that are open."""
         with self._lock:
             return list(self._tiers)
 
@@ -71,14 +71,14 @@ def host_budget_bytes(
 
     Args:
         asked: bytes for each rank; or a fraction (0.0 to 1.0) of the limit, for all ranks of the
-            machine together; None: half of what is available now and is not promised to other
-            tiers of this process, for all ranks together.
+            machine together; None: half of what is available now and not promised to other tiers
+            of this process, for all ranks together.
         num_local_ranks: processes that share the memory, at least 1.
         limit: of the machine or of the container.
         purpose: what it is for, in sentences.
 
     Raises:
-        ConfigurationError: the ranks together would take more than the limit, or this one with its
+        ConfigurationError: the ranks together would take more than the limit, or this rank with its
             other tiers; or `asked` is negative or a fraction above 1.
     """
     others = PROMISED.tiers()

@@ -3,20 +3,20 @@
 
 Reads go before writes, and the read that is needed first goes first: backward waits for reads,
 nothing waits for a write until memory runs short. One instance serves one drive, so that a slow
-drive holds up no other.
+drive does not delay another.
 
 Note [Writes in pieces]
 A storage may be as large as all that a drive moves in a second, so a write is done in pieces
 (`PIECE_BYTES` of `staging.py`), in order, by one thread at a time. After each piece its rest is
-next among the writes: a read that waits goes before it, and a write that nobody wants any more ends
-there. A thread that takes another job keeps nothing of a write that waits, no staging buffer
-either, so all threads may have left one. Until the transfer ends, its pieces hold memory and space.
+first among the writes: queued reads go before it, and a cancelled write ends there. A write that
+waits between pieces holds no thread and no staging buffer. Until the transfer ends, its pieces hold
+memory and space.
 
 Note [Small transfers together]
-To wake a thread, and to take a job off the queue, takes as long as to move some 100 KiB. So a
-thread that takes a small transfer takes those that come next along, as long as all of them
-together are small, and moves them in one call where their places allow that. Each ends by itself.
-For the same reason a job wakes a thread only if none is about to look; that one wakes the next.
+Waking a thread, and taking a job off the queue, takes as long as moving some 100 KiB. So a thread
+that takes a small transfer also takes the next ones, as long as all of them together are small, and
+moves neighbours in one call. Each transfer ends by itself. For the same reason a job wakes a thread
+only if no woken thread is about to look at the queue; that thread wakes the next.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _TOGETHER_BYTES = MIB  # of small transfers that a thread takes at once
 
 
 def usual_num_threads(num_disks: int) -> int:
-    """As many I/O threads as keep the disks beneath a directory busy."""
+    """The number of I/O threads that keeps the disks of a directory busy."""
     return min(_THREADS_A_DISK * num_disks, _MAX_THREADS)
 
 
 class Piece(NamedTuple):
-    """A part of a write: how long it is, and what writes it."""
+    """A part of a write: its length, and the function that writes it."""
 
     num_bytes: int
     write: Callable[[], None]
@@ -62,23 +62,23 @@ class _Job(NamedTuple):
     arrival: int
     transfer: Transfer
     left_bytes: collections.deque[int]  # of the pieces that no thread has taken yet
-    small_bytes: float  # of one that others may go along with; infinite: it goes alone
+    small_bytes: float  # its size if it may move together with others; infinite: it moves alone
 
 
 class IoThreads:
     """A few daemon threads that take transfers from one queue.
 
     Each runs only what it was given: a blocking read, or a piece of a write, which releases the
-    interpreter lock. It may wait for the queue and for the drive, never for another thread. A
-    thread that dies is replaced; the transfer that it held fails.
+    GIL. It may wait for the queue and for the drive, never for another thread. A thread that dies
+    is replaced; the transfer that it was running fails.
 
     Args:
         num_threads: the queue depth that the drive sees.
         name: of the threads.
-        write_limit: pieces of writes start no faster than this; reads are not held up by it.
+        write_limit: pieces of writes start no faster than this; reads are not delayed by it.
         purpose: what they work for, in sentences.
-        move_together: moves what several small transfers of one direction were given as work, in
-            order of their turn; see `run_together`.
+        move_together: moves the work of several small transfers of one direction, in the order of
+            the queue; see `run_together`.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class IoThreads:
         self._reads: list[_Job] = []  # a heap
         self._writes: collections.deque[_Job] = collections.deque()
         self.queued_write_bytes = 0
-        self.have_died = False  # and none can be started
+        self.have_died = False  # whether all have, and the system starts no others
         self._closing = False
         self._num_idle = 0  # threads that wait for a job
-        self._is_woken = False  # one of them, which has not looked yet
-        # Protects all of the above and the list of threads. Held for a few instructions; the write
+        self._is_woken = False  # whether one of them was woken and has not looked at the queue yet
+        # Protects all of the above and the list of threads. Held for microseconds; the write
         # limit's lock is taken under it, no other.
         self._lock = threading.Lock()
         self._changed = Condition(self._lock)
@@ -109,7 +109,7 @@ class IoThreads:
         try:
             for _ in range(num_threads):
                 self._start_thread()
-        except BaseException:  # the system gives us no more: those that run would wait for ever
+        except BaseException:  # the system starts no more threads: ends those that were started
             self.close()
             raise
 
@@ -119,9 +119,9 @@ class IoThreads:
         """Queues a read; among queued reads the smallest deadline goes first.
 
         Args:
-            work: reads.
+            work: the read.
             deadline: a number.
-            num_bytes: that it reads; 0: it goes alone.
+            num_bytes: that it reads; 0: it moves alone.
         """
         transfer = Transfer(work)
         small_bytes = num_bytes or math.inf
@@ -172,16 +172,16 @@ class IoThreads:
         self._threads.append(thread)
 
     def _run(self) -> None:
-        jobs: list[_Job] = []  # that this thread has; a write may have a rest
+        jobs: list[_Job] = []  # that this thread runs; a write may have more pieces
         try:
             while self._next(jobs):
                 if len(jobs) > 1:
                     self._run_together([job.transfer for job in jobs])
                     jobs.clear()
                 elif not jobs[0].transfer.run():
-                    jobs.clear()  # while this thread waits, it keeps no error and no frame alive
-        except BaseException as error:  # only from outside: `run` lets none of its own through
-            # Not the error itself: who keeps log records would keep its traceback, and the buffer.
+                    jobs.clear()  # while this thread waits, it must keep no error and frame alive
+        except BaseException as error:  # an asynchronous one: `run` handles those of the work
+            # Not the error itself: a handler that stores records would keep its traceback.
             reason = repr(error)
             logger.warning("%san I/O thread died (%s); starting another", self._prefix, reason)
         finally:
@@ -198,7 +198,7 @@ class IoThreads:
                 transfer.run()
 
     def _thread_ended(self, jobs: list[_Job]) -> None:
-        """Nobody may wait for a transfer that no thread will carry out."""
+        """Fails the transfers of a thread that has died, so that no other thread waits for them."""
         for job in jobs:
             job.transfer.fail("the I/O thread that carried it out died")
         orphans: list[_Job] = []
@@ -207,7 +207,7 @@ class IoThreads:
             if not self._closing:
                 try:
                     self._start_thread()
-                except RuntimeError:  # the system gives us no more threads
+                except RuntimeError:  # the system starts no more threads
                     if not self._threads:
                         self.have_died = self._closing = True
                         orphans = self._take_all()
@@ -215,7 +215,7 @@ class IoThreads:
             orphan.transfer.fail("all I/O threads died and none can be started")
 
     def _take_all(self) -> list[_Job]:
-        """Empties the queue. Called under the lock, or when there are no threads any more."""
+        """Empties the queue. Called under the lock, or after all threads have ended."""
         queued = [*self._reads, *self._writes]
         self._reads.clear()
         self._writes.clear()
@@ -225,11 +225,11 @@ class IoThreads:
     def _wake(self) -> None:
         """Called under the lock: there is a job. See Note [Small transfers together]."""
         if self._num_idle and not self._is_woken:
-            self._changed.notify()  # first: an interrupt between the two wakes one thread more
+            self._changed.notify()  # first: Ctrl-C between the two lines wakes one thread more
             self._is_woken = True
 
     def _wait(self, timeout_s: float | None = None) -> None:
-        """Called under the lock, of a thread that has no job."""
+        """Called under the lock, by a thread that has no job."""
         self._num_idle += 1
         try:
             self._changed.wait(timeout_s)
@@ -238,11 +238,11 @@ class IoThreads:
             self._is_woken = False
 
     def _next(self, jobs: list[_Job]) -> bool:
-        """Waits for the next jobs, and takes them; whether the thread is to go on.
+        """Waits for the next jobs and takes them; False: the thread is to end.
 
         Args:
-            jobs: empty, or the write that this thread has done a piece of, which is first of the
-                writes again; then what it has taken.
+            jobs: empty, or a write of which this thread has done a piece, and which becomes the
+                first of the writes again; afterwards the jobs that it has taken.
         """
         with self._lock:
             if jobs:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Storages over memory of no allocator: `storage_at`, `own_pages`, and `map_ranges` of files.
 
-Tiers show blocks with `map_ranges` (`Tier.view`): whoever looks at more than fits into memory reads
-pages as they are touched, and the system takes their memory back when it wants to.
+Tiers show blocks with `map_ranges` (`Tier.view`): pages are read when they are touched, and the
+system takes their memory back when it needs to, so a block may be larger than memory.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class FileRange(NamedTuple):
 
 
 def storage_at(address: int, num_bytes: int, owner: object) -> torch.UntypedStorage:
-    """A storage on the CPU of memory that `owner` keeps, and that it keeps alive."""
+    """A storage on the CPU over memory that `owner` keeps; the storage keeps the owner alive."""
     window = bytes_at(address, num_bytes)
     window.owner = owner  # type: ignore[attr-defined]  # lives as long as the storage
     return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
 
 
 def own_pages(num_bytes: int) -> torch.UntypedStorage:
-    """A storage of fresh pages, contents undefined, that go back to the system when it is freed.
+    """A storage of new pages, uninitialised, which go back to the system when it is freed.
 
-    For what is large and stays: an allocator would keep much of it, whoever frees it. Behind it is
-    a spare page, which takes no memory: vector kernels may read past the end of a tensor (torch
-    2.13's fused SGD does, of a bf16 momentum on a CPU).
+    For storages that are large and stay long: an allocator would keep much of their memory. After
+    the bytes there is a spare page, which takes no memory: vector kernels may read past the end of
+    a tensor (torch 2.13's fused SGD does, with a bf16 momentum on a CPU).
 
     Raises:
         torch.OutOfMemoryError: the system refuses.
@@ -62,7 +62,7 @@ def own_pages(num_bytes: int) -> torch.UntypedStorage:
 
 
 class Pages:
-    """Addresses for good, and memory behind them that comes and goes.
+    """Addresses that stay, and memory behind them that is released and allocated again.
 
     Attributes:
         storage: over them, on the CPU. After `release` it reads as zeros.
@@ -74,10 +74,10 @@ class Pages:
         self.storage = torch.frombuffer(self._mapping, dtype=torch.uint8).untyped_storage()
 
     def obtain(self) -> None:
-        """Does nothing: what is written takes memory."""
+        """Does nothing: the system allocates pages when they are written."""
 
     def release(self) -> None:
-        """Gives the memory back to the system; what is written to it next takes new memory."""
+        """Returns the memory to the system; the next writes take new memory."""
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
@@ -88,21 +88,21 @@ def prefer_huge_pages(pages: mmap.mmap) -> None:
 
 
 def map_ranges(ranges: Sequence[FileRange], owner: object) -> torch.UntypedStorage:
-    """A storage that is ranges of files, one behind the other; what is written to it is theirs.
+    """A storage of ranges of files, one behind the other; writes to it change the files.
 
-    A child process that is forked meanwhile has what it writes for itself: the files belong to its
-    parent, which would take the child's bytes for its own.
+    In a child process that is forked meanwhile, writes stay private: the files belong to the
+    parent, which would read the child's bytes as its own.
 
     Args:
         ranges: at least one.
-        owner: kept alive by the storage: the block that keeps the ranges from being used otherwise.
-            None: they are no block's, and a child may write to them.
+        owner: kept alive by the storage: the block that keeps the ranges from being reused. None:
+            the ranges belong to no block, and a child may write to them.
 
     Raises:
         OSError: the system refuses.
     """
     total = sum(one.num_bytes for one in ranges)
-    # Addresses first, so that the ranges come to lie side by side.
+    # Reserves the addresses first, so that the ranges lie side by side.
     address = _mmap(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     mapping = _Mapping(address, total, owner)
     for one in ranges:
@@ -112,7 +112,7 @@ def map_ranges(ranges: Sequence[FileRange], owner: object) -> torch.UntypedStora
 
 
 class _OpenFile:
-    """A descriptor of our own, for mappings that outlive the tier's. One a file."""
+    """A descriptor of our own, for mappings that outlive the tier's. One for each file."""
 
     def __init__(self, fd: int) -> None:
         self.fd = os.dup(fd)
@@ -120,9 +120,9 @@ class _OpenFile:
 
 
 class _Mapping:
-    """Addresses that are given back when nothing refers to this any more."""
+    """Addresses that are unmapped when nothing refers to this object any more."""
 
-    # Those that a child is to have for itself, and their files by device and inode.
+    # The mappings that become private in a child, and their files by device and inode.
     _of_blocks: ClassVar[weakref.WeakSet[_Mapping]] = weakref.WeakSet()
     _files: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _OpenFile]] = (
         weakref.WeakValueDictionary()
@@ -137,7 +137,7 @@ class _Mapping:
             self._of_blocks.add(self)
 
     def add(self, address: int, one: FileRange) -> None:
-        """Maps a range of a file there, shared with everything that reads the file."""
+        """Maps a range of a file there, shared with all other readers of the file."""
         if self._owner is not None:
             found = os.fstat(one.fd)
             key = found.st_dev, found.st_ino
@@ -149,7 +149,7 @@ class _Mapping:
 
     @classmethod
     def make_private(cls) -> None:
-        """In a child: what it writes is its own from now on."""
+        """Runs in a child: makes its writes private."""
         for mapping in list(cls._of_blocks):
             for address, one, file in mapping._parts:
                 _map(address, one, file.fd, mmap.MAP_PRIVATE)

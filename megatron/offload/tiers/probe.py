@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a file can do, tried for a few seconds: `measure_bandwidth`, `has_fallocate`.
 
-`doctor` calls it before a run. Moves blocks of the size of a small activation from several threads
-at once, as the SSD tier does, into an `UnlinkedFile`, so nothing is left behind.
+`doctor` calls it before a run. It moves blocks of the size of a small activation from several
+threads at once, as the SSD tier does, in an `UnlinkedFile`, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Move = Callable[[memoryview, int], None]
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """What a drive achieved with `depth` blocks on their way at once."""
+    """What a drive achieved with `depth` blocks in flight."""
 
     depth: int
     write_bytes_per_s: float
@@ -103,8 +103,8 @@ def _timed(
 
 
 def _move_blocks(move: Move, num_blocks: int, buffers: list[memoryview], limit_s: float) -> int:
-    """Moves the first blocks of the file, one thread for each buffer, until all are moved or time
-    is up. The number of blocks moved."""
+    """Moves the first blocks of the file, with one thread for each buffer, until all are moved or
+    time is up. Returns the number of blocks moved."""
     deadline = time.monotonic() + limit_s
     offsets = collections.deque(index * BLOCK_BYTES for index in range(num_blocks))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a tier is opened for, as its sentences say it: `Purpose`.
 
-Activations and optimizer states go to tiers of the same kinds, each with flags of their own. Who
-reads a warning has to know which of the two it is about, and which flag helps.
+Activations, optimizer states and parameters go to tiers of the same kinds, each with flags of their
+own. A warning must say which of them it is about, and which flag helps.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Purpose:
     """Whose bytes a tier holds.
 
     Attributes:
-        prefix: what every sentence begins with.
-        bytes_name: what it holds, for people.
-        flags: what the names of its flags begin with.
+        prefix: the beginning of every sentence.
+        bytes_name: what it holds, in sentences.
+        flags: the beginning of the names of its flags.
         checksum_flag: the setting that asks for checksums.
-        in_pages: it holds whole pages, few and large, that stay in memory for long once read.
+        in_pages: it holds few and large storages of whole pages, which stay in memory long.
     """
 
     prefix: str
@@ -41,7 +41,7 @@ class Purpose:
 
     @property
     def thread_name(self) -> str:
-        """What the names of its threads begin with."""
+        """The beginning of the names of its threads."""
         return self.prefix.removesuffix(": ").replace(" ", "-")
 
     def refusal(self, sentence: str) -> ConfigurationError:

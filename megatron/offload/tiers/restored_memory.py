@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for what is read back where device memory is the process's: `RestoredMemory`.
+"""Memory for what is read back if device memory is the process's: `RestoredMemory`.
 
-Restored storages come and go within milliseconds, in the order in which backward uses them, between
-the blocks that operations allocate. Out of one allocator both break up each other's free memory,
-which then stays with the process although nobody uses it. Here they have a region of their own, its
-extents best fit, whose memory goes back to the system when the last one is free. `InPlace` asks.
+Restored storages live for milliseconds, in the order in which backward uses them, between the
+blocks that operations allocate. In one allocator both fragment each other's free memory, which then
+stays with the process unused. So restored storages have a region of their own with best-fit
+extents, whose memory goes back to the system when its last storage is freed. `InPlace` calls it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _NEVER = "2"  # overcommit: every writable mapping counts as used memory, touche
 class RestoredMemory:
     """Hands out storages of one region of addresses, as large as the machine's memory.
 
-    Where addresses are limited, or count as memory, there is no region and it hands out nothing:
-    a region would take them from everybody else in the process, or on the machine.
+    If addresses are limited, or count as memory, there is no region and it hands out nothing: a
+    region would take them from other users of the process or the machine.
 
-    Safe in any thread. A storage gives its extent back when it is freed, in whatever thread: that
-    takes no lock, because it may happen at any moment, within the calls of this class too.
+    Thread-safe. A storage may be freed in any thread at any moment, also within the calls of this
+    class, so giving its extent back takes no lock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._extents = ExtentAllocator(mmap.PAGESIZE)
-        self._freed: collections.deque[int] = collections.deque()  # offsets, to be given back
+        self._freed: collections.deque[int] = collections.deque()  # offsets to give back
         self._most_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self._region: mmap.mmap | None = None
         self._address = 0
@@ -69,11 +69,11 @@ class RestoredMemory:
     def new_storage(
         self, num_bytes: int, head_bytes: int, alignment: int
     ) -> torch.UntypedStorage | None:
-        """A storage of undefined content; None if there is no room for it.
+        """An uninitialised storage; None if there is no room for it.
 
         Args:
             num_bytes: of the storage.
-            head_bytes: what comes after so many of them is aligned.
+            head_bytes: the bytes after these are aligned.
             alignment: of memory, in bytes; divides a page.
         """
         shift = -head_bytes % alignment
@@ -88,7 +88,7 @@ class RestoredMemory:
         return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
 
     def trim(self) -> None:
-        """Gives the region's memory back to the system, if no storage is left in it."""
+        """Returns the region's memory to the system, if no storage is left in it."""
         if self._freed:
             with self._lock:
                 self._trim()
@@ -114,7 +114,7 @@ class RestoredMemory:
 
 
 def _why_not_reserved() -> str:
-    """Why addresses that nobody uses are not free of charge here; empty: they are."""
+    """Why reserving addresses has a price here; empty: it has none."""
     for name, limit in (("-v", resource.RLIMIT_AS), ("-d", resource.RLIMIT_DATA)):
         if resource.getrlimit(limit)[0] != resource.RLIM_INFINITY:
             return f"`ulimit {name}` is set"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes on SSDs: `SsdTier`, one drive per mount point and large storages striped over them.
 
-How a drive gets at a storage's bytes is `access.py`'s part, the I/O itself the drives'.
+`access.py` decides how a drive reads and writes the bytes, the drives do the I/O.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from megatron.offload.tiers.transfer import Transfer, when_all
 logger = logging.getLogger(__name__)
 
 
-# Staging buffers of each drive beside those that its threads work on: what was read is copied from
-# them to the device. The link is faster than a drive, so a few are enough, however many threads.
+# Staging buffers of each drive beside those of its threads: copies to the device read from them.
+# The link is faster than a drive, so a few are enough for any number of threads.
 _COPIED_FROM = 4
 
 
@@ -46,7 +46,7 @@ class SsdBlock(Block):
     """Where the SSD tier keeps one storage's bytes: its body in extents, its edges in memory."""
 
     def __init__(self, tier: SsdTier, cut: Cut, extents: list[Extent]) -> None:
-        # All at once, and first: from here on extents are freed, whatever interrupts this.
+        # First, and in one statement: from here on `__del__` frees the extents.
         self.tier, self.cut, self.extents = tier, cut, extents
         super().__init__(tier, cut.num_bytes)
 
@@ -55,18 +55,18 @@ class SsdBlock(Block):
 
 
 class SsdTier:
-    """A tier in unlinked files on one or several mount points, over which storages are striped.
+    """A tier in unlinked files on one or several mount points; storages are striped over them.
 
     Args:
         directories: existing directories, each on an SSD of its own.
-        reserve_bytes: allocated now, in equal parts, so that a disk that is too small shows before
-            training.
-        budget_bytes: the files never grow beyond it together; None: until the disks are full.
-        num_threads: I/O threads per directory, the queue depth that each drive sees; None: what
-            suits the number of disks that the directory is on.
+        reserve_bytes: allocated now, in equal parts, so that a disk that is too small is noticed
+            before training.
+        budget_bytes: the most that the files may take together; None: until the disks are full.
+        num_threads: I/O threads per directory, the queue depth that each drive sees; None: as many
+            as suit the number of disks of the directory.
         io: `auto`, `direct` or `buffered`, see `OffloadConfig.io`.
         write_bytes_per_s: bounds the write bandwidth of all drives together; None: no bound.
-        verify: compare a checksum of what is read with that of what was written.
+        verify: compares a checksum of what is read with that of what was written.
         device: where the storages are; None: in host memory.
         purpose: whose bytes it holds, in sentences.
 
@@ -118,7 +118,7 @@ class SsdTier:
                 self.drives.append(drive)
                 if reserve_bytes:
                     drive.reserve(-(-reserve_bytes // len(directories)))
-            # What suits every drive: alignments are powers of two.
+            # Suits every drive: alignments are powers of two.
             self._alignment = Alignment(
                 max(drive.file.alignment.memory for drive in self.drives),
                 max(drive.file.alignment.offset for drive in self.drives),
@@ -173,7 +173,7 @@ class SsdTier:
     def begin_read(
         self, block: Any, deadline: float = 0.0, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """Starts to read a block into a fresh storage, or into one that is there."""
+        """Starts to read a block into a new storage, or into `into`."""
         target, view = self._access.for_reading(block.cut, into)
         transfer = when_all(
             [e.drive.begin_read(view, start, e, block, deadline) for start, e in _places(block)]
@@ -182,11 +182,11 @@ class SsdTier:
         return target, transfer
 
     def view(self, block: Any) -> torch.UntypedStorage:
-        """The bytes of a block in their files, mapped. Only of storages in whole pages.
+        """The bytes of a block in their files, mapped. Only for storages of whole pages.
 
         Raises:
-            OSError: the block has bytes that are in no whole page of a file; or they are not those
-                that were written.
+            OSError: some bytes of the block are in no whole page of a file; or the bytes are not
+                those that were written.
         """
         ranges = [FileRange(e.drive.file.fd, e.offset, e.num_bytes) for e in block.extents]
         cut = block.cut
@@ -198,7 +198,7 @@ class SsdTier:
         return map_ranges(ranges, block)
 
     def renew(self, block: Any) -> None:
-        """What was changed in a block through its view is on the drives, and its checksums too.
+        """Writes changes through a block's view to the drives, with new checksums.
 
         Raises:
             OSError: a drive failed.
@@ -207,7 +207,7 @@ class SsdTier:
             extent.drive.renew(extent)
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
-        """Nothing goes on behind a write that has ended."""
+        """Returns at once: a write whose transfer has ended is complete."""
         return True
 
     def free(self, block: Any) -> None:
@@ -224,14 +224,14 @@ class SsdTier:
             self._staging.close()
 
     def _allocate(self, num_bytes: int) -> list[Extent] | None:
-        """Extents for a body, on drives that take it; None: no drive has room."""
+        """Extents for a body, on the drives that take it; None: no drive has room."""
         if len(self.drives) == 1 and num_bytes:
             extent = self.drives[0].allocate(num_bytes)
             return None if extent is None else [extent]
         drives = [drive for drive in self.drives if drive.health is not Health.FAILED]
         while drives:
             lanes = [Lane(d.statistics.writes.bytes_per_s, d.queued_bytes) for d in drives]
-            # In whole pages, so that they can be mapped.
+            # In whole pages, so that extents can be mapped.
             parts = stripe(num_bytes, lanes, max(self._alignment.offset, mmap.PAGESIZE))
             extents: list[Extent] = []
             for drive, part in zip(drives, parts, strict=True):
@@ -261,14 +261,14 @@ class SsdTier:
 
 
 def threads_of(directories: Sequence[Path], num_threads: int | None) -> list[int]:
-    """I/O threads for each directory: as many as were asked for, or as its disks suggest."""
+    """I/O threads for each directory: as many as asked for, or as suit its disks."""
     if num_threads is not None:
         return [num_threads] * len(directories)
     return [usual_num_threads(num_disks(directory)) for directory in directories]
 
 
 def _places(block: SsdBlock) -> Iterator[tuple[int, Extent]]:
-    """Each extent, and where in the body its bytes begin."""
+    """Each extent, and where its bytes begin in the body."""
     start = 0
     for extent in block.extents:
         yield start, extent

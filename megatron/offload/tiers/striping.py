@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a storage is spread over drives: `stripe`. The SSD tier calls it for every write.
 
-All parts are to end at the same moment. With b_i the bandwidth of drive i and q_i the bytes that
+All parts should end at the same moment. With b_i the bandwidth of drive i and q_i the bytes that
 wait there, the part of drive i is max(0, b_i T - q_i), with T such that the parts add up.
 """
 
@@ -12,25 +12,25 @@ from typing import NamedTuple
 
 from megatron.offload.sizes import MIB
 
-MIN_STRIPE_BYTES = 4 * MIB  # smaller parts cost an operation and gain no time
+MIN_STRIPE_BYTES = 4 * MIB  # a smaller part costs an operation and saves no time
 
 
 class Lane(NamedTuple):
-    """A drive as the striping sees it: its speed, and what waits for it."""
+    """A drive for the striping: its speed, and the bytes that wait for it."""
 
     bytes_per_s: float | None  # measured; None: not yet
     queued_bytes: int
 
 
 def stripe(num_bytes: int, lanes: Sequence[Lane], granule: int) -> list[int]:
-    """Shares a storage out to drives so that all end together: bytes for each, in order.
+    """Divides a storage among drives so that all end together: bytes for each, in order.
 
     The parts add up; each but the last is a multiple of `granule`.
 
     Args:
-        num_bytes: what to spread.
-        lanes: at least one. A drive not measured yet counts as the mean of those that are.
-        granule: what offsets in the files must be multiples of.
+        num_bytes: of the storage.
+        lanes: at least one. A drive not measured yet counts as the mean of the measured ones.
+        granule: that offsets in the files are multiples of.
     """
     if len(lanes) == 1:
         return [num_bytes]
@@ -46,7 +46,7 @@ def stripe(num_bytes: int, lanes: Sequence[Lane], granule: int) -> list[int]:
             break
         chosen.remove(smallest)
     whole = [int(part) // granule * granule for part in parts]
-    whole[chosen[-1]] += num_bytes - sum(whole)  # so that all parts begin at whole granules
+    whole[chosen[-1]] += num_bytes - sum(whole)  # so that each part begins at a whole granule
     return whole
 
 

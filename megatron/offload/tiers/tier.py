@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A place outside device memory: the `Tier` protocol, and the `Block` that it hands out.
 
-Async first: `begin_*` return at once. The engine calls; a tier never knows what it stores. What it
-keeps of a storage is a block; `str(block)` says where the bytes are. A block that nobody refers to
-any more frees its space by itself, and a transfer under way refers to its block, so no space is
-reused while a transfer still touches it.
+`begin_*` methods return at once. The engine calls them; a tier does not know what it stores. A
+block is where a tier keeps the bytes of a storage; `str(block)` says where that is. A block that
+nothing refers to any more frees its space by itself, and a transfer under way refers to its block,
+so no space is reused while a transfer still uses it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Block:
 
 @dataclass
 class TierStatistics:
-    """What a tier moved since it was opened: bytes that reached it or came from it."""
+    """What a tier has moved since it was opened: bytes written to it and read from it."""
 
     writes: BandwidthMeter = field(default_factory=BandwidthMeter)
     reads: BandwidthMeter = field(default_factory=BandwidthMeter)
@@ -42,7 +42,7 @@ class TierStatistics:
 
 
 class Tier(Protocol):
-    """Stores the bytes of saved storages. `str(tier)` says where, for people."""
+    """Stores the bytes of storages. `str(tier)` says where, for sentences."""
 
     @property
     def statistics(self) -> TierStatistics:
@@ -51,7 +51,7 @@ class Tier(Protocol):
 
     @property
     def degraded(self) -> bool:
-        """Whether a write failed or the disk is full; what is there can be read all the same."""
+        """Whether a write failed or the disk is full; what it holds can still be read."""
         ...
 
     @property
@@ -61,12 +61,12 @@ class Tier(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that it has room for at present, taken or free; it may grow up to its budget."""
+        """Bytes that it has room for now, taken or free; it may grow up to its budget."""
         ...
 
     @property
     def limit_bytes(self) -> int | None:
-        """Bytes that it may ever hold; None: until the disk is full."""
+        """The most bytes that it may hold; None: until the disk is full."""
         ...
 
     def begin_write(
@@ -74,81 +74,81 @@ class Tier(Protocol):
     ) -> tuple[Any, Transfer] | None:
         """Starts to write a whole storage. None: the tier is full or failed, keep the bytes.
 
-        How many bytes may be in flight is the caller's business.
+        The caller bounds how many bytes are in flight.
 
         Args:
             source: must not change or be freed until the transfer is done, which keeps it alive.
-            after: an event of the device, after which it holds its bytes; None: it holds them.
+            after: an event of the device, after which the storage has its bytes; None: it has them.
         """
         ...
 
     def begin_read(
         self, block: Any, deadline: float = 0.0, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, Transfer]:
-        """Starts to read a block into a fresh storage, or into one that is there.
+        """Starts to read a block into a new storage, or into `into`.
 
-        Its bytes are there when the transfer is done, on the device after the transfer's events.
+        The bytes are in place when the transfer is done; on a device after the transfer's events.
 
         Args:
-            block: from this tier's `begin_write`, whose transfer has ended well.
-            deadline: of several queued reads the one with the smallest goes first; any scale that
-                all callers share.
-            into: of the block's size. In host memory aligned as what was written; on a device of
-                `Device.alloc_storage`, which nobody has used since.
+            block: from this tier's `begin_write`; its transfer has ended without an error.
+            deadline: among queued reads the smallest goes first; on any scale that all callers
+                share.
+            into: of the block's size. In host memory aligned as what was written; on a device from
+                `Device.alloc_storage`, and not used since.
         """
         ...
 
     def view(self, block: Any) -> torch.UntypedStorage:
-        """The bytes of a block where they are, on the CPU; what is changed in them stays changed.
+        """The bytes of a block in place, on the CPU; writes to them change the block.
 
-        The block lives as long as this, and a process that is forked meanwhile sees it too. What
-        has checksums is compared with them now. Whoever changes it calls `renew` before it is read
-        again.
+        The result keeps the block alive, and child processes that are forked meanwhile see it too.
+        Bytes with checksums are compared with them now. A caller that changes them must call
+        `renew` before the next read.
 
         Args:
-            block: from this tier's `begin_write`; nothing of it is under way, nor begins.
+            block: from this tier's `begin_write`; no transfer of it is under way, nor begins.
 
         Raises:
-            OSError: they cannot be shown in their place, or are not those that were written.
+            OSError: the bytes cannot be shown in place, or are not those that were written.
         """
         ...
 
     def renew(self, block: Any) -> None:
-        """Takes what was changed through a block's view for its bytes.
+        """Accepts changes through a block's view as its bytes.
 
         Raises:
-            OSError: they did not come to their place; the view has them.
+            OSError: the changes did not reach the tier; the view has them.
         """
         ...
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
-        """Blocks until what it has taken is where it is to stay; whether it came to that.
+        """Blocks until all bytes are in their final place; False after `timeout_s`.
 
-        A write's transfer may end before, once the bytes are safe in a place on their way.
+        The transfer of a write may end earlier, once the bytes are safe on their way.
         """
         ...
 
     def free(self, block: Any) -> None:
-        """Gives a block's space back; its bytes are lost. Takes no lock: finalizers call it."""
+        """Frees a block's space; its bytes are lost. Takes no lock: finalizers call it."""
         ...
 
     def close(self) -> None:
-        """Cancels what is queued, waits for what is under way, gives everything back."""
+        """Cancels what is queued, waits for what is under way, frees all memory and space."""
         ...
 
 
 def close_when_dropped(owner: object, tiers: Sequence[Tier]) -> weakref.finalize[..., object]:
-    """Has tiers closed when their owner is gone, if no caller has called its `close`.
+    """Closes tiers when their owner is freed, if no caller has called its `close`.
 
-    In a thread of its own: an owner may go in any thread at any moment, one of a tier's and one
-    under a lock included, and closing waits for threads.
+    In a thread of its own: an owner may be freed in any thread at any moment, also in a thread of a
+    tier or under a lock, and closing waits for threads.
 
     Args:
         owner: alone uses the tiers; they do not refer to it.
         tiers: to be closed.
 
     Returns:
-        What its `close` is to detach. At the end of the process nothing is done.
+        The finalizer, which the owner's `close` must detach. It does nothing when the process ends.
     """
     finalizer = weakref.finalize(owner, _close_soon, list(tiers))
     finalizer.atexit = False

@@ -3,7 +3,7 @@
 
 Every storage goes to one of the tiers, as a whole; its block is that tier's own. The shares follow
 the measured bandwidths, bounded by what each tier can hold, so that all tiers fill at the same
-pace. A tier that is full or has failed is left out and the rest goes on.
+pace. A tier that is full or has failed gets nothing, and the others go on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.offload.tiers.transfer import Transfer
 
 
 class TieredTier:
-    """A tier made of others, host memory and SSDs as a rule, which it uses side by side.
+    """A tier made of others, usually host memory and SSDs, which it uses side by side.
 
     Args:
         tiers: at least one; closed with this one.
@@ -96,27 +96,27 @@ class TieredTier:
         return block.tier.view(block)
 
     def renew(self, block: Block) -> None:
-        """Has the tier that has a block take what was changed in it for its bytes."""
+        """Calls `renew` of the tier that the block was written to."""
         block.tier.renew(block)
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
-        """Blocks until no tier goes on with what it has taken; whether it came to that."""
+        """Blocks until all tiers have all bytes in their final place; False after `timeout_s`."""
         return all(tier.wait_for_writes(timeout_s) for tier in self.tiers)
 
     def free(self, block: Block) -> None:
-        """Gives a block's space back to its tier. Takes no lock: finalizers call it."""
+        """Frees a block's space in its tier. Takes no lock: finalizers call it."""
         block.tier.free(block)
 
     def close(self) -> None:
-        """Closes each tier: queued transfers are cancelled, those under way end first."""
+        """Closes each tier: it cancels queued transfers and waits for those under way."""
         for tier in self.tiers:
             tier.close()
 
     def _shares(self) -> list[float]:
-        """The part of all stored bytes that each tier should hold; they add up to 1 at most.
+        """The part of all stored bytes that each tier should hold; they add up to at most 1.
 
-        In proportion to write bandwidth. What that gives a tier beyond its limit (of the most bytes
-        that were ever stored at once) goes to the others.
+        In proportion to write bandwidth. A part beyond a tier's limit (relative to the most bytes
+        that were ever stored at once) goes to the other tiers.
         """
         speeds = [tier.statistics.writes.bytes_per_s for tier in self.tiers]
         known = [speed for speed in speeds if speed]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One read or write under way: `Transfer`, and `when_all`, which makes one of several.
 
-Tiers hand them out, records and the prefetcher wait for them. A write runs piece by piece: between
-two pieces it can be given up, or wait while its thread does something else.
+Tiers return them; records and the prefetcher wait for them. A write runs piece by piece: between
+two pieces it can be cancelled, or wait while its thread does something else.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Work = Callable[[], None]  # moves one piece
 class Transfer:
     """One read or write, which may be queued, running or done.
 
-    Most end before anybody waits for them, and there is one for each storage both ways. So nothing
-    is made for those who wait until one does, and no lock is held: what only one thread may do is
-    the part of the one that takes a token out first.
+    Most transfers end before any thread waits for them, and there is one for each storage both
+    ways. So a lock for waiting is made only when a thread waits, and none is held: what only one
+    thread may do is done by the thread that takes a token first.
 
     Attributes:
-        events: of a read, once it has ended: of the device, after which the bytes are in its
-            memory, see `Device.use_after`. None: they are there, in memory that is everybody's.
+        events: of a read that has ended: events of the device, after which the memory has the
+            bytes, see `Device.use_after`. None: it has them, and any thread may use them.
         began_s: of `time.perf_counter`; None: it has not run yet.
-        error: that it has ended with; None: well, or it has not ended.
+        error: that ended it; None: it has not ended, or without an error.
 
     Args:
-        pieces: each moves a part of the bytes. Dropped, and with them the buffers that they hold,
-            before anybody is told that the transfer has ended.
+        pieces: each moves a part of the bytes. They are dropped, with the buffers that they hold,
+            before the callbacks are called.
     """
 
     events: Sequence[Any] | None = None
@@ -47,13 +47,13 @@ class Transfer:
     def __init__(self, *pieces: Work) -> None:
         self._pieces = list(pieces)
         self._to_tell: list[Callable[[Any], None]] = []  # the thread that takes one out calls it
-        # Taken once, and not given back: by the one that begins it, or that cancels it before.
+        # A token, taken once: by the thread that begins the transfer, or that cancels it before.
         self._first = threading.Lock()
 
     def run(self) -> bool:
-        """Moves the next piece, in the thread that calls; whether there are more.
+        """Moves the next piece, in the calling thread; returns whether there are more.
 
-        What goes wrong surfaces in `wait`.
+        `wait` raises the errors.
         """
         if self._unwanted:
             self.give_up()
@@ -64,8 +64,8 @@ class Transfer:
             self._pieces.pop(0)()
         except Exception as error:
             self._pieces.clear()
-            # The traceback, and that of an error behind this one, would keep the frame of the piece
-            # alive, and with it the buffer.
+            # The traceback, and that of the error's cause, would keep the frame of the piece alive,
+            # and with it the buffer.
             error.__context__ = error.__cause__ = None
             self.end(error.with_traceback(None))
             return False
@@ -76,35 +76,35 @@ class Transfer:
         return not self._has_ended
 
     def begin(self) -> bool:
-        """Before its first piece: whether it is still to run; it cannot be cancelled any more."""
+        """Called before the first piece. False: it was cancelled. True: it no longer can be."""
         if not self._first.acquire(blocking=False):
             return False
         self.began_s = time.perf_counter()
         return True
 
     def end(self, error: BaseException | None = None) -> None:
-        """It has ended, with an error or well; those who wait are told first."""
+        """Ends it, with an error or without, and calls the callbacks, those of waits first."""
         self.error, self._has_ended = error, True
         self._tell()
 
     def fail(self, reason: str) -> None:
-        """Ends it with an OSError because its thread is gone, so that nobody waits for ever."""
+        """Ends it with an OSError because its thread has died, so that no thread waits for ever."""
         self._pieces.clear()
         if not self.done():
             self.end(OSError(errno.ECANCELED, reason))
 
     def give_up(self) -> None:
-        """Ends it as cancelled, though it may have started. No thread may be moving a piece."""
+        """Ends it as cancelled, even if it has started. No thread may be moving a piece."""
         if not self.cancel():
             self._pieces.clear()
             self.end(CancelledError())
 
     def cancel(self) -> bool:
-        """Takes it off the queue; False once it has started: then the piece under way is its last.
+        """Cancels it; False if it has started: then it ends after the piece under way.
 
-        However it is cancelled, until it has ended it keeps what it works on.
+        Until it has ended, it keeps alive what it works on.
         """
-        # First: the thread that finds it ends it where an interrupt comes before the end here.
+        # First: if Ctrl-C ends this method before `end`, the thread that finds it ends it.
         self._unwanted = True
         if self._first.acquire(blocking=False):
             self._pieces.clear()
@@ -117,7 +117,7 @@ class Transfer:
         return self._has_ended
 
     def cancelled(self) -> bool:
-        """Whether it has ended before all was moved, because nobody wanted it."""
+        """Whether it was cancelled before all bytes were moved."""
         return self.error is not None and isinstance(self.error, CancelledError)
 
     @property
@@ -126,9 +126,9 @@ class Transfer:
         return self._unwanted or self.error is not None
 
     def abandon(self) -> None:
-        """Says that nobody wants it any more: the thread that has it, or finds it, cancels it.
+        """Marks it as unwanted: the thread that has it, or finds it, cancels it.
 
-        Safe in a finalizer, unlike `cancel`, which tells others.
+        Safe in a finalizer, unlike `cancel`, which calls callbacks.
         """
         self._unwanted = True
 
@@ -136,23 +136,23 @@ class Transfer:
         """Blocks until the bytes have moved.
 
         Raises:
-            Exception: whatever stopped the worker that moved them, an OSError as a rule.
+            Exception: the error of the thread that moved them, usually an OSError.
             concurrent.futures.CancelledError: it was cancelled or abandoned before its end.
         """
         try:
             self.result()
         finally:
-            self = None  # type: ignore[assignment]  # an error refers to this frame, and we to it
+            self = None  # type: ignore[assignment]  # the error refers to this frame, and we to it
 
     def wait_until_done(self) -> None:
         """Blocks until it has ended, well or badly.
 
-        What the worker raised is not raised here: an error keeps the frames that it passes through.
+        It does not raise the transfer's error: an error keeps the frames that it passes through.
         """
         self.exception()
 
     def result(self, timeout: float | None = None) -> None:
-        """As `wait`, for so many seconds at most; TimeoutError: it has not ended by then."""
+        """`wait` for at most so many seconds; raises TimeoutError if it has not ended by then."""
         try:
             if (error := self.exception(timeout)) is not None:
                 raise error
@@ -160,7 +160,7 @@ class Transfer:
             self = error = None  # type: ignore[assignment]  # as in `wait`
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What it has ended with, once it has; None: well. TimeoutError: not in so many seconds."""
+        """The error that ended it, or None; waits for the end. TimeoutError: it has not ended."""
         if not self._has_ended:
             told = threading.Lock()
             told.acquire()
@@ -172,7 +172,7 @@ class Transfer:
         return self.error
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Calls this with the transfer once it has ended, in the thread that ends it; or now."""
+        """Calls this with the transfer when it ends, in the thread that ends it; or now."""
         self._to_tell.append(callback)
         if self._has_ended:
             self._tell()
@@ -181,22 +181,22 @@ class Transfer:
         while self._to_tell:
             try:
                 callback = self._to_tell.pop(0)
-            except IndexError:  # another thread has told the last one
+            except IndexError:  # another thread has called the last one
                 return
             try:
                 callback(self)
-            except Exception as error:  # of who listens: nothing of the transfer
-                # Not the error itself: who keeps log records would keep its traceback too.
+            except Exception as error:  # an error of the callback, not of the transfer
+                # Not the error itself: a handler that stores records would keep its traceback.
                 reason = repr(error)
-                logger.error("activation offload: the end of a transfer was not heard: %s", reason)
+                logger.error("activation offload: a callback of a transfer failed: %s", reason)
 
 
 def run_together(transfers: Sequence[Transfer], move: Callable[[list[Any]], None]) -> None:
     """Carries out transfers of one piece each, none of which has begun.
 
     Args:
-        transfers: each ends by itself, well or badly.
-        move: moves several pieces at once, all or, if it raises, any of them.
+        transfers: each ends by itself, with an error or without.
+        move: moves several pieces at once: all, or, if it raises, any of them.
     """
     begun = []
     now_s = time.perf_counter()
@@ -209,7 +209,7 @@ def run_together(transfers: Sequence[Transfer], move: Callable[[list[Any]], None
     if len(begun) > 1:
         try:
             move([transfer._pieces[0] for transfer in begun])
-        except Exception:  # of one of them: each by itself says whether it is of that one
+        except Exception:  # an error of one of them: moved one by one, that one raises it again
             pass
         else:
             for transfer in begun:
@@ -221,21 +221,21 @@ def run_together(transfers: Sequence[Transfer], move: Callable[[list[Any]], None
 
 
 def when_all(parts: Sequence[Transfer]) -> Transfer:
-    """One transfer that is done when all parts are, and fails if any part failed."""
+    """One transfer that is done when all parts are, and fails if a part failed."""
     if len(parts) == 1:
         return parts[0]
     return _WhenAll(parts) if parts else ended()
 
 
 def ended() -> Transfer:
-    """A transfer that has ended well."""
+    """A transfer that has ended without an error."""
     transfer = Transfer()
     transfer.end()
     return transfer
 
 
 class _WhenAll(Transfer):
-    """Done when all parts are. The last part to end says how it went."""
+    """Done when all parts are. The last part to end sets the error."""
 
     def __init__(self, parts: Sequence[Transfer]) -> None:
         super().__init__()

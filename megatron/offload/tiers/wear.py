@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process has written to its drives, whatever it was for: `WEAR`.
+"""What this process has written to its drives, for all purposes: `WEAR`.
 
-Each drive adds what it has written. Reports of a drive's life ask here: activations, optimizer
-states, parameters and gradients wear the same flash. Knows no rating and no time.
+Each drive adds what it has written. Reports of a drive's life read it: activations, optimizer
+states, parameters and gradients wear the same flash. It knows no rating and no time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Wear:
         self._lock = threading.Lock()
 
     def add(self, directory: Path, num_bytes: int) -> None:
-        """So much has been written to the drive of a directory."""
+        """Adds bytes that were written to the drive of a directory."""
         with self._lock:
             self._written[str(directory)] += num_bytes
 
@@ -32,7 +32,7 @@ class Wear:
             return dict(self._written)
 
     def since(self, before: Mapping[str, int]) -> dict[str, int]:
-        """Bytes by directory that were written after `written` gave `before`."""
+        """Bytes by directory that were written since `written` returned `before`."""
         grown = ((name, count - before.get(name, 0)) for name, count in self.written().items())
         return {name: count for name, count in grown if count}
 
