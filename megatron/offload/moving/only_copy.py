@@ -69,8 +69,9 @@ class OnlyCopy:
         self._stall_s = 0.0
         self._refusal = ""  # the reason, if a write failed
         self._has_warned = False
-        # An I/O thread notifies it when a transfer has ended. A thread holds it for microseconds
-        # unless it waits.
+        # An I/O thread notifies it when a transfer has ended. `wait_until` checks its condition
+        # under it, which may allocate memory and queue reads (`states/window.py`); meanwhile an I/O
+        # thread that ends a transfer waits. A member's own lock is taken under it, not around it.
         self._ended = Condition()
         device.room.add(self)
 
