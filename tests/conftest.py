@@ -129,28 +129,39 @@ def write_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--slow` for all tests; the others for tests/megatron/test_matrix.py."""
-    parser.addoption("--slow", action="store_true", help="also tests that repeat what others show")
+    """`--slow` and `--rare` for more tests; the others for tests/megatron/test_matrix.py."""
+    parser.addoption("--slow", action="store_true", help="also tests that take seconds")
+    parser.addoption("--rare", action="store_true", help="all, also what repeats other tests")
     parser.addoption("--full-matrix", action="store_true", help="every cell, not just a few")
     parser.addoption("--matrix-table", type=Path, metavar="FILE", help="write a table there")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests marked `slow`; skips those marked `gpu` where there is no CUDA device.
+    """Leaves out tests marked `slow` and `rare` unless they are asked for; skips those marked `gpu`
+    where there is no CUDA device.
 
     The test accelerator, once loaded, is torch's for the rest of the process: its tests run last.
     """
     items.sort(key=lambda item: "lag" in getattr(item, "fixturenames", ()))
-    if not config.getoption("--slow"):
-        slow = [item for item in items if "slow" in item.keywords]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if "slow" not in item.keywords]
+    left_out = [item for item in items if _is_left_out(item, config)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not _is_left_out(item, config)]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch sees none on this machine")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _is_left_out(item: pytest.Item, config: pytest.Config) -> bool:
+    if config.getoption("--rare") or any("::" in one for one in config.args):  # named one by one
+        return False
+    if "rare" in item.keywords:
+        return True
+    slow = item.get_closest_marker("slow")
+    is_kept = slow is not None and item.name.endswith(f"[{slow.kwargs.get('but')}]")
+    return slow is not None and not is_kept and not config.getoption("--slow")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Runs every check: lint, format, types, shell scripts, Dockerfile, tests. Arguments go to pytest:
-#   tests/run.sh                     everything
+#   tests/run.sh                     all tests but those that take seconds
 #   tests/run.sh -k forwarding -x    some of the tests (lint and types still run)
-#   tests/run.sh --slow              also more layouts of what is tested anyway
+#   tests/run.sh --slow              all tests, as .ci/run does
+#   tests/run.sh --rare              also more layouts of what is tested anyway
 #   tests/run.sh --next              also a part of the tests with the PyTorch of tools/constraints-next.txt, in an
 #                                    environment of its own (6 GB)
 #   tests/run.sh --lag               only tests/behaviour and tests/autograd, on the test accelerator

@@ -14,32 +14,29 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.flag import Settings, flag
+from megatron.offload.flag import flag
 from megatron.offload.layer_set import LayerSet
-from megatron.offload.sizes import (
-    MIB,
-    format_size,
-    parse_budget,
-    parse_positive_size,
-    parse_rate,
-    parse_size,
+from megatron.offload.sizes import MIB, format_size, parse_size
+from megatron.offload.tier_settings import (
+    ON_HOST,
+    ON_SSD,
+    TierSettings,
+    directories_flag,
+    drive_endurance_flag,
+    host_budget_flag,
+    io_flag,
+    ssd_budget_flag,
+    threads_flag,
+    write_limit_flag,
 )
-from megatron.offload.values import (
-    count_or_word,
-    parse_path,
-    parse_paths,
-    parse_slowdown,
-    parse_threads,
-)
+from megatron.offload.values import count_or_word, parse_path, parse_slowdown
 
 DEFAULT_INFLIGHT_BYTES = 512 * MIB  # raised to what the largest layer asks for
-
-
-_ON_SSD, _ON_HOST = frozenset({"ssd", "tiered"}), frozenset({"host", "tiered"})
+_FLAGS = "--activation-offload-"
 
 
 @dataclass(frozen=True)
-class OffloadConfig(Settings):
+class OffloadConfig(TierSettings):
     """Where activations go and within which bounds. Sizes in bytes.
 
     Raises:
@@ -47,6 +44,7 @@ class OffloadConfig(Settings):
     """
 
     group: ClassVar[str] = "activation offload"
+    flags: ClassVar[str] = _FLAGS
     # As the doors call it.
     other_names: ClassVar[Mapping[str, str]] = {"--activation-offload-dir": "directory"}
 
@@ -62,14 +60,11 @@ class OffloadConfig(Settings):
         "within --activation-memory-budget. Results are bit-identical.",
         choices=("off", "ssd", "host", "tiered", "auto"),
     )
-    directories: tuple[Path, ...] = flag(
-        "--activation-offload-dir",
-        (),
+    directories: tuple[Path, ...] = directories_flag(
+        _FLAGS,
         "directory on the SSD for activations, or several on different SSDs, over which large "
         "storages are striped. Each rank keeps one unlinked file in each, so nothing is left "
         "behind however the run ends.",
-        parse=parse_paths,
-        metavar="DIR[,DIR...]",
     )
     offload_layers: LayerSet | None = flag(
         "--activation-offload-layers",
@@ -146,15 +141,12 @@ class OffloadConfig(Settings):
         "and core attention, so that forward holds little more than what it works on.",
         choices=("layer", "part", "operation"),
     )
-    threads: int | None = flag(
-        "--activation-offload-threads",
-        None,
+    threads: int | None = threads_flag(
+        _FLAGS,
         "I/O threads of each rank and directory: how many reads and writes a drive sees at once. "
         "Default: 4 for each disk that the directory is on (several in a RAID or striped volume), "
         "at most 32. On an accelerator each has a page-locked buffer of 16 MiB, and each directory "
         "up to 4 more.",
-        parse=parse_threads,
-        metavar="N",
     )
     inflight_bytes: int | None = flag(
         "--activation-offload-inflight",
@@ -167,23 +159,17 @@ class OffloadConfig(Settings):
         parse=parse_size,
         metavar="SIZE",
     )
-    ssd_budget_bytes: int | None = flag(
-        "--activation-offload-ssd-budget",
-        None,
+    ssd_budget_bytes: int | None = ssd_budget_flag(
+        _FLAGS,
         "most bytes of SSD space that a rank may take. Default: what the model's shape asks for. "
         "Activations beyond it stay in device memory.",
-        parse=parse_size,
-        metavar="SIZE",
     )
-    host_budget: int | float | None = flag(
-        "--activation-offload-host-budget",
-        None,
+    host_budget: int | float | None = host_budget_flag(
+        _FLAGS,
         "most bytes of host memory that a rank may take, or a fraction of the machine's (or the "
         "container's) memory for all its ranks together, for example 0.4. Default: half of what is "
         "free at the start, divided by the ranks of the machine. Activations beyond it go to the "
         "SSD with tiered and stay in device memory with host.",
-        parse=parse_budget,
-        metavar="SIZE",
     )
     pinned_bytes: int | None = flag(
         "--activation-offload-pinned",
@@ -196,22 +182,18 @@ class OffloadConfig(Settings):
         parse=parse_size,
         metavar="SIZE",
     )
-    io: str = flag(
-        "--activation-offload-io",
-        "auto",
+    io: str = io_flag(
+        _FLAGS,
         "direct: O_DIRECT, past the page cache, or an error where the file system lacks it. "
         "buffered: through the page cache, which is emptied behind each transfer. auto: direct "
         "where it works, else buffered with a line in the log. gds: GPUDirect Storage, between the "
         "GPU's memory and the SSD without host memory (needs a CUDA device and kvikio).",
-        choices=("auto", "direct", "buffered", "gds"),
+        "gds",
     )
-    write_bytes_per_s: float | None = flag(
-        "--activation-offload-write-limit",
-        None,
+    write_bytes_per_s: float | None = write_limit_flag(
+        _FLAGS,
         "most bytes per second that a rank writes to its SSDs, for example 500MB/s: leaves the "
         "disk to others and spares the drive. Default: no limit.",
-        parse=parse_rate,
-        metavar="RATE",
     )
     trace_file: Path | None = flag(
         "--activation-offload-trace",
@@ -248,27 +230,21 @@ class OffloadConfig(Settings):
         "other bytes end the training with an error. off: trust the drive.",
         choices=("off", "checksum"),
     )
-    drive_endurance_bytes: int | None = flag(
-        "--activation-offload-drive-tbw",
-        None,
+    drive_endurance_bytes: int | None = drive_endurance_flag(
+        _FLAGS,
         "bytes that each SSD is rated to endure, as its data sheet says (TBW), for example 1200TB. "
         "The summary then says how long it lasts at this run's pace; under a year is a warning.",
-        parse=parse_positive_size,
-        metavar="SIZE",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_recomputation()
-        if self.uses_ssd and not self.directories:
-            asks = f"--activation-recompute-input {self.recompute_input}"
-            if self.boundary in _ON_SSD:
-                asks = f"--activation-boundary {self.boundary}"
-            if self.mode in _ON_SSD:
-                asks = f"--activation-offload {self.mode}"
-            raise ConfigurationError(
-                f"{asks} needs a place on an SSD; give it with --activation-offload-dir DIR"
-            )
+        asks = f"--activation-recompute-input {self.recompute_input}"
+        if self.boundary in ON_SSD:
+            asks = f"--activation-boundary {self.boundary}"
+        if self.mode in ON_SSD:
+            asks = f"--activation-offload {self.mode}"
+        self.check_directories(asks)
         self._check_planning()
         if self.io == "gds" and self.verify == "checksum":
             raise ConfigurationError(
@@ -289,11 +265,6 @@ class OffloadConfig(Settings):
             raise ConfigurationError(
                 f"--activation-offload-layers and --activation-recompute-layers both name {both}; "
                 "take it out of one of them"
-            )
-        if len(set(self.directories)) < len(self.directories):
-            raise ConfigurationError(
-                "--activation-offload-dir names a directory twice; striping needs directories on "
-                "different drives"
             )
         if self.inflight_bytes is not None and self.inflight_bytes < self.min_bytes:
             raise ConfigurationError(
@@ -379,11 +350,6 @@ class OffloadConfig(Settings):
         return "tiered" if self.uses_ssd and self.uses_host else "ssd" if self.uses_ssd else "host"
 
     @property
-    def enabled(self) -> bool:
-        """Whether any activation may leave device memory."""
-        return self.mode != "off"
-
-    @property
     def chunks_loss(self) -> bool:
         """Whether output projection and loss are computed over chunks of tokens."""
         return self.chunked_loss != "off"
@@ -396,13 +362,13 @@ class OffloadConfig(Settings):
     @property
     def uses_ssd(self) -> bool:
         """Whether activations may go to an SSD."""
-        return not _ON_SSD.isdisjoint((self.mode, self.recompute_input, self.boundary)) or (
-            self.plans and bool(self.directories)
-        )
+        if self.plans:
+            return bool(self.directories)
+        return not ON_SSD.isdisjoint((self.mode, self.recompute_input, self.boundary))
 
     @property
     def uses_host(self) -> bool:
         """Whether activations may go to host memory."""
         if self.plans:
             return not self.directories or self.host_budget is not None
-        return not _ON_HOST.isdisjoint((self.mode, self.recompute_input, self.boundary))
+        return not ON_HOST.isdisjoint((self.mode, self.recompute_input, self.boundary))

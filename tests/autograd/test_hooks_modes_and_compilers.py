@@ -201,6 +201,7 @@ def test_a_compiled_region_for_any_size(engine, way):
     assert step.unsupported == 0, "the compiler's hints on a tensor can be missed"
 
 
+@pytest.mark.slow
 @compiles_in_threads
 @pytest.mark.filterwarnings("ignore")
 def test_hooks_inside_a_compiled_region(engine):

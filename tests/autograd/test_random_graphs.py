@@ -90,6 +90,7 @@ def compute(program: Program, watch: Watch) -> Outcome | Failure:
     return on_own_thread(lambda: attempt(lambda: run(program, watch)))
 
 
+@pytest.mark.slow
 @settings(settings.get_profile("autograd"))
 @given(program=programs, kind=st.sampled_from(sorted(ENGINES)))
 def test_values_gradients_and_errors_are_those_of_plain_autograd(

@@ -595,6 +595,7 @@ print(*[(one.bytes - one.before) // MIB for one in (saving, loading)])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["torch", "dcp"])
 def test_there_is_no_second_copy_in_memory(way: str, tmp_path: Path) -> None:
     """100 MiB of states, 16 MiB of window: what saving and loading add is about a window."""

@@ -244,6 +244,7 @@ FILE_SIZE_LIMIT = """
 """
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_is_like_a_full_disk_and_kills_nobody(tmp_path: Path) -> None:
     code, output, errors = finish(start_python(FILE_SIZE_LIMIT, tmp_path))
     assert code == 0, errors  # SIGXFSZ would end in a negative one

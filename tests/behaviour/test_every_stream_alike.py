@@ -481,6 +481,7 @@ def what_is_open() -> tuple[set[threading.Thread], int]:
     return set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 @promise(
     "a handle is dropped without `close()`",
     "its model goes on; when model and optimizer are dropped too, memory, files and threads go",

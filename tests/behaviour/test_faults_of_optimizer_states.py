@@ -633,6 +633,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 def test_kill_9_leaves_nothing(disk: MountedDisk) -> None:
     before = disk.free_bytes
     code, output, errors = finish(start_python(KILLED, disk.path))

@@ -181,7 +181,7 @@ def resident_bytes(model: torch.nn.Module) -> int:
         (Recomputed, adamw, None, {"offloads_states": False}),
         (Language, fused, 0.1, {"calls": 2}),
         *(
-            pytest.param(Language, fused, clip, settings, marks=pytest.mark.slow)
+            pytest.param(Language, fused, clip, settings, marks=pytest.mark.rare)
             for clip, settings in (
                 (None, {}),
                 (0.1, {"in_units": 2, "units": 3, "live_units": 3, "io": "buffered"}),
@@ -266,6 +266,7 @@ def test_no_more_than_two_units_gradients_are_in_memory(
     assert max(Trained(None, clip=0.1).resident_bytes) > (LAYERS - 1) * each
 
 
+@pytest.mark.slow
 def test_memory_goes_back_to_the_system(tmp_path: Path) -> None:
     """Not only to an allocator, which cannot give it to the next unit."""
     layers = 24

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.processes import finish, start_python
 
 # torch 2.13's fused SGD on a CPU reads a vector behind the end of a bfloat16 momentum of so many.
@@ -49,6 +51,7 @@ _TRAINS = """
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_that_reads_past_a_buckets_end_finds_memory_there(tmp_path: Path) -> None:
     code, output, errors = finish(start_python(_TRAINS, tmp_path))
     assert code == 0, errors

@@ -50,6 +50,7 @@ def moved(model: torch.nn.Module, directory: Path, **settings: Any) -> Any:
 RECOMPUTED = {"recompute_layers": "2-4", "recompute_input": "ssd"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -80,6 +81,7 @@ def test_unusual_layers_have_the_same_bits(kind: type[Stack], tmp_path: Path) ->
         assert_same_bits(model, kind(), LayerMajor(model, offload=offload))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"alternates": True}], ids=["ascending", "alternating"])
 def test_two_tensors_that_cross_have_the_bits_that_they_have_in_memory(
     settings: dict[str, bool], tmp_path: Path
@@ -94,6 +96,7 @@ def test_two_tensors_that_cross_have_the_bits_that_they_have_in_memory(
     trained("ssd").assert_is(trained("keep"))
 
 
+@pytest.mark.slow
 def test_a_few_micro_batches_are_in_memory_however_many_there_are(tmp_path: Path) -> None:
     shape, num_batches, one = (2, 64, 128), 10, 4 * 2 * 64 * 128
     assert one == boundary.MIN_BYTES

@@ -255,6 +255,7 @@ def test_an_error_keeps_nothing_of_its_step() -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_what_is_compiled_within_layers_is_no_obstacle() -> None:
     model = Plain()
     model.layers[1].qkv.compile()  # never called here

@@ -197,6 +197,7 @@ def test_all_bits_are_the_same_with_offload(settings: dict[str, str], tmp_path: 
         wait_until_empty(offload.engine.tiers.values())
 
 
+@pytest.mark.slow
 def test_all_bits_of_a_larger_step_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def test_the_file_has_no_name_and_mode_0600(engine, tmp_path):
     assert status.st_nlink == 0 and stat.S_IMODE(status.st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_kill_9_in_mid_step_leaves_nothing(tmp_path):
     script = textwrap.dedent(
         f"""

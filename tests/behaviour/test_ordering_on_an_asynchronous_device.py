@@ -359,6 +359,7 @@ def test_compute_does_not_wait_for_copies_to_the_device(make_simulated_engine, d
         assert torch.equal(restored, expected)
 
 
+@pytest.mark.slow
 def test_large_storages_striped_over_directories_come_back(make_simulated_engine, device, tmp_path):
     directories = tuple(tmp_path / name for name in "ab")
     for directory in directories:

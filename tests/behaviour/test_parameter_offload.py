@@ -467,7 +467,7 @@ def test_what_an_optimizer_has_updated_before_an_error_is_not_lost(tmp_path: Pat
         (
             Language,
             {"mode": "ssd"},
-            "parameters: mode ssd needs a directory on an SSD; give directory",
+            "parameters: mode ssd needs a place on an SSD; give it with directory DIR",
         ),
         (Language, {"mode": "host", "live_units": 1}, "live_units 1 leaves no room to read ahead"),
         (Language, {"mode": "host", "units": 9}, "the model has 6 layers"),

@@ -47,6 +47,7 @@ def disk(tmp_path: Path) -> Iterator[MountedDisk]:
         yield mounted
 
 
+@pytest.mark.slow
 def test_kill_9_in_mid_step_leaves_an_empty_and_sound_file_system(disk: MountedDisk) -> None:
     before = disk.free_bytes
     processes = [start_python(KILLED, disk.path, when) for when in ("forward", "backward")]
@@ -98,6 +99,7 @@ JOB = """
 """
 
 
+@pytest.mark.slow
 def test_two_jobs_in_one_directory_do_not_meet(tmp_path: Path) -> None:
     processes = [start_python(JOB, tmp_path, number) for number in (0, 1)]
     for code, _, errors in map(finish, processes):

@@ -114,6 +114,7 @@ def slow_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
         yield disk.path, members
 
 
+@pytest.mark.slow
 def test_a_disk_that_the_kernel_throttles_holds_forward_up(slow_disk: tuple[Path, Path]) -> None:
     code, output, errors = finish(start_python(THROTTLED, *slow_disk))
     assert code == 0, errors

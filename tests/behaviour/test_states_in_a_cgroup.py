@@ -17,6 +17,7 @@ TRAINED = Run(ON_SSD, MIB, killed=False, peak_bytes=MIB, step_s=1.0, weights="a"
 FREE = dataclasses.replace(TRAINED, states=IN_MEMORY, limit_bytes=None)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_in_memory_trained_on_the_ssd(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -259,6 +259,7 @@ UNREADABLE = """
 """
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_ends_the_process_with_a_sentence(tmp_path: Path) -> None:
     code, output, errors = finish(start_python(UNREADABLE, tmp_path))
     assert code == 1 and output == ""

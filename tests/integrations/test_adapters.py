@@ -95,6 +95,7 @@ def test_a_method_trains_the_same(method: str, tmp_path: Path) -> None:
     assert run(is_offloaded=True) == run(is_offloaded=False)
 
 
+@pytest.mark.slow(but="LoRA")
 @pytest.mark.parametrize("is_lora", [False, True], ids=["", "LoRA"])
 def test_grpo_generates_and_trains_the_same(is_lora: bool, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed")

@@ -114,7 +114,7 @@ def test_passes_leave_no_hooks_on_the_weight(model: Model, tmp_path: Path) -> No
             assert not one.get_output_embeddings().weight._backward_hooks
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_model_compiled_as_a_whole_has_it_too() -> None:
     own = passes(llama)
     torch.manual_seed(5)
@@ -189,6 +189,7 @@ def scaled(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return model.to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCALED)
 def test_what_models_do_with_their_logits_is_carried_into_the_chunks(name: str) -> None:
     own = passes(lambda: scaled(name))
@@ -203,6 +204,7 @@ def test_what_models_do_with_their_logits_is_carried_into_the_chunks(name: str) 
             assert float((found[1][parameter] - gradient).norm()) <= bound, parameter
 
 
+@pytest.mark.slow
 def test_words_that_are_left_out_have_no_bias() -> None:
     def padded() -> torch.nn.Module:
         model = scaled("InklingText")
@@ -234,7 +236,7 @@ def test_offload_changes_no_bit_of_a_capped_loss(tmp_path: Path) -> None:
     assert train(model, text_batches(), tmp_path, chunked_loss=13, min_bytes="1KiB") == chunked
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_capped_model_compiled_as_a_whole_has_it_too() -> None:
     own = passes(lambda: scaled("Gemma2"))
     torch.manual_seed(5)

@@ -141,6 +141,7 @@ def test_evaluation_has_its_logits(tmp_path: Path) -> None:
         assert len(logged(own, name)) == 2
 
 
+@pytest.mark.slow
 def test_parameters_states_and_activations_that_move_change_no_bit_and_a_training_resumes(
     tmp_path: Path,
 ) -> None:

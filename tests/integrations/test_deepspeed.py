@@ -16,6 +16,8 @@ import torch
 from megatron.offload import ConfigurationError, offload_activations
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers", reason="transformers is not installed")
 if importlib.util.find_spec("deepspeed") is None:  # its import takes seconds, here for nothing
     pytest.skip("deepspeed is not installed", allow_module_level=True)
@@ -33,7 +35,11 @@ SETTINGS = [
     "zero 3, parameters on the host",
     "deepspeed's checkpointing",
 ]
-RARE = {"zero 2", "zero 3, weights copied", "zero 3, checkpointed"}  # only where --slow is given
+RARE = {
+    "zero 2",
+    "zero 3, weights copied",
+    "zero 3, checkpointed",
+}  # only where --rare is given
 # What moves of the model is what moves of it without DeepSpeed.
 AS_ALONE = [
     name for name in SETTINGS if not name.endswith(("bf16", "checkpointed", "checkpointing"))
@@ -45,13 +51,13 @@ def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("deepspeed")
-    names = [one for one in SETTINGS if one not in RARE or request.config.getoption("--slow")]
+    names = [one for one in SETTINGS if one not in RARE or request.config.getoption("--rare")]
     result: dict[str, Any] = run_ranks(SCRIPT, folder, str(folder), *names)
     return result
 
 
 def rows(settings: list[str]) -> list[Any]:
-    return [pytest.param(one, marks=pytest.mark.slow if one in RARE else ()) for one in settings]
+    return [pytest.param(one, marks=pytest.mark.rare if one in RARE else ()) for one in settings]
 
 
 @pytest.mark.parametrize("setting", rows(SETTINGS))

@@ -49,20 +49,22 @@ def check(cells: dict[str, Cell]) -> None:
     assert all("; " in one.note for one in refused), "a refusal says what to do"
 
 
+@pytest.mark.slow(but="t5")
 @pytest.mark.parametrize("name", QUICK)
 def test_a_family_trains_the_same_or_is_refused(name: str, tmp_path: Path) -> None:
     check(cells_of(name, IN_PLACE_OF_SDPA.get(name, "sdpa"), WITHOUT_AUTO, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [name if name == PLANNED else pytest.param(name, marks=pytest.mark.slow) for name in QUICK],
+    [name if name == PLANNED else pytest.param(name, marks=pytest.mark.rare) for name in QUICK],
 )
 def test_a_family_trains_the_same_with_auto(name: str, tmp_path: Path) -> None:
     check(cells_of(name, IN_PLACE_OF_SDPA.get(name, "sdpa"), ("auto",), tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("name", sorted(set(QUICK) - IN_PLACE_OF_SDPA.keys()))
 def test_a_family_trains_the_same_with_eager_attention(name: str, tmp_path: Path) -> None:
     check(cells_of(name, "eager", WITHOUT_AUTO, tmp_path))

@@ -34,7 +34,7 @@ LEFT_OUT = (
     "timeline/recompute,full8b/fsdp2,full8b/recompute"
 )
 TIMEOUT_S = 1500.0
-pytestmark = pytest.mark.timeout(1600)  # dozens of processes, beside whatever else runs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]  # dozens of processes
 
 
 def dry_run(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -103,6 +103,7 @@ def plan_of(placements: Iterable[Placement]) -> Plan:
     )
 
 
+@pytest.mark.slow
 def test_units_are_planned_and_no_bit_changes(tmp_path: Path) -> None:
     """In a process of its own: memory of a CPU is that of the process, with all its tests' heap."""
     process = multiprocessing.get_context("spawn").Process(target=train_in_units, args=(tmp_path,))
@@ -131,6 +132,7 @@ def train_in_units(tmp_path: Path) -> None:
     assert all(one.forward_s > 0 and one.backward_s > 0 for one in profile.layers[:-1])
 
 
+@pytest.mark.slow
 def test_a_plan_is_followed_also_where_a_unit_begins(tmp_path: Path) -> None:
     """A layer that waits for its turn has looked its forward up in the unit before."""
     keep, recompute, ssd = Placement.KEEP, Placement.RECOMPUTE, Placement.SSD
@@ -155,6 +157,7 @@ def test_a_plan_for_other_units_is_refused(tmp_path: Path) -> None:
         Trained(1, tmp_path, units=2, mode="auto", plan_file=plan_file)
 
 
+@pytest.mark.slow
 def test_steps_that_count_random_numbers_are_not_measured(tmp_path: Path) -> None:
     """As many micro-batches as never before are counted, one after the other."""
     numbers = [2, 3, 3, 2, 2, 3]
@@ -168,6 +171,7 @@ def test_steps_that_count_random_numbers_are_not_measured(tmp_path: Path) -> Non
     assert profile.num_micro_batches == profile.sizes["micro_batches"] == 3  # planned for the most
 
 
+@pytest.mark.slow
 def test_a_model_is_planned_for_one_order_of_steps(tmp_path: Path) -> None:
     model, other = Stack(), Stack()
     with (

@@ -154,6 +154,7 @@ def test_a_training_that_stopped_goes_on_to_the_weights_of_one_that_did_not(
         assert digest(one) == digest(other)
 
 
+@pytest.mark.slow
 def test_averages_of_weights_are_the_same_beside_states_that_move(tmp_path: Path) -> None:
     """An exponential average while the model trains, a stochastic one at its end."""
 

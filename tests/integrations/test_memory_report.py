@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatron.offload.activations.placement.plan_file import plans_from_json
@@ -48,6 +49,7 @@ def trained(num_steps: int, directory: Path | None = None, **settings: Any) -> T
     return train(Stack, batches, directory, call=lambda m, b: m(**b), **settings)
 
 
+@pytest.mark.slow
 def test_a_large_tensor_that_stays_is_named_after_its_layer(tmp_path: Path) -> None:
     file = tmp_path / "m.jsonl"
     others = {"layers": ["Block", "Widening"], "offload_layers": "0,1,3"}
@@ -63,6 +65,7 @@ def test_a_large_tensor_that_stays_is_named_after_its_layer(tmp_path: Path) -> N
         assert sum(step.peak_parts.values()) == step.peak_bytes >= LARGE_BYTES
 
 
+@pytest.mark.slow
 def test_with_auto_the_predicted_peak_has_the_same_names(tmp_path: Path) -> None:
     file = tmp_path / "m.jsonl"
     settings = {"mode": "auto", "memory_budget_bytes": "1GiB", "layers": ["Block", "Widening"]}

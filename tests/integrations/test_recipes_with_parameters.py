@@ -108,6 +108,7 @@ def evaluate_merged(model: Any, seen: list[str]) -> None:
     model.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["LoRA", "DoRA", "AdaLoRA", "IA3", "OFT"])
 def test_an_adapter_is_merged_for_each_evaluation_and_at_the_end(
     method: str, tmp_path: Path
@@ -120,6 +121,7 @@ def test_an_adapter_is_merged_for_each_evaluation_and_at_the_end(
 # -- Lightning ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["EMA", "SWA"])
 def test_averages_of_lightning_have_the_same_weights(kind: str, tmp_path: Path) -> None:
     """An exponential average is swapped in for validation, a stochastic one at the end."""
@@ -196,11 +198,12 @@ def compile_layers(model: Any) -> None:
         layer.compile(backend="aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
         compile_layers,
-        pytest.param(lambda model: model.compile(backend="aot_eager"), marks=pytest.mark.slow),
+        pytest.param(lambda model: model.compile(backend="aot_eager"), marks=pytest.mark.rare),
         lambda model: model.gradient_checkpointing_enable(),
         lambda model: model.gradient_checkpointing_enable({"use_reentrant": True}),
     ],
@@ -334,6 +337,7 @@ def penalty(params: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([param.square().sum() for param in params]).sum()
 
 
+@pytest.mark.slow
 def test_what_is_compiled_finds_parameters_in_their_places(tmp_path: Path) -> None:
     """A term of the loss, and the step itself."""
 

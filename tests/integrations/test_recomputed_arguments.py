@@ -273,6 +273,7 @@ def test_a_layer_that_changes_its_input_in_place_is_refused(tmp_path: Path) -> N
         trained(in_place, lambda: None, tmp_path, recompute_layers="0-99")
 
 
+@pytest.mark.slow
 def test_auto_does_not_plan_what_would_be_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

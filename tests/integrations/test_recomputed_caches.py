@@ -195,6 +195,7 @@ def _length(cache: Any) -> int:
     return int(cache.get_seq_length()) if cache is not None else 0
 
 
+@pytest.mark.slow
 def test_auto_recomputes_layers_with_a_cache(tmp_path: Path) -> None:
     """A disk that is far too slow: the plan is to recompute."""
     settings = {"mode": "auto", "max_slowdown": "3", "write_bytes_per_s": "2MB/s"}

@@ -49,6 +49,7 @@ def arguments(tmp_path: Path, num_steps: int = 60) -> list[str]:
     return ["--script-args", f"{tmp_path} {num_steps}"]
 
 
+@pytest.mark.slow
 def test_report_runs_it_without_offload_and_as_it_is(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +61,7 @@ def test_report_runs_it_without_offload_and_as_it_is(
     assert " 0 B " not in offload
 
 
+@pytest.mark.slow
 def test_doctor_looks_at_the_settings_in_it(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +74,7 @@ def test_doctor_looks_at_the_settings_in_it(
     assert cli.main(["doctor", "--no-bandwidth", "--script", str(script), *missing]) == 1
 
 
+@pytest.mark.slow
 def test_rok_measures_it(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "rok"
     command = ["rok", "--script", str(script), *arguments(tmp_path, 300)]

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 SCRIPT = Path(__file__).parent / "sharded.py"
@@ -77,7 +79,7 @@ def test_tensors_that_are_spread_over_ranks_stay(found: dict[str, Any]) -> None:
     assert found["fsdp2"]["unsupported"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_four_processes(tmp_path: Path) -> None:
     settings = ["ddp", "fsdp2", "fsdp2, not resharded", "fsdp2, auto"]
     found = run_ranks(SCRIPT, tmp_path, str(tmp_path), *settings, num_ranks=4)

@@ -14,6 +14,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "sharded_layer_major.py"
 MICRO_BATCHES = 8
 SETTINGS = ["layers and root", "offload", "boundary", "bf16"]
@@ -128,7 +130,7 @@ def test_a_root_around_the_model_is_refused(found: dict[str, Any]) -> None:
         assert sentence.startswith("layer-major steps: FSDP's root is a module around")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(("num_ranks", "settings"), [(2, MORE), (4, ON_FOUR_RANKS)])
 def test_more_ways_to_shard(num_ranks: int, settings: list[str], tmp_path: Path) -> None:
     found = run_ranks(SCRIPT, tmp_path, str(tmp_path), *settings, num_ranks=num_ranks)

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "sharded_states.py"
 
 

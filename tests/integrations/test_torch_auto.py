@@ -114,6 +114,7 @@ def test_each_call_of_a_layer_has_a_place_of_its_own_in_plans(tmp_path: Path) ->
     assert [step["recomputed_layers"] for step in found.statistics] == [2, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_each_call_of_a_layer_that_runs_twice_is_planned(tmp_path: Path) -> None:
     plan_file = tmp_path / "plan.json"
     settings = {"mode": "auto", "memory_budget_bytes": "1GiB", "plan_file": plan_file}
@@ -122,6 +123,7 @@ def test_each_call_of_a_layer_that_runs_twice_is_planned(tmp_path: Path) -> None
     assert planned[:12] == [*LAYERS, *(name_of_call(one, 2) for one in LAYERS)]
 
 
+@pytest.mark.slow
 def test_auto_plans_within_a_budget_and_changes_no_bit(tmp_path: Path) -> None:
     settings = {"mode": "auto", "memory_budget_bytes": "24MiB", "run_directory": tmp_path}
     plan_file = tmp_path / "plan.json"
@@ -149,6 +151,7 @@ def test_the_inputs_of_recomputed_layers_may_move(tmp_path: Path) -> None:
         assert step["offloaded_bytes"] == other["offloaded_bytes"] + NUM_LAYERS * input_bytes
 
 
+@pytest.mark.slow
 def test_what_was_recomputed_while_it_was_measured_is_known_from_before(tmp_path: Path) -> None:
     """A disk that is far too slow: later plans still know the bytes of recomputed layers."""
     found = trained(

@@ -285,6 +285,7 @@ def _on_cpu(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return block(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow(but="_reentrant")
 @pytest.mark.parametrize("way", [_reentrant, _not_reentrant, _selective, _on_cpu])
 def test_a_model_that_places_activations_itself(
     way: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor], tmp_path: Path

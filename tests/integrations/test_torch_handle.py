@@ -263,6 +263,7 @@ def test_what_a_tier_has_no_room_for_stays(tmp_path: Path) -> None:
     assert gradients(model) == gradients(expected)
 
 
+@pytest.mark.slow
 def test_a_program_may_end_without_closing(tmp_path: Path) -> None:
     script = """
         import sys, torch
@@ -286,6 +287,7 @@ def test_a_program_may_end_without_closing(tmp_path: Path) -> None:
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_nothing_grows_with_the_number_of_steps(tmp_path: Path) -> None:
     model = net().eval()
     with offload_activations(model, tmp_path, min_bytes=1) as offload:

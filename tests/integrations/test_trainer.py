@@ -75,6 +75,7 @@ def new_llama() -> torch.nn.Module:
     return llama(attention_dropout=0.1)
 
 
+@pytest.mark.slow(but="checkpointing")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -97,6 +98,7 @@ def test_the_trainer_comes_to_the_same_bits(changes: dict[str, Any], tmp_path: P
 SMALL_STATES = {"bucket_bytes": "64KiB", "window_bytes": "192KiB"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}])
 def test_the_optimizers_states_move_too_and_keep_their_bits(
     changes: dict[str, Any], tmp_path: Path
@@ -116,6 +118,7 @@ def test_the_optimizers_states_move_too_and_keep_their_bits(
     assert found == expected and looks.away > 10
 
 
+@pytest.mark.slow
 def test_a_training_with_states_on_an_ssd_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2}
     _, expected = trained(tmp_path / "whole", [], new_llama(), **saving)
@@ -136,6 +139,7 @@ def test_a_training_with_states_on_an_ssd_resumes_from_its_checkpoint(tmp_path: 
         assert weights(resumed.model) == expected[1]
 
 
+@pytest.mark.slow
 def test_a_training_with_parameters_on_an_ssd_too_resumes_from_its_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -161,6 +165,7 @@ def test_a_training_with_parameters_on_an_ssd_too_resumes_from_its_checkpoint(
         assert found == expected[1]
 
 
+@pytest.mark.slow
 def test_a_log_line_has_all_micro_batches_of_its_optimizer_steps(tmp_path: Path) -> None:
     def logged(**changes: Any) -> list[float]:
         callback = OffloadCallback(tmp_path, **SMALL)
@@ -173,6 +178,7 @@ def test_a_log_line_has_all_micro_batches_of_its_optimizer_steps(tmp_path: Path)
     assert logged(logging_steps=2) == [once] * 2
 
 
+@pytest.mark.slow
 def test_the_summary_is_logged_and_a_second_training_works(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,6 +191,7 @@ def test_the_summary_is_logged_and_a_second_training_works(
     assert sum("median of" in record.getMessage() for record in caplog.records) == 2
 
 
+@pytest.mark.slow
 def test_a_training_that_failed_leaves_no_hook_for_the_next(tmp_path: Path) -> None:
     class Fails(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -197,6 +204,7 @@ def test_a_training_that_failed_leaves_no_hook_for_the_next(tmp_path: Path) -> N
     trained(tmp_path, [callback], model)
 
 
+@pytest.mark.slow
 def test_a_training_that_was_interrupted_is_not_in_the_way_of_the_next(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,6 +224,7 @@ def test_a_training_that_was_interrupted_is_not_in_the_way_of_the_next(
     assert sum("has not ended" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_tensorboard_has_what_moved(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -277,6 +286,7 @@ def _compared(tmp_path: Path, make: Callable[[list[Any]], Any]) -> OffloadCallba
     return callback
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_sft_comes_to_the_same_bits(checkpointing: bool, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -296,6 +306,7 @@ def test_sft_comes_to_the_same_bits(checkpointing: bool, tmp_path: Path) -> None
     _compared(tmp_path, make)
 
 
+@pytest.mark.slow
 def test_dpo_with_its_copied_reference_comes_to_the_same_bits(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
@@ -318,6 +329,7 @@ def test_dpo_with_its_copied_reference_comes_to_the_same_bits(tmp_path: Path) ->
 # -- PEFT and Accelerate -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lora_trains_its_adapters_the_same_and_no_frozen_weight_moves(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
 

@@ -283,6 +283,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(number)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("wraps_first", [True, False], ids=["door-last", "door-first"])
 @pytest.mark.parametrize(
@@ -290,8 +291,8 @@ def one_thread() -> Iterator[None]:
     [
         (compiled, "aot_eager"),  # what is saved is what the default saves, without half a minute
         (compiled_by_layer, "aot_eager"),
-        pytest.param(compiled, "inductor", marks=pytest.mark.slow),
-        pytest.param(compiled_by_layer, "inductor", marks=pytest.mark.slow),
+        pytest.param(compiled, "inductor", marks=pytest.mark.rare),
+        pytest.param(compiled_by_layer, "inductor", marks=pytest.mark.rare),
     ],
 )
 def test_a_compiled_model_trains_the_same(

@@ -50,6 +50,7 @@ def new_llama() -> Any:
     return llama(attention_dropout=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap",
     [HandsOn, lambda model: torch.compile(model, backend="eager"), torch.nn.Sequential],
@@ -158,6 +159,7 @@ def test_accelerate_saves_and_loads_the_same(parameters: bool, tmp_path: Path) -
     assert run(is_offloaded=True) == run(is_offloaded=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [4, 8], ids=["of the same rank", "of a larger rank"])
 def test_adapters_are_swapped_between_steps(rank: int, tmp_path: Path) -> None:
     """PEFT fills parameters in place, or gives them the memory of others."""

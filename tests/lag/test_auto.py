@@ -89,6 +89,7 @@ def peaks_of(bench: Bench, folder: Path, plan: Plan) -> list[int]:
     return [one.peak_bytes for one in run.steps]
 
 
+@pytest.mark.slow(but="fast-placements3-1")
 @pytest.mark.parametrize(
     ("placements", "lead"),
     [
@@ -113,6 +114,7 @@ def test_peaks_are_those_that_are_predicted(
     raise AssertionError(f"{predicted} bytes are predicted, off by {sorted(errors)}")
 
 
+@pytest.mark.slow
 def test_a_bound_of_the_lead_has_layers_leave_before_others_come(
     bench: Bench, tmp_path: Path
 ) -> None:
@@ -142,6 +144,7 @@ def until(found: Callable[[Run], str], bench: Bench, budget_bytes: int) -> None:
     raise AssertionError("\n\n".join(reasons))
 
 
+@pytest.mark.slow
 def test_with_room_for_everything_everything_is_kept(bench: Bench) -> None:
     def found(run: Run) -> str:
         last = run.steps[-1]
@@ -150,6 +153,7 @@ def test_with_room_for_everything_everything_is_kept(bench: Bench) -> None:
     until(found, bench, SHAPE.num_layers * SHAPE.layer_bytes + MIB // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept_layers", [4, 6])
 def test_behind_a_fast_link_layers_move_and_nothing_is_recomputed(
     bench: Bench, kept_layers: int
@@ -164,6 +168,7 @@ def test_behind_a_fast_link_layers_move_and_nothing_is_recomputed(
     until(found, bench, kept_layers * SHAPE.layer_bytes + MIB // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bench", ["tenth"], indirect=True)
 def test_behind_a_slow_link_layers_are_recomputed(bench: Bench) -> None:
     def found(run: Run) -> str:
@@ -173,6 +178,7 @@ def test_behind_a_slow_link_layers_are_recomputed(bench: Bench) -> None:
     until(found, bench, 4 * SHAPE.layer_bytes)
 
 
+@pytest.mark.slow
 def test_at_the_least_budget_there_is_a_plan_that_keeps_to_it(bench: Bench) -> None:
     # Of one layer that is recomputed and a little: nothing is there while another one is.
     until(lambda run: "", bench, round(1.05 * SHAPE.layer_bytes))

@@ -167,5 +167,6 @@ def train(lag: LagModule, directory: Path | None, **settings: Any) -> list[torch
     return [one.detach().cpu() for one in found]
 
 
+@pytest.mark.slow
 def test_all_bits_are_the_same(lag: LagModule, tmp_path: Path) -> None:
     assert_equal(train(lag, tmp_path), train(lag, None))

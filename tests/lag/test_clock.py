@@ -165,6 +165,7 @@ def until_near(attempt: Callable[[], float], bound: float) -> None:
     raise AssertionError(f"off by {errors}, not at most {bound}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hides", HIDDEN)
 def test_a_profile_has_the_seconds_of_each_layer_whatever_the_link(
     hides: str, accelerator: Lag, lag: LagModule
@@ -181,6 +182,7 @@ def test_a_profile_has_the_seconds_of_each_layer_whatever_the_link(
 
 
 # After each wait the host queues what is next: of the shorter waits that would be too large a part.
+@pytest.mark.slow
 @pytest.mark.parametrize(("hides", "forward_s"), [("half", 0.1), ("a tenth", 0.02)])
 def test_compute_waited_as_long_as_its_stream_was_idle(
     hides: str, forward_s: float, accelerator: Lag, lag: LagModule
@@ -231,6 +233,7 @@ def train(
     return Trained(told, spans)
 
 
+@pytest.mark.slow(but="off")
 @pytest.mark.parametrize("mode", ["off", "host"])
 def test_the_steps_of_a_metrics_file_take_as_long_as_the_device(
     mode: str, lag: LagModule, tmp_path: Path
@@ -295,6 +298,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     yield followed
 
 
+@pytest.mark.slow
 def test_auto_recomputes_nothing_for_a_link_that_hides_all(
     lag: LagModule, plans: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -345,6 +349,7 @@ def lines_of_a_run(
     return [one for one in said if "stood still" in one], statistics
 
 
+@pytest.mark.slow
 def test_a_link_that_hides_little_is_told_of_once_and_one_that_hides_all_is_not(
     lag: LagModule, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -121,6 +121,7 @@ def test_without_any_room_the_error_is_torchs(
     assert "check the disk" not in caplog.text and "trying once more" not in caplog.text
 
 
+@pytest.mark.slow
 def test_bits_are_the_same_where_memory_runs_out_now_and_then(
     lag: LagModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,11 @@ from tests.support.ranks import run_ranks
 RANK = Path(__file__).parent / "gpt_ranks.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_stages", "modes"),
     [
-        pytest.param(1, ["ssd", "ssd, pinned", "host", "tiered"], marks=pytest.mark.slow),
+        pytest.param(1, ["ssd", "ssd, pinned", "host", "tiered"], marks=pytest.mark.rare),
         (2, ["ssd", "tiered"]),
     ],
 )

@@ -65,6 +65,7 @@ def train(
     return [one.cpu() for one in found]
 
 
+@pytest.mark.slow(but="host")
 @pytest.mark.parametrize(
     ("mode", "calls"), [("ssd", 2), ("host", 1)], ids=["ssd, two calls of a step", "host"]
 )

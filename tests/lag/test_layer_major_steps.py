@@ -77,7 +77,7 @@ def results(lag: LagModule, model: torch.nn.Module, losses: list[torch.Tensor]) 
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.rare)])
 def test_all_bits_are_the_same(
     accelerator: LagModule, mode: str, seed: int, tmp_path: Path
 ) -> None:
@@ -114,8 +114,9 @@ def test_all_bits_are_the_same(
         lag.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.rare) for n in (2, 3, 4))])
 def test_what_waits_between_units_comes_back_before_it_is_used(
     accelerator: LagModule,
     mode: str,

@@ -53,6 +53,7 @@ def test_the_model_itself_keeps_its_bits(stress: OrderingStress) -> None:
     assert not stress.run_without_offload(seed=1).found
 
 
+@pytest.mark.slow(but="tiered, pinned")
 @pytest.mark.parametrize("mode", ["ssd", "host", "tiered, pinned"])
 def test_loss_and_gradients_are_equal(stress: OrderingStress, mode: str) -> None:
     outcome = stress.run(mode, seed=1)
@@ -81,6 +82,7 @@ def test_weights_and_states_are_equal(states_stress: StatesStress, mode: str) ->
     assert outcome.offloaded_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", WRONG_STATES)
 def test_what_is_wrong_with_states_is_found(states_stress: StatesStress, what: str) -> None:
     mistake = next(one for one in MISTAKES if one.what == what)
@@ -95,10 +97,11 @@ def layer_major_stress(
     return LayerMajorStress(loaded_lag, tmp_path_factory.mktemp("units"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(mode, marks=[pytest.mark.slow] if mode.endswith("ssd") else [])
+        pytest.param(mode, marks=[pytest.mark.rare] if mode.endswith("ssd") else [])
         for mode in LAYER_MAJOR_MODES
     ],
 )
@@ -110,6 +113,7 @@ def test_losses_norms_and_weights_are_equal(
     assert outcome.offloaded_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", WRONG_LAYER_MAJOR)
 def test_what_is_wrong_with_layer_major_steps_is_found(
     lag: LagModule, layer_major_stress: LayerMajorStress, what: str

@@ -122,6 +122,7 @@ def test_all_bits_are_the_same(
     assert_equal(train(lag, tmp_path, "parameters", units=units, **MODES[mode]), expected)
 
 
+@pytest.mark.slow(but="one by one")
 @pytest.mark.parametrize("units", [None, 5], ids=["one by one", "layer-major"])
 def test_all_bits_are_the_same_with_all_that_moves(
     lag: LagModule, units: int | None, expected: list[torch.Tensor], tmp_path: Path

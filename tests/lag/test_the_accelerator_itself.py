@@ -573,6 +573,7 @@ for what in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_processes_end_cleanly_unless_they_look_at_device_memory(lag: LagModule) -> None:
     command = [sys.executable, "-c", SCRIPT, *ENDS.values()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -29,7 +29,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("position", [pytest.param("TP2", marks=pytest.mark.slow), "PP2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("position", [pytest.param("TP2", marks=pytest.mark.rare), "PP2"])
 def test_auto_changes_no_bit(position: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[position]
     flags += f" --train-iters {STEPS}"
@@ -75,6 +76,7 @@ def test_auto_changes_no_bit(position: str, tmp_path: Path) -> None:
     assert planned.output.count("activation plan of stage 0") >= 1
 
 
+@pytest.mark.slow
 def test_ranks_that_share_layers_follow_the_same_plans_whatever_each_has_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +110,7 @@ def test_ranks_that_share_layers_follow_the_same_plans_whatever_each_has_measure
     assert_same_bits(planned, off, 8)
 
 
+@pytest.mark.slow
 def test_a_disk_that_becomes_slow_in_mid_run_is_planned_for_within_five_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +145,8 @@ def mixed(stage: int, layers: range) -> Plan:
     return Plan(tuple(parts), stage=stage)
 
 
-@pytest.mark.parametrize("position", [pytest.param("TP2+SP", marks=pytest.mark.slow), "PP2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("position", [pytest.param("TP2+SP", marks=pytest.mark.rare), "PP2"])
 def test_a_plan_that_people_wrote_is_followed_from_the_first_step(
     position: str, tmp_path: Path
 ) -> None:
@@ -182,6 +186,7 @@ def from_inputs(block: str, layers: range) -> list[PlannedPart]:
     ]
 
 
+@pytest.mark.slow
 def test_inputs_of_what_a_plan_recomputes_wait_on_the_ssd(tmp_path: Path) -> None:
     world_size, flags = LAYOUTS["TP2+SP"]
     flags += f" --train-iters {STEPS}"
@@ -198,6 +203,7 @@ def test_inputs_of_what_a_plan_recomputes_wait_on_the_ssd(tmp_path: Path) -> Non
         assert (step["offloaded_storages"], step["offloaded_bytes"]) == (12, 12 * 16 * 64 * 4)
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_may_be_recomputed_from_inputs_on_the_ssd(
     tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -217,7 +223,8 @@ def test_encoder_and_decoder_may_be_recomputed_from_inputs_on_the_ssd(
         assert record["offload"]["offloaded_storages"] == 5 * 2
 
 
-@pytest.mark.parametrize("position", [pytest.param("TP2", marks=pytest.mark.slow), "PP2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("position", [pytest.param("TP2", marks=pytest.mark.rare), "PP2"])
 def test_a_budget_that_cannot_be_met_ends_all_ranks_with_one_sentence(
     position: str, tmp_path: Path
 ) -> None:
@@ -267,6 +274,7 @@ def test_a_plan_of_another_model_is_refused(plan: Plan, sentence: str, tmp_path:
     json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_auto_plans_for_encoder_and_decoder_apart(tiny: dict[str, str], tmp_path: Path) -> None:
     flags, path = f"--train-iters {STEPS}", tmp_path / "plan.json"
     planned = train(

@@ -16,6 +16,8 @@ from trainer.t5 import T5
 from tests.support.launch import Outcome, assert_same_bits, run_trainer, train
 from tests.support.offload_flags import ssd
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("bert", "t5")
 DP2 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 # The vocabulary is padded to a multiple of this times the tensor-parallel size: everywhere to 512.

@@ -26,6 +26,8 @@ from tests.support.launch import assert_same_bits, run_trainer, train
 from tests.support.offload_flags import ssd
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "bucket_gradients_ranks.py"
 LAYERS, STEPS, CLIP = 8, 3, 0.5
 CASES = [
@@ -65,7 +67,7 @@ def test_no_bit_changes(name: str, rank: int, found: Found) -> None:
     assert_is_same(found[rank][name])
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_no_bit_changes_in_any_case(tmp_path: Path) -> None:
     for of_rank in run_ranks(SCRIPT, tmp_path, str(tmp_path), ",".join(CASES)):
         for name in CASES:
@@ -112,7 +114,7 @@ def test_gradients_that_nobody_has_called_zero_are_an_error(found: Found) -> Non
         assert "call zero_grad_buffer() of the model" in of_rank[FAST[0]]["forgotten"]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
@@ -135,7 +137,7 @@ def test_no_bit_changes_in_the_trainer(world_size: int, layout: str, tmp_path: P
     assert_same_bits(found, expected, STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("then", [MOVED, ""], ids=["moved", "in memory"])
 def test_a_run_goes_on_from_its_checkpoint(then: str, tmp_path: Path) -> None:
     """Evaluated and saved with gradients away."""

@@ -26,6 +26,7 @@ CHUNKED = "--activation-chunked-loss 7"
 TP2 = "--tensor-model-parallel-size 2"
 
 
+@pytest.mark.slow
 def test_the_error_against_fp64_is_that_of_megatrons_own(tmp_path: Path) -> None:
     """In fp32 and bf16, tied, untied and with a bias, TP1, TP2 and TP2 with sequence parallelism.
 
@@ -42,6 +43,7 @@ def test_the_error_against_fp64_is_that_of_megatrons_own(tmp_path: Path) -> None
 # ------------------------------------------------------------------ whole trainings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "world_size"),
     [
@@ -50,7 +52,7 @@ def test_the_error_against_fp64_is_that_of_megatrons_own(tmp_path: Path) -> None
             "gpt",
             f"{TP2} --untie-embeddings-and-output-weights --bf16",
             2,
-            marks=pytest.mark.slow,
+            marks=pytest.mark.rare,
         ),
         ("bert", f"{TP2} --make-vocab-size-divisible-by 256 --sequence-parallel", 2),
         ("t5", "--bf16", 1),
@@ -79,7 +81,7 @@ def test_a_training_is_the_same_within_rounding_and_with_offload_bit_for_bit(
     assert min(step["offloaded_bytes"] for step in offloaded.values("offload")) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_auto_plans_around_it_and_changes_no_bit(tmp_path: Path) -> None:
     chunked = train("--train-iters 8", CHUNKED)
     planned = train(

@@ -21,6 +21,8 @@ from trainer.training import pretrain
 
 from tests.support.launch import TINY, Outcome, train
 
+pytestmark = pytest.mark.slow
+
 NUM_RANKS = 3
 MICRO_BATCH_SIZE = 3
 Batches = list[data.Batch]

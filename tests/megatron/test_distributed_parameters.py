@@ -19,6 +19,8 @@ from tests.support.launch import assert_same_bits, run_trainer, train
 from tests.support.offload_flags import ssd
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "distributed_parameters_ranks.py"
 LAYERS, STEPS = 4, 4
 TYPES = ("fp32", "bf16")
@@ -58,7 +60,7 @@ def test_no_bit_changes(name: str, rank: int, found: Found) -> None:
     assert_is_same(found[rank][name])
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_no_bit_changes_in_any_case(tmp_path: Path) -> None:
     names = [*CASES, "fp16 one-by-one states", "fp16 layer-major none"]
     for of_rank in run_ranks(SCRIPT, tmp_path, str(tmp_path), ",".join(names)):
@@ -104,7 +106,7 @@ def test_nobody_goes_on_after_a_step_that_ended_in_its_middle(while_it: str, fou
         assert of_rank[INTERRUPTED][while_it] == errors
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_rank_that_cannot_read_ends_all(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"ranks ended with \[1, 1\]"):
         run_ranks(SCRIPT, tmp_path, str(tmp_path), "fp32 one-by-one none lost")
@@ -116,11 +118,11 @@ def test_a_rank_that_cannot_read_ends_all(tmp_path: Path) -> None:
     ("kind", "then"),
     [
         pytest.param("", MOVED, id="fp32"),
-        pytest.param("", "", id="fp32, in memory", marks=pytest.mark.slow),
-        pytest.param(STATES, MOVED, id="fp32, states", marks=pytest.mark.slow),
-        pytest.param("--bf16", MOVED, id="bf16", marks=pytest.mark.slow),
-        pytest.param("--bf16", "", id="bf16, in memory", marks=pytest.mark.slow),
-        pytest.param(f"--bf16 {STATES}", MOVED, id="bf16, states", marks=pytest.mark.slow),
+        pytest.param("", "", id="fp32, in memory", marks=pytest.mark.rare),
+        pytest.param(STATES, MOVED, id="fp32, states", marks=pytest.mark.rare),
+        pytest.param("--bf16", MOVED, id="bf16", marks=pytest.mark.rare),
+        pytest.param("--bf16", "", id="bf16, in memory", marks=pytest.mark.rare),
+        pytest.param(f"--bf16 {STATES}", MOVED, id="bf16, states", marks=pytest.mark.rare),
     ],
 )
 def test_a_run_goes_on_from_its_checkpoint(kind: str, then: str, tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_a_run_goes_on_from_its_checkpoint(kind: str, then: str, tmp_path: Path)
     assert rest.values("loss") == whole.values("loss")[2:]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("states", ["", STATES], ids=["none", "states"])
 @pytest.mark.parametrize(
     ("world_size", "layout"),

@@ -42,9 +42,10 @@ LAYOUTS = {
 QUICK = ("EP2",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.rare) for name in LAYOUTS],
 )
 def test_experts_give_the_same_bits(layout: str, tmp_path: Path) -> None:
     world_size, flags, placements = LAYOUTS[layout]
@@ -58,7 +59,7 @@ def test_experts_give_the_same_bits(layout: str, tmp_path: Path) -> None:
             assert (step["offloaded_bytes"] > 0) is (placement != "recompute")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_both_ways_to_the_experts_train_the_same_model() -> None:
     one, two = (
         train(MOE, EP2, f"--moe-token-dispatcher-type {name}", world_size=2)
@@ -104,7 +105,8 @@ pretrain(BiasedGPT())
 """
 
 
-@pytest.mark.parametrize("recomputed", [pytest.param("1-4", marks=pytest.mark.slow), "2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [pytest.param("1-4", marks=pytest.mark.rare), "2"])
 def test_tokens_of_an_expert_are_counted_once(
     recomputed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

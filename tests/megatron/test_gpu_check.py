@@ -28,6 +28,8 @@ from megatron.offload import ConfigurationError, offload_optimizer, offload_para
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.device.device import WHOLE
 
+pytestmark = pytest.mark.slow
+
 
 def exit_code(*flags: str) -> int:
     """Of the command, also where it ends in the parser."""

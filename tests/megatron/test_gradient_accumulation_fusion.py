@@ -116,8 +116,9 @@ def gradients(outcome: Outcome) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "precision", ["", pytest.param("--bf16", marks=pytest.mark.slow)], ids=["fp32", "bf16"]
+    "precision", ["", pytest.param("--bf16", marks=pytest.mark.rare)], ids=["fp32", "bf16"]
 )
 def test_fusion_and_overlap_give_the_same_bits_with_offload(
     run: Runs, precision: str, tmp_path: Path
@@ -137,8 +138,9 @@ def test_fusion_and_overlap_give_the_same_bits_with_offload(
     assert all(step["offloaded_bytes"] > 0 for step in offloaded.values("offload"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "precision", [pytest.param("", marks=pytest.mark.slow), "--bf16"], ids=["fp32", "bf16"]
+    "precision", [pytest.param("", marks=pytest.mark.rare), "--bf16"], ids=["fp32", "bf16"]
 )
 def test_a_chunked_loss_adds_to_main_grad_what_the_kernel_adds(run: Runs, precision: str) -> None:
     """The embedding is tied: its own gradient must be added besides, and neither twice."""
@@ -153,7 +155,7 @@ def test_a_chunked_loss_adds_to_main_grad_what_the_kernel_adds(run: Runs, precis
     assert chunked.model != own.model
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_fusion_and_overlap_give_the_same_bits_with_recomputed_layers(
     run: Runs, tmp_path: Path
 ) -> None:
@@ -164,6 +166,7 @@ def test_fusion_and_overlap_give_the_same_bits_with_recomputed_layers(
     assert mixed.model == off.model
 
 
+@pytest.mark.slow
 def test_default_saved_tensor_hooks_break_it(run: Runs) -> None:
     """What these tests would see if activations were captured that way."""
     outcome = run(script="hooked")

@@ -38,16 +38,17 @@ CASES = [
     for moves in (True, False)
     if moves or "--activation-recompute-layers" not in flags
 ]
-# The rest is left out unless --slow is given. Offload or not is the same question in each layout.
+# The rest is left out unless --rare is given. Offload or not is the same question in each layout.
 FAST = (("fp32", True), ("fp32", False), ("TP2+SP", True), ("DP2 distributed", True))
 
 
+@pytest.mark.slow(but="fp32-in memory")
 @pytest.mark.parametrize(
     ("layout", "moves"),
     [
         pytest.param(
             *case,
-            marks=() if case in FAST else pytest.mark.slow,
+            marks=() if case in FAST else pytest.mark.rare,
             id=f"{case[0]}-{'ssd' if case[1] else 'in memory'}",
         )
         for case in CASES
@@ -84,7 +85,7 @@ CROSSING = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("layout", CROSSING)
 def test_what_waits_between_units_on_a_tier_changes_no_bit(layout: str, tmp_path: Path) -> None:
     """And costs what its gradients are to write: hidden states are saved by the next layer too."""
@@ -106,17 +107,20 @@ def near(one: Outcome, other: Outcome) -> None:
     assert one.values("loss")[0] == other.values("loss")[0]
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_adds_in_another_order(tmp_path: Path) -> None:
     flags = f"--train-iters {STEPS}"
     near(train(flags, ssd(tmp_path), UNITS), train_once(flags))
 
 
+@pytest.mark.slow
 def test_alternating_units_add_in_another_order(tmp_path: Path) -> None:
     flags = f"{UNTIED} --train-iters {STEPS}"
     alternating = "--layer-major-units auto --layer-major-order alternating"
     near(train(flags, ssd(tmp_path), alternating), train_once(flags))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["bert", "t5"])
 def test_bert_and_t5(model: str, tiny: dict[str, str], tmp_path: Path) -> None:
     flags = f"--train-iters 2 {ssd(tmp_path)}"
@@ -124,7 +128,7 @@ def test_bert_and_t5(model: str, tiny: dict[str, str], tmp_path: Path) -> None:
     near(train(flags, UNITS, tiny=tiny[model], model=model), one_by_one)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_what_t5_has_between_units_waits_on_a_tier(tiny: dict[str, str], tmp_path: Path) -> None:
     """With the encoder's output, which all later units take."""
     flags = f"--train-iters 3 --global-batch-size 8 --layer-major-units 4 {ssd(tmp_path)}"
@@ -135,6 +139,7 @@ def test_what_t5_has_between_units_waits_on_a_tier(tiny: dict[str, str], tmp_pat
     assert mine["offloaded_bytes"] > theirs["offloaded_bytes"]
 
 
+@pytest.mark.slow
 def test_evaluation_and_resume(tmp_path: Path) -> None:
     """Trained in units, evaluated, saved and gone on from; and the other way round."""
     flags = f"{UNTIED} --train-iters {STEPS}"
@@ -148,12 +153,13 @@ def test_evaluation_and_resume(tmp_path: Path) -> None:
         assert rest.values("loss") == whole.values("loss")[2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "batches"),
     [
         ("fp32", 4),
-        pytest.param("TP2+SP", 4, marks=pytest.mark.slow),
-        pytest.param("DP2 distributed", 8, marks=pytest.mark.slow),
+        pytest.param("TP2+SP", 4, marks=pytest.mark.rare),
+        pytest.param("DP2 distributed", 8, marks=pytest.mark.rare),
     ],
 )
 def test_units_are_planned(layout: str, batches: int, tmp_path: Path) -> None:
@@ -187,6 +193,7 @@ def test_units_are_planned(layout: str, batches: int, tmp_path: Path) -> None:
     assert "unit 0 decoder.1" in planned.output and "unit 1 decoder.3" in planned.output
 
 
+@pytest.mark.slow
 def test_states_move_beside(tmp_path: Path) -> None:
     flags = f"{UNTIED} --train-iters {STEPS}"
     states = "--optimizer-state-offload ssd --optimizer-state-window 64KiB"

@@ -40,8 +40,9 @@ def noted(outcome: Outcome) -> list[str]:
     return [line for line in outcome.output.splitlines() if line.startswith("NOTED ")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("routers")
-@pytest.mark.parametrize("recomputed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recomputed", [False, pytest.param(True, marks=pytest.mark.rare)])
 def test_what_routers_keep_over_micro_batches_changes_no_bit(
     recomputed: bool, tmp_path: Path
 ) -> None:
@@ -59,7 +60,7 @@ def test_what_routers_keep_over_micro_batches_changes_no_bit(
     assert sum(line.endswith("gradients are the same") for line in lines) == STEPS / 2
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.usefixtures("routers")
 def test_replicas_that_meet_in_layers_count_random_numbers_together() -> None:
     """Rank 1 has drawn another number in the second step, so all count in the third one."""
@@ -70,7 +71,7 @@ def test_replicas_that_meet_in_layers_count_random_numbers_together() -> None:
     assert noted(in_units) == noted(one_by_one)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.usefixtures("routers")
 @pytest.mark.parametrize("units", ["", UNITS])
 def test_replicas_that_meet_in_layers_plan_together(units: str, tmp_path: Path) -> None:

@@ -217,6 +217,7 @@ def outcomes_of(cell: Cell, placements: Sequence[str], tiny: str, tmp_path: Path
     return outcomes
 
 
+@pytest.mark.slow(but="T5-TP2xPP2-fp32")
 def test_every_placement_gives_the_same_bits(
     cell: Cell,
     table: Table,

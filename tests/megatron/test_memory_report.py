@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megatron.offload.stats.memory_parts import (
     KEPT,
     OUTSIDE,
@@ -24,6 +26,7 @@ def largest(step: StepMemory, part: str, phase: str) -> int:
     return max(one.parts[part] for one in step.moments if one.phase == phase)
 
 
+@pytest.mark.slow
 def test_layers_logits_and_what_is_recomputed_are_named_on_each_stage(tmp_path: Path) -> None:
     flags = f"--pipeline-model-parallel-size 2 --train-iters {STEPS}"
     file = tmp_path / "memory.jsonl"

@@ -29,13 +29,14 @@ LAYOUTS = {
     "PP2xVPP2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "DP2, states": (2, STATES),
 }
-# The rest is left out unless --slow is given.
+# The rest is left out unless --rare is given.
 FAST = {"bf16, states, layer-major", "TP2, layer-major"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in LAYOUTS],
+    [pytest.param(one, marks=() if one in FAST else pytest.mark.rare) for one in LAYOUTS],
 )
 def test_parameters_that_move_change_no_bit(layout: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[layout]
@@ -50,7 +51,8 @@ def test_parameters_that_move_change_no_bit(layout: str, tmp_path: Path) -> None
     assert table is not None and not table[0].endswith("-")  # the column of SSDs
 
 
-@pytest.mark.parametrize("mode", ["ssd", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ssd", pytest.param("host", marks=pytest.mark.rare)])
 def test_checkpoints_have_them(mode: str, tmp_path: Path) -> None:
     """Evaluated and saved with parameters away, gone on from without, and the other way round."""
     flags = f"{ssd(tmp_path)} --eval-interval 2 --eval-iters 1 --train-iters 4"

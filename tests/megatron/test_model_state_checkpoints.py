@@ -54,15 +54,16 @@ def _assert_goes_on(resumed: Outcome, whole: Outcome) -> None:
 DISTRIBUTED = "--use-distributed-optimizer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "world_size"),
     [
         pytest.param("", 1, id="fp32"),
-        pytest.param("--bf16", 1, id="bf16", marks=pytest.mark.slow),
+        pytest.param("--bf16", 1, id="bf16", marks=pytest.mark.rare),
         pytest.param(f"{DISTRIBUTED} --bf16", 2, id="distributed-bf16"),
-        pytest.param(DISTRIBUTED, 2, id="distributed", marks=pytest.mark.slow),
-        pytest.param("--tensor-model-parallel-size 2 --bf16", 2, id="tp2", marks=pytest.mark.slow),
-        pytest.param("--pipeline-model-parallel-size 2", 2, id="pp2", marks=pytest.mark.slow),
+        pytest.param(DISTRIBUTED, 2, id="distributed", marks=pytest.mark.rare),
+        pytest.param("--tensor-model-parallel-size 2 --bf16", 2, id="tp2", marks=pytest.mark.rare),
+        pytest.param("--pipeline-model-parallel-size 2", 2, id="pp2", marks=pytest.mark.rare),
     ],
 )
 def test_checkpoints_and_what_comes_after_are_those_of_a_run_without(
@@ -93,7 +94,7 @@ def test_checkpoints_and_what_comes_after_are_those_of_a_run_without(
     ],
     ids=["dp2-to-tp2", "dp2-to-pp2", "tp2-to-pp2"],
 )
-@pytest.mark.slow
+@pytest.mark.rare
 def test_another_layout_goes_on_as_it_does_without(before: str, after: str, tmp_path: Path) -> None:
     offload = _on(tmp_path / "tier")
     train(f"{before} --train-iters 2 --save {tmp_path}", offload, world_size=2)
@@ -105,7 +106,7 @@ def test_another_layout_goes_on_as_it_does_without(before: str, after: str, tmp_
     assert moved.model == plain.model
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_every_format_of_the_distributed_optimizer_goes_on_both_ways(tmp_path: Path) -> None:
     states = tmp_path / "states"
     states.mkdir()
@@ -113,7 +114,7 @@ def test_every_format_of_the_distributed_optimizer_goes_on_both_ways(tmp_path: P
     assert len(found) == 4 and all(map(all, found.values())), found
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_checkpoints_need_no_second_copy_of_the_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

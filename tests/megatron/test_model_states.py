@@ -29,7 +29,7 @@ LAYOUTS = {
     "DP2 distributed": (2, f"{SHARDED}"),
     "DP2 distributed bf16": (2, f"--bf16 {SHARDED} --overlap-param-gather"),
 }
-# The rest is left out unless --slow is given.
+# The rest is left out unless --rare is given.
 FAST = (("PP2 bf16", "host"), ("DP2 distributed bf16", "ssd"))
 
 
@@ -53,10 +53,11 @@ def moved(outcome: Outcome) -> dict[str, Any]:
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [
-        pytest.param(layout, mode, marks=() if (layout, mode) in FAST else pytest.mark.slow)
+        pytest.param(layout, mode, marks=() if (layout, mode) in FAST else pytest.mark.rare)
         for layout in LAYOUTS
         for mode in ("ssd", "host")
     ],
@@ -79,7 +80,7 @@ def test_states_that_move_change_no_bit(layout: str, mode: str, tmp_path: Path) 
     assert bool(on.metrics[-1]["offload"]) is (mode == "ssd")  # activations move beside, or not
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("mode", ["ssd", "host"])
 def test_experts_have_an_optimizer_of_their_own(mode: str, tmp_path: Path) -> None:
     flags = "--num-experts 4 --disable-bias-linear --expert-model-parallel-size 2 --bf16"
@@ -90,12 +91,13 @@ def test_experts_have_an_optimizer_of_their_own(mode: str, tmp_path: Path) -> No
     assert moved(on)["read_bytes"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         "fp16 distributed",
-        pytest.param("fp16", marks=pytest.mark.slow),
-        pytest.param("fp16 sgd", marks=pytest.mark.slow),
+        pytest.param("fp16", marks=pytest.mark.rare),
+        pytest.param("fp16 sgd", marks=pytest.mark.rare),
     ],
 )
 def test_a_step_that_loss_scaling_skips_changes_no_state(case: str, tmp_path: Path) -> None:

@@ -61,9 +61,10 @@ def trained_like_off(layout: str, directory: Path, lists: str) -> list[dict[str,
 REPEATS = ("TP2", "TP2 bf16 llama-like")  # what TP2+SP and bf16 show
 
 
+@pytest.mark.slow(but="TP1")
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(one, marks=pytest.mark.slow) if one in REPEATS else one for one in LAYOUTS],
+    [pytest.param(one, marks=pytest.mark.rare) if one in REPEATS else one for one in LAYOUTS],
 )
 def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[layout]
@@ -85,6 +86,7 @@ def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["TP2+SP", "DP2+distributed-optimizer"])
 def test_layers_may_be_placed_one_by_one(layout: str, tmp_path: Path) -> None:
     """`test_matrix.py` has more of these."""
@@ -94,6 +96,7 @@ def test_layers_may_be_placed_one_by_one(layout: str, tmp_path: Path) -> None:
         assert step["recomputed_layers"] > 0 and step["offloaded_bytes"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2"])
 def test_the_inputs_of_recomputed_layers_may_move(layout: str, tmp_path: Path) -> None:
     lists = "--activation-recompute-layers 1-4 --activation-recompute-input ssd"
@@ -102,6 +105,7 @@ def test_the_inputs_of_recomputed_layers_may_move(layout: str, tmp_path: Path) -
         assert 0 < step["offloaded_storages"] <= step["recomputed_layers"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "num_layers", "layout", "checkpoints", "recomputed"),
     [("uniform", 2, "TP1", 2, 4), ("block", 1, "PP2", 1, 1), ("block", 3, "TP2+SP", 3, 3)],
@@ -129,6 +133,7 @@ def test_the_inputs_of_megatrons_own_checkpoints_move(
     assert (written[-1] > 0) is (sum(written) > 0) is (method == "block")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "layout"),
     [
@@ -157,6 +162,7 @@ def test_the_other_modes_change_no_bit_either(mode: str, layout: str, tmp_path: 
     assert ("to the drive of" in offloaded.output) is uses_ssd
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_offload_equals_an_uninterrupted_one_without(tmp_path: Path) -> None:
     whole = train("--train-iters 6")
     saved, offload = f"--save {tmp_path / 'checkpoint'}", ssd(tmp_path)
@@ -167,6 +173,7 @@ def test_a_resumed_run_with_offload_equals_an_uninterrupted_one_without(tmp_path
     assert resumed.model == whole.model
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
     flags = "--train-iters 4 --eval-interval 2 --eval-iters 2"
     off, offloaded = train(flags), train(flags, ssd(tmp_path))

@@ -104,9 +104,10 @@ def follow(flags: str, world_size: int, directory: Path, parts: tuple[Lines, ...
     return train(flags, auto(directory, plan), model="settled", world_size=world_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.rare) for name in CASES],
 )
 def test_a_part_that_is_recomputed_alone_changes_no_bit(case: str, tmp_path: Path) -> None:
     flags, world_size, parts = CASES[case]
@@ -124,6 +125,7 @@ def test_a_part_that_is_recomputed_alone_changes_no_bit(case: str, tmp_path: Pat
     assert planned.values("offload")[-1]["tier_used_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_what_a_part_recomputes_is_not_offloaded(tmp_path: Path) -> None:
     flags = f"--train-iters {STEPS}"
     moved = {}
@@ -139,6 +141,7 @@ def test_what_a_part_recomputes_is_not_offloaded(tmp_path: Path) -> None:
     assert moved[SSD, SSD] == moved[SSD, KEEP] + moved[KEEP, SSD]
 
 
+@pytest.mark.slow
 def test_what_selective_operations_give_is_not_offloaded(tmp_path: Path) -> None:
     flags, elements = f"--train-iters {STEPS}", 4 * 32  # four bytes, a sequence of 32
     everything: Lines = {"attention": SSD, "mlp": SSD}

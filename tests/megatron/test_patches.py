@@ -166,6 +166,7 @@ def patched_server(patched: Path) -> Iterator[ForkServer]:
     started.close()
 
 
+@pytest.mark.slow
 def test_patched_source_and_install_at_run_time_do_the_same(
     patched_server: ForkServer,
     patched: Path,
@@ -210,6 +211,7 @@ def python(code: str, directory: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_without_our_package_a_patched_core_is_the_one_it_was(patched: Path) -> None:
     code = """
 import sys

@@ -25,6 +25,7 @@ MIN_BYTES = 1024  # statistics of norms and most log-sum-exps of this tiny model
 LAYERS = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "dtype": "fp32"}
 
 
+@pytest.mark.slow(but="dropout")
 @pytest.mark.parametrize(
     ("flags", "sizes", "division"),
     [
@@ -33,25 +34,28 @@ LAYERS = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "dtype":
             "--hidden-dropout 0 --micro-batch-size 2 --seq-length 64",
             {"seq_length": 64},
             {"mbs": 2},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.rare,
         ),
         ("--hidden-dropout 0.1", {"hidden_dropout": 0.1}, {}),
-        pytest.param("--hidden-dropout 0 --bf16", {"dtype": "bf16"}, {}, marks=pytest.mark.slow),
+        pytest.param("--hidden-dropout 0 --bf16", {"dtype": "bf16"}, {}, marks=pytest.mark.rare),
         pytest.param(
             "--hidden-dropout 0 --position-embedding-type rope",
             {"rope": True},
             {},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.rare,
         ),
-        pytest.param("--hidden-dropout 0 --swiglu", {"gated": True}, {}, marks=pytest.mark.slow),
+        pytest.param("--hidden-dropout 0 --swiglu", {"gated": True}, {}, marks=pytest.mark.rare),
         pytest.param(
-            "--hidden-dropout 0 --ffn-hidden-size 160", {"ffn": 160}, {}, marks=pytest.mark.slow
+            "--hidden-dropout 0 --ffn-hidden-size 160",
+            {"ffn": 160},
+            {},
+            marks=pytest.mark.rare,
         ),
         pytest.param(
             "--hidden-dropout 0 --tensor-model-parallel-size 2",
             {},
             {"tensor": 2},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.rare,
         ),
         (
             "--hidden-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel",
@@ -91,6 +95,7 @@ def test_projected_bytes_are_what_the_engine_moves(
     assert measured["offloaded_storages"] == passes * sum(part.num_storages for part in parts)
 
 
+@pytest.mark.slow
 def test_a_plan_made_before_any_run_is_followed(tmp_path: Path) -> None:
     model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
     batch = "--micro-batch-size 1 --global-batch-size 4 --vocab-size 256 --hidden-dropout 0"

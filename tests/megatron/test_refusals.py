@@ -141,12 +141,14 @@ def test_what_is_refused_is_one_sentence_and_exit_code_2(
     assert all(name in line or name.replace("_", "-") in line for name in row.settings)
 
 
+@pytest.mark.slow
 def test_the_tiny_model_with_offload_is_not_refused(tmp_path: Path) -> None:
     """Else the rows above would be refused for whatever the tiny model lacks."""
     outcome = run_trainer(TINY, SSD.format(tmp=tmp_path), "--validate-only")
     assert outcome.exit_codes == [0], outcome.output
 
 
+@pytest.mark.slow
 def test_all_ranks_leave_and_one_says_what_is_refused(tmp_path: Path) -> None:
     row = next(row for row in OFFLOAD if "names a directory twice" in row.sentence)
     outcome = run_trainer(TINY, row.flags.format(tmp=tmp_path), world_size=2)

@@ -45,9 +45,10 @@ CASES = {
 QUICK = ("layernorm, PP2 bf16", "moe")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.rare) for name in CASES],
 )
 def test_selective_recomputation_and_offload_give_the_same_bits(case: str, tmp_path: Path) -> None:
     model, world_size, modules, placements = CASES[case]

@@ -12,6 +12,7 @@ from tests.support.launch import assert_same_bits, train
 from tests.unit.test_trace import check_nesting, tracks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ssd", "auto"])
 def test_a_training_is_traced_and_its_results_are_the_same(mode: str, tmp_path: Path) -> None:
     flags = "--train-iters 4"

@@ -120,6 +120,7 @@ def test_tokenizer_without_end_of_document(
     assert "has no <|endoftext|> token" in sentence
 
 
+@pytest.mark.slow
 def test_valid_flags_exit_with_0() -> None:
     outcome = run_trainer(TINY, "--validate-only", fresh=True)
     assert outcome.exit_codes == [0]
@@ -129,6 +130,7 @@ def test_valid_flags_exit_with_0() -> None:
     assert outcome.metrics == []
 
 
+@pytest.mark.slow
 def test_all_ranks_leave_and_one_speaks() -> None:
     outcome = run_trainer(TINY, "--pipeline-model-parallel-size 3", world_size=2)
     assert outcome.exit_codes == [2, 2]
@@ -148,6 +150,7 @@ def test_unsupported_megatron_core_is_refused_before_it_is_imported(tmp_path: Pa
     )
 
 
+@pytest.mark.slow
 def test_what_one_rank_refuses_the_first_one_says(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()  # and rank 1's is missing
     with Run(
@@ -162,6 +165,7 @@ def test_what_one_rank_refuses_the_first_one_says(tmp_path: Path) -> None:
     assert str(tmp_path / "1") in outcome.errors and "does not exist" in outcome.errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

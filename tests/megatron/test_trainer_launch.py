@@ -12,8 +12,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.launch import TINY, Outcome, Run, train
 from tests.support.processes import ROOT
+
+pytestmark = pytest.mark.slow
 
 FIELDS = {
     "step",

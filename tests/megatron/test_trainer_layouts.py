@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.launch import Outcome, train
 
+pytestmark = pytest.mark.slow
+
 RELATIVE_TOLERANCE = 1e-5
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 

@@ -8,6 +8,7 @@ import pytest
 from tests.support.launch import Outcome, train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

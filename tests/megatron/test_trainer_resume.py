@@ -10,6 +10,7 @@ import pytest
 from tests.support.launch import TINY, Outcome, run_trainer, train
 
 
+@pytest.mark.slow
 def test_prolonged_run_is_bit_identical_on_one_rank(tmp_path: Path, one_process: Outcome) -> None:
     metrics = f"--metrics-file {tmp_path}/metrics.jsonl"  # one file for both parts
     train(metrics, f"--save {tmp_path} --train-iters 2")
@@ -19,6 +20,7 @@ def test_prolonged_run_is_bit_identical_on_one_rank(tmp_path: Path, one_process:
     assert resumed.model == one_process.model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -26,7 +28,7 @@ def test_prolonged_run_is_bit_identical_on_one_rank(tmp_path: Path, one_process:
             "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
             id="fp32-overlapped",
         ),
-        pytest.param("--use-distributed-optimizer --bf16", id="bf16", marks=pytest.mark.slow),
+        pytest.param("--use-distributed-optimizer --bf16", id="bf16", marks=pytest.mark.rare),
     ],
 )
 def test_resumed_run_is_bit_identical_with_the_distributed_optimizer(
@@ -42,12 +44,14 @@ def test_resumed_run_is_bit_identical_with_the_distributed_optimizer(
     assert resumed.model == whole.model
 
 
+@pytest.mark.slow
 def test_exit_interval_ends_the_run_and_saves(tmp_path: Path) -> None:
     outcome = train(f"--train-iters 4 --exit-interval 3 --save {tmp_path}")
     assert outcome.values("step") == [1, 2, 3]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3\n"
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     train(f"--train-iters 1 --save {tmp_path}")
     outcome = run_trainer(TINY, f"--load {tmp_path} --train-iters 2 --swiglu")

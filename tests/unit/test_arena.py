@@ -211,6 +211,7 @@ def test_when_pinning_fails_the_arena_stops_growing_and_says_which_limit_to_rais
     arena.close()
 
 
+@pytest.mark.slow
 def test_an_arena_that_is_dropped_and_was_not_closed_is_unpinned(fake_cuda):
     arena = HostArena(8 * PAGE, open_device("cuda"))
     assert arena.allocate(PAGE) is not None and fake_cuda.pinned

@@ -210,6 +210,7 @@ def test_a_tiny_benchmark(tmp_path: Path) -> None:
     assert list((tmp_path / "drive").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_every_tier_is_shown(
     tmp_path: Path, fake_fio: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -307,6 +307,7 @@ def test_closing_waits_for_copies_and_writes_under_way(
 # -- In the engine ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pinned_bytes", [8 * PAGE, MIB, 64 * MIB])
 @pytest.mark.parametrize("settles", [True, False])
 def test_loss_and_gradients_are_equal(

@@ -391,6 +391,7 @@ def test_options_of_pytest_are_there() -> None:
                 assert not word.startswith("--") or f'"{word}"' in ours, command
 
 
+@pytest.mark.slow
 def test_the_first_command_checks_its_flags_and_starts() -> None:
     """`./examples/pretrain_gpt.sh` up to the point where training would begin."""
     done = subprocess.run(

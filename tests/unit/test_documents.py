@@ -194,6 +194,7 @@ def mutated(draw: st.DrawFn, text: str) -> bytes:
     return "".join(json.dumps(value) + "\n" for value in values).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 @given(data=st.data())
 @settings(

@@ -7,6 +7,8 @@ import ast
 import functools
 from pathlib import Path
 
+import pytest
+
 from tests.mutation_tables import PACKAGE, Mutation, all_mutations, all_rows, places
 from tests.mutations import ROOT, out_of_date
 
@@ -25,6 +27,7 @@ def has_test(mutation: Mutation) -> bool:
     return (TESTS / file).exists() and name.partition("[")[0] in functions_in(file)
 
 
+@pytest.mark.slow
 def test_every_mutation_can_be_made_at_exactly_one_place() -> None:
     assert out_of_date(all_mutations()) == []
 

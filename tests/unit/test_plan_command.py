@@ -32,6 +32,8 @@ from megatron.offload.planner.solver.solve import solve
 from megatron.offload.stats.endurance import YEAR_S
 from megatron.offload.stats.memory_parts import PredictedPeak
 
+pytestmark = pytest.mark.slow
+
 MODEL = (
     "plan --hardware h100 --bf16 --num-layers 8 --hidden-size 2048 --num-attention-heads 16 "
     "--seq-length 2048 --micro-batch-size 2 --global-batch-size 8 --hidden-dropout 0"

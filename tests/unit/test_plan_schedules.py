@@ -82,6 +82,7 @@ def test_what_layers_keep_decides_time_and_memory() -> None:
     assert inputs_moved.passes.activation_bytes == 6 * 7 * 1024 * 2048 * 2
 
 
+@pytest.mark.slow
 def test_what_waits_between_units_may_wait_on_a_tier() -> None:
     line = f"{SSD} --activation-offload ssd --global-batch-size 256"
     kept, away = (

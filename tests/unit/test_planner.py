@@ -293,6 +293,7 @@ def test_a_slowdown_alone_sets_no_budget(start: Callable[..., Run]) -> None:
     assert run.solver.asked[0][1:] == (None, 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["the disk", "the limit"])
 def test_a_disk_that_becomes_slow_is_planned_for_within_five_steps(
     how: str, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
@@ -367,6 +368,7 @@ def test_where_the_step_measured_for_larger_micro_batches_has_small_ones_the_pla
     assert run.planner.num_plans == 3
 
 
+@pytest.mark.slow
 def test_where_sizes_vary_the_plan_becomes_that_of_the_larger_ones(
     start: Callable[..., Run],
 ) -> None:

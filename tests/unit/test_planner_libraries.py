@@ -20,6 +20,7 @@ from tests.support.processes import finish, start_python
 SENTENCE = r"needs scipy and numba, which are not installed; pip install 'megatron-offload\[auto\]'"
 
 
+@pytest.mark.slow
 def test_the_engine_and_the_integration_import_no_solver() -> None:
     script = """
         import sys
@@ -30,6 +31,7 @@ def test_the_engine_and_the_integration_import_no_solver() -> None:
     assert (code, output) == (0, "set()\n"), errors
 
 
+@pytest.mark.slow
 def test_training_with_an_ssd_works_where_neither_is_installed(tmp_path: Path) -> None:
     script = """
         import sys

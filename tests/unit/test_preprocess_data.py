@@ -293,6 +293,7 @@ def test_a_cased_tokenizer_keeps_capitals(prose: Path, tmp_path: Path) -> None:
     assert tokenizer.encode("Yes").tokens[0].startswith("Y")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [BERT, T5], ids=["BERT", "T5"])
 def test_same_prose_gives_same_bytes(flags: tuple[str, ...], tmp_path: Path) -> None:
     # Many words: their order in the library's hash table must not matter.

@@ -24,6 +24,7 @@ def run_without(library: str, *lines: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_star_import_needs_no_transformers() -> None:
     result = run_without(
         "transformers",

@@ -140,6 +140,7 @@ def test_without_a_region_what_is_read_back_comes_from_the_allocator(
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_limit_on_addresses_is_left_to_the_rest_of_the_process() -> None:
     """With a real limit, a process has as many addresses with the region's owner as without."""
     code = (

@@ -235,6 +235,7 @@ def test_a_curve_has_all_strategies_and_what_the_planner_predicts(curve: tuple[s
     assert "auto, 19 MiB" in printed and "TBA's rule sends the first" in printed
 
 
+@pytest.mark.slow
 def test_the_middle_budgets_last_profile_predicts_all_budgets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +296,7 @@ def test_every_round_runs_everything_in_another_order(curve: tuple[str, Path]) -
     assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_frontier")
 def test_on_a_cpu_trainings_take_turns_once_all_have_settled(tmp_path: Path) -> None:
     names = "off,recompute,auto"
@@ -314,6 +316,7 @@ def test_on_a_cpu_trainings_take_turns_once_all_have_settled(tmp_path: Path) -> 
     assert result.passes and [one.num_rounds for one in result.measured] == [1] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_frontier")
 def test_a_training_that_fails_in_turns_is_a_loss_and_the_rest_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -323,6 +326,7 @@ def test_a_training_that_fails_in_turns_is_a_loss_and_the_rest_goes_on(
     assert "auto failed: trainer: error: no more" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_batch_sizes_have_budgets_of_their_own(tmp_path: Path) -> None:
     names = "off,recompute,auto"
     assert rok(tmp_path, "--micro-batch-sizes", "1,2", "--budgets", "1", "--strategies", names) == 0
@@ -334,6 +338,7 @@ def test_batch_sizes_have_budgets_of_their_own(tmp_path: Path) -> None:
     assert {one.micro_batch_size for one in result.frontier} == {1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_frontier")
 def test_losing_gives_exit_code_1_only_where_it_was_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -354,6 +359,7 @@ def test_another_loss_gives_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFi
     assert "mb1-ssd@offload, round 1, differs at step 2: loss" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_frontier")
 def test_a_budget_without_a_plan_is_a_loss_and_the_rest_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -415,7 +421,7 @@ def test_no_budget_lies_between_equal_peaks(
     assert "there is no budget between them" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_the_trainer_itself(tmp_path: Path) -> None:
     flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64"
     flags += " --strategies ssd --rounds 1 --steps 2 --skip-steps 1 --micro-batch-sizes 2"

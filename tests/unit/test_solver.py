@@ -155,6 +155,7 @@ def test_of_plans_that_are_as_fast_the_one_that_writes_least_is_taken() -> None:
     assert predicted is not None and predicted.written_bytes == least < most
 
 
+@pytest.mark.slow
 def test_a_long_step_keeps_to_the_budget_as_a_whole() -> None:
     profile = stage(6, micro_batches=24, tiers=(SLOW_SSD,), inflight_bytes=16)
     whole = Timeline(profile, all_micro_batches=True)
@@ -301,6 +302,7 @@ def test_a_goal_that_makes_no_sense_is_refused() -> None:
         solve(stage(), max_slowdown=float("nan"))
 
 
+@pytest.mark.slow
 def test_the_same_profile_gives_the_same_plan_in_every_process(tmp_path: Path) -> None:
     profile = stage(
         7,
@@ -367,7 +369,8 @@ def uneven(seed: int) -> StageProfile:
     return stage(layers=layers, tiers=(ssd, host), inflight_bytes=500)
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(14, marks=pytest.mark.slow), 23])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, pytest.param(14, marks=pytest.mark.rare), 23])
 def test_the_smallest_budget_is_the_same_whatever_was_asked_for_and_is_met(seed: int) -> None:
     profile = uneven(seed)
 

@@ -38,6 +38,7 @@ def profile() -> StageProfile:
     return StageProfile(PipelinePosition(1, 0, 1, 1), 2, layers, tiers, once, once, once, once)
 
 
+@pytest.mark.slow
 def test_it_answers_as_the_solver_does_here() -> None:
     budget_bytes = 24 * MIB
     with SolverProcess() as solver:

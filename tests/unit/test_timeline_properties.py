@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,6 +69,7 @@ def test_a_step_is_what_is_computed_and_what_is_waited_for(case: tuple[StageProf
     assert found.read_bytes <= found.written_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(stages())
 def test_memory_lies_between_what_one_layer_needs_and_everything(

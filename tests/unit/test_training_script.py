@@ -394,6 +394,7 @@ def test_a_model_without_layers_has_no_units(
     assert said[-1] == "layer-major steps: --layer-major-units: the model has no layers that repeat"
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
     ranks = [
         start_python(

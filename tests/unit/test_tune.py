@@ -433,6 +433,7 @@ def test_the_best_of_a_step_is_found_and_checked(
     assert " chosen\n" in printed
 
 
+@pytest.mark.slow
 def test_trainings_may_take_turns(
     tmp_path: Path, trainer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -613,6 +614,7 @@ class _Forked(ForkedProcess):
         self.send_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_the_trainer_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

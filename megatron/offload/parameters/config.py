@@ -9,13 +9,23 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
-from megatron.offload.flag import Settings, flag
-from megatron.offload.sizes import parse_budget, parse_rate, parse_size
-from megatron.offload.values import parse_count, parse_paths, parse_threads
+from megatron.offload.flag import flag
+from megatron.offload.tier_settings import (
+    TierSettings,
+    directories_flag,
+    host_budget_flag,
+    io_flag,
+    ssd_budget_flag,
+    threads_flag,
+    write_limit_flag,
+)
+from megatron.offload.values import parse_count
+
+_FLAGS = "--parameter-offload-"
 
 
 @dataclass(frozen=True)
-class ParametersConfig(Settings):
+class ParametersConfig(TierSettings):
     """Where the parameters of layers are while other layers compute. Sizes in bytes.
 
     Raises:
@@ -24,6 +34,7 @@ class ParametersConfig(Settings):
 
     group: ClassVar[str] = "parameters"
     prefix: ClassVar[str] = PARAMETERS_PREFIX
+    flags: ClassVar[str] = _FLAGS
     other_names: ClassVar[Mapping[str, str]] = {"--parameter-offload-dir": "directory"}
 
     mode: str = flag(
@@ -43,12 +54,10 @@ class ParametersConfig(Settings):
         "optimizer's step; with Megatron give --overlap-grad-reduce too. off: they stay in memory.",
         choices=("off", "on"),
     )
-    directories: tuple[Path, ...] = flag(
-        "--parameter-offload-dir",
-        (),
-        "directory on the SSD for parameters, or several on different SSDs.",
-        parse=parse_paths,
-        metavar="DIR[,DIR...]",
+    directories: tuple[Path, ...] = directories_flag(
+        _FLAGS,
+        "directory on the SSD for parameters, or several on different SSDs. Default: "
+        "--activation-offload-dir.",
     )
     live_units: int = flag(
         "--parameter-offload-live-units",
@@ -58,49 +67,31 @@ class ParametersConfig(Settings):
         parse=parse_count,
         metavar="N",
     )
-    host_budget: int | float | None = flag(
-        "--parameter-offload-host-budget",
-        None,
+    host_budget: int | float | None = host_budget_flag(
+        _FLAGS,
         "host memory for the parameters of each rank, as a size; or a fraction of the machine's "
         "memory for all its ranks together. Default: half of what is available.",
-        parse=parse_budget,
-        metavar="SIZE",
     )
-    ssd_budget_bytes: int | None = flag(
-        "--parameter-offload-ssd-budget",
-        None,
+    ssd_budget_bytes: int | None = ssd_budget_flag(
+        _FLAGS,
         "most SSD space for the parameters of each rank. Default: as much as they need.",
-        parse=parse_size,
-        metavar="SIZE",
     )
-    threads: int | None = flag(
-        "--parameter-offload-threads",
-        None,
+    threads: int | None = threads_flag(
+        _FLAGS,
         "I/O threads of each rank and directory. Default: what suits the disks.",
-        parse=parse_threads,
-        metavar="N",
     )
-    io: str = flag(
-        "--parameter-offload-io",
-        "auto",
+    io: str = io_flag(
+        _FLAGS,
         "as --activation-offload-io, without gds.",
-        choices=("auto", "direct", "buffered"),
     )
-    write_bytes_per_s: float | None = flag(
-        "--parameter-offload-write-limit",
-        None,
+    write_bytes_per_s: float | None = write_limit_flag(
+        _FLAGS,
         "most bytes a second that parameters write to the SSDs, for example 500MB/s.",
-        parse=parse_rate,
-        metavar="RATE",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.uses_ssd and not self.directories:
-            raise ConfigurationError(
-                f"{self.prefix}--parameter-offload {self.mode} needs a directory on an SSD; give "
-                "--parameter-offload-dir"
-            )
+        self.check_directories(f"--parameter-offload {self.mode}")
         if self.offloads_gradients and not self.enabled:
             raise ConfigurationError(
                 f"{self.prefix}--gradient-offload on needs a place for gradients, which is where "
@@ -113,21 +104,6 @@ class ParametersConfig(Settings):
             )
 
     @property
-    def enabled(self) -> bool:
-        """Whether parameters move."""
-        return self.mode != "off"
-
-    @property
     def offloads_gradients(self) -> bool:
         """Whether gradients move."""
         return self.gradients == "on"
-
-    @property
-    def uses_ssd(self) -> bool:
-        """Whether some of them are on SSDs."""
-        return self.mode in ("ssd", "tiered")
-
-    @property
-    def uses_host(self) -> bool:
-        """Whether some of them are in host memory."""
-        return self.mode in ("host", "tiered")

@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 from megatron.offload.device.device import Device
-from megatron.offload.machine.memory_limit import memory_limit
 from megatron.offload.parameters.config import ParametersConfig
-from megatron.offload.tiers.host import HostTier
-from megatron.offload.tiers.host_budget import host_budget_bytes
+from megatron.offload.tiers.open import open_only_copies
 from megatron.offload.tiers.purpose import PARAMETERS
-from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
-from megatron.offload.tiers.tiered import TieredTier
 
 
 def open_parameter_tiers(
@@ -35,29 +31,10 @@ def open_parameter_tiers(
     Raises:
         ConfigurationError: a directory, a budget, the space or a missing package.
     """
-    tiers: list[Tier] = []
-    try:
-        if config.uses_host:
-            budget = host_budget_bytes(
-                config.host_budget, num_local_ranks, memory_limit(), PARAMETERS
-            )
-            tiers.append(HostTier(budget, device=device, purpose=PARAMETERS))
-        if config.uses_ssd:
-            tiers.append(
-                SsdTier(
-                    config.directories,
-                    reserve_bytes=0 if config.uses_host else num_bytes + largest_bytes,
-                    budget_bytes=config.ssd_budget_bytes,
-                    num_threads=config.threads,
-                    io=config.io,
-                    write_bytes_per_s=config.write_bytes_per_s,
-                    verify=True,  # the only copy
-                    device=device,
-                    purpose=PARAMETERS,
-                )
-            )
-    except BaseException:
-        for tier in tiers:
-            tier.close()
-        raise
-    return [TieredTier(tiers)] if len(tiers) > 1 else tiers
+    return open_only_copies(
+        config,
+        device,
+        PARAMETERS,
+        reserve_bytes=0 if config.uses_host else num_bytes + largest_bytes,
+        num_local_ranks=num_local_ranks,
+    )

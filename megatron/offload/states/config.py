@@ -11,23 +11,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from megatron.offload.errors import STATES_PREFIX, ConfigurationError
-from megatron.offload.flag import Settings, flag
-from megatron.offload.sizes import (
-    MIB,
-    parse_budget,
-    parse_positive_size,
-    parse_rate,
-    parse_size,
+from megatron.offload.errors import STATES_PREFIX
+from megatron.offload.flag import flag
+from megatron.offload.sizes import MIB, parse_positive_size, parse_size
+from megatron.offload.tier_settings import (
+    TierSettings,
+    directories_flag,
+    drive_endurance_flag,
+    host_budget_flag,
+    io_flag,
+    ssd_budget_flag,
+    threads_flag,
+    write_limit_flag,
 )
-from megatron.offload.values import parse_paths, parse_threads
 
 DEFAULT_WINDOW_BYTES = 256 * MIB
-_ON_SSD, _ON_HOST = ("ssd", "tiered", "auto"), ("host", "tiered")
+_FLAGS = "--optimizer-state-"
 
 
 @dataclass(frozen=True)
-class StatesConfig(Settings):
+class StatesConfig(TierSettings):
     """Where an optimizer's states are between its steps, and within which bounds. Sizes in bytes.
 
     Raises:
@@ -36,6 +39,7 @@ class StatesConfig(Settings):
 
     group: ClassVar[str] = "model states"
     prefix: ClassVar[str] = STATES_PREFIX
+    flags: ClassVar[str] = _FLAGS
     other_names: ClassVar[Mapping[str, str]] = {"--optimizer-state-dir": "directory"}
 
     mode: str = flag(
@@ -49,13 +53,10 @@ class StatesConfig(Settings):
         "Results are bit-identical.",
         choices=("off", "host", "ssd", "tiered", "auto"),
     )
-    directories: tuple[Path, ...] = flag(
-        "--optimizer-state-dir",
-        (),
+    directories: tuple[Path, ...] = directories_flag(
+        _FLAGS,
         "directory on the SSD for optimizer states, or several on different SSDs. Default: "
         "--activation-offload-dir.",
-        parse=parse_paths,
-        metavar="DIR[,DIR...]",
     )
     step_on: str = flag(
         "--optimizer-step-on",
@@ -81,47 +82,30 @@ class StatesConfig(Settings):
         parse=parse_positive_size,
         metavar="SIZE",
     )
-    host_budget: int | float | None = flag(
-        "--optimizer-state-host-budget",
-        None,
+    host_budget: int | float | None = host_budget_flag(
+        _FLAGS,
         "host memory for the optimizer states of each rank, as a size; or a fraction of the "
         "machine's memory for all its ranks together. Default: half of what is available.",
-        parse=parse_budget,
-        metavar="SIZE",
     )
-    ssd_budget_bytes: int | None = flag(
-        "--optimizer-state-ssd-budget",
-        None,
+    ssd_budget_bytes: int | None = ssd_budget_flag(
+        _FLAGS,
         "most SSD space for the optimizer states of each rank. Default: as much as they need.",
-        parse=parse_size,
-        metavar="SIZE",
     )
-    threads: int | None = flag(
-        "--optimizer-state-threads",
-        None,
+    threads: int | None = threads_flag(
+        _FLAGS,
         "I/O threads of each rank and directory. Default: as --activation-offload-threads.",
-        parse=parse_threads,
-        metavar="N",
     )
-    io: str = flag(
-        "--optimizer-state-io",
-        "auto",
+    io: str = io_flag(
+        _FLAGS,
         "as --activation-offload-io, without gds.",
-        choices=("auto", "direct", "buffered"),
     )
-    write_bytes_per_s: float | None = flag(
-        "--optimizer-state-write-limit",
-        None,
+    write_bytes_per_s: float | None = write_limit_flag(
+        _FLAGS,
         "most bytes a second that optimizer states write to the SSDs, for example 500MB/s.",
-        parse=parse_rate,
-        metavar="RATE",
     )
-    drive_endurance_bytes: int | None = flag(
-        "--optimizer-state-drive-tbw",
-        None,
+    drive_endurance_bytes: int | None = drive_endurance_flag(
+        _FLAGS,
         "bytes that each SSD is rated to endure. Default: as --activation-offload-drive-tbw.",
-        parse=parse_positive_size,
-        metavar="SIZE",
     )
     device_memory_budget_bytes: int | None = flag(
         "--device-memory-budget",
@@ -136,28 +120,4 @@ class StatesConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.uses_ssd and not self.directories:
-            raise ConfigurationError(
-                f"{self.prefix}--optimizer-state-offload {self.mode} needs a place on an SSD; give "
-                "it with --optimizer-state-dir DIR or --activation-offload-dir DIR"
-            )
-        if len(set(self.directories)) < len(self.directories):
-            raise ConfigurationError(
-                f"{self.prefix}--optimizer-state-dir names a directory twice; striping needs "
-                "directories on different drives"
-            )
-
-    @property
-    def enabled(self) -> bool:
-        """Whether any state may leave the device's memory."""
-        return self.mode != "off"
-
-    @property
-    def uses_ssd(self) -> bool:
-        """Whether states may go to an SSD."""
-        return self.mode in _ON_SSD
-
-    @property
-    def uses_host(self) -> bool:
-        """Whether states may go to host memory."""
-        return self.mode in _ON_HOST
+        self.check_directories(f"--optimizer-state-offload {self.mode}")

@@ -11,10 +11,9 @@ from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.space import check_budgets, measure_drives, space_for
 from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.host_budget import host_budget_bytes
+from megatron.offload.tiers.open import closed_on_error, open_only_copies
 from megatron.offload.tiers.purpose import STATES
-from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
-from megatron.offload.tiers.tiered import TieredTier
 
 
 def open_state_tiers(
@@ -32,42 +31,28 @@ def open_state_tiers(
     Raises:
         ConfigurationError: a directory, a budget, the space or a missing package.
     """
-    tiers: list[Tier] = []
-    num_bytes, space_bytes, budget = sum(sizes), space_for(sizes, config.bucket_bytes), 0
+    num_bytes, budget, most = sum(sizes), 0, 0
+    if config.uses_host or config.mode == "auto":
+        most = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit(), STATES)
     if config.uses_host:
-        budget = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit(), STATES)
+        budget = most
     check_budgets(config, num_bytes, budget)
-    try:
-        if config.uses_host:
-            tiers.append(HostTier(budget, device=device, purpose=STATES))
-        elif not device.is_host and (config.window_bytes or config.mode == "auto"):
-            window_bytes = config.window_bytes
-            if config.mode == "auto":  # it takes nothing from the device
-                most = host_budget_bytes(
-                    config.host_budget, num_local_ranks, memory_limit(), STATES
+    with closed_on_error() as tiers:
+        if not config.uses_host and not device.is_host:
+            # With auto all that host memory has: the window takes nothing from the device.
+            window_bytes = min(most, num_bytes) if config.mode == "auto" else config.window_bytes
+            if window_bytes:
+                window = HostTier(
+                    window_bytes, device=device, purpose=STATES, flag="window", overflows=True
                 )
-                window_bytes = min(most, num_bytes)
-            window = HostTier(
-                window_bytes, device=device, purpose=STATES, flag="window", overflows=True
-            )
-            tiers.append(window)
+                tiers.append(window)
+        tiers += open_only_copies(
+            config,
+            device,
+            STATES,
+            reserve_bytes=max(space_for(sizes, config.bucket_bytes) - budget, 0),
+            num_local_ranks=num_local_ranks,
+        )
         if config.uses_ssd:
-            tiers.append(
-                SsdTier(
-                    config.directories,
-                    reserve_bytes=max(space_bytes - budget, 0),
-                    budget_bytes=config.ssd_budget_bytes,
-                    num_threads=config.threads,
-                    io=config.io,
-                    write_bytes_per_s=config.write_bytes_per_s,
-                    verify=True,  # the only copy
-                    device=device,
-                    purpose=STATES,
-                )
-            )
             measure_drives(config, num_bytes)
-    except BaseException:
-        for tier in tiers:
-            tier.close()
-        raise
-    return [TieredTier(tiers)] if config.uses_host and config.uses_ssd else tiers
+    return tiers

@@ -7,8 +7,9 @@ kind of tier stands behind a placement.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.config import OffloadConfig
@@ -16,6 +17,7 @@ from megatron.offload.device.cuda import has_cuda
 from megatron.offload.device.device import Device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.machine.memory_limit import memory_limit
+from megatron.offload.tier_settings import TierSettings
 from megatron.offload.tiers.bounce import BouncingTier
 from megatron.offload.tiers.checksum import load_checksum
 from megatron.offload.tiers.file import check_room
@@ -23,6 +25,7 @@ from megatron.offload.tiers.gds import GdsTier
 from megatron.offload.tiers.gds_status import gds_status
 from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.host_budget import host_budget_bytes, pinned_pool_bytes
+from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.tiered import TieredTier
@@ -46,11 +49,9 @@ def open_tiers(
     Raises:
         ConfigurationError: a directory, a budget or a missing package; the message says which.
     """
-    tiers: dict[Placement, Tier] = {}
-    try:
+    with closed_on_error() as tiers:
         if config.uses_host:
-            budget_bytes = host_budget_bytes(config.host_budget, num_local_ranks, memory_limit())
-            tiers[Placement.HOST] = HostTier(budget_bytes, device=device)
+            tiers.append(open_host(config, device, ACTIVATIONS, num_local_ranks))
         if config.uses_ssd:
             kind: Callable[..., SsdTier] = GdsTier if config.io == "gds" else SsdTier
             if config.io != "gds" and not device.is_host:
@@ -58,23 +59,96 @@ def open_tiers(
                 if pool:
                     kind = functools.partial(BouncingTier, pool_bytes=pool)
             budget = config.ssd_budget_bytes
-            tiers[Placement.SSD] = kind(
-                config.directories,
-                reserve_bytes=reserve_bytes if budget is None else budget,
-                budget_bytes=budget,
-                num_threads=config.threads,
-                io=config.io,
-                write_bytes_per_s=config.write_bytes_per_s,
-                verify=config.verify == "checksum",
-                device=device,
-            )
+            reserve_bytes = reserve_bytes if budget is None else budget
+            verify = config.verify == "checksum"
+            tiers.append(open_ssd(config, device, ACTIVATIONS, reserve_bytes, verify, kind))
+    places = [Placement.HOST] * config.uses_host + [Placement.SSD] * config.uses_ssd
+    found: dict[Placement, Tier] = dict(zip(places, tiers, strict=True))
+    if len(tiers) > 1:
+        found[Placement.TIERED] = TieredTier(tiers)
+    return found
+
+
+def open_only_copies(
+    settings: TierSettings,
+    device: Device,
+    purpose: Purpose,
+    *,
+    reserve_bytes: int,
+    num_local_ranks: int,
+) -> list[Tier]:
+    """Opens tiers for bytes that have no other copy; the first that takes something has it.
+
+    Args:
+        settings: of the stream, which moves.
+        device: where its bytes are used.
+        purpose: of the tiers.
+        reserve_bytes: SSD space to allocate now, so that a disk that is too small shows at once.
+        num_local_ranks: processes on this machine, which share its memory.
+
+    Raises:
+        ConfigurationError: a directory, a budget, the space or a missing package.
+    """
+    with closed_on_error() as tiers:
+        if settings.uses_host:
+            tiers.append(open_host(settings, device, purpose, num_local_ranks))
+        if settings.uses_ssd:
+            tiers.append(open_ssd(settings, device, purpose, reserve_bytes, verify=True))
+    return [TieredTier(tiers)] if len(tiers) > 1 else tiers
+
+
+def open_host(
+    settings: TierSettings, device: Device, purpose: Purpose, num_local_ranks: int
+) -> HostTier:
+    """Opens the tier in host memory. Raises ConfigurationError: the budget cannot be had."""
+    budget = host_budget_bytes(settings.host_budget, num_local_ranks, memory_limit(), purpose)
+    return HostTier(budget, device=device, purpose=purpose)
+
+
+def open_ssd(
+    settings: TierSettings,
+    device: Device,
+    purpose: Purpose,
+    reserve_bytes: int,
+    verify: bool,
+    kind: Callable[..., SsdTier] = SsdTier,
+) -> SsdTier:
+    """Opens the tier on SSDs.
+
+    Args:
+        settings: of the stream.
+        device: where its bytes are used.
+        purpose: of the tier.
+        reserve_bytes: allocated now.
+        verify: whether it keeps checksums.
+        kind: of tier.
+
+    Raises:
+        ConfigurationError: a directory, the space or a missing package.
+    """
+    return kind(
+        settings.directories,
+        reserve_bytes=reserve_bytes,
+        budget_bytes=settings.ssd_budget_bytes,
+        num_threads=settings.threads,
+        io=settings.io,
+        write_bytes_per_s=settings.write_bytes_per_s,
+        verify=verify,
+        device=device,
+        purpose=purpose,
+    )
+
+
+@contextlib.contextmanager
+def closed_on_error() -> Iterator[list[Tier]]:
+    """A list for tiers, which are closed again where opening the next one fails."""
+    tiers: list[Tier] = []
+    try:
+        yield tiers
     except BaseException:
-        for tier in tiers.values():
+        for tier in tiers:
             tier.close()
         raise
-    if len(tiers) > 1:
-        tiers[Placement.TIERED] = TieredTier(list(tiers.values()))
-    return tiers
 
 
 def check_tiers(config: OffloadConfig, *, reserve_bytes: int, num_local_ranks: int) -> None:
