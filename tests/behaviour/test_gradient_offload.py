@@ -23,7 +23,7 @@ from megatron.offload import (
 from megatron.offload.device.open import open_device
 from megatron.offload.layer_major.units import params_by_unit
 from megatron.offload.parameters import gradients as gradients_file
-from megatron.offload.parameters.away_gradient import piece_of
+from megatron.offload.parameters.away_gradient import bucket_of
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.behaviour.test_layer_major_steps import HIDDEN, LAYERS, VOCABULARY, Language
 from tests.support.layer_major import one_by_one
@@ -168,9 +168,9 @@ class Trained:
 def resident_bytes(model: torch.nn.Module) -> int:
     """Of the gradients of its layers."""
     params = [p for layer in model.layers for p in layer.parameters()]  # type: ignore[union-attr]
-    there = [p.grad for p in params if p.grad is not None and piece_of(p) is None]
-    pieces = {id(piece): piece for p in params if (piece := piece_of(p)) is not None}
-    return sum(g.nbytes for g in there) + sum(p.memory_bytes for p in pieces.values())
+    there = [p.grad for p in params if p.grad is not None and bucket_of(p) is None]
+    buckets = {id(bucket): bucket for p in params if (bucket := bucket_of(p)) is not None}
+    return sum(g.nbytes for g in there) + sum(p.memory_bytes for p in buckets.values())
 
 
 @pytest.mark.parametrize(

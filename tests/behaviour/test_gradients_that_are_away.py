@@ -22,7 +22,7 @@ from megatron.offload.errors import InterruptedStepError, LostStateError, Offloa
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.storage import Where
-from megatron.offload.parameters.away_gradient import AwayGradient, piece_of
+from megatron.offload.parameters.away_gradient import AwayGradient, bucket_of
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.tiers.drive import Drive
 from megatron.offload.tiers.file import UnlinkedFile
@@ -60,11 +60,11 @@ class Session:
         assert self.handle.window is not None
         return self.handle.window.tiers[0]
 
-    def pieces(self) -> list[Bucket]:
+    def buckets(self) -> list[Bucket]:
         """Of all gradients, none of which is still written."""
-        found = {id(p): p for one in self.model.parameters() if (p := piece_of(one)) is not None}
-        for piece in found.values():
-            piece.wait_for_write()
+        found = {id(p): p for one in self.model.parameters() if (p := bucket_of(one)) is not None}
+        for bucket in found.values():
+            bucket.wait_for_write()
         return list(found.values())
 
     @property
@@ -155,7 +155,7 @@ def test_the_norm_of_a_step_is_there_without_a_read(
     session: Session, of_one_step: Language
 ) -> None:
     session.passes()
-    session.pieces()
+    session.buckets()
     read_bytes = session.handle.statistics["read_bytes"]
     norm = torch.nn.utils.clip_grad_norm_(session.model.parameters(), 0.1)
     gradients = [p.grad for p in of_one_step.parameters() if p.grad is not None]
@@ -179,7 +179,7 @@ def test_each_gradient_is_written_and_read_once(
         monkeypatch.setattr(Bucket, name, counted)
     session = Session(tmp_path, offloads_states=True)
     session.passes()
-    session.pieces()
+    session.buckets()
     torch.nn.utils.clip_grad_norm_(session.model.parameters(), 0.1)
     session.optimizer.step()
     session.optimizer.zero_grad()
@@ -193,7 +193,7 @@ def test_each_gradient_is_written_and_read_once(
 def test_zero_grad_drops_them_with_their_space(session: Session) -> None:
     used_bytes = session.tier.used_bytes
     session.passes()
-    assert session.pieces() and session.tier.used_bytes > used_bytes
+    assert session.buckets() and session.tier.used_bytes > used_bytes
     session.optimizer.zero_grad()
     assert session.tier.used_bytes == used_bytes
     assert session.gradients.memory_bytes == 0
@@ -261,7 +261,7 @@ def test_what_no_tier_takes_stays_in_memory(
     with caplog.at_level(logging.WARNING):
         session.passes()
     assert caplog.text.count("gradients: no tier takes ") == 1
-    assert all(piece.where is Where.IN_MEMORY for piece in session.pieces())
+    assert all(bucket.where is Where.IN_MEMORY for bucket in session.buckets())
     session.handle.bring_gradients()
     gradient = of_one_step.layers[2].up.weight.grad
     assert gradient is not None and session.param.grad is not None
@@ -285,8 +285,8 @@ def test_what_could_not_be_written_is_still_there(
     monkeypatch.setattr(UnlinkedFile, "write", broken)
     with caplog.at_level(logging.WARNING):
         session.passes()
-        pieces = session.pieces()
-    assert any(piece.where is Where.IN_MEMORY for piece in pieces)
+        buckets = session.buckets()
+    assert any(bucket.where is Where.IN_MEMORY for bucket in buckets)
     assert "a write failed" in caplog.text and "nothing is lost" in caplog.text
     session.handle.bring_gradients()
     for ours, theirs in zip(session.model.parameters(), of_one_step.parameters(), strict=True):
@@ -298,7 +298,7 @@ def test_a_read_that_fails_once_is_tried_again(
     session: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     session.passes()
-    session.pieces()
+    session.buckets()
     right = Drive.begin_read
     monkeypatch.setattr(Drive, "begin_read", failing_once(right))
     with caplog.at_level(logging.WARNING):
@@ -319,10 +319,10 @@ def failing_once(right: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_flipped_bit_ends_the_training_and_no_step_goes_on(tmp_path: Path) -> None:
     session = Session(tmp_path, offloads_states=True)
     session.passes()
-    session.pieces()
-    piece = piece_of(session.param)
-    assert piece is not None and piece.where is Where.ON_TIER
-    extent = piece.block.extents[0]
+    session.buckets()
+    bucket = bucket_of(session.param)
+    assert bucket is not None and bucket.where is Where.ON_TIER
+    extent = bucket.block.extents[0]
     file = os.open(f"/proc/self/fd/{extent.drive.file.fd}", os.O_WRONLY)  # buffered
     os.pwrite(file, b"\xff" * 64, extent.offset)
     os.fsync(file)

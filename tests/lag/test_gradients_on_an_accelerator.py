@@ -96,8 +96,8 @@ class Wide:
         assert window is not None and window.gradients is not None
         for unit in window.units:
             unit.wait_for_write()
-        for piece in list(window.gradients._pieces):
-            piece.wait_for_write()
+        for bucket in list(window.gradients._buckets):
+            bucket.wait_for_write()
 
 
 def test_device_memory_holds_no_more_than_what_is_made_and_written(

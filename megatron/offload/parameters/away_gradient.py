@@ -37,16 +37,16 @@ from megatron.offload.moving.placeholder import without_bytes
 _NORM = 2.0
 
 
-def piece_of(param: torch.Tensor) -> Bucket | None:
+def bucket_of(param: torch.Tensor) -> Bucket | None:
     """The bucket with the bytes of a parameter's gradient; None if the gradient is not away."""
-    return param.grad.piece if isinstance(param.grad, AwayGradient) else None
+    return param.grad.bucket if isinstance(param.grad, AwayGradient) else None
 
 
 @dataclasses.dataclass(eq=False)
 class _Gone:
     """What is known of a gradient that is away; all tensors that stand for it share it."""
 
-    piece: Bucket | None
+    bucket: Bucket | None
     num_elements: int
     norm: torch.Tensor | None
     is_vector_norm: bool  # which of two operations computed it
@@ -61,13 +61,13 @@ class AwayGradient(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without values."""
-        where = "used by the optimizer's step" if self.piece is None else "on a tier"
+        where = "used by the optimizer's step" if self.bucket is None else "on a tier"
         return f"AwayGradient({tuple(self.shape)}, dtype={self.dtype}, {where})"
 
     @property
-    def piece(self) -> Bucket | None:
+    def bucket(self) -> Bucket | None:
         """The bucket with its bytes, perhaps with other gradients; None: the step has used them."""
-        return self._gone.piece
+        return self._gone.bucket
 
     def within(self, shape: torch.Size, start: int) -> AwayGradient:
         """A tensor that stands for a larger gradient, of which only these elements exist.
@@ -80,7 +80,7 @@ class AwayGradient(torch.Tensor):
 
     def brought(self, gradient: torch.Tensor) -> torch.Tensor:
         """The bytes are in memory again: applies the recorded changes to `gradient`."""
-        self._gone.piece = None
+        self._gone.bucket = None
         with torch.no_grad():
             for change in self._gone.later:
                 change(gradient)
@@ -135,14 +135,14 @@ class AwayGradient(torch.Tensor):
             OffloadError: the factor is something else, or the optimizer has used the gradient.
         """
         is_number = not isinstance(factor, torch.Tensor) or factor.dim() == 0
-        if self.piece is None or not is_number or not self._is_all:
+        if self.bucket is None or not is_number or not self._is_all:
             raise self.refusal(str(func))
         kept = factor.clone() if isinstance(factor, torch.Tensor) else factor
         self._gone.later.append(lambda gradient: func([gradient] if in_list else gradient, kept))
 
     def refusal(self, what: str) -> OffloadError:
         """The error for an operation that needs the gradient's values."""
-        if self.piece is None:
+        if self.bucket is None:
             return OffloadError(
                 f"{GRADIENTS_PREFIX}{what} was asked for after the optimizer's step, which has "
                 "used this gradient and dropped it; look at gradients before the step, and call "
@@ -169,20 +169,20 @@ class AwayGradient(torch.Tensor):
 
 
 def away(
-    gradient: torch.Tensor, piece: Bucket | None, *, is_vector_norm: bool | None = None
+    gradient: torch.Tensor, bucket: Bucket | None, *, is_vector_norm: bool | None = None
 ) -> AwayGradient:
     """The tensor that stands for a gradient that leaves.
 
     Args:
         gradient: in memory.
-        piece: the bucket with its bytes, perhaps with other gradients; None: they were used.
+        bucket: the bucket with its bytes, perhaps with other gradients; None: they were used.
         is_vector_norm: whether `torch.norm` will be asked for; None: the norm that
             `clip_grad_norm_` uses on this device. See Note [Clipping what is away].
     """
     if is_vector_norm is None:
         is_vector_norm = gradient.device.type == "cpu"
-    norm = None if piece is None else _norm_of(gradient, is_vector_norm=is_vector_norm)
-    return _stand_in(gradient, _Gone(piece, gradient.numel(), norm, is_vector_norm))
+    norm = None if bucket is None else _norm_of(gradient, is_vector_norm=is_vector_norm)
+    return _stand_in(gradient, _Gone(bucket, gradient.numel(), norm, is_vector_norm))
 
 
 def _stand_in(

@@ -33,7 +33,7 @@ from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.layout import Layout, dense_stride
 from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.storage import Where
-from megatron.offload.parameters.away_gradient import AwayGradient, away, piece_of
+from megatron.offload.parameters.away_gradient import AwayGradient, away, bucket_of
 from megatron.offload.tiers.tier import Tier
 
 _KEY = "grad"  # in the names of a layout
@@ -71,8 +71,8 @@ class Gradients:
         self._device = device
         sizes = [sum(param.nbytes for param in params) for params in self._units]
         self._live_bytes = live_units * max(sizes)
-        self._pieces: weakref.WeakSet[Bucket] = weakref.WeakSet()
-        self.copies = OnlyCopy(GRADIENTS_PREFIX, tiers, device, self._pieces, self._name)
+        self._buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()
+        self.copies = OnlyCopy(GRADIENTS_PREFIX, tiers, device, self._buckets, self._name)
         self._in_layer_major = False
         self._at, self._direction = 0, 1  # the unit that was updated last, and the order of updates
 
@@ -108,7 +108,7 @@ class Gradients:
     def _begin_backward(self, params: Sequence[torch.Tensor]) -> None:
         """Brings back the gradients that are away, so that the pass can add to them."""
         for param in [param for param in params if self.has(param)]:
-            if isinstance(param.grad, AwayGradient) and param.grad.piece is None:
+            if isinstance(param.grad, AwayGradient) and param.grad.bucket is None:
                 raise OffloadError(
                     f"{GRADIENTS_PREFIX}a backward pass would add to gradients that the "
                     "optimizer's step has used and dropped; call zero_grad() after the step"
@@ -137,8 +137,8 @@ class Gradients:
         """
         self._note_peak()
         with self.copies.waiting():
-            for piece in list(self._pieces):  # of the unit before
-                piece.wait_for_write()
+            for bucket in list(self._buckets):  # of the unit before
+                bucket.wait_for_write()
         if self._device.is_host:
             return_freed_memory()  # the allocator could not reuse much of it for the next unit
         small: dict[torch.Tensor, torch.Tensor] = {}
@@ -159,20 +159,20 @@ class Gradients:
         else:
             storage = layout.new_storage(self._device.device)
             layout.store(tensors.items(), storage)
-        piece = Bucket(list(gradients), self._device, self.copies.ended)
-        piece.fill(layout, storage)
-        if not self.copies.put_away(piece):
+        bucket = Bucket(list(gradients), self._device, self.copies.ended)
+        bucket.fill(layout, storage)
+        if not self.copies.put_away(bucket):
             self.copies.warn_of_refused("until the optimizer's step")
-        self._pieces.add(piece)
+        self._buckets.add(bucket)
         for param, gradient in gradients.items():
-            self._stand_in(param, gradient, piece)
+            self._stand_in(param, gradient, bucket)
 
-    def _stand_in(self, param: torch.Tensor, gradient: torch.Tensor, piece: Bucket) -> None:
+    def _stand_in(self, param: torch.Tensor, gradient: torch.Tensor, bucket: Bucket) -> None:
         """Puts an `AwayGradient` in the place of a gradient that has left."""
-        param.grad = away(gradient, piece)
+        param.grad = away(gradient, bucket)
 
-    def _name(self, piece: Bucket) -> str:
-        number = self._numbers.get(id(piece.params[0]), -1)
+    def _name(self, bucket: Bucket) -> str:
+        number = self._numbers.get(id(bucket.params[0]), -1)
         return f"unit {number + 1} of {len(self._units)}"
 
     # -- While the optimizer steps --------------------------------------------------------------
@@ -189,9 +189,9 @@ class Gradients:
             self._at, self._direction = at, 1 if at > self._at else -1
         for number in (at, at + self._direction):
             for param in self._units[number] if 0 <= number < len(self._units) else ():
-                piece = piece_of(param)
-                if piece is not None and piece.where is Where.ON_TIER:
-                    if self.memory_bytes + piece.num_bytes > self._live_bytes:
+                bucket = bucket_of(param)
+                if bucket is not None and bucket.where is Where.ON_TIER:
+                    if self.memory_bytes + bucket.num_bytes > self._live_bytes:
                         return
                     self._begin_read(param)
 
@@ -203,7 +203,7 @@ class Gradients:
             LostStateError: a gradient could not be read back.
         """
         own = [param for param in params if id(param) in self._numbers]
-        were_away = {param for param in own if piece_of(param) is not None}
+        were_away = {param for param in own if bucket_of(param) is not None}
         for param in own:
             self._bring(param)
         self._note_peak()
@@ -223,26 +223,26 @@ class Gradients:
                 self._bring(param)
 
     def _begin_read(self, param: torch.Tensor) -> None:
-        piece = piece_of(param)
-        if piece is not None and piece.where is Where.ON_TIER:
+        bucket = bucket_of(param)
+        if bucket is not None and bucket.where is Where.ON_TIER:
             with contextlib.suppress(Exception):  # the use of it reads again, and reports the error
-                piece.begin_read()
+                bucket.begin_read()
 
     def _bring(self, param: torch.Tensor) -> None:
         """Puts a parameter's gradient in its place, and all gradients of the same bucket."""
-        piece = piece_of(param)
-        if piece is None:
+        bucket = bucket_of(param)
+        if bucket is None:
             return
-        piece.take_back()
-        if piece.where is not Where.IN_MEMORY:
+        bucket.take_back()
+        if bucket.where is not Where.IN_MEMORY:
             with self.copies.waiting():
-                self.copies.bring(piece)
-        views = piece.views
-        for index, one in enumerate(piece.params):
+                self.copies.bring(bucket)
+        views = bucket.views
+        for index, one in enumerate(bucket.params):
             away, view = one.grad, views[index, _KEY]
-            if isinstance(away, AwayGradient) and away.piece is piece:
+            if isinstance(away, AwayGradient) and away.bucket is bucket:
                 one.grad = away.brought(view if len(views) == 1 else view.clone())
-        self._pieces.discard(piece)
+        self._buckets.discard(bucket)
 
     # -- Where they are -------------------------------------------------------------------------
 
@@ -250,9 +250,9 @@ class Gradients:
         """The tier with a gradient's bytes; before there is a gradient, the tier it will go to."""
         if not self.has(param):
             return None
-        piece = piece_of(param)
-        if piece is not None:
-            return piece.tier
+        bucket = bucket_of(param)
+        if bucket is not None:
+            return bucket.tier
         is_there = param.grad is not None and not isinstance(param.grad, AwayGradient)
         return None if is_there else self._tiers[0]
 

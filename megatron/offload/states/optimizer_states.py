@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _Context = contextlib.AbstractContextManager[None]
 _nothing = contextlib.nullcontext
-_Pieces = Sequence[Sequence[torch.Tensor]]
+_Slices = Sequence[Sequence[torch.Tensor]]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -73,7 +73,7 @@ class OptimizerStates:
         moves_param: whether a parameter itself moves with its states, as main weights do.
         updated: called with the parameters of each bucket, once updated and still in memory.
         changing: makes a context around the update of parameters and `updated`.
-        pieces: divides a bucket's parameters into groups that are updated one after another.
+        slices_of: divides a bucket's parameters into slices, which are updated one after another.
         order: of parameters in buckets; those of equal rank stay in the optimizer's order.
         step_by: runs the optimizer's step; None: where the parameters are.
     """
@@ -89,7 +89,7 @@ class OptimizerStates:
         moves_param: Callable[[torch.Tensor], bool] = lambda param: False,
         updated: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
         changing: Callable[[Sequence[torch.Tensor]], _Context] = lambda params: _nothing(),
-        pieces: Callable[[Sequence[torch.Tensor]], _Pieces] = lambda params: [params],
+        slices_of: Callable[[Sequence[torch.Tensor]], _Slices] = lambda params: [params],
         order: Callable[[torch.Tensor], int] = lambda param: 0,
         step_by: OptimizerSlice | None = None,
     ) -> None:
@@ -99,7 +99,7 @@ class OptimizerStates:
         self._bucket_bytes = bucket_bytes
         self._updated = updated
         self._changing = changing
-        self._pieces = pieces
+        self._slices_of = slices_of
         self._order = order
         self._places = Places(optimizer, device.device, moves_param)
         self.buckets: list[Bucket] = []  # all states, in the order of the optimizer's parameters
@@ -149,8 +149,8 @@ class OptimizerStates:
         stays = window.first_to_stay(buckets)
         ahead = collections.deque(buckets)
         num_known = len(self._optimizer.state)
-        pieces = [self._pieces(bucket.params) for bucket in buckets]
-        self._slice.begin_step([params for one in pieces for params in one])
+        slices = [self._slices_of(bucket.params) for bucket in buckets]
+        self._slice.begin_step([params for one in slices for params in one])
         for index, bucket in enumerate(buckets):
             window.read_ahead(ahead)
             with self.meter.waiting():
@@ -160,7 +160,7 @@ class OptimizerStates:
             self._is_half_done = True
             had_none = bucket.where is Where.NOWHERE
             with self.meter.updating():
-                self._update(bucket, pieces[index])
+                self._update(bucket, slices[index])
             if had_none and bucket.where is not Where.NOWHERE and self._device.is_host:
                 return_freed_memory()  # the allocator would keep what the optimizer has freed
             self.meter.updated(bucket.num_bytes)
@@ -171,12 +171,12 @@ class OptimizerStates:
         self._is_half_done = False
         window.end_step()
 
-    def _update(self, bucket: Bucket, pieces: _Pieces) -> None:
+    def _update(self, bucket: Bucket, slices: _Slices) -> None:
         """Runs the optimizer's step for the parameters of a bucket that is in memory."""
         self._places.attach(bucket, views := bucket.views)
         states = self._places.states_with(bucket, views)
         after: dict[torch.Tensor, State] = {}
-        for params in pieces:
+        for params in slices:
             with self._changing(params):
                 own = {param: states[param] for param in params if param in states}
                 after |= self._slice.step(params, own)

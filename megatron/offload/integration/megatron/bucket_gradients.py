@@ -150,11 +150,11 @@ class BucketGradients(Gradients):
         self._note_peak()
         one.leave()
 
-    def _stand_in(self, param: torch.Tensor, gradient: torch.Tensor, piece: Bucket) -> None:
+    def _stand_in(self, param: torch.Tensor, gradient: torch.Tensor, bucket: Bucket) -> None:
         # Megatron gives it to what it updates itself, when the optimizer's step begins.
         model_param = self._model_params[param]
         part = self._updated[model_param].part
-        own = away(gradient, piece, is_vector_norm=True)
+        own = away(gradient, bucket, is_vector_norm=True)
         set_main_grad(
             model_param, own if part is None else own.within(model_param.shape, part.start)
         )
@@ -196,7 +196,7 @@ class BucketGradients(Gradients):
             one.begin()
             for param, gradient in found.items():
                 target = one.places[param]
-                if isinstance(gradient, AwayGradient) and gradient.piece is not None:
+                if isinstance(gradient, AwayGradient) and gradient.bucket is not None:
                     own = self._updated[param]
                     own.param.grad = own.cut(gradient)
                     self._bring(own.param)

@@ -127,7 +127,7 @@ class OptimizerOffload:
                 moves_param=moves_param,
                 updated=updated,
                 changing=changing,
-                pieces=functools.partial(by_units, stands_for=stands_for),
+                slices_of=functools.partial(by_units, stands_for=stands_for),
                 order=order,
                 step_by=step_by,
             )

@@ -304,20 +304,20 @@ def by_units(
     params: Sequence[torch.Tensor],
     stands_for: Callable[[torch.Tensor], torch.Tensor] = lambda param: param,
 ) -> list[list[torch.Tensor]]:
-    """Divides what is to be updated so that each piece needs one unit in memory, in their order.
+    """Divides what is to be updated so that each slice needs one unit in memory, in their order.
 
     Args:
         params: of an optimizer.
         stands_for: gives the parameter of the model that each of them updates.
     """
-    pieces: dict[tuple[int, int], list[torch.Tensor]] = {}
+    slices: dict[tuple[int, int], list[torch.Tensor]] = {}
     for param in params:
         place = (-1, -1)  # of those that are in no unit
         for index, window in enumerate(_of_process()):
             number = window.number_of(stands_for(param))
             place = place if number is None else (index, number)
-        pieces.setdefault(place, []).append(param)
-    return [pieces[place] for place in sorted(pieces)]
+        slices.setdefault(place, []).append(param)
+    return [slices[place] for place in sorted(slices)]
 
 
 @contextlib.contextmanager
