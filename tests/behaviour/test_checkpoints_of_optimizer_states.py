@@ -317,7 +317,7 @@ def test_what_has_no_values_is_not_taken_for_a_state(
     own = first["exp_avg"]
     for other in others:
         first["exp_avg"] = other
-        with pytest.raises(OffloadError, match="put in the place of one"):
+        with pytest.raises(OffloadError, match="put in the place of a state"):
             trained.optimizer.step() if is_shown else trained.optimizer.state_dict()
     first["exp_avg"] = own
     assert same(trained.train(1).result, expected.result)
@@ -327,7 +327,7 @@ def test_a_step_does_not_take_the_stand_in_of_another_state(on_ssd: dict[str, An
     trained = Trained(OPTIMIZERS["adamw"], **on_ssd).train(2)
     state = trained.optimizer.state[next(trained.model.parameters())]
     state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
-    with pytest.raises(OffloadError, match="put in the place of one"):
+    with pytest.raises(OffloadError, match="put in the place of a state"):
         trained.train(1)
 
 

@@ -215,7 +215,7 @@ def test_a_step_that_nobody_zeroed_the_gradients_before_is_an_error(session: Ses
 
 
 def test_a_backward_pass_beside_layer_major_steps_is_an_error(session: Session) -> None:
-    with pytest.raises(OffloadError, match="is no part of a layer-major step"):
+    with pytest.raises(OffloadError, match="ran outside of a layer-major step"):
         session.model(batches_of(0)[0]).backward()
 
 
