@@ -23,7 +23,7 @@ from megatron.offload import (
 from megatron.offload.device.open import open_device
 from megatron.offload.layer_major.units import params_by_unit
 from megatron.offload.parameters import gradients as gradients_file
-from megatron.offload.parameters.away_gradient import bucket_of
+from megatron.offload.parameters.offloaded_gradient import bucket_of
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.behaviour.test_layer_major_steps import HIDDEN, LAYERS, VOCABULARY, Language
 from tests.support.layer_major import one_by_one

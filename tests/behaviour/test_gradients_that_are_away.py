@@ -22,8 +22,8 @@ from megatron.offload.errors import InterruptedStepError, LostStateError, Offloa
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.storage import Where
-from megatron.offload.parameters.away_gradient import AwayGradient, bucket_of
 from megatron.offload.parameters.gradients import Gradients
+from megatron.offload.parameters.offloaded_gradient import OffloadedGradient, bucket_of
 from megatron.offload.tiers.drive import Drive
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.behaviour.test_gradient_offload import batches_of, weights_leave_alone
@@ -203,7 +203,7 @@ def test_a_step_that_nobody_zeroed_the_gradients_before_is_an_error(session: Ses
     session.passes()
     session.optimizer.step()
     gradient = session.param.grad
-    assert isinstance(gradient, AwayGradient)
+    assert isinstance(gradient, OffloadedGradient)
     with pytest.raises(OffloadError, match="after the optimizer's step, which has used this"):
         gradient.sum()
     with pytest.raises(OffloadError, match=r"call zero_grad\(\) after the step"):
@@ -267,7 +267,7 @@ def test_what_no_tier_takes_stays_in_memory(
     assert gradient is not None and session.param.grad is not None
     assert torch.equal(session.param.grad, gradient)
     session.optimizer.step()
-    assert isinstance(session.param.grad, AwayGradient)
+    assert isinstance(session.param.grad, OffloadedGradient)
 
 
 def test_what_could_not_be_written_is_still_there(

@@ -26,8 +26,8 @@ from megatron.offload.integration.megatron import (
 from megatron.offload.integration.megatron.bucket_gradients import BucketGradients
 from megatron.offload.integration.megatron.bucket_group import BucketState
 from megatron.offload.layer_major.config import LayerMajorConfig
-from megatron.offload.parameters.away_gradient import AwayGradient
 from megatron.offload.parameters.config import ParametersConfig
+from megatron.offload.parameters.offloaded_gradient import OffloadedGradient
 from megatron.offload.states.config import StatesConfig
 from tests.megatron.distributed_parameters_ranks import DTYPES, window_of
 from tests.megatron.model_states_ranks import Training, same
@@ -127,7 +127,7 @@ class Trained:
             return [type(p.main_grad) for one in groups for p in one.places].count(kind)
 
         def look_and_prepare() -> Any:
-            self.found["num_away"] = count(AwayGradient)
+            self.found["num_away"] = count(OffloadedGradient)
             self.found["are_away"] = all(one.state is BucketState.AWAY for one in groups)
             if brings:
                 self.found["peak_bytes"] = gradients.peak_bytes

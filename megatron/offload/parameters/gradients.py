@@ -7,9 +7,9 @@ parameter, and is dropped after that.
 
 Note [What leaves, and who owns it]
 A large gradient moves by itself, small gradients of a unit move together: both are a `Bucket`. An
-`AwayGradient` takes the place of each gradient that is away, and only these refer to the bucket.
-So `zero_grad` frees the bucket's bytes as well, in memory and on the tier. If no tier has room for
-a bucket, it stays in memory until then.
+`OffloadedGradient` takes the place of each gradient that is away, and only these refer to the
+bucket. So `zero_grad` frees the bucket's bytes as well, in memory and on the tier. If no tier has
+room for a bucket, it stays in memory until then.
 
 Note [How much is in memory]
 While the gradients of one unit are computed, those of the previous unit are written; compute waits
@@ -33,7 +33,7 @@ from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.layout import Layout, dense_stride
 from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.storage import Where
-from megatron.offload.parameters.away_gradient import AwayGradient, away, bucket_of
+from megatron.offload.parameters.offloaded_gradient import OffloadedGradient, away, bucket_of
 from megatron.offload.tiers.tier import Tier
 
 _KEY = "grad"  # in the names of a layout
@@ -108,7 +108,7 @@ class Gradients:
     def _begin_backward(self, params: Sequence[torch.Tensor]) -> None:
         """Brings back the gradients that are away, so that the pass can add to them."""
         for param in [param for param in params if self.has(param)]:
-            if isinstance(param.grad, AwayGradient) and param.grad.bucket is None:
+            if isinstance(param.grad, OffloadedGradient) and param.grad.bucket is None:
                 raise OffloadError(
                     f"{GRADIENTS_PREFIX}a backward pass would add to gradients that the "
                     "optimizer's step has used and dropped; call zero_grad() after the step"
@@ -168,7 +168,7 @@ class Gradients:
             self._stand_in(param, gradient, bucket)
 
     def _stand_in(self, param: torch.Tensor, gradient: torch.Tensor, bucket: Bucket) -> None:
-        """Puts an `AwayGradient` in the place of a gradient that has left."""
+        """Puts an `OffloadedGradient` in the place of a gradient that has left."""
         param.grad = away(gradient, bucket)
 
     def _name(self, bucket: Bucket) -> str:
@@ -240,7 +240,7 @@ class Gradients:
         views = bucket.views
         for index, one in enumerate(bucket.params):
             away, view = one.grad, views[index, _KEY]
-            if isinstance(away, AwayGradient) and away.bucket is bucket:
+            if isinstance(away, OffloadedGradient) and away.bucket is bucket:
                 one.grad = away.brought(view if len(views) == 1 else view.clone())
         self._buckets.discard(bucket)
 
@@ -253,7 +253,7 @@ class Gradients:
         bucket = bucket_of(param)
         if bucket is not None:
             return bucket.tier
-        is_there = param.grad is not None and not isinstance(param.grad, AwayGradient)
+        is_there = param.grad is not None and not isinstance(param.grad, OffloadedGradient)
         return None if is_there else self._tiers[0]
 
     @property
@@ -262,7 +262,7 @@ class Gradients:
         there = 0
         for params in self._units:
             for param in params:
-                if param.grad is not None and not isinstance(param.grad, AwayGradient):
+                if param.grad is not None and not isinstance(param.grad, OffloadedGradient):
                     there += param.grad.nbytes
         return there + self.copies.memory_bytes
 
@@ -284,7 +284,7 @@ class Gradients:
         finally:
             for params in self._units:
                 for param in params:
-                    if isinstance(param.grad, AwayGradient):
+                    if isinstance(param.grad, OffloadedGradient):
                         param.grad = None
             self._units = []
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.offload.moving.placeholder import all_nan
-from megatron.offload.parameters.away_parameter import Away, arrive, leave
+from megatron.offload.parameters.offloaded_parameter import Away, arrive, leave
 
 
 class Part(NamedTuple):
@@ -85,7 +85,7 @@ class Places:
         self._put(values)
 
     def detach(self) -> None:
-        """The parameters show no values; a use of one is noticed (`away_parameter.py`)."""
+        """The parameters show no values; a use of one is noticed (`offloaded_parameter.py`)."""
         self.is_attached = False  # first: Ctrl-C may end this method half way
         for param in self._params:
             leave(param, self._away)

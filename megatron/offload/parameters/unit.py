@@ -8,12 +8,12 @@ allocated again: `moving/memory.py`. Saved views hold the storage, not the bytes
 
 Note [What others change]
 A parameter is in its place while its layer computes, while the optimizer updates it, and from any
-use of it until the next of these (`away_parameter.py`). At other times a tensor without bytes is in
-its place. So a script, a trainer or a library only changes it while it is in its place. Before the
-parameter leaves, the unit compares it with what it put there: another version means a change in
-place, other memory means that it was replaced. Then the unit takes new memory for the new values.
-A script that has kept the old memory (to put it back after an average of the weights was used)
-finds it unchanged.
+use of it until the next of these (`offloaded_parameter.py`). At other times a tensor without bytes
+is in its place. So a script, a trainer or a library only changes it while it is in its place.
+Before the parameter leaves, the unit compares it with what it put there: another version means a
+change in place, other memory means that it was replaced. Then the unit takes new memory for the new
+values. A script that has kept the old memory (to put it back after an average of the weights was
+used) finds it unchanged.
 
 Note [Leaving a device]
 The host runs ahead of a device. Memory freed while kernels that use it are queued cannot be reused,
@@ -34,7 +34,7 @@ from megatron.offload.moving.layout import Layout
 from megatron.offload.moving.memory import open_staying_memory
 from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.storage import Ended, MovingStorage, Where
-from megatron.offload.parameters.away_parameter import Away
+from megatron.offload.parameters.offloaded_parameter import Away
 from megatron.offload.parameters.places import Part, Places
 
 _KEY = "param"  # in the names of a layout

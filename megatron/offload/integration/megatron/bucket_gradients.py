@@ -13,8 +13,8 @@ zeros, and Megatron adds to `main_grad` as usual. At the unit's end ranks begin 
 complete, by Megatron's own function, where its hooks have not begun already. They do so while the
 next unit runs. Then this rank's part of the bucket, all of it without the distributed optimizer, is
 copied to go to a tier, and the bucket's memory is given back. In the place of `main_grad` there is
-an `AwayGradient`: Megatron's optimizer cuts its shard out of it and takes its norm as it would of
-the gradient.
+an `OffloadedGradient`: Megatron's optimizer cuts its shard out of it and takes its norm as it would
+of the gradient.
 
 Note [What stays]
 Buckets with parameters outside of layers are never given back. Of the others those gradients stay
@@ -44,8 +44,8 @@ from megatron.offload.integration.megatron.bucket_group import (
 from megatron.offload.integration.megatron.main_weights import MainWeights
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.moving.bucket import Bucket
-from megatron.offload.parameters.away_gradient import AwayGradient, away
 from megatron.offload.parameters.gradients import Gradients
+from megatron.offload.parameters.offloaded_gradient import OffloadedGradient, away
 from megatron.offload.parameters.places import Part
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.tiers.tier import Tier
@@ -196,7 +196,7 @@ class BucketGradients(Gradients):
             one.begin()
             for param, gradient in found.items():
                 target = one.places[param]
-                if isinstance(gradient, AwayGradient) and gradient.bucket is not None:
+                if isinstance(gradient, OffloadedGradient) and gradient.bucket is not None:
                     own = self._updated[param]
                     own.param.grad = own.cut(gradient)
                     self._bring(own.param)

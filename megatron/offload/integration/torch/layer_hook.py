@@ -3,7 +3,7 @@
 
 `copy.deepcopy` and `pickle` copy the hooks of a module with it. A copy has nothing to do with where
 the parameters of the model wait or how its steps run. The parameters themselves make the copy whole
-(`parameters/away_parameter.py`).
+(`parameters/offloaded_parameter.py`).
 """
 
 from __future__ import annotations

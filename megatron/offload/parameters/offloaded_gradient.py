@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in the place of a gradient that is on a tier: `AwayGradient`, a tensor without bytes.
+"""What is in the place of a gradient on a tier: `OffloadedGradient`, a tensor without bytes.
 
 It is a parameter's `grad` until the optimizer's step, and owns the bytes on the tier: `zero_grad`
 drops both. It has the gradient's shape, type and device, so a test whether there is a gradient
@@ -39,7 +39,7 @@ _NORM = 2.0
 
 def bucket_of(param: torch.Tensor) -> Bucket | None:
     """The bucket with the bytes of a parameter's gradient; None if the gradient is not away."""
-    return param.grad.bucket if isinstance(param.grad, AwayGradient) else None
+    return param.grad.bucket if isinstance(param.grad, OffloadedGradient) else None
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,7 +53,7 @@ class _Gone:
     later: list[Callable[[torch.Tensor], Any]] = dataclasses.field(default_factory=list)
 
 
-class AwayGradient(torch.Tensor):
+class OffloadedGradient(torch.Tensor):
     """Stands for a gradient that is away. Made by `away`."""
 
     _gone: _Gone
@@ -62,14 +62,14 @@ class AwayGradient(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without values."""
         where = "used by the optimizer's step" if self.bucket is None else "on a tier"
-        return f"AwayGradient({tuple(self.shape)}, dtype={self.dtype}, {where})"
+        return f"OffloadedGradient({tuple(self.shape)}, dtype={self.dtype}, {where})"
 
     @property
     def bucket(self) -> Bucket | None:
         """The bucket with its bytes, perhaps with other gradients; None: the step has used them."""
         return self._gone.bucket
 
-    def within(self, shape: torch.Size, start: int) -> AwayGradient:
+    def within(self, shape: torch.Size, start: int) -> OffloadedGradient:
         """A tensor that stands for a larger gradient, of which only these elements exist.
 
         Args:
@@ -98,7 +98,7 @@ class AwayGradient(torch.Tensor):
             raise self.refusal(f"a norm of order {order}")
         return gone.norm
 
-    def in_a_row(self, func: Any, shape: Sequence[int]) -> AwayGradient:
+    def in_a_row(self, func: Any, shape: Sequence[int]) -> OffloadedGradient:
         """The same in one dimension.
 
         Raises:
@@ -108,7 +108,7 @@ class AwayGradient(torch.Tensor):
             raise self.refusal(str(func))
         return _stand_in(self, self._gone, self._start, torch.Size([self.numel()]))
 
-    def cut(self, func: Any, start: int, end: int) -> AwayGradient:
+    def cut(self, func: Any, start: int, end: int) -> OffloadedGradient:
         """The slice that the gradient's elements are of this larger tensor.
 
         Raises:
@@ -170,7 +170,7 @@ class AwayGradient(torch.Tensor):
 
 def away(
     gradient: torch.Tensor, bucket: Bucket | None, *, is_vector_norm: bool | None = None
-) -> AwayGradient:
+) -> OffloadedGradient:
     """The tensor that stands for a gradient that leaves.
 
     Args:
@@ -187,11 +187,11 @@ def away(
 
 def _stand_in(
     gradient: torch.Tensor, gone: _Gone, start: int = 0, shape: torch.Size | None = None
-) -> AwayGradient:
+) -> OffloadedGradient:
     """A tensor like the gradient; with another shape it is contiguous."""
     stride = gradient.stride() if shape is None else torch.empty(shape, device="meta").stride()
     whole = gradient.shape if shape is None else shape
-    made = without_bytes(AwayGradient, whole, stride, gradient.dtype, gradient.device)
+    made = without_bytes(OffloadedGradient, whole, stride, gradient.dtype, gradient.device)
     made._gone, made._start = gone, start
     return made
 
@@ -204,7 +204,7 @@ def _norm_of(gradient: torch.Tensor, *, is_vector_norm: bool) -> torch.Tensor:
         return norm
 
 
-def _vector_norm(func: Any, gradient: AwayGradient, order: Any = _NORM, *more: Any) -> Any:
+def _vector_norm(func: Any, gradient: OffloadedGradient, order: Any = _NORM, *more: Any) -> Any:
     if more:
         raise gradient.refusal(str(func))
     return gradient.kept_norm(order, is_vector_norm=True)
@@ -213,34 +213,36 @@ def _vector_norm(func: Any, gradient: AwayGradient, order: Any = _NORM, *more: A
 def _foreach_norm(func: Any, gradients: Sequence[torch.Tensor], *order: Any) -> Any:
     return [
         one.kept_norm(*order, is_vector_norm=one.device.type == "cpu")
-        if isinstance(one, AwayGradient)
+        if isinstance(one, OffloadedGradient)
         else func([one], *order)[0]
         for one in gradients
     ]
 
 
-def _mul(func: Any, gradient: AwayGradient, factor: Any) -> Any:
+def _mul(func: Any, gradient: OffloadedGradient, factor: Any) -> Any:
     gradient.change_later(func, factor, in_list=False)
     return gradient
 
 
 def _foreach_mul(func: Any, gradients: Sequence[torch.Tensor], factor: Any) -> None:
     for one in gradients:
-        if isinstance(one, AwayGradient):
+        if isinstance(one, OffloadedGradient):
             one.change_later(func, factor, in_list=True)
         else:
             func([one], factor)
 
 
-def _same(func: Any, gradient: AwayGradient) -> AwayGradient:
+def _same(func: Any, gradient: OffloadedGradient) -> OffloadedGradient:
     return _stand_in(gradient, gradient._gone, gradient._start)
 
 
-def _slice(func: Any, gradient: AwayGradient, dim: int, start: int, end: int) -> AwayGradient:
+def _slice(
+    func: Any, gradient: OffloadedGradient, dim: int, start: int, end: int
+) -> OffloadedGradient:
     return gradient.cut(func, start, end)
 
 
-def _view(func: Any, gradient: AwayGradient, shape: Sequence[int]) -> AwayGradient:
+def _view(func: Any, gradient: OffloadedGradient, shape: Sequence[int]) -> OffloadedGradient:
     return gradient.in_a_row(func, shape)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a parameter is while it is not in its place: `AwayParameter`, which shows it when used.
+"""What a parameter is while it is not in its place: `OffloadedParameter`, which shows it when used.
 
 A unit (`unit.py`) swaps its parameters out and in: the parameter objects stay and have another
 class while they are away. So whatever a script, a trainer or a library does with one (reads it,
@@ -67,7 +67,7 @@ class Away(NamedTuple):
     show: Callable[[], bool]
 
 
-class AwayParameter(torch.nn.Parameter):
+class OffloadedParameter(torch.nn.Parameter):
     """A parameter that is not in its place. `leave` gives a parameter this class."""
 
     _away: Away
@@ -124,17 +124,17 @@ class AwayParameter(torch.nn.Parameter):
 def leave(param: torch.nn.Parameter, away: Away) -> None:
     """From now on a use of the parameter shows it first."""
     vars(param)["_away"] = away
-    param.__class__ = AwayParameter
+    param.__class__ = OffloadedParameter
 
 
 def arrive(param: torch.nn.Parameter) -> None:
     """Ends `leave`; the parameter's bytes are in their place."""
-    if type(param) is AwayParameter:
+    if type(param) is OffloadedParameter:
         param.__class__ = torch.nn.Parameter  # type: ignore[assignment]
         vars(param).pop("_away", None)
 
 
-def _show(param: AwayParameter) -> bool:
+def _show(param: OffloadedParameter) -> bool:
     away = param._away
     if not any(one is param for one in away.params):
         raise OffloadError(
