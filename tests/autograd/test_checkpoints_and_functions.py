@@ -57,7 +57,7 @@ def test_checkpoints_in_checkpoints(engine, way, outer, inner):
 
 def test_backward_of_a_checkpoint_under_the_hooks(engine, monkeypatch):
     # Backward begins before the context ends, which hands over whatever there is.
-    monkeypatch.setattr("megatron.offload.activations.transfer.batch._ENOUGH_BYTES", 1)
+    monkeypatch.setattr("megatron.offload.activations.transfer.write_batch._ENOUGH_BYTES", 1)
 
     def scenario(watch: Watch):
         x = leaf(8, 4)

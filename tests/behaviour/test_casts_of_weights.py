@@ -22,7 +22,7 @@ from megatron.offload import (
 from megatron.offload.activations.capture.hooks import Move, SavedTensorHooks
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.saved.weight_casts import WeightCast, WeightCasts
-from megatron.offload.activations.transfer.batch import Batch
+from megatron.offload.activations.transfer.write_batch import WriteBatch
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.sizes import MIB
 from tests.support.layer_major import one_by_one
@@ -64,7 +64,7 @@ def moved() -> Iterator[list[torch.Tensor]]:
     found: list[torch.Tensor] = []
     take = SavedTensorHooks.take
 
-    def noted(self: Any, tensor: torch.Tensor, move: Move, batch: Batch) -> SavedView:
+    def noted(self: Any, tensor: torch.Tensor, move: Move, batch: WriteBatch) -> SavedView:
         if move[3] is not None:
             found.append(tensor.detach().clone())
         return take(self, tensor, move, batch)

@@ -100,7 +100,7 @@ def test_operations_of_a_layer_that_saved_little_are_handed_over_together(engine
 
 
 def test_within_a_layer_enough_is_handed_over_before_its_end(engine, records, monkeypatch):
-    monkeypatch.setattr("megatron.offload.activations.transfer.batch._ENOUGH_BYTES", 8000)
+    monkeypatch.setattr("megatron.offload.activations.transfer.write_batch._ENOUGH_BYTES", 8000)
     with engine.step():
         kept = []
         for expected, result in zip(
@@ -112,7 +112,7 @@ def test_within_a_layer_enough_is_handed_over_before_its_end(engine, records, mo
 
 
 def test_a_part_waits_no_longer_than_all_that_it_is_part_of_would(engine, records, monkeypatch):
-    monkeypatch.setattr("megatron.offload.activations.transfer.batch._ENOUGH_BYTES", 8000)
+    monkeypatch.setattr("megatron.offload.activations.transfer.write_batch._ENOUGH_BYTES", 8000)
     x = leaf()
     with engine.step():
         with engine.saved_tensors_hooks():
@@ -130,7 +130,7 @@ def test_a_part_waits_no_longer_than_all_that_it_is_part_of_would(engine, record
 def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(
     engine, records, monkeypatch
 ):
-    monkeypatch.setattr("megatron.offload.activations.transfer.batch._ENOUGH_BYTES", 1)
+    monkeypatch.setattr("megatron.offload.activations.transfer.write_batch._ENOUGH_BYTES", 1)
     x, y = leaf(), leaf()
     with engine.step():
         with engine.saved_tensors_hooks():
@@ -146,7 +146,7 @@ def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(
 def test_in_a_context_operations_that_save_little_are_handed_over_together(
     engine, records, monkeypatch
 ):
-    monkeypatch.setattr("megatron.offload.activations.transfer.batch._ENOUGH_BYTES", 8000)
+    monkeypatch.setattr("megatron.offload.activations.transfer.write_batch._ENOUGH_BYTES", 8000)
     x = leaf()
     with engine.step():
         with engine.saved_tensors_hooks():
@@ -159,7 +159,7 @@ def test_in_a_context_operations_that_save_little_are_handed_over_together(
 
 
 def test_in_a_context_what_is_saved_again_does_not_count_again(engine, records, monkeypatch):
-    monkeypatch.setattr("megatron.offload.activations.transfer.batch._ENOUGH_BYTES", 8000)
+    monkeypatch.setattr("megatron.offload.activations.transfer.write_batch._ENOUGH_BYTES", 8000)
     x = leaf()
     with engine.step():
         with engine.saved_tensors_hooks():

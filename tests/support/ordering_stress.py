@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional
 
 from megatron.offload import OffloadConfig, OffloadEngine, Scope
-from megatron.offload.activations.transfer import batch
+from megatron.offload.activations.transfer import write_batch
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers import ssd as ssd_tier
@@ -146,7 +146,7 @@ class OrderingStress:
         pool = functools.partial(StagingPool, piece_bytes=_PIECE_BYTES)
         with (
             mock.patch.object(ssd_tier, "StagingPool", pool),
-            mock.patch.object(batch, "_ENOUGH_BYTES", _ENOUGH_BYTES),
+            mock.patch.object(write_batch, "_ENOUGH_BYTES", _ENOUGH_BYTES),
             self._lag.device(DEVICE),
         ):
             device = AcceleratorDevice(torch.device(DEVICE), LagPlatform(self._lag))

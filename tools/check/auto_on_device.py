@@ -69,7 +69,7 @@ PROFILED_STEPS = 4  # before a second plan; before the first one two
 # operation saved is handed over when the next one saves.
 _BOUNDS = (
     "activations.engine.DEFAULT_INFLIGHT_BYTES",
-    "activations.transfer.batch._ENOUGH_BYTES",
+    "activations.transfer.write_batch._ENOUGH_BYTES",
 )
 MOST_RATIO, MOST_PLANS, MOST_ERROR = 1.03, 2, 0.05
 

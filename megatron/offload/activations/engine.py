@@ -28,10 +28,10 @@ from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.weight_casts import WeightCasts
 from megatron.offload.activations.step_context import StepContext
-from megatron.offload.activations.transfer.batch import Batch
 from megatron.offload.activations.transfer.dispatcher import Dispatcher
 from megatron.offload.activations.transfer.lead import Lead
 from megatron.offload.activations.transfer.reader import Reader
+from megatron.offload.activations.transfer.write_batch import WriteBatch
 from megatron.offload.activations.transfer.writer import Writer
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES, OffloadConfig
 from megatron.offload.device.clock import Clock
@@ -309,7 +309,7 @@ class OffloadEngine:
         *,
         captured: Iterable[Any] = (),
         recomputes: bool = False,
-        batch: Batch | None = None,
+        batch: WriteBatch | None = None,
     ) -> None:
         """Takes over what a layer saved. Call it at the end of its forward pass, or within it too.
 
@@ -328,9 +328,9 @@ class OffloadEngine:
             scope, outputs, inputs, captured=captured, recomputes=recomputes, batch=batch
         )
 
-    def new_batch(self) -> Batch:
+    def new_batch(self) -> WriteBatch:
         """A batch for the calls of `capture` within one layer."""
-        return Batch(self.writer)
+        return WriteBatch(self.writer)
 
     @property
     def copying_nodes(self) -> set[type]:

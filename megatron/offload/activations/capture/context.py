@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from megatron.offload.activations.capture.hooks import PLAIN_TORCH, Packed, SavedTensorHooks
-from megatron.offload.activations.transfer.batch import Batch
+from megatron.offload.activations.transfer.write_batch import WriteBatch
 from megatron.offload.device.cuda import is_captured
 
 
@@ -43,12 +43,12 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
         batch: gets what operations save.
     """
 
-    def __init__(self, hooks: SavedTensorHooks, batch: Batch) -> None:
+    def __init__(self, hooks: SavedTensorHooks, batch: WriteBatch) -> None:
         super().__init__(self._pack, hooks.unpack)
         self._is_over = False
         self._begin(hooks, batch)
 
-    def _begin(self, hooks: SavedTensorHooks, batch: Batch) -> None:
+    def _begin(self, hooks: SavedTensorHooks, batch: WriteBatch) -> None:
         """In the thread of the forward pass."""
         self._hooks = hooks
         self._batch = batch

@@ -22,8 +22,8 @@ from megatron.offload.activations.saved.tensor_kind import kind_of
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.saved.weight_casts import WeightCast, WeightCasts
 from megatron.offload.activations.step_context import StepContext
-from megatron.offload.activations.transfer.batch import Batch
 from megatron.offload.activations.transfer.reader import Reader
+from megatron.offload.activations.transfer.write_batch import WriteBatch
 from megatron.offload.activations.transfer.writer import Writer
 from megatron.offload.device.cuda import check_not_captured, is_captured
 from megatron.offload.errors import PREFIX
@@ -94,7 +94,7 @@ class SavedTensorHooks:
     # -- Out --------------------------------------------------------------------------------------
 
     def pack(
-        self, tensor: torch.Tensor, batch: Batch | None = None, since: int | None = None
+        self, tensor: torch.Tensor, batch: WriteBatch | None = None, since: int | None = None
     ) -> Packed:
         """What autograd keeps instead of `tensor`: a view of a record, or the tensor itself.
 
@@ -114,7 +114,7 @@ class SavedTensorHooks:
             if move is not None:
                 if batch is not None:
                     return self.take(tensor, move, batch)
-                batch = Batch(self._writer)
+                batch = WriteBatch(self._writer)
                 view = self.take(tensor, move, batch)
                 batch.submit()
                 return view
@@ -187,7 +187,7 @@ class SavedTensorHooks:
             return None
         return storage, span, None, tier
 
-    def take(self, tensor: torch.Tensor, move: Move, batch: Batch) -> SavedView:
+    def take(self, tensor: torch.Tensor, move: Move, batch: WriteBatch) -> SavedView:
         """Carries out a move, and returns what autograd keeps instead of the tensor.
 
         Args:

@@ -27,7 +27,7 @@ from megatron.offload.activations.saved.autograd_graph import (
 from megatron.offload.activations.saved.cache import TensorCache
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.step_context import StepContext
-from megatron.offload.activations.transfer.batch import Batch
+from megatron.offload.activations.transfer.write_batch import WriteBatch
 from megatron.offload.activations.transfer.writer import Writer
 
 
@@ -59,7 +59,7 @@ class LayerCapture:
         *,
         captured: Iterable[Any] = (),
         recomputes: bool = False,
-        batch: Batch | None = None,
+        batch: WriteBatch | None = None,
     ) -> None:
         """Takes over what a layer saved, at the end of its forward pass.
 
@@ -73,7 +73,7 @@ class LayerCapture:
             if recomputes:
                 starts = {t.untyped_storage()._cdata for t in inputs if _wants_gradient(t)}
             needed_whole = needed_together([(tensor, storage) for _, tensor, storage in found])
-            to_write = Batch(self._writer) if batch is None else batch
+            to_write = WriteBatch(self._writer) if batch is None else batch
             outer, self._step.scope = self._step.scope, scope
             try:
                 for saved, tensor, storage in found:
@@ -122,7 +122,7 @@ class LayerCapture:
                 self._step.observer.stayed(scope, storage)
         return found
 
-    def _register(self, saved: Any, tensor: torch.Tensor, move: Move, batch: Batch) -> None:
+    def _register(self, saved: Any, tensor: torch.Tensor, move: Move, batch: WriteBatch) -> None:
         """Hooks one saved tensor: autograd calls `pack` at once, and `unpack` in backward."""
         # The node keeps `pack` alive, and the tensor keeps the node alive. So `pack` must not keep
         # the tensor.

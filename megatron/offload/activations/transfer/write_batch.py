@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storages that are submitted together: `Batch`. The capture fills one in the computing thread."""
+"""Storages that are submitted together: `WriteBatch`. The capture fills it while compute runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.offload.sizes import MIB
 _ENOUGH_BYTES = 8 * MIB  # writing these takes a drive far longer than waking a thread takes
 
 
-class Batch:
+class WriteBatch:
     """Storages for one `Writer.submit`.
 
     Waking the dispatcher takes as long as several saves, and its thread then competes for the GIL.
