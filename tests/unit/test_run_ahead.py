@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.offload.activations.transfer.run_ahead import RunAhead
+from megatron.offload.activations.transfer.run_ahead_limit import HostRunAheadLimit
 from megatron.offload.device.clock import Clock
 from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.stats.statistics import StepStatistics
@@ -13,8 +13,10 @@ from megatron.offload.tiers.budget import ByteBudget
 from tests.support.numbered_device import NumberedDevice
 
 
-def run_ahead_of(device: NumberedDevice, budget: ByteBudget) -> RunAhead:
-    return RunAhead(device, budget, ComputeWaits(Clock(device), StepStatistics(), is_host=True))
+def run_ahead_of(device: NumberedDevice, budget: ByteBudget) -> HostRunAheadLimit:
+    return HostRunAheadLimit(
+        device, budget, ComputeWaits(Clock(device), StepStatistics(), is_host=True)
+    )
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ comes when their bytes have arrived.
   wants a staging buffer waits for that; for whole storages a thread of the tier does.
 So the thread that trains never waits for a copy back. In backward it waits for a drive's read that
 it needs, and for the device where it is too far ahead of it
-(`activations/transfer/run_ahead.py`); in forward only at the bound on bytes in flight, for the
-oldest writes. A write's transfer holds the memory until the copy from it has ended, so the
+(`activations/transfer/run_ahead_limit.py`); in forward only at the bound on bytes in flight, for
+the oldest writes. A write's transfer holds the memory until the copy from it has ended, so the
 allocator never sees a storage that a copy still reads.
 """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many layers the thread that computes may launch ahead of the device in forward: `Lead`.
 
-The engine calls it for each layer, a plan sets the bound. `RunAhead` bounds backward, in bytes. It
-does nothing on a CPU, and nothing without a bound.
+The engine calls it for each layer, a plan sets the bound. `HostRunAheadLimit` bounds backward, in
+bytes. It does nothing on a CPU, and nothing without a bound.
 """
 
 from __future__ import annotations

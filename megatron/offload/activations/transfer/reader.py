@@ -23,7 +23,7 @@ from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.step_context import StepContext
 from megatron.offload.activations.transfer.dispatcher import Dispatcher
 from megatron.offload.activations.transfer.prefetcher import Prefetcher
-from megatron.offload.activations.transfer.run_ahead import RunAhead
+from megatron.offload.activations.transfer.run_ahead_limit import HostRunAheadLimit
 from megatron.offload.device.device import Device
 from megatron.offload.errors import StorageError
 from megatron.offload.stats.trace import WAIT, Tracer, name_of
@@ -62,7 +62,7 @@ class Reader:
         self._dispatcher = dispatcher
         self._step = step
         self._rank = rank
-        self._run_ahead = RunAhead(device, inflight, step.waits)
+        self._run_ahead = HostRunAheadLimit(device, inflight, step.waits)
         self._beginning = threading.Lock()
         # Reads that have ended well, whose tensors the dispatcher is to build; it is called once
         # for several that end together.

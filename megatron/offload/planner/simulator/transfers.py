@@ -52,7 +52,7 @@ _LATER = np.inf
 _SAME = 1 + 1e-9  # what should end together does, however it was rounded
 _FORGETTING = 0.7  # as `Prefetcher`'s
 _TOLERATED_WAIT = 0.01  # likewise
-_MARKS = 4  # as `RunAhead`'s: of what may be used and not passed by the device
+_MARKS = 4  # as `HostRunAheadLimit`'s: of what may be used and not passed by the device
 
 
 @compiled
@@ -350,7 +350,7 @@ def use(state: Row, pieces: Rows, channels: Rows, launched: Rows, log: Rows, pie
 def _stay_near(
     state: Row, pieces: Rows, channels: Rows, launched: Rows, log: Rows, piece: int
 ) -> None:
-    """Restored memory is used as far as the host knows; as `RunAhead.used`, for what it waits."""
+    """Restored memory that the host has used, and the waits of `HostRunAheadLimit.used`."""
     if pieces[piece].state not in (READING, RESTORED):
         return
     bound_bytes = state.in_flight_limit_bytes // 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the thread that computes may be ahead of the device in backward: `RunAhead`.
+"""How far the thread that computes may be ahead of the device in backward: `HostRunAheadLimit`.
 
 The reader calls it for each storage that was read back. A CPU needs none.
 """
@@ -15,7 +15,7 @@ from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.tiers.budget import ByteBudget
 
 
-class RunAhead:
+class HostRunAheadLimit:
     """Bounds memory that was read back and that the host, but not yet the device, has used.
 
     The host queues the use of a storage as soon as its read has ended. So it can run far ahead of a
