@@ -14,7 +14,7 @@ import torch
 from bench import boundary
 
 from megatron.offload import ConfigurationError, LayerMajor, StorageError, offload_activations
-from megatron.offload.activations.capture.set_aside import SetAside
+from megatron.offload.activations.capture.tensor_swapper import TensorSwapper
 from megatron.offload.layer_major.boundary import AHEAD
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.behaviour.test_layer_major_robustness import (
@@ -200,7 +200,7 @@ def test_a_read_that_fails_ends_the_step_with_a_sentence(
     backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All threads end, nothing is left on the tier, and the next step has its bits."""
-    read, take, fails = UnlinkedFile.read, SetAside.take, False
+    read, take, fails = UnlinkedFile.read, TensorSwapper.take, False
 
     def failing(self: UnlinkedFile, body: memoryview, offset: int) -> None:
         if fails:
@@ -212,7 +212,7 @@ def test_a_read_that_fails_ends_the_step_with_a_sentence(
         settle(engine)
         fails = True
 
-    def failing_take(self: SetAside, waiting: Any) -> torch.Tensor:
+    def failing_take(self: TensorSwapper, waiting: Any) -> torch.Tensor:
         fail()
         return take(self, waiting)
 
@@ -225,8 +225,8 @@ def test_a_read_that_fails_ends_the_step_with_a_sentence(
         with monkeypatch.context() as patch:
             patch.setattr(UnlinkedFile, "read", failing)
             if backward:
-                patch.setattr(SetAside, "read_ahead", lambda *_: None)
-                patch.setattr(SetAside, "take", failing_take)
+                patch.setattr(TensorSwapper, "read_ahead", lambda *_: None)
+                patch.setattr(TensorSwapper, "take", failing_take)
             else:
                 hook = model.layers[0].register_forward_hook(fail)  # type: ignore[index, union-attr]
             with pytest.raises(StorageError, match=r"rank 0 .* chunk \d micro-batch 0 back .*file"):

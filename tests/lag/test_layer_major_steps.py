@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron.offload import LayerMajor, offload_activations
-from megatron.offload.activations.capture.set_aside import Emptied, SetAside
+from megatron.offload.activations.capture.tensor_swapper import SwappedTensor, TensorSwapper
 from megatron.offload.device.platform import register_platform
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers import ssd as ssd_tier
@@ -130,18 +130,18 @@ def test_what_waits_between_units_comes_back_before_it_is_used(
     side, inputs = lag.Stream(DEVICE), [micro_batches(number) for number in range(STEPS)]
     filled: list[bool] = []  # whether each hidden state had left
     taken: list[bool] = []  # and each gradient
-    fill, take = SetAside.fill, SetAside.take
+    fill, take = TensorSwapper.fill, TensorSwapper.take
 
-    def noted_take(aside: SetAside, waiting: Any) -> Any:
+    def noted_take(aside: TensorSwapper, waiting: Any) -> Any:
         taken.append(waiting.saved.block is not None)
         return take(aside, waiting)
 
-    def noted_fill(aside: SetAside, emptied: Emptied) -> Any:
+    def noted_fill(aside: TensorSwapper, emptied: SwappedTensor) -> Any:
         filled.append(emptied.memory is None)
         return fill(aside, emptied)
 
-    monkeypatch.setattr(SetAside, "fill", noted_fill)
-    monkeypatch.setattr(SetAside, "take", noted_take)
+    monkeypatch.setattr(TensorSwapper, "fill", noted_fill)
+    monkeypatch.setattr(TensorSwapper, "take", noted_take)
     with lag.device(DEVICE), lag.stream(side):
         lag.synchronize(DEVICE)
         torch.manual_seed(7)

@@ -100,7 +100,7 @@ _READER, _WRITER, _BOUNCE = (
 )
 _STORAGE, _ONLY_COPY = "moving/storage.py", "moving/only_copy.py"
 _STEP_ON_HOST = "states/step_on_host.py"
-_ASIDE, _GRADIENTS = "activations/capture/set_aside.py", "parameters/gradients.py"
+_ASIDE, _GRADIENTS = "activations/capture/tensor_swapper.py", "parameters/gradients.py"
 _UNIT = "parameters/unit.py"
 _COPY_TO_HOST = (
     "_bytes_at(address, content.nbytes).copy_(content, non_blocking=True)\n"
@@ -574,7 +574,7 @@ MISTAKES: tuple[Mistake, ...] = (
         (
             (
                 _ASIDE,
-                "SetAside.put",
+                "TensorSwapper.put",
                 "self._writer.submit([self._writer.write(record, self._tier)])",
                 "with self._writer._device.use_stream(self._writer._device._load):\n"
                 "            self._writer.submit([self._writer.write(record, self._tier)])",
@@ -587,7 +587,7 @@ MISTAKES: tuple[Mistake, ...] = (
         (
             (
                 _ASIDE,
-                "SetAside.fill",
+                "TensorSwapper.fill",
                 "memory = self._reader.wait_for_read(record, for_good=False)",
                 "with self._writer._device.use_stream(self._writer._device._load):\n"
                 "                memory = self._reader.wait_for_read(record, for_good=False)",
@@ -600,7 +600,7 @@ MISTAKES: tuple[Mistake, ...] = (
         (
             (
                 _ASIDE,
-                "SetAside.fill",
+                "TensorSwapper.fill",
                 "memory = self._reader.wait_for_read(record, for_good=False)",
                 "with self._writer._device.use_stream(self._writer._device._load):\n"
                 "                memory = self._reader.wait_for_read(record, for_good=False)\n"
@@ -615,7 +615,7 @@ MISTAKES: tuple[Mistake, ...] = (
         (
             (
                 _ASIDE,
-                "SetAside.take",
+                "TensorSwapper.take",
                 "return self._hooks.unpack(waiting)",
                 "with self._writer._device.use_stream(self._writer._device._load):\n"
                 "        return self._hooks.unpack(waiting)",

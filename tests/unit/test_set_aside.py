@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine
-from megatron.offload.activations.capture.set_aside import SetAside
+from megatron.offload.activations.capture.tensor_swapper import TensorSwapper
 from megatron.offload.activations.saved.record import State
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.view import SavedView
@@ -30,9 +30,9 @@ def engine(make_engine: Engines) -> OffloadEngine:
     return make_engine(boundary="ssd", min_bytes=1)
 
 
-def aside(engine: OffloadEngine) -> SetAside:
-    assert engine.set_aside is not None
-    return engine.set_aside
+def aside(engine: OffloadEngine) -> TensorSwapper:
+    assert engine.tensor_swapper is not None
+    return engine.tensor_swapper
 
 
 def made(size: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +43,7 @@ def made(size: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_by_default_nothing_is_set_aside(make_engine: Engines) -> None:
-    assert make_engine().set_aside is None
+    assert make_engine().tensor_swapper is None
 
 
 def test_an_emptied_tensor_is_full_of_nan_and_its_memory_is_free(engine: OffloadEngine) -> None:

@@ -29,7 +29,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from megatron.offload import LayerMajor, offload_activations
-from megatron.offload.activations.capture.set_aside import SetAside
+from megatron.offload.activations.capture.tensor_swapper import TensorSwapper
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.device.open import open_device
 from megatron.offload.layer_major.graph_cuts import CutTensor
@@ -89,7 +89,7 @@ def _bytes_alive(
 def watched(layer_major: LayerMajor) -> Iterator[Waiting]:
     """What waits between units of one step in this context."""
     found, add, enter = Waiting(), CutTensor.add, LayerMajorSchedule.enter_layer
-    put, take, empty = SetAside.put, SetAside.take, SetAside.empty
+    put, take, empty = TensorSwapper.put, TensorSwapper.take, TensorSwapper.empty
     begins = {unit: layer for layer, unit in reversed(layer_major.units.items()) if unit}
 
     def noted_add(cut: CutTensor, gradient: torch.Tensor) -> None:
@@ -97,18 +97,18 @@ def watched(layer_major: LayerMajor) -> Iterator[Waiting]:
         assert cut.gradient is not None
         found.note_gradient(cut.gradient)
 
-    def noted_put(boundary: SetAside, tensor: torch.Tensor, scope: Any) -> Any:
+    def noted_put(boundary: TensorSwapper, tensor: torch.Tensor, scope: Any) -> Any:
         view = put(boundary, tensor, scope)
         if tensor.grad_fn is None:  # a gradient; a hidden state comes here from `empty`
             found.note_away(view, is_gradient=True)
         return view
 
-    def noted_take(boundary: SetAside, waiting: Any) -> torch.Tensor:
+    def noted_take(boundary: TensorSwapper, waiting: Any) -> torch.Tensor:
         gradient = take(boundary, waiting)
         found.note_gradient(gradient)
         return gradient
 
-    def noted_empty(boundary: SetAside, tensor: torch.Tensor, scope: Any) -> Any:
+    def noted_empty(boundary: TensorSwapper, tensor: torch.Tensor, scope: Any) -> Any:
         emptied = empty(boundary, tensor, scope)
         found.note_away(None if emptied is None else emptied.view, is_gradient=False)
         return emptied
@@ -121,9 +121,9 @@ def watched(layer_major: LayerMajor) -> Iterator[Waiting]:
     with (
         mock.patch.object(CutTensor, "add", noted_add),
         mock.patch.object(LayerMajorSchedule, "enter_layer", noted_enter),
-        mock.patch.object(SetAside, "put", noted_put),
-        mock.patch.object(SetAside, "take", noted_take),
-        mock.patch.object(SetAside, "empty", noted_empty),
+        mock.patch.object(TensorSwapper, "put", noted_put),
+        mock.patch.object(TensorSwapper, "take", noted_take),
+        mock.patch.object(TensorSwapper, "empty", noted_empty),
     ):
         yield found
 

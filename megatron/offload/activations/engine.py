@@ -19,7 +19,7 @@ import torch
 from megatron.offload.activations.capture.context import SavingContext
 from megatron.offload.activations.capture.hooks import SavedTensorHooks
 from megatron.offload.activations.capture.layer import LayerCapture
-from megatron.offload.activations.capture.set_aside import SetAside
+from megatron.offload.activations.capture.tensor_swapper import TensorSwapper
 from megatron.offload.activations.memory_report import MemoryReport
 from megatron.offload.activations.placement.policy import FixedPolicy, Placement, Policy
 from megatron.offload.activations.saved.cache import LongLived, TensorCache
@@ -71,7 +71,7 @@ class OffloadEngine:
         other_devices: bytes that the last step saved on devices other than this engine's; they
             stay.
         cache: knows which saved tensors are the same bytes, and which never move.
-        set_aside: moves what waits between two units of layers; None: that stays in memory.
+        tensor_swapper: moves what waits between two units of layers; None: that stays in memory.
         memory_report: writes what peaks are made of; None: the settings ask for no report.
 
     Args:
@@ -156,9 +156,9 @@ class OffloadEngine:
             moves_foreign=device.is_host,
         )
         self._layers = LayerCapture(self.hooks, self.cache, self.writer, step)
-        self.set_aside: SetAside | None = None
+        self.tensor_swapper: TensorSwapper | None = None
         if config.boundary != "keep":
-            self.set_aside = SetAside(
+            self.tensor_swapper = TensorSwapper(
                 self.cache,
                 self._tiers[Placement(config.boundary)],
                 config.min_bytes,

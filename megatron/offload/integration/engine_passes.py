@@ -57,7 +57,7 @@ class EnginePasses:
     @property
     def boundary(self) -> Boundary | None:
         """Where tensors wait between units; None: in memory."""
-        return None if self._engine is None else self._engine.set_aside
+        return None if self._engine is None else self._engine.tensor_swapper
 
     @contextlib.contextmanager
     def forward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that wait on a tier although autograd has not saved them: `SetAside`.
+"""Tensors that wait on a tier although autograd has not saved them: `TensorSwapper`.
 
 A layer-major step runs operations in another order than autograd's, so some tensors wait for their
 turn. They move as activations do: records of the same cache, which the same threads write and read,
@@ -30,7 +30,7 @@ from megatron.offload.activations.transfer.writer import Writer
 from megatron.offload.tiers.tier import Tier
 
 
-class Emptied:
+class SwappedTensor:
     """A tensor whose bytes were taken, and where they are."""
 
     def __init__(self, tensor: torch.Tensor, view: SavedView) -> None:
@@ -39,7 +39,7 @@ class Emptied:
         self.memory: torch.UntypedStorage | None = None  # the bytes, if the write had not ended
 
 
-class SetAside:
+class TensorSwapper:
     """Moves waiting tensors to a tier, and back.
 
     Args:
@@ -99,7 +99,7 @@ class SetAside:
             self._writer.submit([self._writer.write(record, self._tier)])
             return view
 
-    def empty(self, tensor: torch.Tensor, scope: Scope) -> Emptied | None:
+    def empty(self, tensor: torch.Tensor, scope: Scope) -> SwappedTensor | None:
         """`put` for a tensor that others hold: until `fill` it is full of NaN.
 
         Args:
@@ -117,7 +117,7 @@ class SetAside:
             nothing = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device)
             tensor.data = nothing.expand(tensor.shape)
             self._empty[tensor] = True
-            return Emptied(tensor, view)
+            return SwappedTensor(tensor, view)
 
     def is_empty(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one that was emptied and not filled again."""
@@ -125,9 +125,9 @@ class SetAside:
 
     # -- And back -------------------------------------------------------------------------------
 
-    def read_ahead(self, waiting: SavedView | Emptied) -> None:
+    def read_ahead(self, waiting: SavedView | SwappedTensor) -> None:
         """A tensor is needed soon: reads it, unless its bytes have not left memory yet."""
-        if isinstance(waiting, Emptied):
+        if isinstance(waiting, SwappedTensor):
             record = waiting.view.saved
             waiting.memory = waiting.memory or record.memory_not_left_yet
             is_there = waiting.memory is not None
@@ -145,7 +145,7 @@ class SetAside:
         """
         return self._hooks.unpack(waiting)
 
-    def fill(self, emptied: Emptied) -> SavedView | None:
+    def fill(self, emptied: SwappedTensor) -> SavedView | None:
         """Gives an emptied tensor its bytes back, for the stream of the calling thread.
 
         Returns:
