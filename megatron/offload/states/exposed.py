@@ -11,7 +11,7 @@ from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.layout import Name
 from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.sharded import as_part_of, local_of
-from megatron.offload.states.stand_in import is_stand_in
+from megatron.offload.states.state_placeholder import is_placeholder
 
 
 class Exposed:
@@ -43,7 +43,7 @@ class Exposed:
             for index, param in enumerate(bucket.params)
             for state in [optimizer.state.get(param, {})]
             for key, value in state.items()
-            if is_stand_in(value, bucket.layout.slots.get((index, key)))
+            if is_placeholder(value, bucket.layout.slots.get((index, key)))
         ]
         self._views = bucket.layout.views_apart(bucket.view())
         attach(bucket, self._views)
@@ -60,7 +60,7 @@ class Exposed:
         for (index, key), view in self._views.items():
             shown = optimizer.state.get(self.bucket.params[index], {}).get(key, view)
             shown = shown.value if isinstance(shown, Loaded) else shown
-            is_stand_in(shown, None)  # raises
+            is_placeholder(shown, None)  # raises
             if not isinstance(shown, torch.Tensor) or not _is_same(local_of(shown), view):
                 return True
         return any(param.data_ptr() != at for param, at in self._data.items())

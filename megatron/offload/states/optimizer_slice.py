@@ -67,23 +67,23 @@ class OptimizerSlice:
 
     def _run(
         self,
-        stand_ins: Mapping[torch.Tensor, torch.Tensor],
+        twins: Mapping[torch.Tensor, torch.Tensor],
         states: Mapping[torch.Tensor, State],
     ) -> dict[torch.Tensor, State]:
         """`step`, with other tensors in place of the parameters."""
-        part = self._twin(stand_ins)
-        part.state.update({stand_ins[param]: dict(state) for param, state in states.items()})
+        part = self._twin(twins)
+        part.state.update({twins[param]: dict(state) for param, state in states.items()})
         self._prepare(part)
         kept = Kept(part)
         _own_step(type(part))(part)
-        kept.check(part, stand_ins.values())
+        kept.check(part, twins.values())
         self._finish(part)
         for index, own in enumerate(self._optimizer.param_groups):
             after = part.param_groups[index]
             # Some optimizers count no step of a group without parameters; a slice has few groups.
             if after["params"] or not own["params"]:
                 check_groups(part, self._groups_after.setdefault(index, after), after)
-        return {p: part.state[one] for p, one in stand_ins.items() if one in part.state}
+        return {p: part.state[one] for p, one in twins.items() if one in part.state}
 
     def fill(
         self, params: Sequence[torch.Tensor], make: Callable[[torch.optim.Optimizer], None]
@@ -93,14 +93,14 @@ class OptimizerSlice:
         make(part)
         return dict(part.state)
 
-    def _twin(self, stand_ins: Mapping[torch.Tensor, torch.Tensor]) -> torch.optim.Optimizer:
+    def _twin(self, twins: Mapping[torch.Tensor, torch.Tensor]) -> torch.optim.Optimizer:
         """The optimizer with these tensors as its parameters, and no states."""
         optimizer = self._optimizer
         part: torch.optim.Optimizer = object.__new__(type(optimizer))
         part.__dict__.update(optimizer.__dict__)
         part.__dict__.pop("step", None)  # an attribute of the instance: a scheduler's, or ours
         part.param_groups = [
-            {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]}
+            {**group, "params": [twins[p] for p in group["params"] if p in twins]}
             for group in optimizer.param_groups
         ]
         part.state = collections.defaultdict(dict)

@@ -2,8 +2,8 @@
 """Where an optimizer keeps its tensors, and what takes their places while they are away: `Places`.
 
 The tensors of a bucket have their places in the optimizer's `state`; a parameter that moves with
-them is a place itself. A tensor without bytes (`stand_in.py`) takes the place of a state that is
-away, and a parameter that is away is full of NaN.
+them is a place itself. A tensor without bytes (`state_placeholder.py`) takes the place of a state
+that is away, and a parameter that is away is full of NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.offload.moving.placeholder import all_nan
 from megatron.offload.states.loaded import Loaded
 from megatron.offload.states.optimizer_slice import State
 from megatron.offload.states.sharded import as_part_of, local_of, part_of
-from megatron.offload.states.stand_in import is_stand_in, stand_in
+from megatron.offload.states.state_placeholder import is_placeholder, placeholder_for
 
 PARAM = "the parameter itself"  # the key of one that moves; no optimizer has a state of this name
 
@@ -95,7 +95,7 @@ class Places:
         return {
             param: {
                 key: as_part_of(param, views[index, key])
-                if is_stand_in(value, slots.get((index, key)))
+                if is_placeholder(value, slots.get((index, key)))
                 else value
                 for key, value in self._optimizer.state[param].items()
             }
@@ -146,7 +146,9 @@ class Places:
             if param in states:
                 homes = bucket.devices[index], self._device
                 self._optimizer.state[param] = {
-                    key: stand_in(slots[index, key], homes) if (index, key) in slots else value
+                    key: placeholder_for(slots[index, key], homes)
+                    if (index, key) in slots
+                    else value
                     for key, value in states[param].items()
                 }
             if (index, PARAM) in slots:

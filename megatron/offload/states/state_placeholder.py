@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in an optimizer's state in place of a tensor that is away: `StandIn`, without bytes.
+"""What takes the place of a state that is away: `StatePlaceholder`, a tensor without bytes.
 
 Only its shape and type can be read. Operations on it raise: their result would be a meta tensor,
 which would replace the real state. Moving it to a device where the state belongs returns itself,
@@ -18,15 +18,15 @@ from megatron.offload.moving.layout import Slot
 from megatron.offload.moving.placeholder import without_bytes
 
 
-class StandIn(torch.Tensor):
-    """Stands for the tensor of `slot`; `.to` one of `homes` returns itself. Made by `stand_in`."""
+class StatePlaceholder(torch.Tensor):
+    """Stands for the tensor of `slot`; `.to` one of `homes` returns itself."""
 
     slot: Slot
     homes: frozenset[torch.device]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without values."""
-        return f"StandIn({tuple(self.shape)}, dtype={self.dtype}, on a tier)"
+        return f"StatePlaceholder({tuple(self.shape)}, dtype={self.dtype}, on a tier)"
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         """Raises OffloadError."""
@@ -43,14 +43,14 @@ class StandIn(torch.Tensor):
         types: Any,
         args: Sequence[Any] = (),
         kwargs: Any = None,
-    ) -> StandIn:
+    ) -> StatePlaceholder:
         """Returns the tensor itself for a copy to one of its homes.
 
         Raises:
             OffloadError: any other operation.
         """
         if func is torch.ops.aten._to_copy.default and args[0]._is_at_home_with(**(kwargs or {})):
-            own: StandIn = args[0]
+            own: StatePlaceholder = args[0]
             return own
         raise _refusal(str(func))
 
@@ -71,7 +71,7 @@ class StandIn(torch.Tensor):
         return device.type != "meta" and torch.empty(0, device=device).device in self.homes
 
 
-def stand_in(slot: Slot, homes: Iterable[torch.device]) -> StandIn:
+def placeholder_for(slot: Slot, homes: Iterable[torch.device]) -> StatePlaceholder:
     """A tensor on the device `meta`, of a slot's shape and type.
 
     Args:
@@ -79,12 +79,14 @@ def stand_in(slot: Slot, homes: Iterable[torch.device]) -> StandIn:
         homes: devices to which that tensor can be moved without a change: its parameter's, and
             the device in whose memory it is updated.
     """
-    made = without_bytes(StandIn, slot.shape, slot.stride, slot.dtype, torch.device("meta"))
+    made = without_bytes(
+        StatePlaceholder, slot.shape, slot.stride, slot.dtype, torch.device("meta")
+    )
     made.slot, made.homes = slot, frozenset(homes)
     return made
 
 
-def is_stand_in(value: Any, slot: Slot | None) -> bool:
+def is_placeholder(value: Any, slot: Slot | None) -> bool:
     """Whether a value of an optimizer's state stands for a tensor that is away.
 
     Args:
@@ -96,7 +98,7 @@ def is_stand_in(value: Any, slot: Slot | None) -> bool:
     """
     if not isinstance(value, torch.Tensor) or value.device.type != "meta":
         return False
-    if not isinstance(value, StandIn) or value.slot is not slot:
+    if not isinstance(value, StatePlaceholder) or value.slot is not slot:
         raise OffloadError(
             f"{STATES_PREFIX}a tensor without values, or one that stands for another state on a "
             "tier, was put in the place of a state; call `optimizer.state_dict()`, or expose() of "
