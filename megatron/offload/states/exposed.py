@@ -9,7 +9,7 @@ import torch
 
 from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.layout import Name
-from megatron.offload.states.loaded import Loaded
+from megatron.offload.states.lazy_state import LazyStateTensor
 from megatron.offload.states.sharded import as_part_of, local_of
 from megatron.offload.states.state_placeholder import is_placeholder
 
@@ -59,7 +59,7 @@ class Exposed:
         """
         for (index, key), view in self._views.items():
             shown = optimizer.state.get(self.bucket.params[index], {}).get(key, view)
-            shown = shown.value if isinstance(shown, Loaded) else shown
+            shown = shown.value if isinstance(shown, LazyStateTensor) else shown
             is_placeholder(shown, None)  # raises
             if not isinstance(shown, torch.Tensor) or not _is_same(local_of(shown), view):
                 return True

@@ -4,7 +4,7 @@
 The library updates: with the kernel that it chooses (fused, foreach, a loop), and its weight decay,
 schedule and parameter groups. The bits are the same for every optimizer that updates each parameter
 by that parameter's gradient and state alone. A step that changes anything else raises
-(`kept.py`).
+(`unsliced_state.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron.offload.states.kept import Kept, check_groups, check_state_keys
 from megatron.offload.states.trial import Trial
+from megatron.offload.states.unsliced_state import UnslicedState, check_groups, check_state_keys
 
 State = dict[str, Any]  # of a parameter, by the optimizer's keys
 
@@ -61,7 +61,7 @@ class OptimizerSlice:
             states: of these parameters; a parameter without states gets what the optimizer makes.
 
         Raises:
-            OffloadError: the step has changed what no slice may change; see `kept.py`.
+            OffloadError: the step has changed what no slice may change; see `unsliced_state.py`.
         """
         return self._run({param: param for param in params}, states)
 
@@ -74,9 +74,9 @@ class OptimizerSlice:
         part = self._twin(twins)
         part.state.update({twins[param]: dict(state) for param, state in states.items()})
         self._prepare(part)
-        kept = Kept(part)
+        unsliced = UnslicedState(part)
         _own_step(type(part))(part)
-        kept.check(part, twins.values())
+        unsliced.check(part, twins.values())
         self._finish(part)
         for index, own in enumerate(self._optimizer.param_groups):
             after = part.param_groups[index]

@@ -35,7 +35,7 @@ from megatron.offload.moving.storage import Where
 from megatron.offload.sizes import format_size
 from megatron.offload.states.exposed import Exposed
 from megatron.offload.states.faults import interrupted_step, names_of
-from megatron.offload.states.loaded import Loaded
+from megatron.offload.states.lazy_state import LazyStateTensor
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
 from megatron.offload.states.places import Places
 from megatron.offload.states.statistics import StatesMeter
@@ -404,7 +404,7 @@ class OptimizerStates:
         states = self._places.states_of(bucket)
         for param, state in states.items():
             state.update(
-                {k: v.tensor_for(param) for k, v in state.items() if isinstance(v, Loaded)}
+                {k: v.tensor_for(param) for k, v in state.items() if isinstance(v, LazyStateTensor)}
             )
         self._window.wait_for_room(self._expected_bytes(bucket))
         bucket.take_back()

@@ -15,7 +15,7 @@ import torch
 from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.layout import Layout, Name
 from megatron.offload.moving.placeholder import all_nan
-from megatron.offload.states.loaded import Loaded
+from megatron.offload.states.lazy_state import LazyStateTensor
 from megatron.offload.states.optimizer_slice import State
 from megatron.offload.states.sharded import as_part_of, local_of, part_of
 from megatron.offload.states.state_placeholder import is_placeholder, placeholder_for
@@ -160,7 +160,7 @@ class Places:
         assert bucket.layout is not None
         for index, param in enumerate(bucket.params):
             state = self._optimizer.state.get(param, {})
-            loaded = {key for key, value in state.items() if isinstance(value, Loaded)}
+            loaded = {key for key, value in state.items() if isinstance(value, LazyStateTensor)}
             for key in loaded | self._movable(param, state).keys():
                 if (index, key) not in bucket.layout.slots:
                     return True

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import STATES_PREFIX, ConfigurationError, OffloadError
-from megatron.offload.states.kept import refusal
 from megatron.offload.states.sharded import local_of
+from megatron.offload.states.unsliced_state import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Trial:
 
         Raises:
             ConfigurationError: a slice updates a parameter differently than the whole step does.
-            OffloadError: the step changes what no slice may change; see `kept.py`.
+            OffloadError: the step changes what no slice may change; see `unsliced_state.py`.
         """
         chosen = list(self._chosen(params))
         if len(chosen) < 2:

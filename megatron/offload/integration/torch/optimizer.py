@@ -36,14 +36,14 @@ from megatron.offload.integration.torch.parameter_offload import (
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.auto_window import AutoWindow
 from megatron.offload.states.config import StatesConfig
-from megatron.offload.states.kept import check_state_keys
-from megatron.offload.states.loaded import as_loaded
+from megatron.offload.states.lazy_state import with_lazy_states
 from megatron.offload.states.open import open_state_tiers
 from megatron.offload.states.optimizer_slice import OptimizerSlice
 from megatron.offload.states.optimizer_states import OptimizerStates, state_bytes
 from megatron.offload.states.space import expected_bytes
 from megatron.offload.states.step_on_host import StepOnHost
 from megatron.offload.states.summary import states_summary
+from megatron.offload.states.unsliced_state import check_state_keys
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.tiers.wear import WEAR
 
@@ -226,7 +226,7 @@ class OptimizerOffload:
 
         def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
             with states.loading(at_once=True):
-                kind.load_state_dict(self, as_loaded(self, state_dict))
+                kind.load_state_dict(self, with_lazy_states(self, state_dict))
 
         def getstate(self: torch.optim.Optimizer) -> Any:  # of a copy, and of what is pickled
             states.expose()

@@ -28,7 +28,7 @@ _HARMLESS = {
 }
 
 
-class Kept:
+class UnslicedState:
     """What an optimizer keeps beside its parameters' states, as it was before a step.
 
     Args:

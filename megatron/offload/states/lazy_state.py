@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States on their way into an optimizer: `Loaded`, which torch passes on unchanged.
+"""States on their way into an optimizer: `LazyStateTensor`, which torch passes on unchanged.
 
 torch's `Optimizer.load_state_dict` converts every tensor to its parameter's device and type before
 it keeps the first: all states would be in memory at once. It passes on objects of other types, so
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-class Loaded:
+class LazyStateTensor:
     """A tensor of a state dict for one parameter, not converted yet."""
 
     def __init__(self, value: torch.Tensor, key: str) -> None:
@@ -28,7 +28,7 @@ class Loaded:
         return tensor
 
 
-def as_loaded(optimizer: torch.optim.Optimizer, state_dict: Any) -> Any:
+def with_lazy_states(optimizer: torch.optim.Optimizer, state_dict: Any) -> Any:
     """A state dict whose tensors torch passes on; the same one if hooks or a subclass read it.
 
     Scalars, such as a parameter's number of steps, stay tensors.
@@ -43,7 +43,7 @@ def as_loaded(optimizer: torch.optim.Optimizer, state_dict: Any) -> Any:
     return {
         **state_dict,
         "state": {
-            name: {key: _as_loaded(key, value) for key, value in state.items()}
+            name: {key: _as_lazy(key, value) for key, value in state.items()}
             if isinstance(state, dict)
             else state
             for name, state in state_dict["state"].items()
@@ -51,6 +51,6 @@ def as_loaded(optimizer: torch.optim.Optimizer, state_dict: Any) -> Any:
     }
 
 
-def _as_loaded(key: str, value: Any) -> Any:
+def _as_lazy(key: str, value: Any) -> Any:
     is_large = isinstance(value, torch.Tensor) and value.dim() > 0
-    return Loaded(value, key) if is_large else value
+    return LazyStateTensor(value, key) if is_large else value
