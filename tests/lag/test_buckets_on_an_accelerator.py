@@ -21,7 +21,7 @@ from megatron.offload.integration.megatron.bucket_gradients import BucketGradien
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
-from megatron.offload.parameters.places import Part
+from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.window import ParameterWindow
 from tests.lag.test_parameters_on_an_accelerator import (
     DELAYS,

@@ -15,7 +15,7 @@ from megatron.offload.errors import PARAMETERS_PREFIX
 from megatron.offload.moving.memory import open_staying_memory
 from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.storage import Where
-from megatron.offload.parameters.places import Part
+from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import ParameterUnit, can_take_place
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import MIB

@@ -35,7 +35,7 @@ from megatron.offload.moving.memory import open_staying_memory
 from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.storage import Ended, MovingStorage, Where
 from megatron.offload.parameters.offloaded_parameter import Away
-from megatron.offload.parameters.places import Part, Places
+from megatron.offload.parameters.parameter_places import ParameterPlaces, Part
 
 _KEY = "param"  # in the names of a layout
 
@@ -75,7 +75,7 @@ class ParameterUnit(MovingStorage):
         self.params = list(params)
         own_parts = {n: parts[p] for n, p in enumerate(self.params) if parts and p in parts}
         away = Away(name, self.params, touched or self.show)
-        self._places = Places(self.params, own_parts, away)
+        self._places = ParameterPlaces(self.params, own_parts, away)
         self._homes = [param.device for param in self.params]
         self._take_memory([param.detach() for param in self.params])
         self._places.attach()

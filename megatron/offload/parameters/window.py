@@ -30,7 +30,7 @@ from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.order import live_units
 from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.gradients import Gradients
-from megatron.offload.parameters.places import Part
+from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.tiers.tier import Tier, close_when_dropped
 

@@ -36,8 +36,8 @@ from megatron.offload.sizes import format_size
 from megatron.offload.states.exposed import Exposed
 from megatron.offload.states.faults import interrupted_step, names_of
 from megatron.offload.states.lazy_state import LazyStateTensor
+from megatron.offload.states.optimizer_places import OptimizerPlaces
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
-from megatron.offload.states.places import Places
 from megatron.offload.states.statistics import StatesMeter
 from megatron.offload.states.window import Window
 from megatron.offload.tiers.tier import Tier, close_when_dropped
@@ -101,7 +101,7 @@ class OptimizerStates:
         self._changing = changing
         self._slices_of = slices_of
         self._order = order
-        self._places = Places(optimizer, device.device, moves_param)
+        self._places = OptimizerPlaces(optimizer, device.device, moves_param)
         self.buckets: list[Bucket] = []  # all states, in the order of the optimizer's parameters
         self._copies = OnlyCopy(STATES_PREFIX, tiers, device, self.buckets, self._names)
         self._window = Window(

@@ -16,7 +16,7 @@ import torch
 
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.states.config import StatesConfig
-from megatron.offload.states.places import typed_states_bytes
+from megatron.offload.states.optimizer_places import typed_states_bytes
 from megatron.offload.states.sharded import part_of
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.probe import measure_bandwidth

@@ -46,7 +46,7 @@ from megatron.offload.integration.own_attributes import put
 from megatron.offload.moving.bucket import Bucket
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.offloaded_gradient import OffloadedGradient, away
-from megatron.offload.parameters.places import Part
+from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.tiers.tier import Tier
 

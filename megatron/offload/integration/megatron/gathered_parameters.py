@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from megatron.offload.integration.megatron.bucket_group import all_of
 from megatron.offload.integration.own_attributes import put
-from megatron.offload.parameters.places import Part
+from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.parameters.window import ParameterWindow
 

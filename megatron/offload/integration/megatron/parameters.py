@@ -27,7 +27,7 @@ from megatron.offload.integration.torch.parameter_offload import ParameterOffloa
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
-from megatron.offload.parameters.places import Part
+from megatron.offload.parameters.parameter_places import Part
 
 # What looks at parameters, or changes them, between two steps, of Megatron's flags and settings.
 _REFUSED_BETWEEN_STEPS = {

@@ -30,7 +30,7 @@ from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.open import open_parameter_tiers
-from megatron.offload.parameters.places import Part
+from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import can_take_place
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import format_size

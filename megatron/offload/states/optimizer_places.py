@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an optimizer keeps its tensors, and what takes their places while they are away: `Places`.
+"""Where an optimizer keeps its tensors, and what is there meanwhile: `OptimizerPlaces`.
 
 The tensors of a bucket have their places in the optimizer's `state`; a parameter that moves with
 them is a place itself. A tensor without bytes (`state_placeholder.py`) takes the place of a state
@@ -44,7 +44,7 @@ def typed_states_bytes(optimizer: torch.optim.Optimizer, own: torch.Tensor) -> i
     return sum(own.numel() * kinds[name].itemsize for name in names)
 
 
-class Places:
+class OptimizerPlaces:
     """The places of an optimizer's tensors.
 
     Args:

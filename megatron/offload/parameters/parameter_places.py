@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in the places of a unit's parameters, and what other code has put there: `Places`.
+"""What the parameters of a unit show, and what other code has assigned: `ParameterPlaces`.
 
 `unit.py` chooses the memory that its parameters show, and asks here whether they still show it.
 This file moves no bytes.
@@ -34,7 +34,7 @@ class Part(NamedTuple):
         return value.view(-1)[self.start : self.end]
 
 
-class Places:
+class ParameterPlaces:
     """What the parameters of a unit show.
 
     Args:
