@@ -7,11 +7,11 @@ changes it in place or through `data`, replaces it, copies or saves it), the cla
 real values in place, and the unit keeps what was changed there. The tensor below the class is full
 of NaN: code that bypasses Python's dispatch finds NaN, never old bytes and never zeros.
 
-Note [What is no touch]
+Note [What needs no bytes]
 A query of a parameter's shape, type, device or gradient needs none of its bytes: it is answered at
 once. So is a conversion to what the parameter is already (`model.to(device)`).
 
-Note [What autograd saves of one that is touched]
+Note [What autograd saves of one that is away]
 Autograd saves a parameter that is an operation's argument, and reads it in the backward pass, when
 its unit may be away again. A penalty on weights does this. A mapped parameter keeps its values for
 every holder, so autograd saves it as it is; of one in memory it saves a copy.
@@ -87,7 +87,7 @@ class OffloadedParameter(torch.nn.Parameter):
         """
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if _is_no_touch(func, args):
+            if _needs_no_bytes(func, args):
                 return func(*args, **kwargs)
             if func.__name__ in _CONVERSIONS:
                 converted = func(*args, **kwargs)
@@ -145,7 +145,7 @@ def _show(param: OffloadedParameter) -> bool:
     return away.show()
 
 
-# Note [What autograd saves of one that is touched]: a tensor, and its version at that time.
+# Note [What autograd saves of one that is away]: a tensor, and its version at that time.
 _Saved = tuple[torch.Tensor, int]
 
 
@@ -165,8 +165,8 @@ def _unpack(saved: _Saved) -> torch.Tensor:
     return tensor
 
 
-def _is_no_touch(func: Any, args: tuple[Any, ...]) -> bool:
-    """Note [What is no touch]."""
+def _needs_no_bytes(func: Any, args: tuple[Any, ...]) -> bool:
+    """Note [What needs no bytes]."""
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         is_same = len(args) > 1 and args[1] is args[0]  # a conversion to the same type assigns it

@@ -71,7 +71,7 @@ class Access(Protocol):
     """How a tier makes views of storages: in place, or staged."""
 
     def for_writing(self, source: torch.UntypedStorage, after: Any) -> View:
-        """Makes a view of a storage whose kernels the device has finished after an event."""
+        """Makes a view of a storage that has its bytes after an event of the device."""
         ...
 
     def for_reading(

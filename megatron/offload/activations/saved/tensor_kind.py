@@ -3,7 +3,7 @@
 
 The cache, records and hooks ask them about each saved tensor.
 
-Note [Asked without letting go of the interpreter]
+Note [Asked without releasing the GIL]
 Most methods of a tensor release the GIL, and then wait to get it back: ten microseconds a call
 while the dispatcher starts transfers. For a plain tensor, all that is asked here follows from its
 dispatch keys. So we call the methods once for each set of keys, of which a training has a handful.
