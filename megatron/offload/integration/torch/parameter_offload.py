@@ -19,7 +19,7 @@ import torch
 
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
-from megatron.offload.integration.torch.layer_hook import LayerHook
+from megatron.offload.integration.hook import OutsideOfGraphs
 from megatron.offload.integration.torch.layer_parameters import LayerParameters
 from megatron.offload.integration.torch.layers import find_layers, params_outside
 from megatron.offload.integration.torch.optimizer_steps import OptimizerSteps
@@ -242,12 +242,12 @@ class ParameterOffload:
             window.expose()
 
         hooks = [
-            layer.register_forward_pre_hook(LayerHook(before_forward)),
-            layer.register_forward_hook(LayerHook(after_forward), with_kwargs=True),
-            layer.register_forward_hook(LayerHook(end_forward), always_call=True),
+            layer.register_forward_pre_hook(OutsideOfGraphs(before_forward)),
+            layer.register_forward_hook(OutsideOfGraphs(after_forward), with_kwargs=True),
+            layer.register_forward_hook(OutsideOfGraphs(end_forward), always_call=True),
         ]
         for module in layer.modules():
-            hook = LayerHook(before_state_dict)
+            hook = OutsideOfGraphs(before_state_dict)
             hooks.append(module.register_state_dict_pre_hook(hook))
             hooks.append(module.register_load_state_dict_pre_hook(hook))
         self._undo += [hook.remove for hook in hooks]
