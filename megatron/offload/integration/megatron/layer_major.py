@@ -22,7 +22,7 @@ from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.megatron.decorators import Function
-from megatron.offload.integration.torch.parameter_offload import unit_backward
+from megatron.offload.integration.open_parameters import unit_backward
 from megatron.offload.layer_major.config import LayerMajorConfig, refusal
 from megatron.offload.layer_major.random_numbers import TorchGenerators
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
