@@ -24,10 +24,8 @@ from megatron.offload import (
     offload_parameters,
 )
 from megatron.offload.errors import ConfigurationError, OffloadError
-from megatron.offload.integration.torch.parameter_offload import (
-    ParameterOffload,
-    unit_backward,
-)
+from megatron.offload.integration.open_parameters import unit_backward
+from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.moving.storage import Where
 from tests.behaviour.test_parameters_that_others_write import LAYERS, Net, batch
 from tests.support.beneath import beneath

@@ -16,7 +16,7 @@ from megatron.offload.integration.memory_by_tier import (
     held_by_states,
     memory_table,
 )
-from megatron.offload.integration.torch.parameter_offload import gradient_tier_of, tier_of
+from megatron.offload.integration.open_parameters import gradient_tier_of, tier_of
 from megatron.offload.sizes import MIB
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.states.summary import states_summary

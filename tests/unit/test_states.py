@@ -53,6 +53,7 @@ def test_a_bucket_is_whole_pages_so_that_it_can_be_mapped() -> None:
     storage = layout.new_storage(torch.device("cpu"))
     assert layout.num_bytes == storage.nbytes() == PAGE
     assert storage.data_ptr() % PAGE == 0
+    assert Layout({(0, "exp_avg"): torch.zeros(PAGE // 4 + 5)}).num_bytes == 2 * PAGE
 
 
 def test_a_layout_fits_tensors_of_the_same_kind_only() -> None:

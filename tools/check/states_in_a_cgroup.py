@@ -188,7 +188,7 @@ def train(args: argparse.Namespace) -> None:
     import torch
 
     from megatron.offload import LayerMajor, offload_optimizer, offload_parameters
-    from megatron.offload.integration.torch.parameter_offload import changing
+    from megatron.offload.integration.open_parameters import changing
 
     linear = [torch.nn.Linear(args.hidden, args.hidden, device="meta") for _ in range(args.layers)]
     moves = ON_SSD if args.states == ON_SSD and args.parameters else "off"

@@ -9,40 +9,14 @@ loss takes it. Only objects are touched, no classes. How it is computed: `ops/ch
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.pending_logits import PendingLogits
-
-
-class InPlaceOf:
-    """A function in place of another one; copies and pickles of the model get the original back.
-
-    Args:
-        function: what is called.
-        original: what a copy calls.
-    """
-
-    def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
-        self._function, self._original = function, original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> Any:  # of pickle and of deepcopy
-        return _as_it_is, (self._original,)
-
-
-def _as_it_is(one: Any) -> Any:
-    return one
-
-
-def _do_nothing(*_: Any) -> None:
-    """What a hook becomes in a copy of its model."""
 
 
 class OutputHead:
@@ -82,8 +56,8 @@ class OutputHead:
     def connect(self) -> None:
         """Takes the place."""
         self._forward: Any = self._layer.forward
-        self._put_back = put(self._layer, "forward", InPlaceOf(self.project, self._forward))
-        begin, end = InPlaceOf(self._begin, _do_nothing), InPlaceOf(self._end, _do_nothing)
+        self._put_back = put(self._layer, "forward", Hook(self.project, self._forward))
+        begin, end = Hook(self._begin), Hook(self._end)
         self._hooks = [
             self._model.register_forward_pre_hook(begin, with_kwargs=True),
             self._model.register_forward_hook(end, always_call=True),

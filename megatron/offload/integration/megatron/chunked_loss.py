@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.output_head import InPlaceOf, OutputHead
+from megatron.offload.integration.hook import Hook
+from megatron.offload.integration.output_head import OutputHead
 from megatron.offload.integration.pending_logits import PendingLogits
 from megatron.offload.ops.chunked_logits import LossSettings
 from megatron.offload.ops.chunked_loss import ExpectedGradient, chunked_cross_entropy
@@ -88,7 +89,7 @@ class _Head(OutputHead):
     def connect(self) -> None:
         model: Any = self._model
         self._loss = model.compute_language_model_loss
-        model.compute_language_model_loss = InPlaceOf(self.loss, self._loss)
+        model.compute_language_model_loss = Hook(self.loss, self._loss)
         super().connect()
 
     def close(self) -> None:

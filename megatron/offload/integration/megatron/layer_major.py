@@ -20,8 +20,9 @@ import torch
 
 from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.integration.engine_passes import EnginePasses
+from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.megatron.decorators import Function
-from megatron.offload.integration.torch.parameter_offload import unit_backward
+from megatron.offload.integration.open_parameters import unit_backward
 from megatron.offload.layer_major.config import LayerMajorConfig, refusal
 from megatron.offload.layer_major.random_numbers import TorchGenerators
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
@@ -89,7 +90,7 @@ class LayerMajorHooks:
         # First of all hooks: the others, which bring a layer's parameters, run when its turn has
         # come.
         self._hooks = [
-            layer.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            layer.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True)
             for layer in units
         ]
         self._passes = _Passes(engine, settings, first_unit, profiler)

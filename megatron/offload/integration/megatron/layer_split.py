@@ -18,6 +18,7 @@ import torch
 
 from megatron.offload.activations.capture.hooks import PLAIN_TORCH
 from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.integration.hook import Hook
 
 ATTENTION, MLP = "attention", "mlp"
 
@@ -45,7 +46,7 @@ class LayerDivision:
         # Forward pre-hooks: they leave the results alone, and nothing of them stays in the graph.
         self._handles = [
             module.register_forward_pre_hook(
-                functools.partial(self._hook, is_middle), with_kwargs=True
+                Hook(functools.partial(self._hook, is_middle)), with_kwargs=True
             )
             for layer in layers
             for module, is_middle in _places_in(layer, operations)

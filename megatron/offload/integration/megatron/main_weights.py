@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.offload.integration.torch.parameter_offload import changing
+from megatron.offload.integration.open_parameters import changing
 
 # Attributes of a Megatron optimizer: lists of groups of the model's parameters, and of what the
 # inner optimizer updates in their place. The first pair that it has is its main weights.

@@ -22,8 +22,9 @@ from megatron.offload.integration.megatron.model_states import LOADING, READING
 from megatron.offload.integration.megatron.scaling import scale_in_place
 from megatron.offload.integration.megatron.unit_steps import check_steps_by_units, step_by_units
 from megatron.offload.integration.megatron.versions import check_version
+from megatron.offload.integration.open_parameters import changing
 from megatron.offload.integration.own_attributes import put
-from megatron.offload.integration.torch.parameter_offload import ParameterOffload, changing
+from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig

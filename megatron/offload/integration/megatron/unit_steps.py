@@ -14,8 +14,9 @@ import torch
 
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 from megatron.offload.integration.megatron.main_weights import COPY, PAIRS, MainWeights
+from megatron.offload.integration.open_parameters import by_units, changing
+from megatron.offload.integration.open_streams import OPEN, StepBy
 from megatron.offload.integration.own_attributes import put
-from megatron.offload.integration.torch.parameter_offload import by_units, changing
 from megatron.offload.states.optimizer_slice import OptimizerSlice
 
 # The optimizers that update each parameter by its gradient and state alone.
@@ -65,8 +66,9 @@ def step_by_units(optimizer: Any) -> Callable[[], None]:
         own_step.end_step()
 
     hooked = torch.optim.Optimizer.profile_hook_step(step)
-    hooked._offloads_states = True  # type: ignore[attr-defined]  # it brings its units itself
+    OPEN.steps[inner] = StepBy.PARTS
     undone = [
+        lambda: OPEN.steps.pop(inner, None),
         put(inner, "step", types.MethodType(hooked, inner)),
         put(optimizer, COPY, lambda: None),  # see Note [Main weights go to the model at once]
     ]

@@ -16,7 +16,7 @@ from megatron.offload.integration.memory_by_tier import (
     held_by_states,
     memory_table,
 )
-from megatron.offload.integration.torch.parameter_offload import gradient_tier_of, tier_of
+from megatron.offload.integration.open_parameters import gradient_tier_of, tier_of
 
 # What the activations of a placement take beyond the one tier of that name is not known before.
 _NOTES = {

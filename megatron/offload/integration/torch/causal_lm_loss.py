@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.output_head import InPlaceOf, OutputHead
+from megatron.offload.integration.hook import Hook
+from megatron.offload.integration.output_head import OutputHead
 from megatron.offload.integration.pending_logits import PendingLogits
 from megatron.offload.ops.chunked_logits import LossSettings
 from megatron.offload.ops.chunked_mean import chunked_mean_loss
@@ -64,7 +65,7 @@ class _Head(OutputHead):
     def connect(self) -> None:
         model: Any = self._model
         self._loss = model.loss_function
-        model.loss_function = InPlaceOf(self.loss, self._loss)
+        model.loss_function = Hook(self.loss, self._loss)
         super().connect()
 
     def close(self) -> None:
@@ -195,6 +196,6 @@ def _with_loss(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, Any]]:
         model: Any = module
         layer = model.get_output_embeddings()
         loss = getattr(model, "loss_function", None)
-        is_ours = isinstance(loss, InPlaceOf)  # to be refused
+        is_ours = isinstance(loss, Hook)  # to be refused
         if layer is not None and (is_ours or getattr(loss, "__name__", "") == "ForCausalLMLoss"):
             yield model, layer

@@ -11,13 +11,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from megatron.offload.integration.engine_passes import EnginePasses
+from megatron.offload.integration.hook import OutsideOfGraphs
+from megatron.offload.integration.open_parameters import unit_backward
 from megatron.offload.integration.process_groups import ProcessGroupConsensus
 from megatron.offload.integration.torch.compute_device import likely_device
-from megatron.offload.integration.torch.layer_hook import LayerHook
 from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.offload import ActivationOffload
-from megatron.offload.integration.torch.parameter_offload import unit_backward
 from megatron.offload.integration.torch.passes import tensors_in
 from megatron.offload.integration.torch.sharded_units import ShardedUnits
 from megatron.offload.layer_major.config import refusal
@@ -163,8 +163,9 @@ class LayerMajor:
 
         Others (FSDP's, ours) run when the layer's turn has come.
         """
+        enter = OutsideOfGraphs(self._enter)
         self._hooks = [
-            layer.register_forward_pre_hook(LayerHook(self._enter), prepend=True, with_kwargs=True)
+            layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             for layer in self.units
         ]
 

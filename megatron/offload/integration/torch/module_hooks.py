@@ -9,11 +9,6 @@ the SystemExit of a thread. What a pass has put onto its thread, autograd's hook
 would then stay there. So modules that are hooked outside of graphs are called through
 `_Call`, in the attribute that `Module.compile` uses; what is there already stays in place within
 it.
-
-Note [Copies of a model]
-Trainers copy models (`deepcopy` for a reference model or an average of the weights) and pickle
-them (`torch.save(model)`). Hooks would go along, and the copy would tell of its passes as if it
-were the model. Ours turn into ones that do nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megatron.offload.integration.hook import LeftOutOfGraphs, OutsideOfGraphs, do_nothing
 from megatron.offload.integration.own_attributes import put
 
 _CALL = "_compiled_call_impl"  # an attribute of each module
@@ -51,7 +47,7 @@ class ModuleHooks:
             outside_of_graphs: `torch.compile` ends its graph before them; else it leaves them out,
                 and `end` is not called for what Note [What ends a call] is about.
         """
-        hook = _OutsideOfGraphs if outside_of_graphs else _Hook
+        hook = OutsideOfGraphs if outside_of_graphs else LeftOutOfGraphs
         call = _Call(module, end) if outside_of_graphs else None
 
         def begin_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -76,7 +72,7 @@ class ModuleHooks:
         def before(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             call(module)
 
-        self._handles.append(module.register_forward_pre_hook(_OutsideOfGraphs(before)))
+        self._handles.append(module.register_forward_pre_hook(OutsideOfGraphs(before)))
 
     def remove(self) -> None:
         """Takes all of them off, the last one first."""
@@ -90,37 +86,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
     while isinstance(call, _Call):
         call = call._inner
     return hasattr(module, "_orig_mod") or call is not None
-
-
-def do_nothing(*_: Any) -> None:
-    """What a hook becomes in a copy of its model; see Note [Copies of a model]."""
-
-
-def get_do_nothing() -> Callable[..., None]:
-    """What a copy of a hook is made by."""
-    return do_nothing
-
-
-class _Hook:
-    """Calls a function, unless torch.compile traces it."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._call(*args)
-
-    def __reduce__(self) -> Any:  # of pickle and of deepcopy
-        return get_do_nothing, ()
-
-
-class _OutsideOfGraphs(_Hook):
-    """Calls a function that torch.compile does not look into."""
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
 
 
 class _Call:

@@ -24,6 +24,7 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.engine_passes import EnginePasses
+from megatron.offload.integration.open_streams import OPEN
 from megatron.offload.integration.output_head import OutputHead
 from megatron.offload.integration.torch.compute_device import compute_device
 from megatron.offload.integration.torch.layer_calls import LayerCalls
@@ -48,12 +49,11 @@ logger = logging.getLogger(__name__)
 _HOLDING_STEPS = 2  # so many in a row, and the next one will hold new tensors too
 
 # A model has one handle at a time: two would take each other's tensors.
-_handles: weakref.WeakSet[ActivationOffload] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    for handle in list(_handles):
+    for handle in OPEN.activations:
         handle.close()
 
 
@@ -129,7 +129,7 @@ class ActivationOffload:
         except BaseException:  # the caller gets no handle to close
             self.close()
             raise
-        _handles.add(self)
+        OPEN.activations.add(self)
 
     def __enter__(self) -> ActivationOffload:
         return self
@@ -276,7 +276,7 @@ class ActivationOffload:
 
     def _hook(self, layers: Mapping[torch.nn.Module, str]) -> None:
         modules = {one for model in self._models for one in model.modules()}
-        for model in (one for handle in _handles for one in handle._hooked):
+        for model in (one for handle in OPEN.activations for one in handle._hooked):
             if not modules.isdisjoint(model.modules()):
                 raise ConfigurationError(
                     f"the activations of {type(model).__name__} are offloaded already; close the "

@@ -25,14 +25,15 @@ from megatron.offload.integration.memory_by_tier import (
     held_by_states,
     memory_table,
 )
-from megatron.offload.integration.own_attributes import put
-from megatron.offload.integration.torch.parameter_offload import (
+from megatron.offload.integration.open_parameters import (
     by_units,
     changing,
     gradient_tier_of,
     tier_of,
     unit_of,
 )
+from megatron.offload.integration.open_streams import OPEN, StepBy
+from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.states.auto_window import AutoWindow
 from megatron.offload.states.config import StatesConfig
@@ -98,7 +99,7 @@ class OptimizerOffload:
         self.states: OptimizerStates | None = None
         self.auto: AutoWindow | None = None
         self._optimizer = optimizer
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._config = config
         self._runs_on_host = False
         self._written_before = WEAR.written()
@@ -220,8 +221,8 @@ class OptimizerOffload:
         if own_step is not None:  # a scheduler's, which has put marks on it
             step.__dict__.update(own_step.__dict__)
         hooked = torch.optim.Optimizer.profile_hook_step(step)
-        hooked._offloads_states = True  # type: ignore[attr-defined]
-        hooked._runs_on_host = self._runs_on_host  # type: ignore[attr-defined]
+        OPEN.steps[optimizer] = StepBy.PARTS_ON_HOST if self._runs_on_host else StepBy.PARTS
+        self._undo.append(lambda: OPEN.steps.pop(optimizer, None))
         kind = type(optimizer)
 
         def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
@@ -337,7 +338,7 @@ def offload_optimizer(
                 f"{_REFUSED[one.__name__]}"
             )
     _check_has_no_other(optimizer)
-    if "step" in optimizer.__dict__ and hasattr(optimizer.step, "_offloads_states"):
+    if optimizer in OPEN.steps:
         raise ConfigurationError(
             f"{StatesConfig.prefix}those of this optimizer are offloaded already; call close() of "
             "the first handle before"

@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.integration.open_streams import OPEN, StepBy
 from megatron.offload.parameters.window import ParameterWindow
 
 
@@ -79,13 +80,14 @@ class OptimizerSteps:
             ConfigurationError: its step would copy them to the host before they are.
         """
         params = self._params_of(optimizer)
-        if params and getattr(optimizer.step, "_runs_on_host", False):
+        step_by = OPEN.steps.get(optimizer)
+        if params and step_by is StepBy.PARTS_ON_HOST:
             raise ConfigurationError(
                 f"{PARAMETERS_PREFIX}a step on the host (step_on, --optimizer-step-on cpu) copies "
                 "parameters of an accelerator before they are brought to it; with parameters on a "
                 "tier use device"
             )
-        if not params or hasattr(optimizer.step, "_offloads_states"):
+        if not params or step_by is not None:
             return None
         self._begin(optimizer)
         if callable(kwargs.get("closure")):

@@ -8,18 +8,17 @@ parameters unit by unit; any other has all of them in memory during its step (`o
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
-from megatron.offload.integration.torch.layer_hook import LayerHook
+from megatron.offload.integration.hook import OutsideOfGraphs
+from megatron.offload.integration.open_parameters import unit_of
+from megatron.offload.integration.open_streams import OPEN
 from megatron.offload.integration.torch.layer_parameters import LayerParameters
 from megatron.offload.integration.torch.layers import find_layers, params_outside
 from megatron.offload.integration.torch.optimizer_steps import OptimizerSteps
@@ -34,15 +33,6 @@ from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import can_take_place
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import format_size
-from megatron.offload.tiers.tier import Tier
-
-_windows: weakref.WeakSet[ParameterWindow] = weakref.WeakSet()
-_windows_lock = threading.Lock()  # other threads may open and close theirs; nothing waits under it
-
-
-def _of_process() -> list[ParameterWindow]:
-    with _windows_lock:
-        return list(_windows)
 
 
 class ParameterOffload:
@@ -91,8 +81,7 @@ class ParameterOffload:
             num_local_ranks=local_world_size(),
         )
         self.window = window = ParameterWindow(tiers, computes_on, config.live_units)
-        with _windows_lock:
-            _windows.add(window)
+        OPEN.parameters.add(window)
         try:
             for number, params in enumerate(units):
                 window.add(f"unit {number + 1} of {len(units)}", params, parts)
@@ -191,8 +180,7 @@ class ParameterOffload:
             self._undo.pop()()
         window, self.window = self.window, None
         if window is not None:
-            with _windows_lock:
-                _windows.discard(window)
+            OPEN.parameters.discard(window)
             window.close(restore=restore)
 
     # -- Hooks ----------------------------------------------------------------------------------
@@ -242,12 +230,12 @@ class ParameterOffload:
             window.expose()
 
         hooks = [
-            layer.register_forward_pre_hook(LayerHook(before_forward)),
-            layer.register_forward_hook(LayerHook(after_forward), with_kwargs=True),
-            layer.register_forward_hook(LayerHook(end_forward), always_call=True),
+            layer.register_forward_pre_hook(OutsideOfGraphs(before_forward)),
+            layer.register_forward_hook(OutsideOfGraphs(after_forward), with_kwargs=True),
+            layer.register_forward_hook(OutsideOfGraphs(end_forward), always_call=True),
         ]
         for module in layer.modules():
-            hook = LayerHook(before_state_dict)
+            hook = OutsideOfGraphs(before_state_dict)
             hooks.append(module.register_state_dict_pre_hook(hook))
             hooks.append(module.register_load_state_dict_pre_hook(hook))
         self._undo += [hook.remove for hook in hooks]
@@ -266,74 +254,6 @@ class _EndOfBackward:
         if now != self._told:
             self._told = now
             torch.autograd.Variable._execution_engine.queue_callback(self._function)
-
-
-@contextlib.contextmanager
-def changing(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Around an update of parameters: those that are offloaded are in memory, and count as changed.
-
-    For code that updates parameters and is no `torch.optim.Optimizer`.
-    """
-    with contextlib.ExitStack() as contexts:
-        for window in _of_process():
-            own = [param for param in params if window.has(param)]
-            if own:
-                contexts.enter_context(window.changing(own))
-        yield
-
-
-def unit_of(param: torch.Tensor) -> int:
-    """Number of the unit that a parameter comes in with where it is offloaded; -1: it stays."""
-    numbers = [window.number_of(param) for window in _of_process()]
-    return max((number for number in numbers if number is not None), default=-1)
-
-
-def tier_of(param: torch.Tensor) -> Tier | None:
-    """The tier that has a parameter's bytes when writes have ended; None: memory has them."""
-    found = (window.tier_of(param) for window in _of_process())
-    return next((tier for tier in found if tier is not None), None)
-
-
-def gradient_tier_of(param: torch.Tensor) -> Tier | None:
-    """The same of its gradient; of one that is not there yet, where it is to wait."""
-    found = (window.gradient_tier_of(param) for window in _of_process())
-    return next((tier for tier in found if tier is not None), None)
-
-
-def by_units(
-    params: Sequence[torch.Tensor],
-    stands_for: Callable[[torch.Tensor], torch.Tensor] = lambda param: param,
-) -> list[list[torch.Tensor]]:
-    """Divides what is to be updated so that each slice needs one unit in memory, in their order.
-
-    Args:
-        params: of an optimizer.
-        stands_for: gives the parameter of the model that each of them updates.
-    """
-    slices: dict[tuple[int, int], list[torch.Tensor]] = {}
-    for param in params:
-        place = (-1, -1)  # of those that are in no unit
-        for index, window in enumerate(_of_process()):
-            number = window.number_of(stands_for(param))
-            place = place if number is None else (index, number)
-        slices.setdefault(place, []).append(param)
-    return [slices[place] for place in sorted(slices)]
-
-
-@contextlib.contextmanager
-def unit_backward(params: Sequence[torch.Tensor], *, is_last: bool) -> Iterator[None]:
-    """Around a backward pass of a layer-major step's unit: tells the offload of gradients of it.
-
-    Args:
-        params: whose gradients are complete behind the last pass of the unit.
-        is_last: of the micro-batches.
-    """
-    with contextlib.ExitStack() as contexts:
-        for window in _of_process():
-            own = [param for param in params if window.has(param)]
-            if window.gradients is not None and own:
-                contexts.enter_context(window.gradients.backward(own, is_last=is_last))
-        yield
 
 
 def offload_parameters(

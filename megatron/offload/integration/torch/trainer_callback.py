@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from megatron.offload.integration.open_streams import OPEN
 from megatron.offload.integration.torch.door import offload_activations
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.optimizer import OptimizerOffload, offload_optimizer
@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 # The offload of an interrupted training, which no trainer ends at a Ctrl-C, would refuse that of
 # the next one, which usually has another callback.
-_open: weakref.WeakSet[TrainerOffload] = weakref.WeakSet()
 
 # Of a step's counters, those that trainers log: each as `offload/NAME`.
 LOGGED = ("offloaded_bytes", "written_bytes", "read_bytes", "stall_s", "write_wait_s")
@@ -64,7 +63,7 @@ class TrainerOffload:
         """Offloads this model, and ends what a training of it that failed has left open."""
         self.close()
         modules = set(model.modules())
-        for other in list(_open):
+        for other in OPEN.trainers:
             if other.offload is not None and other.offload.is_of(modules):
                 logger.warning(
                     "activation offload: a training of %s began before and has not ended; the one "
@@ -72,7 +71,7 @@ class TrainerOffload:
                     type(model).__name__,
                 )
                 other.close()
-        _open.add(self)
+        OPEN.trainers.add(self)
         self.offload = offload_activations(model, self._directory, **self._settings)
         if self._of_states is not None:
             for optimizer in optimizers:
@@ -80,7 +79,7 @@ class TrainerOffload:
 
     def close(self) -> None:
         """Ends it; the handle still has its statistics and its summary."""
-        _open.discard(self)
+        OPEN.trainers.discard(self)
         if self.offload is not None:
             self.offload.close()
         while self._optimizers:
