@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting of where parameters wait: `ParametersConfig`. Its flags are made of its fields."""
+"""Every setting of parameters on tiers: `ParametersConfig`. Its flags are made of its fields."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class ParametersConfig(TierSettings):
         "--parameter-offload",
         "off",
         "off: parameters stay in memory. ssd: those of layers are on --parameter-offload-dir, and "
-        "come in before their unit of layers runs. host: the same, in host memory. tiered: in both "
-        "side by side. What is outside of layers (embeddings, the output layer) stays in memory. "
+        "are read before their unit of layers runs. host: the same, in host memory. tiered: in "
+        "both side by side. What is outside of layers (embeddings, the output layer) stays in memory. "
         "Results are bit-identical.",
         choices=("off", "host", "ssd", "tiered"),
     )
     gradients: str = flag(
         "--gradient-offload",
         "off",
-        "on: with layer-major steps, the gradients of a unit of layers go where its parameters "
-        "wait when its backward pass has run for all micro-batches, and come back for the "
+        "on: with layer-major steps, the gradients of a unit of layers are written to the tier of "
+        "its parameters when its backward pass has run for all micro-batches, and read for the "
         "optimizer's step; with Megatron give --overlap-grad-reduce too. off: they stay in memory.",
         choices=("off", "on"),
     )

@@ -18,13 +18,13 @@ def open_parameter_tiers(
     largest_bytes: int,
     num_local_ranks: int,
 ) -> list[Tier]:
-    """Opens the tiers of a configuration; a unit goes to the first that takes it.
+    """Opens the tiers of a configuration; a unit goes to the first that has room.
 
     Args:
         config: with parameters that move.
         device: where layers compute.
-        num_bytes: of all units. The SSDs are made to have room for them now, and for one more: a
-            unit that has changed is written before its old bytes are given up.
+        num_bytes: of all units. The SSDs reserve room for them now, and for one more: a changed
+            unit is written before its old block is freed.
         largest_bytes: of a unit.
         num_local_ranks: processes on this machine, which share its memory.
 

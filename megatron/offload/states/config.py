@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting of what happens to model states, once: `StatesConfig`.
+"""Every setting of model states on tiers, once: `StatesConfig`.
 
 The command-line flags, their help texts and the checks of their values all come from its fields.
 """
@@ -46,7 +46,7 @@ class StatesConfig(TierSettings):
         "--optimizer-state-offload",
         "off",
         "off: optimizer states stay in memory. ssd: they and the main weights are on "
-        "--optimizer-state-dir, and each step brings them bucket by bucket. host: the same, in "
+        "--optimizer-state-dir, and each step reads them bucket by bucket. host: the same, in "
         "host memory. tiered: in both side by side, in proportion to their measured bandwidth. "
         "auto: on the SSD, with as large a window as --device-memory-budget leaves beside "
         "activations. "
@@ -78,7 +78,7 @@ class StatesConfig(TierSettings):
     bucket_bytes: int = flag(
         "--optimizer-state-bucket",
         32 * MIB,
-        "optimizer states that move together: those of so many consecutive parameters.",
+        "size of a bucket: the states of consecutive parameters that move together.",
         parse=parse_positive_size,
         metavar="SIZE",
     )

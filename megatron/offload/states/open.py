@@ -19,13 +19,13 @@ from megatron.offload.tiers.tier import Tier
 def open_state_tiers(
     config: StatesConfig, device: Device, *, sizes: Sequence[int], num_local_ranks: int
 ) -> list[Tier]:
-    """Opens the tiers of a configuration; a bucket goes to the first that takes it.
+    """Opens the tiers of a configuration; a bucket goes to the first that has room.
 
     Args:
         config: with states that move.
         device: where states are in memory, for the optimizer's step. On an accelerator the window
             is a tier in host memory, see Note [The window].
-        sizes: bytes of each parameter's states; the SSDs are made to have room for them now.
+        sizes: bytes of each parameter's states; the SSDs reserve room for them now.
         num_local_ranks: processes on this machine, which share its memory.
 
     Raises:
@@ -39,7 +39,7 @@ def open_state_tiers(
     check_budgets(config, num_bytes, budget)
     with closed_on_error() as tiers:
         if not config.uses_host and not device.is_host:
-            # With auto all that host memory has: the window takes nothing from the device.
+            # With auto as much as host memory has: the window takes no device memory.
             window_bytes = min(most, num_bytes) if config.mode == "auto" else config.window_bytes
             if window_bytes:
                 window = HostTier(

@@ -38,7 +38,7 @@ def open_tiers(
     reserve_bytes: int,
     num_local_ranks: int,
 ) -> dict[Placement, Tier]:
-    """Opens a tier for every placement that the mode allows; the tiers by placement.
+    """Opens a tier for every placement that the mode allows; returns them by placement.
 
     Args:
         config: must have offload enabled.
@@ -77,13 +77,13 @@ def open_only_copies(
     reserve_bytes: int,
     num_local_ranks: int,
 ) -> list[Tier]:
-    """Opens tiers for bytes that have no other copy; the first that takes something has it.
+    """Opens tiers for bytes that have no other copy; these go to the first that has room.
 
     Args:
-        settings: of the stream, which moves.
+        settings: of the stream, whose mode is not `off`.
         device: where its bytes are used.
         purpose: of the tiers.
-        reserve_bytes: SSD space to allocate now, so that a disk that is too small shows at once.
+        reserve_bytes: SSD space to allocate now, so that a disk that is too small is noticed.
         num_local_ranks: processes on this machine, which share its memory.
 
     Raises:
@@ -100,7 +100,7 @@ def open_only_copies(
 def open_host(
     settings: TierSettings, device: Device, purpose: Purpose, num_local_ranks: int
 ) -> HostTier:
-    """Opens the tier in host memory. Raises ConfigurationError: the budget cannot be had."""
+    """Opens the tier in host memory. Raises ConfigurationError: there is less memory."""
     budget = host_budget_bytes(settings.host_budget, num_local_ranks, memory_limit(), purpose)
     return HostTier(budget, device=device, purpose=purpose)
 
@@ -141,7 +141,7 @@ def open_ssd(
 
 @contextlib.contextmanager
 def closed_on_error() -> Iterator[list[Tier]]:
-    """A list for tiers, which are closed again where opening the next one fails."""
+    """A context with a list for tiers; closes them if opening the next one fails."""
     tiers: list[Tier] = []
     try:
         yield tiers
@@ -152,7 +152,7 @@ def closed_on_error() -> Iterator[list[Tier]]:
 
 
 def check_tiers(config: OffloadConfig, *, reserve_bytes: int, num_local_ranks: int) -> None:
-    """Checks everything about the tiers that can be found wrong before training.
+    """Checks, before training, that the tiers can be opened.
 
     Takes the arguments of `open_tiers`.
 
