@@ -42,8 +42,8 @@ class ParametersConfig(TierSettings):
         "off",
         "off: parameters stay in memory. ssd: those of layers are on --parameter-offload-dir, and "
         "are read before their unit of layers runs. host: the same, in host memory. tiered: in "
-        "both side by side. What is outside of layers (embeddings, the output layer) stays in memory. "
-        "Results are bit-identical.",
+        "both side by side. What is outside of layers (embeddings, the output layer) stays in "
+        "memory. Results are bit-identical.",
         choices=("off", "host", "ssd", "tiered"),
     )
     gradients: str = flag(
