@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run: checks, set-up, steps, validation, checkpoints. `pretrain` is the one entry point.
 
-Activation offload enters at three places: its flags, `install` once the model and the optimizer are
-there, and `with offload.step()` around forward and backward. Offload of model states at two: its
-flags, and `offload_model_states` once the optimizer is there, whose result `install` gets.
+Offload enters at four places: its flags (`Requested`), `offload_states` once the optimizer is
+there, `install` once a checkpoint was loaded, and `with offload.passes.step()` around forward and
+backward.
 """
 
 from __future__ import annotations
@@ -20,24 +20,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.integration.megatron import arguments as offload_arguments
-from megatron.offload.integration.megatron import (
-    check,
-    check_model_parameters,
-    check_model_states,
-    cpu_runtime,
-    install,
-    offload_model_parameters,
-    offload_model_states,
-)
+from megatron.offload.integration.megatron import cpu_runtime
 from megatron.offload.integration.megatron.estimate import stage_of
 from megatron.offload.integration.megatron.where_memory_is import where_memory_is
-from megatron.offload.layer_major.config import LayerMajorConfig
-from megatron.offload.parameters.config import ParametersConfig
-from megatron.offload.states.config import StatesConfig
+from megatron.offload.integration.megatron.whole_training import OffloadedTraining, Requested
 from megatron.offload.stats.memory import PeakMemory
 
 from . import checkpointing, distributed, experts, model, optimizer
@@ -64,22 +53,16 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
             argv,
             (task.add_arguments, offload_arguments.add_offload_arguments),
         )
-        offload_config = offload_arguments.config_from_args(args)
-        states_config = offload_arguments.states_config_from_args(args)
-        layer_major = offload_arguments.layer_major_config_from_args(args)
-        parameters_config = offload_arguments.parameters_config_from_args(args)
-        check_model_parameters(parameters_config, args)
-        check_model_states(states_config, args)
+        requested = Requested.from_args(args)
+        requested.check_flags(args)
         task.check_arguments(args)
         settings = task.transformer_config(args)
         reserves = _reserves(args, task, settings)
-        check(
-            offload_config,
+        requested.check_passes(
             settings,
             # They share the disks: what one of them takes on average.
             reserve_bytes=sum(reserves) // len(reserves),
             num_local_ranks=args.local_world_size,
-            layer_major=layer_major,
         )
         check_corpus(args, task)
         checkpointing.check_load(args)
@@ -100,14 +83,7 @@ def pretrain(task: model.Task, argv: Sequence[str] | None = None) -> None:
         fail(refusals[0])
     run = _Run(args, task, tokenizer, device)
     try:
-        run.start(
-            settings,
-            offload_config,
-            states_config,
-            layer_major,
-            parameters_config,
-            reserves[args.local_rank],
-        )
+        run.start(settings, requested, reserves[args.local_rank])
     except (UserError, OffloadError, ValueError) as error:
         fail(str(error))
     try:
@@ -150,15 +126,7 @@ class _Run:
 
     # -------------------------------------------------------------- set-up
 
-    def start(
-        self,
-        settings: TransformerConfig,
-        offload_config: OffloadConfig,
-        states_config: StatesConfig,
-        layer_major: LayerMajorConfig,
-        parameters_config: ParametersConfig,
-        reserve_bytes: int,
-    ) -> None:
+    def start(self, settings: TransformerConfig, requested: Requested, reserve_bytes: int) -> None:
         """Builds everything, reads the checkpoint and installs offload.
 
         Raises:
@@ -174,31 +142,23 @@ class _Run:
             checkpointing.check_buckets(self.chunks)
         self.optimizer = optimizer.build_optimizer(args, self.chunks)
         self.scheduler = optimizer.build_scheduler(args, self.optimizer)
-        self.states = offload_model_states(states_config, self.optimizer)
+        metrics_file = args.metrics_file
+        self.offload = OffloadedTraining(requested, metrics_file and metrics_file.parent)
+        self.offload.offload_states(self.optimizer)
         if args.load is not None:
             self.progress = checkpointing.load_checkpoint(args.load, self._state())
-        self.parameters = offload_model_parameters(
-            parameters_config,
+        self.offload.install(
             self.chunks,
             self.optimizer,
-            layer_major=layer_major,
-            updates_by_units=states_config.enabled,
-        )
-        self.offload = install(
-            offload_config,
-            self.chunks,
-            states=self.states,
-            layer_major=layer_major,
             reserve_bytes=reserve_bytes,
             num_local_ranks=args.local_world_size,
-            run_directory=args.metrics_file.parent if args.metrics_file is not None else None,
         )
-        if offload_config.enabled or states_config.enabled or parameters_config.enabled:
+        if requested.moves:
             table = where_memory_is(
-                offload_config,
+                requested.activations,
                 self.chunks,
                 self.optimizer,
-                self.states,
+                self.offload.states,
                 activation_bytes=reserve_bytes,
             )
             _log.info("%s", table)
@@ -215,7 +175,7 @@ class _Run:
 
     def _state(self) -> TrainingState:
         return TrainingState(
-            self.args, self.task, self.chunks, self.optimizer, self.scheduler, self.states
+            self.args, self.task, self.chunks, self.optimizer, self.scheduler, self.offload.states
         )
 
     def _streams(self, dataset: Any, consumed_samples: int) -> Any:
@@ -259,7 +219,7 @@ class _Run:
             done = step == args.train_iters or step % (args.exit_interval or step + 1) == 0
             if done:
                 self._synchronize_parameters()
-                self.parameters.expose()
+                self.offload.parameters.expose()
                 record.model = model.weights_digest(self.chunks)
             if reporter is not None:
                 reporter.report_step(record)
@@ -272,12 +232,10 @@ class _Run:
                 saved_at = step
         if args.save is not None and saved_at != progress.iteration:
             self._save()
-        summaries = (self.offload.summary(), self.parameters.summary())
-        self.offload.close()
-        self.parameters.close(restore=False)  # the same
-        self.states.close(restore=False)  # they are in the checkpoint, if they are to be kept
+        summary = self.offload.summary()
+        self.offload.close()  # what is to be kept is in the checkpoint
         if reporter is not None:
-            reporter.close("\n".join(filter(None, summaries)))
+            reporter.close(summary)
 
     def _step(self, streams: Any) -> StepRecord:
         """One step: forward and backward of all micro-batches, optimizer, schedule."""
@@ -288,7 +246,7 @@ class _Run:
         self.optimizer.zero_grad()
         self.peak.begin_step()
         begin = time.perf_counter()
-        with self.offload.step():
+        with self.offload.passes.step():
             loss_sums = self._forward_backward(streams, forward_only=False)
         peak_bytes = self.peak.end_step()
         _, grad_norm, _ = self.optimizer.step()
@@ -296,7 +254,7 @@ class _Run:
         losses = {**self._share(loss_sums), **experts.take_balance_loss(args)}
         step_time_s = time.perf_counter() - begin
         device_bytes = self.peak.device_bytes()
-        self.offload.pause()
+        self.offload.passes.pause()
         self.progress.iteration += 1
         self.progress.consumed_samples += args.global_batch_size
         return StepRecord(
@@ -310,9 +268,9 @@ class _Run:
             peak_activation_bytes_rank0=peak_bytes,
             peak_device_bytes=distributed.largest(device_bytes, self.device),
             learning_rate=learning_rate,
-            offload=dict(self.offload.statistics),
-            states=self.states.statistics,
-            parameters=self.parameters.statistics,
+            offload=dict(self.offload.passes.statistics),
+            states=self.offload.states.statistics,
+            parameters=self.offload.parameters.statistics,
         )
 
     def _forward_backward(self, streams: Any, forward_only: bool) -> torch.Tensor | None:
@@ -364,7 +322,7 @@ class _Run:
     def _save(self) -> None:
         self._synchronize_parameters()
         saved = checkpointing.save_checkpoint(self.args.save, self.progress, self._state())
-        self.states.note_checkpoint(saved)
+        self.offload.states.note_checkpoint(saved)
 
     def _synchronize_parameters(self) -> None:
         """Ends an overlapped gathering of parameters that the next forward would have ended."""

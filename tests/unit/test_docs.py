@@ -95,7 +95,6 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"megatron-offload rok --script",
      "tests/integrations/test_script_commands.py::test_rok_measures_it"),
     (r"tools/bench/models\.py", "needs: 30 minutes"),
-    (r"tools/bench/state_windows\.py", "needs: minutes"),
     (r"tools/bench/states\.py", "needs: 50 minutes"),
     (r"tools/check/layer_major_prediction\.py",
      "tests/unit/test_plan_schedules.py::"
@@ -128,7 +127,6 @@ COMMANDS: tuple[tuple[str, str], ...] = (
      "tests/unit/test_check_tune.py::test_a_choice_that_is_bad_or_breaks_its_promise_fails"),
     (r"tools/check/states_in_a_cgroup\.py",
      "tests/behaviour/test_states_in_a_cgroup.py::test_killed_in_memory_trained_on_the_ssd"),
-    (r"tools/bench/planning\.py", "needs: minutes"),
     (r"tools/bench/hooks\.py", "needs: minutes"),
     (r"tools/(bench|plot)/overlap\.py", "tests/lag/test_overlap.py::test_a_small_measurement"),
     (r"tools/bench/states_overlap\.py",

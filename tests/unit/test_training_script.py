@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.offload import ConfigurationError, OffloadConfig
-from megatron.offload.integration.megatron import training_script
+from megatron.offload.integration.megatron import training_script, whole_training
 from megatron.offload.integration.megatron.training_script import PATCH_POINTS, TrainingScript
 from megatron.offload.states.config import StatesConfig
 from tests.support.megatron_lm import FakeMegatronLm, Scalars, settings
@@ -79,7 +79,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, megatron_lm: FakeMegatronLm) -> d
         call.update(config=config, model_chunks=model_chunks, **kwargs)
         return FakeOffload(megatron_lm.events)
 
-    monkeypatch.setattr(training_script, "install", install)
+    monkeypatch.setattr(whole_training, "install", install)
     monkeypatch.setattr(training_script, "_check_blocks", lambda chunks: None)
     return call
 
@@ -155,7 +155,7 @@ def test_model_states_move_with_activations_and_without(
         call.update(config=config, optimizer=optimizer)
         return FakeStates(megatron_lm.events)
 
-    monkeypatch.setattr(training_script, "offload_model_states", offload_model_states)
+    monkeypatch.setattr(whole_training, "offload_model_states", offload_model_states)
     parse(megatron_lm, "--optimizer-state-offload", "ssd", "--optimizer-state-dir", str(tmp_path))
     megatron_lm.flags.save = str(tmp_path / "checkpoints")
     set_up(megatron_lm)
@@ -181,7 +181,7 @@ def moving(monkeypatch: pytest.MonkeyPatch, megatron_lm: FakeMegatronLm) -> None
         megatron_lm.events.append(f"states of {optimizer}")
         return FakeStates(megatron_lm.events)
 
-    monkeypatch.setattr(training_script, "offload_model_states", offload_model_states)
+    monkeypatch.setattr(whole_training, "offload_model_states", offload_model_states)
 
 
 @pytest.mark.usefixtures("one_rank", "moving", "installed")
@@ -193,7 +193,9 @@ def test_states_are_on_their_tier_before_a_checkpoint_is_loaded_into_them(
     megatron_lm.flags.load = megatron_lm.flags.save = str(tmp_path / "checkpoints")
     set_up(megatron_lm)
     assert megatron_lm.events == ["build", "states of optimizer", "in files", "load", "in memory"]
-    assert script._states.checkpoint == f"the last checkpoint in {tmp_path}/checkpoints"  # type: ignore[attr-defined]
+    assert script._offload is not None
+    states = script._offload.states
+    assert states.checkpoint == f"the last checkpoint in {tmp_path}/checkpoints"  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("one_rank", "moving", "installed")
@@ -402,7 +404,7 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
             import sys
             import torch.distributed as dist
             from megatron.offload import ConfigurationError
-            from megatron.offload.integration.megatron import training_script
+            from megatron.offload.integration.megatron import training_script, whole_training
 
             rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

@@ -9,6 +9,7 @@ trainer does, and shows the counters in the script's own log. It copies nothing 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -21,31 +22,13 @@ from typing import Any
 
 import torch
 
-from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
-from megatron.offload.integration.megatron.arguments import (
-    add_offload_arguments,
-    config_from_args,
-    layer_major_config_from_args,
-    parameters_config_from_args,
-    states_config_from_args,
-)
-from megatron.offload.integration.megatron.connect import MegatronOffload, check, install
+from megatron.offload.integration.megatron.arguments import add_offload_arguments
 from megatron.offload.integration.megatron.estimate import (
     activation_bytes,
     encoder_decoder_bytes,
-)
-from megatron.offload.integration.megatron.model_states import (
-    ModelStates,
-    check_model_states,
-    offload_model_states,
-)
-from megatron.offload.integration.megatron.parameters import (
-    ModelParameters,
-    check_model_parameters,
-    offload_model_parameters,
 )
 from megatron.offload.integration.megatron.patch_point import PatchPoint
 from megatron.offload.integration.megatron.script_log import (
@@ -55,10 +38,8 @@ from megatron.offload.integration.megatron.script_log import (
     describe,
     write_scalars,
 )
-from megatron.offload.layer_major.config import LayerMajorConfig
-from megatron.offload.parameters.config import ParametersConfig
+from megatron.offload.integration.megatron.whole_training import OffloadedTraining, Requested
 from megatron.offload.planner.online.consensus import raise_first
-from megatron.offload.states.config import StatesConfig
 from megatron.offload.stats.memory import PeakMemory
 
 logger = logging.getLogger(__name__)
@@ -106,10 +87,7 @@ class TrainingScript:
 
     def __init__(self) -> None:
         self._restore: list[Callable[[], None]] = []
-        self._offload: MegatronOffload | None = None
-        self._states = ModelStates()
-        self._parameters = ModelParameters()
-        self._request: _Request | None = None  # while the script builds what it trains
+        self._offload: OffloadedTraining | None = None  # once the script builds what it trains
         self._peak: PeakMemory | None = None
         self._device = torch.device("cpu")
         self._peak_bytes = 0
@@ -153,8 +131,6 @@ class TrainingScript:
             self._restore.pop()()
         if self._offload is not None:
             self._offload.close()
-        self._parameters.close(restore=False)  # before what was there when they came
-        self._states.close(restore=False)
 
     # -------------------------------------------------------------- what is wrapped
 
@@ -172,13 +148,13 @@ class TrainingScript:
             self._has_set_up = True
             flags = GET_FLAGS.find()()
             request = _checked_request(flags)
-            self._request = None if flags.skip_train else request
+            if not flags.skip_train:
+                self._offload = OffloadedTraining(request.streams, request.run_directory)
             result = original(*args, **kwargs)
             if cpu_runtime.is_active():
                 cpu_training_script.keep_sent_tensors(result[0])
             if not flags.skip_train:
                 _on_all_ranks(lambda: self._install(request, result[0], result[1]))
-            self._request = None
             return result
 
         return setup_model_and_optimizer
@@ -192,7 +168,7 @@ class TrainingScript:
             schedule = call.arguments["forward_backward_func"]
             call.arguments["forward_backward_func"] = functools.partial(self._step, schedule)
             result = original(*call.args, **call.kwargs)
-            self._installed().pause()
+            self._installed().passes.pause()
             return result
 
         return train_step
@@ -225,59 +201,47 @@ class TrainingScript:
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
             optimizer = signature.bind(*args, **kwargs).arguments["optimizer"]
-            request = self._request
-            if request is not None and optimizer is not None:
-                # Else all that is loaded would be in memory first.
-                _on_all_ranks(lambda: self._offload_states(request, optimizer))
-            with self._states.checkpointing():
+            if self._offload is not None and optimizer is not None:
+                offload = self._offload
+                _on_all_ranks(lambda: offload.offload_states(optimizer))
+            with self._checkpointing():
                 return original(*args, **kwargs)
 
         return load_checkpoint
 
     def _wrap_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            with self._states.checkpointing():
+            with self._checkpointing():
                 return original(*args, **kwargs)
 
         return save_checkpoint
 
     # -------------------------------------------------------------- what they do
 
-    def _offload_states(self, request: _Request, optimizer: Any) -> None:
-        if self._states.enabled:
-            return
-        self._states = offload_model_states(request.states, optimizer)
-        if request.run_directory is not None:
-            self._states.note_checkpoint(f"the last checkpoint in {request.run_directory}")
+    def _checkpointing(self) -> contextlib.AbstractContextManager[object]:
+        offload = self._offload
+        return contextlib.nullcontext() if offload is None else offload.states.checkpointing()
 
     def _install(
         self, request: _Request, model_chunks: Sequence[torch.nn.Module], optimizer: Any
     ) -> None:
+        assert self._offload is not None
         self._device = next(model_chunks[0].parameters()).device
         if self._device.type == "cpu":
             # Megatron-LM logs a GPU's memory itself, from counters that we leave alone.
             self._peak = PeakMemory(open_device(self._device))
-        if request.config.enabled:
+        if request.streams.activations.enabled:
             _check_blocks(model_chunks)
-        self._offload_states(request, optimizer)
-        self._parameters = offload_model_parameters(
-            request.parameters,
+        self._offload.install(
             model_chunks,
             optimizer,
-            layer_major=request.layer_major,
-            updates_by_units=request.states.enabled,
-        )
-        self._offload = install(
-            request.config,
-            model_chunks,
             reserve_bytes=request.reserve_bytes,
             num_local_ranks=request.num_local_ranks,
-            run_directory=request.run_directory,
-            states=self._states,
-            layer_major=request.layer_major,
         )
+        if request.run_directory is not None:
+            self._offload.states.note_checkpoint(f"the last checkpoint in {request.run_directory}")
 
-    def _installed(self) -> MegatronOffload:
+    def _installed(self) -> OffloadedTraining:
         if self._offload is None:
             raise ConfigurationError(
                 f"the script trains a model that setup_model_and_optimizer of {_TRAINING} has not "
@@ -286,10 +250,10 @@ class TrainingScript:
         return self._offload
 
     def _step(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        offload = self._installed()
+        passes = self._installed().passes
         if self._peak is not None:
             self._peak.begin_step()
-        with offload.step():
+        with passes.step():
             result = schedule(*args, **kwargs)
         if self._peak is not None:
             self._peak_bytes = self._peak.end_step()
@@ -297,8 +261,9 @@ class TrainingScript:
 
     def _largest_metrics(self) -> dict[str, float]:
         """The last step's counters; of each the largest value of all ranks. Called by all ranks."""
-        metrics: dict[str, float] = dict(self._installed().statistics)
-        metrics |= {f"state_{name}": count for name, count in self._states.statistics.items()}
+        offload = self._installed()
+        metrics: dict[str, float] = dict(offload.passes.statistics)
+        metrics |= {f"state_{name}": count for name, count in offload.states.statistics.items()}
         if self._peak is not None:
             metrics["peak_activation_bytes"] = self._peak_bytes
         if not metrics:
@@ -312,10 +277,7 @@ class TrainingScript:
 class _Request:
     """What the flags ask for on this rank."""
 
-    config: OffloadConfig
-    states: StatesConfig
-    layer_major: LayerMajorConfig
-    parameters: ParametersConfig
+    streams: Requested
     settings: Any = None  # Megatron-LM's TransformerConfig
     reserve_bytes: int = 0
     num_local_ranks: int = 1
@@ -337,12 +299,10 @@ def _checked_request(flags: argparse.Namespace) -> _Request:
     reserves = _of_local_ranks(request.reserve_bytes)
     request = dataclasses.replace(request, num_local_ranks=len(reserves))
     _on_all_ranks(
-        lambda: check(
-            request.config,
+        lambda: request.streams.check_passes(
             request.settings,
             reserve_bytes=-(-sum(reserves) // len(reserves)),
             num_local_ranks=request.num_local_ranks,
-            layer_major=request.layer_major,
         )
     )
     return request
@@ -354,35 +314,31 @@ def _request(flags: argparse.Namespace) -> _Request:
             "the flags have lost --activation-offload on their way, as with --yaml-cfg, which "
             "replaces all of them; give the model as flags"
         )
-    config, states = config_from_args(flags), states_config_from_args(flags)
-    layer_major = layer_major_config_from_args(flags)
-    parameters = parameters_config_from_args(flags)
-    moves = config.enabled or config.chunks_loss or layer_major.enabled
+    streams = Requested.from_args(flags)
     # Checkpoints hold the flags, and are to be read where this package is not installed.
     for name, found in (
-        ("activation_offload_dir", config),
-        ("optimizer_state_dir", states),
-        ("parameter_offload_dir", parameters),
+        ("activation_offload_dir", streams.activations),
+        ("optimizer_state_dir", streams.states),
+        ("parameter_offload_dir", streams.parameters),
     ):
         setattr(flags, name, ",".join(map(str, found.directories)))
-    if config.plan_file is not None:
-        flags.activation_offload_plan = str(config.plan_file)
-    if not moves and not states.enabled and not parameters.enabled:
-        return _Request(config, states, layer_major, parameters)
+    if streams.activations.plan_file is not None:
+        flags.activation_offload_plan = str(streams.activations.plan_file)
+    if not streams.enabled:
+        return _Request(streams)
     for name, (works, reason) in _FLAGS.items():
         if getattr(flags, name, works) != works:
             flag = "--" + name.replace("_", "-")
             raise ConfigurationError(f"{flag} cannot be combined with offload: {reason}; drop it")
-    check_model_states(states, flags)
-    check_model_parameters(parameters, flags)
+    streams.check_flags(flags)
     save = getattr(flags, "save", None)
     run_directory = Path(save) if save else None
-    request = _Request(config, states, layer_major, parameters, run_directory=run_directory)
-    if not moves:
+    request = _Request(streams, run_directory=run_directory)
+    if not streams.changes_passes:
         return request
     settings = _MODEL_SETTINGS.find()(flags)
     request = dataclasses.replace(request, settings=settings)
-    reserve_bytes = _reserve_bytes(flags, request) if config.enabled else 0
+    reserve_bytes = _reserve_bytes(flags, request) if streams.activations.enabled else 0
     return dataclasses.replace(request, reserve_bytes=reserve_bytes)
 
 
@@ -392,7 +348,8 @@ def _reserve_bytes(flags: argparse.Namespace, request: _Request) -> int:
     samples = micro_batch_size * flags.data_parallel_size
     num_microbatches = max(1, flags.global_batch_size // samples)
     settings, sizes = request.settings, (micro_batch_size, num_microbatches)
-    kinds: Any = {"config": request.config, "layer_major": request.layer_major}
+    streams = request.streams
+    kinds: Any = {"config": streams.activations, "layer_major": streams.layer_major}
     decoder_length = getattr(flags, "decoder_seq_length", None)
     if decoder_length is not None:  # T5: as many layers twice
         return encoder_decoder_bytes(settings, settings, (length, decoder_length), *sizes, **kinds)
