@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron.offload.activations.allocators import say_what_stays
 from megatron.offload.activations.capture.context import SavingContext
 from megatron.offload.activations.capture.hooks import SavedTensorHooks
 from megatron.offload.activations.capture.layer import LayerCapture
@@ -35,15 +36,9 @@ from megatron.offload.activations.transfer.write_batch import WriteBatch
 from megatron.offload.activations.transfer.writer import Writer
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES, OffloadConfig
 from megatron.offload.device.clock import Clock
-from megatron.offload.device.cuda_allocator import START_WITH_EXPANDABLE, keeps_fragments
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import PREFIX, ConfigurationError
-from megatron.offload.machine.allocator import (
-    START_WITH_ENVIRONMENT,
-    allocator_name,
-    keeps_freed_memory,
-)
 from megatron.offload.machine.own_process import OwnProcess
 from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.stats.memory_sampler import MemorySampler
@@ -176,23 +171,7 @@ class OffloadEngine:
                 config.memory_report_file, rank, device, self.cache, step
             )
         logger.info("activation offload: to %s", self.where)
-        if device.is_host and keeps_freed_memory():
-            logger.log(
-                logging.WARNING if config.plans else logging.INFO,
-                "activation offload: memory comes from %s, which may keep what offload frees; "
-                "%s, or %s",
-                allocator_name(),
-                START_WITH_ENVIRONMENT,
-                "auto measures too much memory" if config.plans else "memory does not fall",
-            )
-        if keeps_fragments(device.device):
-            logger.log(
-                logging.WARNING if config.plans else logging.INFO,
-                "activation offload: PyTorch's allocator may keep freed memory in pieces that fit "
-                "nothing; %s, or %s",
-                START_WITH_EXPANDABLE,
-                "auto plans with less" if config.plans else "more stays reserved than is used",
-            )
+        say_what_stays(device.device, plans=config.plans)
 
     # -- The step: an integration calls these ----------------------------------------------------
 

@@ -15,16 +15,13 @@ import logging
 import operator
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Protocol
 
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.access import View
 from megatron.offload.tiers.budget import RateLimit, SpaceBudget
 from megatron.offload.tiers.checksum import Checksum, checksum_in_parts
-from megatron.offload.tiers.direct_io import Alignment
 from megatron.offload.tiers.extents import ExtentAllocator
-from megatron.offload.tiers.file import Vector, no_space
+from megatron.offload.tiers.file import DriveFile, Vector, no_space
 from megatron.offload.tiers.io_threads import IoThreads, Piece
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 from megatron.offload.tiers.tier import TierStatistics
@@ -99,47 +96,6 @@ class _Work:
 
     def __call__(self) -> None:
         self._do(self)
-
-
-class DriveFile(Protocol):
-    """A file as a drive needs it: `UnlinkedFile`, or one that takes device memory."""
-
-    directory: Path
-    kind: str  # of I/O, for sentences
-    alignment: Alignment
-    size_bytes: int
-
-    @property
-    def fd(self) -> int:
-        """The file descriptor, for mapping the file."""
-        ...
-
-    def grow(self, num_bytes: int) -> None:
-        """Allocates `num_bytes` more at the file's end. Raises OSError and stays as it was."""
-        ...
-
-    def write(self, body: Any, offset: int) -> None:
-        """Writes all of `body` at `offset` bytes into the file. Raises OSError.
-
-        The body is memory of a view, or several pieces of host memory as a `Vector`.
-        """
-        ...
-
-    def read(self, body: Any, offset: int) -> None:
-        """Fills all of `body` from `offset` bytes into the file. Raises OSError."""
-        ...
-
-    def read_cached(self, body: memoryview, offset: int) -> None:
-        """Fills all of `body` with what a mapping of the file shows. Raises OSError."""
-        ...
-
-    def sync(self, offset: int, num_bytes: int) -> None:
-        """Writes changes through a mapping to the disk. Raises OSError if that fails."""
-        ...
-
-    def close(self) -> None:
-        """Closes the file, which frees its space on the disk."""
-        ...
 
 
 class Drive:

@@ -19,11 +19,12 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from megatron.offload.directories import resolved_directory
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import format_size
-from megatron.offload.tiers.direct_io import BUFFERED, direct_alignment
+from megatron.offload.tiers.direct_io import BUFFERED, Alignment, direct_alignment
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,40 @@ class Vector:
                 left.append(part[num_bytes:])
             num_bytes = max(num_bytes - len(part), 0)
         return left
+
+
+class DriveFile(Protocol):
+    """A file as a drive needs it: `UnlinkedFile`, or one that takes device memory."""
+
+    directory: Path
+    kind: str  # of I/O, for sentences
+    alignment: Alignment
+    size_bytes: int
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor, for mapping the file."""
+
+    def grow(self, num_bytes: int) -> None:
+        """Allocates `num_bytes` more at the file's end. Raises OSError and stays as it was."""
+
+    def write(self, body: Any, offset: int) -> None:
+        """Writes all of `body` at `offset` bytes into the file. Raises OSError.
+
+        The body is memory of a view, or several pieces of host memory as a `Vector`.
+        """
+
+    def read(self, body: Any, offset: int) -> None:
+        """Fills all of `body` from `offset` bytes into the file. Raises OSError."""
+
+    def read_cached(self, body: memoryview, offset: int) -> None:
+        """Fills all of `body` with what a mapping of the file shows. Raises OSError."""
+
+    def sync(self, offset: int, num_bytes: int) -> None:
+        """Writes changes through a mapping to the disk. Raises OSError if that fails."""
+
+    def close(self) -> None:
+        """Closes the file, which frees its space on the disk."""
 
 
 class UnlinkedFile:

@@ -25,8 +25,8 @@ from megatron.offload.device.device import Device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.tiers.access import Access, View, check_size
 from megatron.offload.tiers.direct_io import Alignment, Cut
-from megatron.offload.tiers.drive import FILE_BLOCK_BYTES, DriveFile
-from megatron.offload.tiers.file import UnlinkedFile
+from megatron.offload.tiers.drive import FILE_BLOCK_BYTES
+from megatron.offload.tiers.file import DriveFile, UnlinkedFile
 from megatron.offload.tiers.gds_status import gds_status, import_kvikio
 from megatron.offload.tiers.ssd import SsdTier, threads_of
 from megatron.offload.tiers.staging import PIECE_BYTES

@@ -24,8 +24,8 @@ from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.budget import RateLimit, SpaceBudget
 from megatron.offload.tiers.checksum import load_checksum
 from megatron.offload.tiers.direct_io import Alignment, Cut
-from megatron.offload.tiers.drive import Drive, DriveFile, Extent, Health
-from megatron.offload.tiers.file import UnlinkedFile
+from megatron.offload.tiers.drive import Drive, Extent, Health
+from megatron.offload.tiers.file import DriveFile, UnlinkedFile
 from megatron.offload.tiers.io_threads import usual_num_threads
 from megatron.offload.tiers.mapped import FileRange, map_ranges
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
