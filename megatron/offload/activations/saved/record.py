@@ -47,23 +47,18 @@ class Pending(Protocol):
 
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
-        ...
 
     def cancel(self) -> bool:
         """Takes it off the queue; False if it has started: it then ends soon by itself."""
-        ...
 
     def abandon(self) -> None:
         """Says that its result is not needed: the thread that has it may cancel it. No lock."""
-        ...
 
     def wait(self) -> None:
         """Blocks until the end; raises what the I/O thread raised."""
-        ...
 
     def wait_until_done(self) -> None:
         """Blocks until the end; raises nothing."""
-        ...
 
 
 class View(Protocol):
@@ -81,7 +76,6 @@ class View(Protocol):
 
     def rebuild(self, memory: torch.UntypedStorage) -> torch.Tensor:
         """Its tensor, of memory that holds the record's bytes."""
-        ...
 
 
 class State(enum.Enum):
