@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -138,3 +139,14 @@ def _gradient_bytes(param: torch.Tensor) -> int:
 
 def _size(num_bytes: int) -> str:
     return format_size(num_bytes) if num_bytes else "-"
+
+
+def state_bytes(optimizers: Iterable[Any]) -> int:
+    """Bytes of the tensors in optimizers' states that are in memory."""
+    return sum(
+        value.nbytes
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.device.type != "meta"
+    )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -51,3 +51,25 @@ class Bucket(MovingStorage):
         """Drops its tensors."""
         self.hold(None, 0)
         self.layout = None
+
+
+def divided(
+    params: Sequence[torch.Tensor], bytes_of: Callable[[torch.Tensor], int], bucket_bytes: int
+) -> list[list[torch.Tensor]]:
+    """Parameters in runs, each for a bucket.
+
+    Args:
+        params: in order.
+        bytes_of: gives what a parameter has in its bucket, in bytes.
+        bucket_bytes: of a run at most, or of the only parameter in it.
+    """
+    runs: list[list[torch.Tensor]] = []
+    room_bytes = 0
+    for param in params:
+        num_bytes = bytes_of(param)
+        if not runs or num_bytes > room_bytes:
+            runs.append([])
+            room_bytes = bucket_bytes
+        runs[-1].append(param)
+        room_bytes -= num_bytes
+    return runs

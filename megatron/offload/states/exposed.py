@@ -51,6 +51,20 @@ class Exposed:
             state[key] = as_part_of(param, self._views[index, key])
         self._data = {param: param.data_ptr() for param in bucket.params}
 
+    def keeps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the bucket has all that was changed meanwhile, also on its tier.
+
+        Raises:
+            OffloadError: a tensor without values is in the place of one.
+        """
+        if self.is_replaced(optimizer):
+            return False
+        try:
+            self.bucket.renew()
+        except OSError:
+            return False  # the change is only in memory
+        return True
+
     def is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether another tensor is in the place of one of them.
 

@@ -8,6 +8,7 @@ that is away, and a parameter that is away is full of NaN.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -154,6 +155,21 @@ class OptimizerPlaces:
             if (index, PARAM) in slots:
                 shape = slots[index, PARAM].shape
                 param.data = all_nan(shape, param.dtype, bucket.devices[index])
+
+    def sort_new(self, num_known: int) -> None:
+        """Puts new states in the order of the optimizer's parameters instead of buckets.
+
+        Checkpoints list states in the order in which the optimizer made them: by steps, and in a
+        step by parameters.
+
+        Args:
+            num_known: number of states that were there before the step.
+        """
+        state = self._optimizer.state
+        new = set(itertools.islice(state, num_known, None))
+        for group in self._optimizer.param_groups if new else ():
+            for param in [param for param in group["params"] if param in new]:
+                state[param] = state.pop(param)
 
     def have_more(self, bucket: Bucket) -> bool:
         """Whether a bucket's parameters have states that the bucket does not have."""

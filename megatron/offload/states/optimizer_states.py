@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +28,7 @@ from megatron.offload.device.device import Device
 from megatron.offload.errors import STATES_PREFIX
 from megatron.offload.machine.allocator import return_freed_memory
 from megatron.offload.machine.own_process import OwnProcess
-from megatron.offload.moving.bucket import Bucket
+from megatron.offload.moving.bucket import Bucket, divided
 from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.storage import Where
 from megatron.offload.sizes import format_size
@@ -167,7 +166,7 @@ class OptimizerStates:
             if index < stays:
                 window.put_away(bucket)
         self._slice.end_step()
-        self._sort_states(num_known)
+        self._places.sort_new(num_known)
         self._is_half_done = False
         window.end_step()
 
@@ -182,21 +181,6 @@ class OptimizerStates:
                 after |= self._slice.step(params, own)
                 self._updated(params)
         self._places.take_over(bucket, after, views)
-
-    def _sort_states(self, num_known: int) -> None:
-        """Puts new states in the order of the optimizer's parameters instead of buckets.
-
-        Checkpoints list states in the order in which the optimizer made them: by steps, and in a
-        step by parameters.
-
-        Args:
-            num_known: number of states that were there before the step.
-        """
-        state = self._optimizer.state
-        new = set(itertools.islice(state, num_known, None))
-        for group in self._optimizer.param_groups if new else ():
-            for param in [param for param in group["params"] if param in new]:
-                state[param] = state.pop(param)
 
     def _check_whole(self) -> None:
         """Raises InterruptedStepError if an error or an interrupt has ended a step."""
@@ -267,20 +251,8 @@ class OptimizerStates:
         groups = self._optimizer.param_groups
         params = [p for group in groups for p in group["params"] if id(p) not in known]
         params.sort(key=self._order)
-        own: list[torch.Tensor] = []
-        own_bytes = 0
-        for param in params:
-            num_bytes = self._places.usual_bytes(param)
-            if own and own_bytes + num_bytes > self._bucket_bytes:
-                self._add_bucket(own)
-                own, own_bytes = [], 0
-            own.append(param)
-            own_bytes += num_bytes
-        if own:
-            self._add_bucket(own)
-
-    def _add_bucket(self, params: Sequence[torch.Tensor]) -> None:
-        self.buckets.append(Bucket(params, self._device, self._copies.ended))
+        for own in divided(params, self._places.usual_bytes, self._bucket_bytes):
+            self.buckets.append(Bucket(own, self._device, self._copies.ended))
 
     def _expected_bytes(self, bucket: Bucket) -> int:
         usual_bytes = sum(map(self._places.usual_bytes, bucket.params))
@@ -349,21 +321,11 @@ class OptimizerStates:
         """
         while self._exposed:
             one = self._exposed[-1]
-            if keeps and (self._is_replaced(one) or not self._is_renewed(one.bucket)):
+            if keeps and (not one.keeps(self._optimizer) or self._places.have_more(one.bucket)):
                 self._adopt(one.bucket)
             else:
                 self._places.leave(one.bucket, self._places.states_of(one.bucket))
             self._exposed.pop()  # frees the bucket's old block, if it has another now
-
-    def _is_renewed(self, bucket: Bucket) -> bool:
-        try:
-            bucket.renew()
-        except OSError:
-            return False  # the change is only in memory
-        return True
-
-    def _is_replaced(self, one: Exposed) -> bool:
-        return one.is_replaced(self._optimizer) or self._places.have_more(one.bucket)
 
     @contextlib.contextmanager
     def loading(self, *, at_once: bool = False, is_whole: bool = True) -> Iterator[None]:
@@ -475,15 +437,4 @@ def _wants_update(bucket: Bucket) -> bool:
     return any(
         param.grad is not None or getattr(param, "decoupled_grad", None) is not None
         for param in bucket.params
-    )
-
-
-def state_bytes(optimizers: Iterable[Any]) -> int:
-    """Bytes of the tensors in optimizers' states that are in memory."""
-    return sum(
-        value.nbytes
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.device.type != "meta"
     )

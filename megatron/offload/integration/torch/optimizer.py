@@ -24,6 +24,7 @@ from megatron.offload.integration.memory_by_tier import (
     held_by_parameters,
     held_by_states,
     memory_table,
+    state_bytes,
 )
 from megatron.offload.integration.open_parameters import (
     by_units,
@@ -40,7 +41,7 @@ from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.lazy_state import with_lazy_states
 from megatron.offload.states.open import open_state_tiers
 from megatron.offload.states.optimizer_slice import OptimizerSlice
-from megatron.offload.states.optimizer_states import OptimizerStates, state_bytes
+from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.states.space import expected_bytes
 from megatron.offload.states.step_on_host import StepOnHost
 from megatron.offload.states.summary import states_summary
