@@ -144,7 +144,10 @@ class OnlyCopy:
         except (torch.OutOfMemoryError, OffloadError):
             raise
         except Exception as error:
-            logger.warning("%sa read failed (%s); trying once more", self._prefix, error)
+            # Not the error itself, here and elsewhere: who keeps log records would keep the frames
+            # that it has passed, and with them what they hold of the tier.
+            reason = str(error)
+            logger.warning("%sa read failed (%s); trying once more", self._prefix, reason)
             try:
                 self._device.room.read(work)
             except torch.OutOfMemoryError:

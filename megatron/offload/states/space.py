@@ -125,7 +125,7 @@ def measure_drives(
     try:
         rates = [(measure or drive_rates)(one, config, sample_bytes) for one in config.directories]
     except OSError as error:
-        logger.info("%sthe drives could not be measured (%s)", STATES.prefix, error)
+        logger.info("%sthe drives could not be measured (%s)", STATES.prefix, str(error))
         return
     write, read = (sum(one) for one in zip(*rates, strict=True))
     write = min(write, config.write_bytes_per_s or write)
