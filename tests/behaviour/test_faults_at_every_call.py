@@ -141,10 +141,10 @@ class Round:
         training.close(restore=restore)
 
     def _step(self, training: Training) -> bool:
-        if not self._tries(lambda: training.passes(1)):
-            if not self._tries(lambda: training.passes(1)):  # which it may be taken again
-                return False
-        return self._tries(training.optimizer.step)
+        for _ in range(2):  # a pass that has failed may be taken again
+            if self._tries(lambda: training.passes(1)):
+                return self._tries(training.optimizer.step)
+        return False
 
     def _save(self, training: Training) -> bool:
         found: list[dict[str, Any]] = []
@@ -178,9 +178,7 @@ def what_is_open(directory: Path) -> tuple[list[str], list[str], list[str]]:
 def assert_nothing_is_open(directory: Path) -> None:
     if any(what_is_open(directory)):
         gc.collect()  # an error's traceback may have kept what it has passed
-    wait_until(
-        lambda: not any(what_is_open(directory)), f"left open: {what_is_open(directory)}"
-    )
+    wait_until(lambda: not any(what_is_open(directory)), f"left open: {what_is_open(directory)}")
 
 
 def run_round(
@@ -244,9 +242,7 @@ def test_every_call_may_fail(
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda name: name.split()[-1])
-def test_some_calls_fail(
-    stream: str, fault: NthFault, watchdog: Watchdog, tmp_path: Path
-) -> None:
+def test_some_calls_fail(stream: str, fault: NthFault, watchdog: Watchdog, tmp_path: Path) -> None:
     saved = checkpoint_of(stream)
     chosen = random.Random(34)
     num_failed = 0

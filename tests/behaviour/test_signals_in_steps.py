@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A signal whose handler raises, at any moment of a step: what SIGTERM or Ctrl-C does to a training.
+"""A signal whose handler raises, at any moment of a step: what SIGTERM or Ctrl-C does.
 
-Behind it the step is taken again, or a checkpoint is loaded where a sentence asks for that; the bits
-are those of a training without signals, and nothing waits for ever.
+Behind it the step is taken again, or a checkpoint is loaded where a sentence asks for that; the
+bits are those of a training without signals, and nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.support.watchdog import Watchdog
 pytestmark = [pytest.mark.usefixtures("one_compute_thread")]
 
 NUM_ROUNDS = 125  # of each stream
+MOST = 10  # times as many, where signals come too late
 
 
 class Stopped(BaseException):
@@ -48,19 +50,32 @@ class Signal:
 
     Args:
         kind: what it raises.
+
+    Attributes:
+        has_come: the handler has raised.
+        was_dropped: within a finalizer, out of which Python lets no exception.
     """
 
     def __init__(self, kind: type[BaseException]) -> None:
         self._kind = kind
         self.has_come = False
+        self.was_dropped = False
 
     def __enter__(self) -> Signal:
         self._before = signal.signal(signal.SIGALRM, self._stop)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._drop
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self._before)
+        sys.unraisablehook = self._hook
+
+    def _drop(self, unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, self._kind):
+            self.was_dropped = True
+        else:
+            self._hook(unraisable)
 
     def _stop(self, _: int, __: FrameType | None) -> None:
         self.has_come = True
@@ -107,7 +122,7 @@ def take_again(training: Training, is_in_step: bool) -> str:
 def interrupted_rounds(
     stream: str, num_rounds: int, seed: int, directory: Path, watchdog: Watchdog
 ) -> collections.Counter[str]:
-    """Rounds of one training; how they went."""
+    """So many rounds of one training whose signal came in time; how all of them went."""
     chosen = random.Random(seed)
     training = Training(stream, directory).train(0, 1)
     saved = training.checkpoint()
@@ -115,7 +130,9 @@ def interrupted_rounds(
     training.load(saved)
     passes_s, update_s = seconds_of(training)
     found: collections.Counter[str] = collections.Counter()
-    for number in range(num_rounds):
+    for number in range(MOST * num_rounds):
+        if found.total() - found["came too late"] == num_rounds:
+            break
         kind = (Stopped, StoppedError)[number % 2]
         in_passes = number % 4 < 2
         after_s = chosen.uniform(1e-5, passes_s if in_passes else update_s)
@@ -138,13 +155,14 @@ def interrupted_rounds(
                     stop.comes_in(0)
                 except (Stopped, StoppedError):
                     was_stopped = True
-                except Exception as error:
-                    assert stop.has_come, what
-                    found[f"{type(error).__name__} in its place"] += 1
+                except RuntimeError as error:  # of CPython, whose Thread.start() was stopped
+                    if not isinstance(error.__context__, kind) or "unlocked lock" not in str(error):
+                        raise
                     was_stopped = True
             torch.set_grad_enabled(True)  # torch's no_grad() may have been stopped in its middle
             if not was_stopped:
-                found["came too late" if not stop.has_come else "was swallowed"] += 1
+                assert not stop.has_come or stop.was_dropped, f"{what}: it was swallowed"
+                found["in a finalizer" if stop.has_come else "came too late"] += 1
             else:
                 try:
                     found[take_again(training, is_in_step)] += 1
@@ -166,9 +184,7 @@ def interrupted_rounds(
 @pytest.mark.slow
 @pytest.mark.timeout(900, method="thread")  # SIGALRM is the test's own
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda name: name.split()[-1])
-def test_a_signal_at_any_moment_of_a_step(
-    stream: str, watchdog: Watchdog, tmp_path: Path
-) -> None:
+def test_a_signal_at_any_moment_of_a_step(stream: str, watchdog: Watchdog, tmp_path: Path) -> None:
     found: Any = interrupted_rounds(stream, NUM_ROUNDS, 34, tmp_path, watchdog)
     print(f"{stream}: {dict(found)}")
-    assert found["came too late"] < NUM_ROUNDS // 2
+    assert found.total() - found["came too late"] == NUM_ROUNDS

@@ -35,6 +35,7 @@ from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.away_gradient import AwayGradient, away, piece_of
 from megatron.offload.tiers.tier import Tier
+from megatron.offload.tiers.transfer import TRANSFER_ERRORS
 
 _KEY = "grad"  # in the names of a layout
 ALONE_BYTES = 1 << 20  # a gradient that is as large is a piece by itself
@@ -225,7 +226,7 @@ class Gradients:
     def _begin_read(self, param: torch.Tensor) -> None:
         piece = piece_of(param)
         if piece is not None and piece.where is Where.ON_TIER:
-            with contextlib.suppress(Exception):  # whoever needs it tries again, and says so
+            with contextlib.suppress(*TRANSFER_ERRORS):  # `_bring` tries again, and says so
                 piece.begin_read()
 
     def _bring(self, param: torch.Tensor) -> None:

@@ -19,6 +19,11 @@ logger = logging.getLogger(__name__)
 
 Work = Callable[[], None]  # moves one piece
 
+# What transfers end with, and tiers and devices raise. Code that goes on behind an error catches
+# these and no others: a signal's handler may raise any exception while the main thread waits, and
+# that is no fault of a drive's, but for the script to see.
+TRANSFER_ERRORS = (OSError, RuntimeError, MemoryError, CancelledError)
+
 
 class Transfer:
     """One read or write, which may be queued, running or done.
@@ -84,6 +89,8 @@ class Transfer:
 
     def end(self, error: BaseException | None = None) -> None:
         """It has ended, with an error or well; those who wait are told first."""
+        if error is not None and not isinstance(error, TRANSFER_ERRORS):
+            error = OSError(errno.EIO, f"{type(error).__name__}: {error}")
         self.error, self._has_ended = error, True
         self._tell()
 
@@ -185,7 +192,12 @@ class Transfer:
                 return
             try:
                 callback(self)
-            except Exception as error:  # of who listens: nothing of the transfer
+            except BaseException as error:  # of who listens: nothing of the transfer
+                if threading.current_thread() is threading.main_thread():
+                    self._tell()  # others; this one may be of a signal's handler
+                    raise
+                if not isinstance(error, Exception):
+                    raise
                 # Not the error itself: who keeps log records would keep its traceback too.
                 reason = repr(error)
                 logger.error("activation offload: the end of a transfer was not heard: %s", reason)
