@@ -11,7 +11,9 @@ import collections
 import random
 import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -21,7 +23,16 @@ import pytest
 import torch
 
 from megatron.offload.errors import OffloadError
-from tests.support.streams import STATES, STREAMS, Training, assert_same, without_offload
+from megatron.offload.tiers.file import UnlinkedFile
+from tests.support.streams import (
+    ACTIVATIONS,
+    STATES,
+    STREAMS,
+    Training,
+    assert_same,
+    without_offload,
+)
+from tests.support.waiting import SOON_S, wait_until
 from tests.support.watchdog import Watchdog
 
 pytestmark = [pytest.mark.usefixtures("one_compute_thread")]
@@ -179,6 +190,42 @@ def interrupted_rounds(
         training.close()
     assert_same(training.outcome(), expected, losses=False)
     return found
+
+
+def stack_of_main_thread() -> str:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return "".join(traceback.format_stack(frame))
+
+
+@pytest.mark.timeout(120, method="thread")
+@pytest.mark.parametrize("stream", STREAMS, ids=lambda name: name.split()[-1])
+def test_what_a_handler_raises_is_not_taken_for_a_failed_read(
+    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(stream, tmp_path).train(0)
+    training.settle()
+    waits_in = "wait_for_read" if stream == ACTIVATIONS else "only_copy.py"
+    read, has_come = UnlinkedFile.read, threading.Event()
+
+    def stop(*_: object) -> None:
+        has_come.set()
+        raise StoppedError
+
+    def interrupts(file: UnlinkedFile, *args: Any) -> None:
+        if not has_come.is_set():
+            wait_until(lambda: waits_in in stack_of_main_thread(), "nothing waits for the read")
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+            assert has_come.wait(SOON_S)
+        read(file, *args)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    monkeypatch.setattr(UnlinkedFile, "read", interrupts)
+    try:
+        with pytest.raises(StoppedError):
+            training.step(1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        training.close(restore=False)
 
 
 @pytest.mark.slow
