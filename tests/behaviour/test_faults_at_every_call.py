@@ -101,6 +101,8 @@ class Round:
             for_ever: it lasts until the training has been closed.
         """
         training = self._training
+        if part != "step":
+            training.evaluate()  # sends away what the optimizer's step has left in memory
         begin()
         is_well = getattr(self, f"_{part}")(training)
         self.was_reached = self._fault.num_failed > 0
@@ -158,7 +160,8 @@ class Round:
         return True
 
     def _load(self, training: Training) -> bool:
-        return self._tries(lambda: training.load(self._saved))
+        is_well = self._tries(lambda: training.load(self._saved))
+        return is_well and self._tries(training.evaluate)  # takes over what was loaded
 
 
 def what_is_open(directory: Path) -> tuple[list[str], list[str], list[str]]:
