@@ -7,6 +7,7 @@ Where root may mount a file system the disk is really full or really fails.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import logging
 import os
@@ -153,6 +154,33 @@ def test_buckets_of_any_sizes_fit_what_was_reserved(tmp_path: Path) -> None:
                 param.grad = None if (index + step) % 5 == 0 else torch.ones_like(param)
             optimizer.step()
         assert drive.file.size_bytes == size
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        functools.partial(torch.optim.AdamW, amsgrad=True),
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        torch.optim.Adagrad,
+    ],
+    ids=["adamw", "amsgrad", "momentum", "adagrad"],
+)
+def test_buckets_are_as_large_as_was_asked_for(
+    make: Callable[..., torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(24)]
+    optimizer = make(params)
+    asked, each_bytes = 12 * 64 * 64 * 4, params[0].nbytes
+    with offload_optimizer(optimizer, tmp_path, bucket_bytes=asked, window_bytes=0) as handle:
+        assert handle.states is not None
+        expected = handle.states.expected_bytes
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        sizes = [bucket.num_bytes for bucket in handle.states.buckets]
+        assert sizes == [asked] * (handle.states.num_bytes // asked)
+        assert expected == handle.states.num_bytes and expected % (24 * each_bytes) == 0
 
 
 def test_checksums_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

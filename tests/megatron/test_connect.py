@@ -27,6 +27,8 @@ from megatron.offload.integration.megatron.layer_major import LayerMajorHooks
 from megatron.offload.integration.megatron.versions import SUPPORTED_VERSIONS, check_version
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_set import LayerSet
+from megatron.offload.planner.projection.layer import layer_work
+from megatron.offload.planner.projection.model import Parallelism, Transformer
 
 
 def hooked() -> tuple[Any, ...]:
@@ -236,6 +238,44 @@ def test_layers_that_put_nothing_on_a_tier_do_not_count_in_a_layer_major_step(
 def test_context_parallel_ranks_share_a_sample() -> None:
     whole = activation_bytes(settings(), 2048, 1, 1)
     assert activation_bytes(settings(context_parallel_size=2), 2048, 1, 1) == whole // 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "division"),
+    [
+        ({}, {}, {}),
+        ({"hidden_dropout": 0.0, "bf16": False}, {"hidden_dropout": 0.0, "dtype": "fp32"}, {}),
+        (
+            {"num_query_groups": 4, "gated_linear_unit": True, "bias_activation_fusion": True},
+            {"num_query_groups": 4, "gated": True},
+            {},
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            {},
+            {"tensor": 2, "sequence_parallel": True},
+        ),
+    ],
+    ids=["plain", "fp32", "gated, grouped queries", "TP2+SP"],
+)
+def test_what_a_layer_saves_is_counted_as_plan_counts_it(
+    changes: dict[str, Any], model: dict[str, Any], division: dict[str, Any]
+) -> None:
+    layout = settings(**changes)
+    sizes = {"hidden_dropout": 0.1, "ffn_hidden_size": layout.ffn_hidden_size, **model}
+    work = layer_work(Transformer(24, 1024, 16, 2048, **sizes), Parallelism(**division))
+    saved = {one.name: one.num_bytes for part in work for one in part.saved}
+    total = sum(one.num_bytes for part in work for one in part.saved)
+    assert layer_bytes(layout, 2048) == total - saved["log-sum-exp"]
+
+
+def test_a_gated_unit_that_no_kernel_computes_saves_its_halves_once_more() -> None:
+    fused, alone = (
+        layer_bytes(settings(gated_linear_unit=True, bias_activation_fusion=one), 2048)
+        for one in (True, False)
+    )
+    masks = 2 * 2048 * 1024  # of dropout, which torch then saves in the element's type
+    assert alone - fused == 2 * 2048 * 4096 * 2 + masks
 
 
 def test_experts_save_what_each_of_them_gets() -> None:

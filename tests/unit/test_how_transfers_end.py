@@ -274,3 +274,20 @@ def test_a_thread_that_died_keeps_nothing_alive(
     assert started.wait(timeout=SOON_S)
     kill(threads._threads[0])
     assert held.done() and caplog.records and weak() is None
+
+
+def test_what_a_listener_raises_in_the_main_thread_comes_out_and_the_others_are_told() -> None:
+    """A signal's handler may have raised it there: what listens has not heard, and asks again."""
+    told = []
+
+    def stop(_: Transfer) -> None:
+        raise ArithmeticError
+
+    transfer = Transfer()
+    transfer.add_done_callback(stop)
+    transfer.add_done_callback(told.append)
+    with pytest.raises(ArithmeticError):
+        transfer.end()
+    assert told == [transfer] and transfer.done()
+    with pytest.raises(ArithmeticError):
+        transfer.add_done_callback(stop)

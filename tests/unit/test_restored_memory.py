@@ -55,6 +55,16 @@ def test_what_was_given_back_is_handed_out_again() -> None:
     assert filled(memory, MIB, 3).data_ptr() == address and (content(kept) == 2).all()
 
 
+def test_no_signal_keeps_the_memory_of_a_freed_storage() -> None:
+    """A handler that raises is called where a function of Python's begins: there is none."""
+    storage = filled(RestoredMemory(), MIB, 1)
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, _: events.append(f"{event} {frame.f_code.co_name}"))
+    del storage
+    sys.setprofile(None)
+    assert not [event for event in events if event.startswith("call ")]
+
+
 @pytest.mark.parametrize("head_bytes", [0, 1, 448, 511])
 def test_the_body_is_aligned_whatever_the_head(head_bytes: int) -> None:
     storage = RestoredMemory().new_storage(10_000, head_bytes, 512)

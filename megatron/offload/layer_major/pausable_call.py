@@ -66,11 +66,11 @@ class PausableCall(Generic[T]):
 
         Raises: as the function. If the wait is interrupted, the call is abandoned first.
         """
-        if self._thread.ident is None:
-            self._thread.start()
-        torch.clear_autocast_cache()  # of the caller's casts, see Note [Autocast's cache]
-        self._goes_on.put(None)
         try:
+            if self._thread.ident is None:
+                self._thread.start()
+            torch.clear_autocast_cache()  # of the caller's casts, see Note [Autocast's cache]
+            self._goes_on.put(None)
             self._has_stopped.get()
         except BaseException:  # Ctrl-C: the caller does not return before the call has ended
             self.abandon()
@@ -97,9 +97,9 @@ class PausableCall(Generic[T]):
 
     def abandon(self) -> None:
         """Ends it where it pauses next, unless it has ended. Waits for that."""
+        self._is_abandoned = True
+        self._goes_on.put(None)  # also to a thread that a signal kept `start` from waiting for
         if self._thread.ident is not None:
-            self._is_abandoned = True
-            self._goes_on.put(None)
             self._thread.join()
 
     def _run(self) -> None:

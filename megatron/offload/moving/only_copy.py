@@ -27,7 +27,7 @@ from megatron.offload.moving.storage import MovingStorage, Where
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.trace import Tracer
 from megatron.offload.tiers.tier import Tier
-from megatron.offload.tiers.transfer import Transfer
+from megatron.offload.tiers.transfer import TRANSFER_ERRORS, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class OnlyCopy:
             try:
                 if one.begin_write(tier, after):
                     return True
-            except Exception as error:  # e.g. the tier's threads have ended
+            except TRANSFER_ERRORS as error:  # e.g. the tier's threads have ended
                 self._refusal = str(error)
         self.refused_bytes += one.num_bytes
         return False
@@ -143,13 +143,16 @@ class OnlyCopy:
             self._device.room.read(work)
         except (torch.OutOfMemoryError, OffloadError):
             raise
-        except Exception as error:
-            logger.warning("%sa read failed (%s); trying once more", self._prefix, error)
+        except TRANSFER_ERRORS as error:
+            # Not the error itself, here and elsewhere: who keeps log records would keep the frames
+            # that it has passed, and with them what they hold of the tier.
+            reason = str(error)
+            logger.warning("%sa read failed (%s); trying once more", self._prefix, reason)
             try:
                 self._device.room.read(work)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as again:
+            except TRANSFER_ERRORS as again:
                 raise LostStateError(
                     f"{self._prefix}those of {self._name(one)} ({format_size(one.num_bytes)}; "
                     f"{one.block}) could not be read back: {again}; there is no other copy, so "

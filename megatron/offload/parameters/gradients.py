@@ -35,6 +35,7 @@ from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.offloaded_gradient import OffloadedGradient, away, bucket_of
 from megatron.offload.tiers.tier import Tier
+from megatron.offload.tiers.transfer import TRANSFER_ERRORS
 
 _KEY = "grad"  # in the names of a layout
 ALONE_BYTES = 1 << 20  # a gradient of this size or more is a bucket by itself
@@ -225,7 +226,7 @@ class Gradients:
     def _begin_read(self, param: torch.Tensor) -> None:
         bucket = bucket_of(param)
         if bucket is not None and bucket.where is Where.ON_TIER:
-            with contextlib.suppress(Exception):  # the use of it reads again, and reports the error
+            with contextlib.suppress(*TRANSFER_ERRORS):  # `_bring` reads again and reports
                 bucket.begin_read()
 
     def _bring(self, param: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.tiers.tier import Tier, close_when_dropped
+from megatron.offload.tiers.transfer import TRANSFER_ERRORS
 
 
 class ParameterWindow:
@@ -135,7 +136,7 @@ class ParameterWindow:
         else:
             self._bring(unit)
         for other in [n for n in wanted[1:] if n not in unread]:
-            with contextlib.suppress(Exception):  # the use of it reads again, and reports the error
+            with contextlib.suppress(*TRANSFER_ERRORS):  # `_bring` reads again and reports
                 self.units[other].take_back()
                 self.units[other].begin_read()
         self.copies.note_peak()

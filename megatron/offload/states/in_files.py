@@ -89,7 +89,7 @@ class InFiles(TorchFunctionMode):
                 "for them (%s)",
                 format_size(like.nbytes),
                 directory,
-                error,
+                str(error),
             )
             return None
         self._num_files += 1

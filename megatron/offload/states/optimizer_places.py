@@ -9,7 +9,8 @@ that is away, and a parameter that is away is full of NaN.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -45,6 +46,29 @@ def typed_states_bytes(optimizer: torch.optim.Optimizer, own: torch.Tensor) -> i
     return sum(own.numel() * kinds[name].itemsize for name in names)
 
 
+def usual_states_bytes(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: torch.Tensor
+) -> int:
+    """Bytes of a parameter's states that will move.
+
+    Exact for Adam, AdamW and SGD, and where there are states already; else as for Adam.
+
+    Args:
+        optimizer: whose states.
+        group: of its groups, that has the parameter.
+        param: as the optimizer has it.
+    """
+    own = part_of(param)
+    tensors = [t for t in optimizer.state.get(param, {}).values() if isinstance(t, torch.Tensor)]
+    if there := sum(part_of(t).nbytes for t in tensors if t.shape == param.shape and t.dim()):
+        return there
+    if (typed_bytes := typed_states_bytes(optimizer, own)) is not None:
+        return typed_bytes
+    if "momentum" in group:
+        return own.nbytes if group["momentum"] else 0
+    return own.nbytes * (3 if group.get("amsgrad") else 2)
+
+
 class OptimizerPlaces:
     """The places of an optimizer's tensors.
 
@@ -63,14 +87,18 @@ class OptimizerPlaces:
         self._optimizer = optimizer
         self._device = device
         self._moves_param = moves_param
+        self._groups: Sequence[Mapping[str, Any]] = ()  # of the optimizer, which replaces the list
+        self._group_of: dict[int, Mapping[str, Any]] = {}  # by the identity of a parameter
 
     def usual_bytes(self, param: torch.Tensor) -> int:
         """Bytes of the states that a parameter will have, and of itself if it moves."""
-        own = part_of(param)
-        states_bytes = typed_states_bytes(self._optimizer, own)
-        if states_bytes is None:
-            states_bytes = own.nbytes * 2  # as Adam has
-        return states_bytes + (own.nbytes if self._moves_param(param) else 0)
+        groups = self._optimizer.param_groups
+        if groups is not self._groups or id(param) not in self._group_of:
+            self._groups = groups
+            self._group_of = {id(one): group for group in groups for one in group["params"]}
+        group = self._group_of.get(id(param), self._optimizer.defaults)
+        states_bytes = usual_states_bytes(self._optimizer, group, param)
+        return states_bytes + (part_of(param).nbytes if self._moves_param(param) else 0)
 
     def attach(self, bucket: Bucket, views: dict[Name, torch.Tensor]) -> None:
         """Gives the parameters of a bucket that move the bucket's memory."""

@@ -305,7 +305,7 @@ class OptimizerStates:
                 "optimizer states: %s cannot be shown on their drive (%s); they are in memory "
                 "until the next step",
                 format_size(bucket.num_bytes),
-                error,
+                str(error),
             )
             return Exposed(bucket, self._optimizer, self._places.attach)
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.states.config import StatesConfig
-from megatron.offload.states.optimizer_places import typed_states_bytes
+from megatron.offload.states.optimizer_places import usual_states_bytes
 from megatron.offload.states.sharded import part_of
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.probe import measure_bandwidth
@@ -37,31 +37,17 @@ def expected_bytes(
 ) -> list[int]:
     """Bytes of each parameter's states that will move, in the order of the optimizer's groups.
 
-    Exact for Adam, AdamW and SGD, and for states that exist already; otherwise as for Adam.
+    As `usual_states_bytes`.
 
     Args:
         moves_param: whether a parameter itself moves with its states.
     """
     return [
-        _bytes_of_states(optimizer, group, param)
+        usual_states_bytes(optimizer, group, param)
         + (part_of(param).nbytes if moves_param(param) else 0)
         for group in optimizer.param_groups
         for param in group["params"]
     ]
-
-
-def _bytes_of_states(
-    optimizer: torch.optim.Optimizer, group: dict[str, object], param: torch.Tensor
-) -> int:
-    own = part_of(param)
-    if state := optimizer.state.get(param):
-        tensors = (one for one in state.values() if isinstance(one, torch.Tensor))
-        return sum(part_of(t).nbytes for t in tensors if t.shape == param.shape and t.dim())
-    if (typed_bytes := typed_states_bytes(optimizer, own)) is not None:
-        return typed_bytes
-    if "momentum" in group:
-        return own.nbytes if group["momentum"] else 0
-    return own.nbytes * (3 if group.get("amsgrad") else 2)
 
 
 def space_for(sizes: Sequence[int], bucket_bytes: int) -> int:
@@ -125,7 +111,7 @@ def measure_drives(
     try:
         rates = [(measure or drive_rates)(one, config, sample_bytes) for one in config.directories]
     except OSError as error:
-        logger.info("%sthe drives could not be measured (%s)", STATES.prefix, error)
+        logger.info("%sthe drives could not be measured (%s)", STATES.prefix, str(error))
         return
     write, read = (sum(one) for one in zip(*rates, strict=True))
     write = min(write, config.write_bytes_per_s or write)

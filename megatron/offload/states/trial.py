@@ -78,7 +78,7 @@ class Trial:
                 STATES_PREFIX,
                 type(self._optimizer).__name__,
                 type(error).__name__,
-                error,
+                str(error),
             )
             return
         if differs:

@@ -26,6 +26,7 @@ from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.order import first_to_stay
 from megatron.offload.moving.storage import Where
 from megatron.offload.sizes import format_size
+from megatron.offload.tiers.transfer import TRANSFER_ERRORS
 
 ON_DEVICE = 3  # buckets in an accelerator's memory at a time, see Note [The window]
 
@@ -93,7 +94,7 @@ class Window:
                     return
                 try:
                     bucket.begin_read()
-                except Exception:  # the use of it reads again, and reports the error
+                except TRANSFER_ERRORS:  # `bring` reads again, and reports the error
                     return
             ahead.popleft()
 

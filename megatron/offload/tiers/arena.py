@@ -227,7 +227,7 @@ class HostArena:
                 "(ulimit -l) or of the container's memory (cgroup), or set a smaller %s",
                 self._purpose.prefix,
                 format_size(num_bytes),
-                error,
+                str(error),
                 format_size(self._extents.size_bytes),
                 self._flag,
             )

@@ -18,6 +18,7 @@ import resource
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,6 +34,12 @@ _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _NEVER = "2"  # overcommit: every writable mapping counts as used memory, touched or not
 
 
+class _Window(weakref.ref[Any]):
+    """Of the memory of a storage."""
+
+    offset: int  # of its extent
+
+
 class RestoredMemory:
     """Hands out storages of one region of addresses, as large as the machine's memory.
 
@@ -46,7 +53,10 @@ class RestoredMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._extents = ExtentAllocator(mmap.PAGESIZE)
-        self._freed: collections.deque[int] = collections.deque()  # offsets to give back
+        # Storages that are there, and those of them that were freed. A reference calls `append`,
+        # which is of C: a signal's handler cannot raise within it, and nothing stays taken.
+        self._windows: dict[int, _Window] = {}  # by their offset
+        self._freed: collections.deque[_Window] = collections.deque()
         self._most_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self._region: mmap.mmap | None = None
         self._address = 0
@@ -84,7 +94,9 @@ class RestoredMemory:
             return None
         window = bytes_at(self._address + offset + shift, num_bytes)
         window.owner = self  # type: ignore[attr-defined]  # the region outlives its storages
-        weakref.finalize(window, self._freed.append, offset).atexit = False
+        reference = _Window(window, self._freed.append)
+        reference.offset = offset
+        self._windows[offset] = reference
         return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
 
     def trim(self) -> None:
@@ -107,7 +119,9 @@ class RestoredMemory:
 
     def _trim(self) -> None:
         while self._freed:
-            self._extents.free(self._freed.popleft())
+            offset = self._freed.popleft().offset
+            del self._windows[offset]
+            self._extents.free(offset)
             if self._region is not None and not self._extents.used_bytes:
                 self._region.madvise(mmap.MADV_DONTNEED, 0, self._extents.size_bytes)
                 self._extents = ExtentAllocator(mmap.PAGESIZE)

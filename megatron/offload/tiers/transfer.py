@@ -19,6 +19,11 @@ logger = logging.getLogger(__name__)
 
 Work = Callable[[], None]  # moves one piece
 
+# What transfers end with, and tiers and devices raise. Code that goes on behind an error catches
+# these and no others: a signal's handler may raise any exception while the main thread waits, and
+# that is no fault of a drive's, but for the script to see.
+TRANSFER_ERRORS = (OSError, RuntimeError, MemoryError, CancelledError)
+
 
 class Transfer:
     """One read or write, which may be queued, running or done.
@@ -84,6 +89,8 @@ class Transfer:
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends it, with an error or without, and calls the callbacks, those of waits first."""
+        if error is not None and not isinstance(error, TRANSFER_ERRORS):
+            error = OSError(errno.EIO, f"{type(error).__name__}: {error}")
         self.error, self._has_ended = error, True
         self._tell()
 
@@ -185,7 +192,12 @@ class Transfer:
                 return
             try:
                 callback(self)
-            except Exception as error:  # an error of the callback, not of the transfer
+            except BaseException as error:  # an error of the callback, not of the transfer
+                if threading.current_thread() is threading.main_thread():
+                    self._tell()  # the other callbacks; a signal's handler may have raised this
+                    raise
+                if not isinstance(error, Exception):
+                    raise
                 # Not the error itself: a handler that stores records would keep its traceback.
                 reason = repr(error)
                 logger.error("activation offload: a callback of a transfer failed: %s", reason)

@@ -28,7 +28,7 @@ from megatron.offload.device.device import Device
 from megatron.offload.errors import StorageError
 from megatron.offload.stats.trace import WAIT, Tracer, name_of
 from megatron.offload.tiers.budget import ByteBudget
-from megatron.offload.tiers.transfer import Transfer
+from megatron.offload.tiers.transfer import TRANSFER_ERRORS, Transfer
 
 _NOW = float("-inf")  # the deadline of a read that compute waits for
 _SOON = 0.0  # of a read that compute will wait for next; the prefetcher counts from 1
@@ -157,7 +157,7 @@ class Reader:
                 memory, ready = self._device.room.read(functools.partial(self._read, record))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except TRANSFER_ERRORS as error:
             raise StorageError(
                 f"rank {self._rank} could not read an activation of {record.scope} back "
                 f"({record.block}): {error}; its gradient would be wrong, so training stops; "

@@ -3,10 +3,10 @@
 `encoder_decoder_bytes`.
 
 Trainers pass the result to `install` as `reserve_bytes`, so that a disk that is too small shows
-before training. The count follows Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models" (2022), section 4: per layer the inputs of every operation that needs them in
-backward, here term by term for any element size, GQA and gated MLPs, without the s x s attention
-scores that fused attention does not save. Of layers that Megatron recomputes only inputs count.
+before training. What a layer saves is counted as `plan` does it, in `planner/projection/layer.py`,
+without the s x s attention scores that fused attention does not save. A `TransformerConfig` does
+not say whether positions are rotary: `MARGIN` holds rotated queries and keys. Of layers that
+Megatron recomputes only inputs count.
 
 Note [All micro-batches at a time]
 In a layer-major step every unit but the last keeps what it saves of all micro-batches. What a model
@@ -28,6 +28,8 @@ from megatron.offload.planner.profile.pipeline_schedule import (
     layer_major_position,
     pipeline_schedule,
 )
+from megatron.offload.planner.projection.layer import INSIDE_MLP, LOG_SUM_EXP, layer_work
+from megatron.offload.planner.projection.model import Parallelism, Transformer
 
 MARGIN = 1.15  # statistics of norms, log-sum-exp of attention, rounding to file-system blocks
 
@@ -39,25 +41,31 @@ def layer_bytes(settings: Any, tokens: int) -> int:
         settings: a `TransformerConfig`.
         tokens: sequence length x micro-batch size.
     """
-    element = 2 if settings.bf16 or settings.fp16 else 4
-    tp = settings.tensor_model_parallel_size
-    hidden, ffn = settings.hidden_size, settings.ffn_hidden_size
-    head = settings.kv_channels
-    query = settings.num_attention_heads * head
-    key_value = 2 * settings.num_query_groups * head
-    # Around the activation function; with experts, of those that a token goes to, and its copies.
-    inner = (4 if settings.gated_linear_unit else 2) * ffn
-    if getattr(settings, "num_moe_experts", None):
-        inner = inner * (settings.moe_ffn_hidden_size or ffn) // ffn + 2 * hidden
-        inner *= settings.moe_router_topk
-    # Split over tensor-parallel ranks: q, k, v; attention's output; the MLP.
-    split = query + key_value + query + inner
-    # Whole on each rank without sequence parallelism: input and output of both norms.
-    whole = 4 * hidden
-    masks = 2 * hidden if settings.hidden_dropout > 0 else 0  # one byte an element
-    if settings.sequence_parallel:
-        whole, masks = whole / tp, masks / tp
-    return int(tokens * ((split / tp + whole) * element + masks))
+    tensor = settings.tensor_model_parallel_size
+    experts = bool(getattr(settings, "num_moe_experts", None))
+    model = Transformer(
+        num_layers=1,
+        hidden_size=settings.hidden_size,
+        num_attention_heads=settings.num_attention_heads,
+        seq_length=tokens,
+        num_query_groups=settings.num_query_groups,
+        kv_channels=settings.kv_channels,
+        ffn_hidden_size=(experts and settings.moe_ffn_hidden_size) or settings.ffn_hidden_size,
+        gated=settings.gated_linear_unit,
+        hidden_dropout=settings.hidden_dropout,
+        dtype="bf16" if settings.bf16 or settings.fp16 else "fp32",
+        # Both halves of a gated unit are saved once more unless one kernel computes it.
+        fused_kernels=not settings.gated_linear_unit or settings.bias_activation_fusion,
+    )
+    divided = Parallelism(tensor=tensor, sequence_parallel=settings.sequence_parallel)
+    attention, mlp = layer_work(model, divided)
+    saved = [one for one in (*attention.saved, *mlp.saved) if one.name != LOG_SUM_EXP]
+    num_bytes = sum(one.num_bytes for one in saved)
+    if experts:  # those that a token goes to, and its copies before and behind each of them
+        inside = sum(one.num_bytes for one in mlp.saved if one.name in INSIDE_MLP)
+        copies = 2 * tokens * settings.hidden_size * model.element_bytes // tensor
+        num_bytes += settings.moe_router_topk * (inside + copies) - inside
+    return num_bytes
 
 
 def _num_recomputed(settings: Any, num_layers: int) -> int:

@@ -20,6 +20,10 @@ MATMUL_BACKWARD = 2.0
 FLASH_BACKWARD = 2.5
 SCORES_BACKWARD = 2.0
 
+# Names of what is saved: of flash attention beside its output; and of an MLP between its matrices.
+LOG_SUM_EXP = "log-sum-exp"
+INSIDE_MLP = ("activation input", "activated half", "linear half", "activation output")
+
 
 class Saved(NamedTuple):
     """A storage that a layer saves for backward."""
@@ -138,7 +142,7 @@ def _attention(model: Transformer, sizes: _Sizes) -> Work:
     saved.append(Saved("attention output", sizes.divided(query)))
     if model.flash_attention:
         heads = model.num_attention_heads // sizes.tensor or 1
-        saved.append(Saved("log-sum-exp", heads * sizes.tokens * 4))
+        saved.append(Saved(LOG_SUM_EXP, heads * sizes.tokens * 4))
     saved.extend(_dropout(sizes))
     # Flash attention skips what a causal mask hides; products of whole matrices do not.
     seen = 0.5 if model.causal and model.flash_attention else 1.0
@@ -191,6 +195,6 @@ def _mlp(model: Transformer, sizes: _Sizes) -> Work:
         / sizes.tensor,
         memory_bytes=5 * sizes.whole + (halves + 1) * inside,
         sent_bytes=sizes.collective,
-        selective=("activated half", "linear half", "activation output"),
+        selective=INSIDE_MLP[1:],
         selective_memory_bytes=(halves + 1) * inside,
     )
