@@ -44,8 +44,9 @@ class Bucket(MovingStorage):
 
     def fill(self, layout: Layout, storage: torch.UntypedStorage) -> None:
         """Replaces its tensors by these."""
-        self.hold(FreshMemory(storage), layout.num_bytes)
+        self.forget()  # first: an interrupt leaves no bytes under another layout
         self.layout = layout
+        self.hold(FreshMemory(storage), layout.num_bytes)
 
     def forget(self) -> None:
         """Drops its tensors."""

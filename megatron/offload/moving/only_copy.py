@@ -87,14 +87,14 @@ class OnlyCopy:
     def put_away(self, one: MovingStorage) -> bool:
         """Starts to write a member to the first tier that has room; False: it stays in memory."""
         after = None if self._device.is_host else self._device.record_event()
-        if one.write_error is not None:
-            self._refusal, one.write_error = str(one.write_error), None
+        reason, one.write_error = one.write_error and str(one.write_error), None
         for tier in self.tiers:
             try:
                 if one.begin_write(tier, after):
                     return True
             except TRANSFER_ERRORS as error:  # e.g. the tier's threads have ended
-                self._refusal = str(error)
+                reason = str(error)
+        self._refusal = reason or self._refusal
         self.refused_bytes += one.num_bytes
         return False
 
@@ -144,13 +144,13 @@ class OnlyCopy:
         except (torch.OutOfMemoryError, OffloadError):
             raise
         except TRANSFER_ERRORS as error:
-            # Not the error itself, here and elsewhere: who keeps log records would keep the frames
-            # that it has passed, and with them what they hold of the tier.
+            # Not the error itself, here and elsewhere: a handler that keeps log records would keep
+            # the frames that it has passed, and with them what they hold of the tier.
             reason = str(error)
             logger.warning("%sa read failed (%s); trying once more", self._prefix, reason)
             try:
                 self._device.room.read(work)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, OffloadError):
                 raise
             except TRANSFER_ERRORS as again:
                 raise LostStateError(

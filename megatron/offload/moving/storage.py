@@ -95,6 +95,7 @@ class MovingStorage:
             events: of the device; after these the memory has the bytes.
         """
         self.take_back()
+        self.give_up_read()
         self._memory, self.num_bytes, self._events = memory, num_bytes, events
         self.where, self.block = Where.NOWHERE if memory is None else Where.IN_MEMORY, None
 
@@ -150,15 +151,17 @@ class MovingStorage:
             if self._transfer is not transfer:
                 return  # `take_back` has taken the bytes back meanwhile
             assert self._memory is not None
-            released = self._memory.storage  # freed when this frame ends, outside the lock
-            # In one statement each, so that Ctrl-C leaves one of the states.
-            if is_given_up or error is not None:
-                self._transfer, self.where, self.block = None, Where.IN_MEMORY, None
-                self.write_error = error
-            else:
-                self._transfer, self.where = None, Where.ON_TIER
-                self._memory.release()
-            self._lock.notify_all()
+            released = self._memory.storage  # freed by the `del` below, outside the lock
+            try:
+                # In one statement each, so that Ctrl-C leaves one of the states.
+                if is_given_up or error is not None:
+                    self._transfer, self.where, self.block = None, Where.IN_MEMORY, None
+                    self.write_error = error
+                else:
+                    self._transfer, self.where = None, Where.ON_TIER
+                    self._memory.release()
+            finally:
+                self._lock.notify_all()
         del released
         if self._ended is not None:
             self._ended(self, "write", transfer)
@@ -180,6 +183,7 @@ class MovingStorage:
                 return
             transfer, self._transfer = self._transfer, None
             self.where, self.block = Where.IN_MEMORY, None
+            self._lock.notify_all()
         assert transfer is not None
         transfer.cancel()
 
@@ -204,7 +208,8 @@ class MovingStorage:
     @property
     def is_arriving(self) -> bool:
         """Whether a read is under way."""
-        return self._transfer is not None and not self._transfer.done()
+        transfer = self._transfer
+        return self.where is Where.READING and transfer is not None and not transfer.done()
 
     def read(self) -> None:
         """Brings the bytes to memory; waits for the read if they are not there.
@@ -214,25 +219,28 @@ class MovingStorage:
         """
         self.take_back()
         self.begin_read()
-        if self.where is not Where.READING:
-            return
-        transfer = self._transfer
-        assert transfer is not None
-        try:
-            transfer.wait()
-        except BaseException:
-            if transfer.done():  # else Ctrl-C has ended the wait, and the read goes on
-                self._forget_read()
-            raise
-        self._events = transfer.events or ()
-        block = self.block if self.keeps_block else None
-        self._transfer, self.where, self.block = None, Where.IN_MEMORY, block
+        while (transfer := self._read_under_way()) is not None:
+            try:
+                transfer.wait()
+            except BaseException:
+                if transfer.done():  # else Ctrl-C has ended the wait, and the read goes on
+                    self._forget_read(transfer)
+                raise
+            with self._lock:
+                if self._transfer is transfer:
+                    self._events = transfer.events or ()
+                    block = self.block if self.keeps_block else None
+                    self._transfer, self.where, self.block = None, Where.IN_MEMORY, block
+            self.begin_read()  # only if another thread has given up the read
+
+    def _read_under_way(self) -> Transfer | None:
+        with self._lock:
+            return self._transfer if self.where is Where.READING else None
 
     def bring(self) -> None:
         """`read`, and makes the calling thread's next operations wait for the bytes."""
-        if self.where is not Where.IN_MEMORY:
-            self.read()
-            self.use_here()
+        self.read()
+        self.use_here()
 
     def use_here(self) -> None:
         """The calling thread's stream uses the bytes from now on; they are in memory."""
@@ -240,18 +248,22 @@ class MovingStorage:
         self._device.use_after(self.storage, self._events)
 
     def give_up_read(self) -> None:
-        """The bytes are not needed yet: cancels a read under way and releases its memory."""
-        if self.where is Where.READING:
-            assert self._transfer is not None
-            self._transfer.cancel()
-            self._transfer.wait_until_done()
-            self._forget_read()
+        """The bytes are not needed yet: cancels a read under way and releases its memory.
 
-    def _forget_read(self) -> None:
+        Another thread than the one that trains may call it where a device's memory runs out.
+        """
+        if (transfer := self._read_under_way()) is not None:
+            transfer.cancel()
+            transfer.wait_until_done()
+            self._forget_read(transfer)
+
+    def _forget_read(self, transfer: Transfer) -> None:
         """A read has ended, and its bytes are not wanted, or wrong: releases the memory."""
-        assert self._memory is not None
-        self.where, self._transfer = Where.ON_TIER, None
-        self._memory.release()
+        with self._lock:
+            if self._transfer is transfer:  # else another thread has seen its end
+                assert self._memory is not None
+                self.where, self._transfer = Where.ON_TIER, None
+                self._memory.release()
 
     # -- Where they are ---------------------------------------------------------------------------
 

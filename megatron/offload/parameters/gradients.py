@@ -235,7 +235,9 @@ class Gradients:
         if bucket is None:
             return
         bucket.take_back()
-        if bucket.where is not Where.IN_MEMORY:
+        if bucket.where is Where.IN_MEMORY:
+            bucket.use_here()  # Ctrl-C may have come before
+        else:
             with self.copies.waiting():
                 self.copies.bring(bucket)
         views = bucket.views

@@ -118,8 +118,7 @@ class ParameterUnit(MovingStorage):
         Once they are written, the next `bring` puts the parameters in their places.
         """
         self.take_back()
-        if self.where is Where.READING:
-            self.bring()
+        self.give_up_read()
         if self.where is Where.ON_TIER:
             self._obtain()
         self.use_here()

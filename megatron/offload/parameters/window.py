@@ -277,7 +277,9 @@ class ParameterWindow:
             tier.wait_for_writes()  # a queued write would overwrite changes on the drive
         try:
             unit.show()
-        except OSError:
+        except (torch.OutOfMemoryError, OffloadError):
+            raise
+        except TRANSFER_ERRORS:
             self._bring(unit)
             unit.show()
         self._shown.add(number)

@@ -114,7 +114,9 @@ class Window:
         bucket.take_back()
         if bucket.storage is None:
             self.wait_for_room(self._expected_bytes(bucket))
-        if bucket.where not in (Where.NOWHERE, Where.IN_MEMORY):
+        if bucket.where is Where.IN_MEMORY:
+            bucket.use_here()  # Ctrl-C may have come before, or another stream is current
+        elif bucket.where is not Where.NOWHERE:
             self._copies.bring(bucket, functools.partial(self._bring, bucket, ahead))
 
     def _bring(self, bucket: Bucket, ahead: collections.deque[Bucket] | None) -> None:

@@ -8,6 +8,7 @@ in which order streams are opened and closed, is said here alone.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,11 +197,12 @@ class OffloadedTraining:
         return "\n".join(filter(None, (activations, self.parameters.summary())))
 
     def close(self) -> None:
-        """Ends all streams, in the order in which they stand on each other.
+        """Ends all streams: activations, then parameters, then states, which were opened first.
 
         States and parameters that are on a tier are gone: training has ended.
         """
-        if self._passes is not None:
-            self._passes.close()
-        self.parameters.close(restore=False)  # before what was there when they came
-        self.states.close(restore=False)
+        with contextlib.ExitStack() as last_first:  # each, also if one before it raises
+            last_first.callback(self.states.close, restore=False)
+            last_first.callback(self.parameters.close, restore=False)
+            if self._passes is not None:
+                last_first.callback(self._passes.close)
