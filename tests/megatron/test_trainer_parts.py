@@ -17,6 +17,7 @@ from trainer.data import SampleOrder
 from trainer.gpt import GPT
 from trainer.metrics import MetricsFile, StepRecord
 
+from megatron.offload.integration.megatron import whole_training
 from megatron.offload.integration.megatron.estimate import activation_bytes
 from tests.support.launch import TINY
 
@@ -142,7 +143,7 @@ def test_each_rank_reserves_what_its_stage_needs(
     environment["LOCAL_WORLD_SIZE"] = local_world_size
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(training, "check", lambda *args, **kwargs: checked.update(kwargs))
+    monkeypatch.setattr(whole_training, "check", lambda *args, **kwargs: checked.update(kwargs))
     flags = f"{TINY} --pipeline-model-parallel-size 2 --validate-only".split()
     training.pretrain(GPT(), flags)
     args = arguments.parse_arguments("", flags[:-1], (GPT().add_arguments,))
