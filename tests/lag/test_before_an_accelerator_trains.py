@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from megatron.offload import OffloadConfig, offload_optimizer
+from megatron.offload.activations.open import check_tiers, open_tiers
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.bounce import BouncingTier
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.host import HostTier
-from megatron.offload.tiers.open import check_tiers, open_tiers
 from megatron.offload.tiers.probe import has_fallocate
 from megatron.offload.tiers.transfer import Transfer
 from tests.support.accelerators import Lag

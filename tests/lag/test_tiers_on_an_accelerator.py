@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron.offload import OffloadConfig
+from megatron.offload.activations.open import open_tiers
 from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.errors import ConfigurationError
@@ -22,7 +23,6 @@ from megatron.offload.tiers import ssd as ssd_module
 from megatron.offload.tiers.bounce import BouncingBlock, BouncingTier
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.host import HostTier
-from megatron.offload.tiers.open import open_tiers
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.staging import StagingPool
 from megatron.offload.tiers.tier import Tier

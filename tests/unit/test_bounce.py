@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron.offload import OffloadEngine
+from megatron.offload.activations.open import open_tiers
 from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
@@ -23,7 +24,6 @@ from megatron.offload.sizes import GIB, MIB
 from megatron.offload.tiers.bounce import BouncingBlock, BouncingTier
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.host_budget import pinned_pool_bytes
-from megatron.offload.tiers.open import open_tiers
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.transfer import Transfer
 from tests.conftest import Gate

@@ -444,7 +444,7 @@ def test_the_disk_is_asked_for_what_all_stages_of_the_machine_need_together(
     reserves: list[int] = []
     asked: list[int] = []
     monkeypatch.setattr(
-        "megatron.offload.tiers.open.check_room", lambda *args: asked.append(args[-1])
+        "megatron.offload.activations.open.check_room", lambda *args: asked.append(args[-1])
     )
 
     def set_up_stage(stage: int) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.open import open_tiers
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import MIB
@@ -19,7 +20,6 @@ from megatron.offload.tiers import io_threads as io_threads_module
 from megatron.offload.tiers import ssd as ssd_module
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.host import HostTier
-from megatron.offload.tiers.open import open_tiers
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.staging import StagingPool
 from tests.support.simulated_device import SimulatedDevice

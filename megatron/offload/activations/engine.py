@@ -22,6 +22,7 @@ from megatron.offload.activations.capture.hooks import SavedTensorHooks
 from megatron.offload.activations.capture.layer import LayerCapture
 from megatron.offload.activations.capture.tensor_swapper import TensorSwapper
 from megatron.offload.activations.memory_report import MemoryReport
+from megatron.offload.activations.open import open_tiers
 from megatron.offload.activations.placement.policy import FixedPolicy, Placement, Policy
 from megatron.offload.activations.saved.cache import LongLived, TensorCache
 from megatron.offload.activations.saved.observer import Observer
@@ -46,7 +47,6 @@ from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.trace import Tracer
 from megatron.offload.stats.traffic import Traffic
 from megatron.offload.tiers.budget import ByteBudget
-from megatron.offload.tiers.open import open_tiers
 from megatron.offload.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.open import check_tiers
 from megatron.offload.activations.placement.policy import Policy
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
@@ -38,7 +39,6 @@ from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.planner.online.consensus import RankConsensus
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.profiler import Profiler
-from megatron.offload.tiers.open import check_tiers
 
 # Settings of TransformerConfig that place activations themselves or run layers past our hooks.
 _REFUSED_SETTINGS = {

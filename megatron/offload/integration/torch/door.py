@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from megatron.offload.activations.open import check_tiers
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.causal_lm_loss import chunked_losses
@@ -26,7 +27,6 @@ from megatron.offload.integration.torch.ranks import local_world_size, rank
 from megatron.offload.integration.torch.refusals import check_models
 from megatron.offload.machine import vector_math
 from megatron.offload.planner.libraries import check_libraries
-from megatron.offload.tiers.open import check_tiers
 from megatron.offload.values import parse_path
 
 
