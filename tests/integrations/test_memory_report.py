@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.offload.activations.placement.plan_file import plans_from_json
+from megatron.offload.activations.stats.memory_parts import KEPT, load_steps
 from megatron.offload.commands.memory.command import predicted_peak
-from megatron.offload.stats.memory_parts import KEPT, load_steps
 from tests.support.models import Block
 from tests.support.same_training import Batch, Training, train
 

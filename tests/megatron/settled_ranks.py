@@ -22,8 +22,8 @@ if str(ROOT / "examples") not in sys.path:
 from megatron.offload.activations.engine import OffloadEngine  # noqa: E402
 from megatron.offload.activations.saved.save_order import SaveOrder  # noqa: E402
 from megatron.offload.activations.saved.scope import Scope  # noqa: E402
+from megatron.offload.activations.stats.traffic import Traffic  # noqa: E402
 from megatron.offload.stats.statistics import StepStatistics  # noqa: E402
-from megatron.offload.stats.traffic import Traffic  # noqa: E402
 from tests.support.waiting import SOON_S  # noqa: E402
 
 

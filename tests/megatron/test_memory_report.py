@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.stats.memory_parts import (
+from megatron.offload.activations.stats.memory_parts import (
     KEPT,
     OUTSIDE,
     RECOMPUTED,

@@ -19,8 +19,8 @@ from check.prediction import (
     verdict,
 )
 
+from megatron.offload.activations.stats.memory_parts import BETWEEN, WRITING, Moment, StepMemory
 from megatron.offload.commands.training_runs.run import RunError
-from megatron.offload.stats.memory_parts import BETWEEN, WRITING, Moment, StepMemory
 
 ONE = Configuration("h256 4 layers", 2, 4, "50MB/s")
 

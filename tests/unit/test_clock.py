@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron.offload.activations.stats.compute_waits import ComputeWaits
+from megatron.offload.activations.stats.standstill import Standstill
 from megatron.offload.device.clock import Clock
 from megatron.offload.device.cpu import CpuDevice
-from megatron.offload.stats.compute_waits import ComputeWaits
-from megatron.offload.stats.standstill import Standstill
 from megatron.offload.stats.statistics import StepStatistics
 from tests.support.behind import DeviceBehind
 

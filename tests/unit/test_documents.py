@@ -19,6 +19,7 @@ from megatron.offload.activations.placement.plan import Plan, PlannedPart, Predi
 from megatron.offload.activations.placement.plan_file import load_plans, plans_to_json
 from megatron.offload.activations.placement.plan_table import plan_table
 from megatron.offload.activations.placement.policy import Placement
+from megatron.offload.activations.stats.memory_parts import KEPT, REST, Moment, StepMemory
 from megatron.offload.commands.bench.fio import FioError, parse_sample
 from megatron.offload.commands.memory.command import explain_memory
 from megatron.offload.commands.report import compare_runs
@@ -28,7 +29,6 @@ from megatron.offload.commands.training_runs.trainer import read_metrics
 from megatron.offload.documents import each_line, from_json, reading
 from megatron.offload.integration.torch.measured_run import MeasuredRun
 from megatron.offload.planner.profile.stage_profile import StageProfile
-from megatron.offload.stats.memory_parts import KEPT, REST, Moment, StepMemory
 from tests.support.processes import ROOT
 from tests.support.stages import stage
 

@@ -31,7 +31,7 @@ ALLOWED = {
     "device/cpu.py": "operations that are done when they return: the clock of a CPU",
     "integration/training_steps.py": "wall time, in which drives wear",
     "planner/profile/pass_trace.py": "the moment at which both clocks meet",
-    "stats/memory_sampler.py": "when the host allocates",
+    "activations/stats/memory_sampler.py": "when the host allocates",
     "stats/trace.py": "transfers, beside spans that device time was turned into",
     "tiers/bandwidth.py": "transfers of I/O threads",
     "tiers/budget.py": "pauses of I/O threads",

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.offload.activations.stats.compute_waits import ComputeWaits
 from megatron.offload.activations.transfer.lead import Lead
 from megatron.offload.device.clock import Clock
-from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.stats.statistics import StepStatistics
 from tests.support.numbered_device import NumberedDevice
 

@@ -12,9 +12,7 @@ from matplotlib.axes import Axes
 
 from megatron.offload import cli
 from megatron.offload.activations.placement.plan_file import plans_to_json
-from megatron.offload.commands.memory.command import predicted_peak
-from megatron.offload.planner.simulator.timeline import Timeline
-from megatron.offload.stats.memory_parts import (
+from megatron.offload.activations.stats.memory_parts import (
     BETWEEN,
     KEPT,
     OUTSIDE,
@@ -24,6 +22,8 @@ from megatron.offload.stats.memory_parts import (
     Moment,
     StepMemory,
 )
+from megatron.offload.commands.memory.command import predicted_peak
+from megatron.offload.planner.simulator.timeline import Timeline
 from tests.support.stages import stage
 
 MIB = 1 << 20

@@ -15,9 +15,7 @@ import torch
 
 from megatron.offload import ConfigurationError, OffloadEngine, Scope
 from megatron.offload.activations import memory_report
-from megatron.offload.config import OffloadConfig
-from megatron.offload.device.cpu import CpuDevice
-from megatron.offload.stats.memory_parts import (
+from megatron.offload.activations.stats.memory_parts import (
     AHEAD,
     BETWEEN,
     HELD,
@@ -32,6 +30,8 @@ from megatron.offload.stats.memory_parts import (
     load_steps,
     name_of,
 )
+from megatron.offload.config import OffloadConfig
+from megatron.offload.device.cpu import CpuDevice
 from tests.support.full_disk import FULL_DISK, needs_full_disk, one_warning_about
 from tests.support.models import Double, settle
 from tests.support.simulated_device import SimulatedDevice

@@ -17,6 +17,7 @@ from megatron.offload import cli
 from megatron.offload.activations.placement.plan import Plan, Prediction
 from megatron.offload.activations.placement.plan_file import load_plans
 from megatron.offload.activations.placement.policy import Placement
+from megatron.offload.activations.stats.memory_parts import PredictedPeak
 from megatron.offload.commands.plan import command
 from megatron.offload.commands.plan.arguments import add_arguments
 from megatron.offload.commands.plan.comparison import PlanComparison
@@ -30,7 +31,6 @@ from megatron.offload.planner.simulator.transfers import _TOLERATED_WAIT
 from megatron.offload.planner.solver.baselines import suffix_plan
 from megatron.offload.planner.solver.solve import solve
 from megatron.offload.stats.endurance import YEAR_S
-from megatron.offload.stats.memory_parts import PredictedPeak
 
 pytestmark = pytest.mark.slow
 

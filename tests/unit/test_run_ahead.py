@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.offload.activations.stats.compute_waits import ComputeWaits
 from megatron.offload.activations.transfer.run_ahead_limit import HostRunAheadLimit
 from megatron.offload.device.clock import Clock
-from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.tiers.budget import ByteBudget
 from tests.support.numbered_device import NumberedDevice

@@ -11,6 +11,15 @@ import pytest
 
 from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
 from megatron.offload.activations.placement.policy import Placement
+from megatron.offload.activations.stats.memory_parts import (
+    AHEAD,
+    KEPT,
+    OUTSIDE,
+    RECOMPUTED,
+    REST,
+    USED,
+    WRITING,
+)
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
@@ -23,15 +32,6 @@ from megatron.offload.planner.simulator.instructions import (
 )
 from megatron.offload.planner.simulator.step import MISSING_BYTES, STALL_S, _step, new_channels
 from megatron.offload.planner.simulator.timeline import Timeline
-from megatron.offload.stats.memory_parts import (
-    AHEAD,
-    KEPT,
-    OUTSIDE,
-    RECOMPUTED,
-    REST,
-    USED,
-    WRITING,
-)
 from tests.support.stages import layer, part, stage, tier
 
 Layers = dict[str, int]

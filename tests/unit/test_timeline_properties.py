@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.offload.activations.stats.memory_parts import REST
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import INPUT_OFFSET, RECOMPUTE_LAYER
 from megatron.offload.planner.simulator.timeline import Cost, Timeline
-from megatron.offload.stats.memory_parts import REST
 from tests.support.stages import layer, part, stage, tier
 
 FROM_TIER = RECOMPUTE_LAYER + INPUT_OFFSET

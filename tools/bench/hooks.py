@@ -52,12 +52,12 @@ from tqdm import tqdm
 from megatron.offload import OffloadConfig, OffloadEngine, Scope
 from megatron.offload.activations.capture.hooks import SavedTensorHooks
 from megatron.offload.activations.saved.record import State
+from megatron.offload.activations.stats.traffic import Traffic
 from megatron.offload.activations.transfer.writer import Writer
 from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.statistics import StepStatistics
-from megatron.offload.stats.traffic import Traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

@@ -66,6 +66,7 @@ from megatron.offload.activations.capture.layer import LayerCapture
 from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.activations.saved.scope import layer_of
 from megatron.offload.activations.saved.view import SavedView
+from megatron.offload.activations.stats.traffic import Traffic
 from megatron.offload.activations.transfer.reader import Reader
 from megatron.offload.activations.transfer.writer import Outgoing, Writer
 from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
@@ -73,7 +74,6 @@ from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.integration.torch.layer_calls import LayerCalls
 from megatron.offload.stats.statistics import StepStatistics
-from megatron.offload.stats.traffic import Traffic
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.file import UnlinkedFile
 

@@ -40,12 +40,12 @@ import msgspec
 import torch
 from tabulate import tabulate
 
+from megatron.offload.activations.stats.memory_parts import load_steps
 from megatron.offload.commands.memory.command import predicted_peak
 from megatron.offload.commands.training_runs.run import RunError, settled_steps
 from megatron.offload.commands.training_runs.trainer import TRAINER, Trainer
 from megatron.offload.documents import from_json, reading
 from megatron.offload.sizes import format_size
-from megatron.offload.stats.memory_parts import load_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {

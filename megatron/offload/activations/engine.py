@@ -29,6 +29,9 @@ from megatron.offload.activations.saved.observer import Observer
 from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.weight_casts import WeightCasts
+from megatron.offload.activations.stats.compute_waits import ComputeWaits
+from megatron.offload.activations.stats.memory_sampler import MemorySampler
+from megatron.offload.activations.stats.traffic import Traffic
 from megatron.offload.activations.step_context import StepContext
 from megatron.offload.activations.transfer.dispatcher import Dispatcher
 from megatron.offload.activations.transfer.lead import Lead
@@ -41,11 +44,8 @@ from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import PREFIX, ConfigurationError
 from megatron.offload.machine.own_process import OwnProcess
-from megatron.offload.stats.compute_waits import ComputeWaits
-from megatron.offload.stats.memory_sampler import MemorySampler
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.trace import Tracer
-from megatron.offload.stats.traffic import Traffic
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.tier import Tier
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.offload.activations.saved.cache import TensorCache
+from megatron.offload.activations.stats.memory_parts import StepMemory
+from megatron.offload.activations.stats.memory_sampler import MemorySampler
 from megatron.offload.activations.step_context import StepContext
 from megatron.offload.device.device import Device
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.stats.memory_parts import StepMemory
-from megatron.offload.stats.memory_sampler import MemorySampler
 from megatron.offload.stats.trace import path_of_rank
 
 logger = logging.getLogger(__name__)

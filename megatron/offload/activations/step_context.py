@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from megatron.offload.activations.saved.observer import Observer
 from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.activations.saved.scope import Scope
-from megatron.offload.stats.compute_waits import ComputeWaits
-from megatron.offload.stats.memory_sampler import MemorySampler
+from megatron.offload.activations.stats.compute_waits import ComputeWaits
+from megatron.offload.activations.stats.memory_sampler import MemorySampler
 from megatron.offload.stats.statistics import StepStatistics
 from megatron.offload.stats.trace import Tracer
 

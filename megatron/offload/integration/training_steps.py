@@ -19,6 +19,7 @@ import torch
 from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.activations.placement.plan_policy import PlannedPolicy
 from megatron.offload.activations.placement.policy import Placement, Policy
+from megatron.offload.activations.stats.standstill import Standstill
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.device import Device
 from megatron.offload.planner.online.consensus import RankConsensus
@@ -29,7 +30,6 @@ from megatron.offload.planner.profile.pass_trace import StepTrace
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.history import StepHistory
-from megatron.offload.stats.standstill import Standstill
 from megatron.offload.tiers.wear import WEAR
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import collections
 from typing import Any
 
+from megatron.offload.activations.stats.compute_waits import ComputeWaits
 from megatron.offload.device.device import Device
-from megatron.offload.stats.compute_waits import ComputeWaits
 
 
 class Lead:

@@ -10,8 +10,8 @@ import collections
 import threading
 from typing import Any
 
+from megatron.offload.activations.stats.compute_waits import ComputeWaits
 from megatron.offload.device.device import Device
-from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.tiers.budget import ByteBudget
 
 

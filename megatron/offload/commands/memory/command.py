@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.offload.activations.placement.plan_file import plans_from_json
+from megatron.offload.activations.stats.memory_parts import PredictedPeak, StepMemory, load_steps
 from megatron.offload.commands.memory.text import as_text
 from megatron.offload.documents import reading
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.planner.profile.stage_profile import StageProfile
-from megatron.offload.stats.memory_parts import PredictedPeak, StepMemory, load_steps
 
 _RUN_AGAIN = "let a training write another one with --activation-memory-report"
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.sizes import MIB
-from megatron.offload.stats.memory_parts import (
+from megatron.offload.activations.stats.memory_parts import (
     AHEAD,
     HELD,
     KEPT,
@@ -20,6 +19,7 @@ from megatron.offload.stats.memory_parts import (
     Moment,
     StepMemory,
 )
+from megatron.offload.sizes import MIB
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart.
 _COLOURS = {

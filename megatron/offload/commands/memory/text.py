@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
-from megatron.offload.sizes import format_size
-from megatron.offload.stats.memory_parts import (
+from megatron.offload.activations.stats.memory_parts import (
     BETWEEN,
     OUTSIDE_OF_LAYERS,
     PredictedPeak,
     StepMemory,
     layer_and_part,
 )
+from megatron.offload.sizes import format_size
 
 _MOST_LAYERS = 5
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.offload.activations.placement.plan import Plan, Prediction
 from megatron.offload.activations.placement.policy import Placement
+from megatron.offload.activations.stats.memory_parts import PredictedPeak
 from megatron.offload.commands.plan.request import Request
 from megatron.offload.errors import InfeasibleBudgetError
 from megatron.offload.planner.profile.stage_profile import StageProfile
@@ -18,7 +19,6 @@ from megatron.offload.planner.simulator.timeline import Timeline, prediction_of
 from megatron.offload.planner.solver.baselines import suffix_plan
 from megatron.offload.planner.solver.solve import solve
 from megatron.offload.stats.endurance import YEAR_S
-from megatron.offload.stats.memory_parts import PredictedPeak
 
 _NUM_BUDGETS = 9  # of the curve
 

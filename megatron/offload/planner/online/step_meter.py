@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.activations.placement.policy import Placement
+from megatron.offload.activations.stats.compute_waits import StepWaits
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.clock import Moment
 from megatron.offload.device.device import Device
@@ -31,7 +32,6 @@ from megatron.offload.planner.profile.stage_profile import (
     TierProfile,
     tokens_of,
 )
-from megatron.offload.stats.compute_waits import StepWaits
 from megatron.offload.stats.memory import PeakMemory
 from megatron.offload.tiers.tier import Tier
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron.offload.activations.placement.policy import WHOLE_LAYER
 from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.stats.compute_waits import ComputeWaits
 from megatron.offload.device.clock import Moment
 from megatron.offload.device.device import Device
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, Timestamp
-from megatron.offload.stats.compute_waits import ComputeWaits
 from megatron.offload.stats.trace import COMPUTE, WAIT, Tracer, name_of
 
 ATTENTION, MLP = "attention", "mlp"

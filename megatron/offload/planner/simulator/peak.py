@@ -12,9 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.offload.activations.saved.scope import Scope
-from megatron.offload.planner.simulator import rows
-from megatron.offload.planner.simulator.arrays import Rows
-from megatron.offload.stats.memory_parts import (
+from megatron.offload.activations.stats.memory_parts import (
     AHEAD,
     PARTS,
     RECOMPUTED,
@@ -25,6 +23,8 @@ from megatron.offload.stats.memory_parts import (
     name_of,
     part_of,
 )
+from megatron.offload.planner.simulator import rows
+from megatron.offload.planner.simulator.arrays import Rows
 
 _PARTS = {
     rows.BEING_WRITTEN: WRITING,

@@ -57,6 +57,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.offload.activations.placement.plan import Plan, Prediction
+from megatron.offload.activations.stats.memory_parts import PredictedPeak
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.profile.pipeline_schedule import Pass
 from megatron.offload.planner.profile.stage_profile import StageProfile
@@ -72,7 +73,6 @@ from megatron.offload.planner.simulator.options import Choices
 from megatron.offload.planner.simulator.other_stages import ready_times
 from megatron.offload.planner.simulator.peak import peak_of
 from megatron.offload.planner.simulator.step import simulate
-from megatron.offload.stats.memory_parts import PredictedPeak
 
 _NO_LOG = np.empty(0, rows.LOG)
 _KINDS = {

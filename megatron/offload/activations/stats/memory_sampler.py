@@ -22,8 +22,7 @@ from megatron.offload.activations.saved.autograd_graph import saved_tensors_betw
 from megatron.offload.activations.saved.cache import TensorCache
 from megatron.offload.activations.saved.record import SavedReference, SavedStorage, State
 from megatron.offload.activations.saved.scope import Scope
-from megatron.offload.device.device import Device
-from megatron.offload.stats.memory_parts import (
+from megatron.offload.activations.stats.memory_parts import (
     AHEAD,
     HELD,
     PARTS,
@@ -35,6 +34,7 @@ from megatron.offload.stats.memory_parts import (
     name_of,
     part_of,
 )
+from megatron.offload.device.device import Device
 
 _BETWEEN_SAMPLES_S = 0.0005  # where nothing but time has passed
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import statistics
 
+from megatron.offload.activations.stats.compute_waits import ComputeWaits, StepWaits
 from megatron.offload.device.clock import Moment
-from megatron.offload.stats.compute_waits import ComputeWaits, StepWaits
 
 LARGE = 0.1  # of a step; less is what people who save memory expect to pay
 _UNLIKE_OTHERS = 2  # steps: memory comes from the system, is page-locked, and files grow
