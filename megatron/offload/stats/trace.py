@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.transfer import Transfer
@@ -119,13 +118,17 @@ class Tracer:
         return tracer if tracer is not None and tracer._num_steps < NUM_STEPS else None
 
     def transfer(
-        self, direction: str, tier: Tier, transfer: Transfer, scope: Scope | None, num_bytes: int
+        self,
+        direction: str,
+        tier: Tier,
+        name: str,
+        transfer: Transfer,
+        num_bytes: int,
+        **details: Any,
     ) -> None:
-        """A `write` or `read` of a storage that `scope` saved has ended just now, well or badly."""
-        if transfer.began_s is None or (track := self._names.get(id(tier))) is None:
-            return  # it never ran
-        name = "not needed any more" if scope is None else name_of(scope)
-        self.moved(direction, track, name, transfer, num_bytes, scope=str(scope))
+        """As `moved`, in the track of a tier."""
+        if (track := self._names.get(id(tier))) is not None:
+            self.moved(direction, track, name, transfer, num_bytes, **details)
 
     def moved(
         self,
@@ -246,12 +249,6 @@ class Tracer:
 def path_of_rank(path: Path, rank: int) -> Path:
     """The file of a rank, of which each has its own: rank 0 has `path` itself."""
     return path.with_name(f"{path.stem}-rank{rank}{path.suffix}") if rank else path
-
-
-def name_of(scope: Scope) -> str:
-    """Short enough for a span: `decoder.7 mlp, micro-batch 0`."""
-    layer = f"{scope.layer} {scope.part}".strip() or "outside of layers"
-    return f"{layer}, micro-batch {scope.micro_batch}"
 
 
 def _by_begin(span: _Span) -> tuple[float, float]:

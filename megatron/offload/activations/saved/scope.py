@@ -49,3 +49,11 @@ def layer_of(name: str) -> str:
     if name == _BEFORE_LAYERS or name.endswith(_AFTER):
         return ""
     return name.partition(_CALL)[0]
+
+
+def span_name(scope: Scope | None) -> str:
+    """Short enough for a timeline: `decoder.7 mlp, micro-batch 0`. None: its record has died."""
+    if scope is None:
+        return "not needed any more"
+    layer = f"{scope.layer} {scope.part}".strip() or "outside of layers"
+    return f"{layer}, micro-batch {scope.micro_batch}"

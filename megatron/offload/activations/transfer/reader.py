@@ -19,6 +19,7 @@ import torch
 
 from megatron.offload.activations.saved.record import SavedReference, SavedStorage, State
 from megatron.offload.activations.saved.save_order import SaveOrder
+from megatron.offload.activations.saved.scope import span_name
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.step_context import StepContext
 from megatron.offload.activations.transfer.dispatcher import Dispatcher
@@ -26,7 +27,7 @@ from megatron.offload.activations.transfer.prefetcher import Prefetcher
 from megatron.offload.activations.transfer.run_ahead_limit import HostRunAheadLimit
 from megatron.offload.device.device import Device
 from megatron.offload.errors import StorageError
-from megatron.offload.stats.trace import WAIT, Tracer, name_of
+from megatron.offload.stats.trace import WAIT, Tracer
 from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.transfer import TRANSFER_ERRORS, Transfer
 
@@ -222,7 +223,7 @@ class Reader:
             record.wait_for_read()
         waited_s = time.perf_counter() - began
         if self._step.tracer is not None and self._device.is_host:  # else `StepTrace` draws it
-            self._step.tracer.span(WAIT, f"read of {name_of(record.scope)}", began)
+            self._step.tracer.span(WAIT, f"read of {span_name(record.scope)}", began)
         if waited_s > _NOTICEABLE_S:
             rate = record.block.tier.statistics.reads.bytes_per_s or 0.0
             self._dispatcher.submit(functools.partial(self.prefetcher.waited, waited_s, rate))
@@ -241,5 +242,6 @@ class Reader:
 def _trace_read(tracer: Tracer, reference: SavedReference, transfer: Transfer) -> None:
     record = reference()
     if record is not None and record.block is not None:
-        tracer.transfer("read", record.block.tier, transfer, record.scope, record.num_bytes)
+        name, scope = span_name(record.scope), str(record.scope)
+        tracer.transfer("read", record.block.tier, name, transfer, record.num_bytes, scope=scope)
         tracer.sample_memory()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.offload.activations.saved.record import SavedReference, SavedStorage
-from megatron.offload.activations.saved.scope import layer_of
+from megatron.offload.activations.saved.scope import layer_of, span_name
 from megatron.offload.activations.step_context import StepContext
 from megatron.offload.activations.transfer.dispatcher import Dispatcher
 from megatron.offload.device.device import Device
@@ -182,7 +182,10 @@ class Writer:
             record = outgoing.record()
             if self._step.tracer is not None:
                 scope = record.scope if record is not None else None
-                self._step.tracer.transfer("write", tier, transfer, scope, outgoing.moved_bytes)
+                name, num_bytes = span_name(scope), outgoing.moved_bytes
+                self._step.tracer.transfer(
+                    "write", tier, name, transfer, num_bytes, scope=str(scope)
+                )
             if record is not None:
                 failed = transfer.error is not None
                 record.end_write(failed=failed or not record.has_all_in_bits)

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron.offload.activations.placement.policy import WHOLE_LAYER
-from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.saved.scope import Scope, span_name
 from megatron.offload.activations.stats.compute_waits import ComputeWaits
 from megatron.offload.device.clock import Moment
 from megatron.offload.device.device import Device
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, Timestamp
-from megatron.offload.stats.trace import COMPUTE, WAIT, Tracer, name_of
+from megatron.offload.stats.trace import COMPUTE, WAIT, Tracer
 
 ATTENTION, MLP = "attention", "mlp"
 _NOTICEABLE_S = 0.0001
@@ -75,7 +75,7 @@ class StepTrace:
 def _trace_wait(tracer: Tracer, what: Scope | str, began_s: float, ended_s: float) -> None:
     """Adds a wait, unless it was only a moment: the device stands still behind each event."""
     if ended_s - began_s >= _NOTICEABLE_S:
-        name = what if isinstance(what, str) else f"read of {name_of(what)}"
+        name = what if isinstance(what, str) else f"read of {span_name(what)}"
         tracer.span(WAIT, name, began_s, ended_s)
 
 
