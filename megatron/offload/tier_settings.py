@@ -33,7 +33,6 @@ class TierSettings(Settings):
         threads: for I/O, of each rank and directory; None: what suits the disks.
         io: `auto`, `direct`, `buffered` or `gds`.
         write_bytes_per_s: at most, of each rank; None: no bound.
-        drive_endurance_bytes: that each SSD is rated for; None: it is not known.
     """
 
     flags: ClassVar[str]
