@@ -206,13 +206,16 @@ def test_what_a_handler_raises_is_not_taken_for_a_failed_read(
     training.settle()
     waits_in = "wait_for_read" if stream == ACTIVATIONS else "only_copy.py"
     read, has_come = UnlinkedFile.read, threading.Event()
+    is_first = (
+        threading.Lock()
+    )  # a second signal would meet the handler of before: the process's end
 
     def stop(*_: object) -> None:
         has_come.set()
         raise StoppedError
 
     def interrupts(file: UnlinkedFile, *args: Any) -> None:
-        if not has_come.is_set():
+        if is_first.acquire(blocking=False):
             wait_until(lambda: waits_in in stack_of_main_thread(), "nothing waits for the read")
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
             assert has_come.wait(SOON_S)
