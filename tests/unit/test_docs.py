@@ -124,8 +124,6 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/check/soak\.py", "tests/unit/test_check_soak.py::test_a_tiny_soak"),
     (r"tools/check/families\.py", "tests/integrations/test_families.py::"
      "test_a_family_trains_the_same_or_is_refused"),
-    (r"tools/plot/scaling\.py",
-     "tests/unit/test_projection.py::test_writes_at_scale_stay_near_the_published_bound_and_fall"),
     (r"tools/bench/loss\.py", "tests/unit/test_bench_loss.py::test_a_small_measurement"),
     (r"tools/plot/losses\.py", "tests/unit/test_bench_loss.py::test_two_trainings_are_drawn"),
     (r"tools/plot/placements\.py", "tests/unit/test_docs.py::test_the_picture_can_be_drawn"),
