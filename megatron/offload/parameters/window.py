@@ -301,10 +301,10 @@ class ParameterWindow:
         self._process.check()
         for other, unit in enumerate(self.units):
             is_mapped = unit.where is Where.ON_TIER
-            if other in self._shown and is_mapped is (other == number):
-                self._conceal(unit)
-                self._shown.discard(other)
-            if other != number and not is_mapped:
+            if other == number and is_mapped:
+                self._end_show(other)
+            elif other != number and not is_mapped:
+                self._end_show(other)
                 self._put_away(unit)
                 unit.wait_for_write()
         if number not in self._shown:
@@ -314,7 +314,10 @@ class ParameterWindow:
     def conceal(self) -> None:
         """Ends `expose`; takes over what was changed or replaced meanwhile."""
         while self._shown:
-            number = min(self._shown)
+            self._end_show(min(self._shown))
+
+    def _end_show(self, number: int) -> None:
+        if number in self._shown:
             self._conceal(self.units[number])
             self._shown.discard(number)
 
