@@ -95,10 +95,8 @@ class BERT(MaskedTask):
         self,
         args: argparse.Namespace,
         config: TransformerConfig,
-        vocab_size: int,
-        pre_process: bool,
-        post_process: bool,
         vp_stage: int | None,
+        **common: Any,
     ) -> BertModel:
         """Builds one pipeline chunk."""
         if has_transformer_engine():
@@ -109,15 +107,9 @@ class BERT(MaskedTask):
             config=config,
             num_tokentypes=2 if args.bert_binary_head else 0,
             transformer_layer_spec=spec,
-            vocab_size=vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
             add_binary_head=args.bert_binary_head,
             vp_stage=vp_stage,
+            **common,
         )
 
     def forward_step(

@@ -96,24 +96,16 @@ class GPT(Task):
         self,
         args: argparse.Namespace,
         config: TransformerConfig,
-        vocab_size: int,
-        pre_process: bool,
-        post_process: bool,
         vp_stage: int | None,
+        **common: Any,
     ) -> GPTModel:
         """Builds one pipeline chunk."""
         return GPTModel(
             config=config,
             transformer_layer_spec=_layer_spec(config),
-            vocab_size=vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
             rotary_base=args.rotary_base,
             vp_stage=vp_stage,
+            **common,
         )
 
     def forward_step(

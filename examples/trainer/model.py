@@ -96,12 +96,10 @@ class Task(DatasetSource, Protocol):
         self,
         args: argparse.Namespace,
         config: TransformerConfig,
-        vocab_size: int,
-        pre_process: bool,
-        post_process: bool,
         vp_stage: int | None,
+        **common: Any,
     ) -> MegatronModule:
-        """Builds one pipeline chunk; `vocab_size` is the padded one."""
+        """Builds one pipeline chunk; `common` are arguments that all of core's models take."""
 
     def forward_step(
         self, iterator: Iterator[Batch], model: torch.nn.Module
@@ -178,10 +176,14 @@ def build_model_chunks(
         model = task.build_model(
             args,
             config,
-            vocab_size,
+            vp_stage,
+            vocab_size=vocab_size,  # the padded one
+            max_sequence_length=args.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
-            vp_stage=vp_stage,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
         )
         if torch.cuda.is_available():
             model.cuda(torch.cuda.current_device())

@@ -177,10 +177,8 @@ class T5(MaskedTask):
         self,
         args: argparse.Namespace,
         config: TransformerConfig,
-        vocab_size: int,
-        pre_process: bool,
-        post_process: bool,
         vp_stage: int | None,
+        **common: Any,
     ) -> T5Model:
         """Builds the model; there is one chunk."""
         counts = args.num_layers, args.decoder_num_layers
@@ -195,13 +193,7 @@ class T5(MaskedTask):
             encoder_config=transformer_config(args),
             transformer_encoder_layer_spec=encoder,
             transformer_decoder_layer_spec=decoder,
-            vocab_size=vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
+            **common,
         )
 
     def forward_step(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from bench.overlap import Part
+from check.timed_model import Part
 
 from megatron.offload import OffloadConfig, OffloadEngine, Scope, offload_activations
 from megatron.offload.activations import engine as engine_module
@@ -37,7 +37,7 @@ POSITION = PipelinePosition(1, 0, 1, 0)
 
 
 class Work:
-    """What the layers share, see `bench.overlap.Work`."""
+    """What the layers share, see `check.timed_model.Work`."""
 
     def __init__(
         self, lag: LagModule, num_words: int = NUM_WORDS, forward_s: float = FORWARD_S

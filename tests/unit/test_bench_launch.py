@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from bench import launch as bench
+from bench.launch_account import MOVING, Account, Clock, Layer, calibrated
 
 from megatron.offload.activations.capture.hooks import SavedTensorHooks
 
@@ -50,7 +51,7 @@ def test_a_small_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_layer_is_divided_by_its_own_storages() -> None:
-    layers = [bench.Layer(), bench.Layer()]
+    layers = [Layer(), Layer()]
     for one, num_storages in zip(layers, (2, 4), strict=True):
         one.num_storages = num_storages
         one.spent_ns.update(pack=16_000, unpack=8_000)
@@ -62,7 +63,7 @@ def test_a_layer_is_divided_by_its_own_storages() -> None:
 
 def test_nested_time_counts_once_and_for_the_inner_part() -> None:
     now = [0]
-    account = bench.Account(bench.Clock(lambda: now[0]))
+    account = Account(Clock(lambda: now[0]))
 
     def spend(amount: int) -> None:
         now[0] += amount
@@ -85,9 +86,9 @@ def test_what_the_clock_costs_is_left_out() -> None:
         now[0] += 10  # each look at the clock takes as long
         return now[0]
 
-    clock = bench.calibrated(look)
+    clock = calibrated(look)
     assert clock[1:] == pytest.approx((10, 10), rel=0.01)  # a share of the loop's
-    account = bench.Account(clock)
+    account = Account(clock)
 
     def spend(amount: int) -> None:
         now[0] += amount
@@ -107,7 +108,7 @@ def test_threads_that_start_transfers_and_those_of_drives_are_told_apart(tmp_pat
     argv = f"--steps 2 --layers 2 --mode ssd --dir {tmp_path} --way door"
     found = bench.figures(bench.train_door(bench.make_parser().parse_args(argv.split())))
     spent_us = found["others_us_per_layer"]
-    assert all(spent_us[name] > 0 for name in ("starts transfers", "I/O", bench.MOVING))
+    assert all(spent_us[name] > 0 for name in ("starts transfers", "I/O", MOVING))
     of_storages = found["others_us_per_storage"] * found["storages_per_layer"]
     assert sum(spent_us.values()) == pytest.approx(of_storages)
 

@@ -9,9 +9,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from bench.layer_major import WAYS, make_parser
-from check.layer_major_prediction import Model
-from check.layer_major_prediction import main as prediction_main
 
 from megatron.offload import ConfigurationError, cli
 from megatron.offload.commands.plan.arguments import add_arguments
@@ -179,25 +176,3 @@ def test_what_cannot_be_ends_with_one_sentence(
     assert cli.main(["plan", *flags.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and words in captured.err and captured.err.count("\n") == 1
-
-
-def test_the_seconds_that_steps_were_made_of_are_found_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sizes = "--layers 6 --hidden 64 --rate 1MB/s"
-    made = Model(make_parser().parse_args(sizes.split()), compute_s=1.5, read_s=0.02)
-    rows = {
-        str(number): {
-            f"{way}_{what}": value
-            for way in WAYS
-            for what, value in (("step_s", made.cost(number, way).passes_s), ("read", 1.0))
-        }
-        for number in (1, 2, 8)
-    }
-    file = tmp_path / "measured.json"
-    summary = {"by_micro_batches": rows}
-    file.write_text(json.dumps({"command": f"bench.py {sizes}", "summary": summary}))
-    assert prediction_main([str(file)]) == 0
-    text = capsys.readouterr().out
-    assert "computes 1.500 s, a read takes 20.0 ms" in text
-    assert text.count("+0%") + text.count("-0%") == 6

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plot import scaling
 
 from megatron.offload.activations.placement.plan import Plan
 from megatron.offload.errors import ConfigurationError
@@ -32,6 +31,7 @@ from megatron.offload.planner.projection.projection import (
     states_of,
 )
 from megatron.offload.planner.simulator.timeline import Timeline
+from tests.support.published import WEAK, as_published, rows
 
 SHAPE = {"num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 2048}
 PAPER = {
@@ -100,21 +100,21 @@ def test_the_head_keeps_logits_in_fp32() -> None:
 
 @pytest.mark.parametrize(
     ("name", "shape", "parallel", "published"),
-    scaling.WEAK,
-    ids=[one[0] for one in scaling.WEAK],
+    WEAK,
+    ids=[one[0] for one in WEAK],
 )
 def test_published_step_times_come_out_within_five_percent(
     name: str, shape: tuple[int, int, int], parallel: Parallelism, published: float
 ) -> None:
     hardware = Hardware(GpuSpec.load("a100"), DriveSpec.load("p5800x"), 4)
-    profile = project(Projection(scaling.as_published(shape), parallel, hardware))
+    profile = project(Projection(as_published(shape), parallel, hardware))
     assert keep_step_s(profile) == pytest.approx(published, rel=0.05)
 
 
 def test_530_g_parameters_on_2240_a100_reach_the_published_share_of_peak() -> None:
     # arXiv 2205.05198, abstract: 54.2 % model FLOPs utilization. The reduction of gradients over
     # the eight copies of the model is not projected, so that this is a bound from above.
-    model = scaling.as_published((105, 20480, 128))
+    model = as_published((105, 20480, 128))
     parallel = Parallelism(1, 2240, 8, 35, 3, 8, True)
     hardware = Hardware(GpuSpec.load("a100"), DriveSpec.load("p5800x"), 4)
     step_s = keep_step_s(project(Projection(model, parallel, hardware)))
@@ -135,7 +135,7 @@ def test_large_models_on_h100_reach_the_published_share_of_peak() -> None:
 class TestWhatSsdTrainPublishes:
     """arXiv 2408.10013: at most 12.1 GB/s for each A100 at scale, less as systems grow."""
 
-    result = scaling.tables("p5800x", 4)
+    result = rows("p5800x", 4)
 
     def test_writes_at_scale_stay_near_the_published_bound_and_fall(self) -> None:
         large = [one for one in self.result["weak"] if one["gpus"] >= 64]
@@ -147,8 +147,8 @@ class TestWhatSsdTrainPublishes:
 
     @pytest.mark.parametrize("model", ["175B", "530B"])
     def test_more_gpus_for_the_same_batch_ask_less_of_each_drive(self, model: str) -> None:
-        rows = [one for one in self.result["strong"] if one["model"] == model]
-        for fewer, more in itertools.pairwise(rows):
+        strong = [one for one in self.result["strong"] if one["model"] == model]
+        for fewer, more in itertools.pairwise(strong):
             assert more["gpus"] == 2 * fewer["gpus"]
             assert more["write_bytes_per_s"] < fewer["write_bytes_per_s"]
             assert more["life_years"] > fewer["life_years"]

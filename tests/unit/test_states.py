@@ -209,7 +209,9 @@ def test_a_mapping_keeps_its_owner_and_is_unmapped_without_it(tmp_path: Path) ->
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     try:
         os.write(file, b"x" * 2 * PAGE)
-        storage = map_ranges([FileRange(file, PAGE, PAGE), FileRange(file, 0, PAGE)], "owner")
+        storage = map_ranges(
+            [FileRange(file, PAGE, PAGE), FileRange(file, 0, PAGE)], "owner", "these"
+        )
         address = storage.data_ptr()
         assert bytes(storage[:4]) == b"xxxx"
         assert f"{address:x}-" in Path("/proc/self/maps").read_text()

@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from check.train_on_slow_disk import Lane
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
@@ -31,6 +33,20 @@ def test_help_says_what_a_script_does(
 
 
 def test_there_are_scripts() -> None:
-    assert {"hooks.py", "solver.py", "placements.py", "compare_placements.py", "gpu_check.py"} <= {
-        path.name for path in SCRIPTS
-    }
+    assert {
+        "hooks.py",
+        "families.py",
+        "placements.py",
+        "compare_placements.py",
+        "gpu_check.py",
+    } <= {path.name for path in SCRIPTS}
+
+
+def test_a_slow_lane_takes_as_long_as_its_bytes_at_its_rate() -> None:
+    lane = Lane()
+    lane.wait(1 << 40)  # nothing at first
+    lane.bytes_per_s = 1e6
+    began = time.monotonic()
+    for _ in range(3):
+        lane.wait(10_000)
+    assert time.monotonic() - began >= 0.03

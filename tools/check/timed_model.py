@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of set times on the test accelerator: `Shape`, `Model`. `auto_on_device.py` trains it."""
+"""A model of set times on the test accelerator: `Shape`, `Part`, `Model`.
+
+`auto_on_device.py` trains it, and tests of the device's clock are made of its parts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from bench.overlap import Part
 
 from megatron.offload.sizes import MIB
 from tests.support.lag.module import LagModule
+
+_CHECKED = 512  # one word of each page is compared: more would take this machine's time
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Shape:
 
 
 class Work:
-    """What all parts of a model share; see `bench.overlap.Part`."""
+    """What all parts of a model share."""
 
     def __init__(self, lag: LagModule, shape: Shape) -> None:
         self.lag = lag
@@ -36,6 +41,29 @@ class Work:
         self.forward_s = shape.layer_s / shape.num_parts
         self.num_wrong = torch.zeros((), dtype=torch.int64, device="lag")
         self.number = 0
+
+
+class Part(torch.autograd.Function):
+    """Computes for a while and saves a tensor, which its backward looks at."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, work: Any) -> torch.Tensor:
+        """Made at the end of its time: nothing of it can be moved before."""
+        saved = torch.empty(work.num_words, dtype=torch.int64, device=x.device)
+        work.lag.sleep(work.forward_s)
+        work.number += 1
+        saved[::_CHECKED].fill_(work.number)
+        ctx.save_for_backward(saved)
+        ctx.work, ctx.number = work, work.number
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Needs what was saved from its beginning on."""
+        (saved,) = ctx.saved_tensors
+        ctx.work.num_wrong += (saved[::_CHECKED] != ctx.number).sum()
+        ctx.work.lag.sleep(2 * ctx.work.forward_s)
+        return gradients[0].clone(), None
 
 
 class Layer(torch.nn.Module):

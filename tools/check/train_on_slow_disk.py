@@ -7,8 +7,8 @@
 What is slow is the storage: reads and writes of the SSD tier's files take as long as at that rate,
 each direction by itself, as under a control group's `io.max`. The planner is not told and has to
 measure it. With `--only-writes` it is the tier's own `--activation-offload-write-limit` that
-changes instead. slow_disk.py, beside this, and the tests call it; otherwise the run is that of
-examples/pretrain_gpt.py with the same flags.
+changes instead. The tests call it, and `tools/bench/layer_major.py` uses its slow disk; otherwise
+the run is that of examples/pretrain_gpt.py with the same flags.
 """
 
 from __future__ import annotations

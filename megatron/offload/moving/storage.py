@@ -22,6 +22,7 @@ import torch
 from megatron.offload.device.device import Device
 from megatron.offload.machine.condition import Condition
 from megatron.offload.moving.memory import Memory
+from megatron.offload.tiers.mapped import own_pages
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.transfer import Transfer
 
@@ -277,6 +278,19 @@ class MovingStorage:
             return self.block.tier.view(self.block)
         assert self.storage is not None
         return self.storage
+
+    def copy_of_view(self) -> torch.UntypedStorage:
+        """What `view` shows of bytes on a tier, in memory of its own on the host.
+
+        Raises:
+            OSError: it could not be read; the view could not be read either, and a read of it
+                would end the process.
+            torch.OutOfMemoryError: the host has no memory for it.
+        """
+        assert self.where is Where.ON_TIER, self.where
+        copied = own_pages(self.num_bytes)
+        self.block.tier.copy_view(self.block, copied)
+        return copied
 
     def renew(self) -> None:
         """Makes changes of the bytes that `view` shows part of the block on the tier.

@@ -94,6 +94,8 @@ class ParameterPlaces:
 
     def give_up(self) -> None:
         """The values are lost: a use of such a parameter finds NaN."""
+        if self.shown:  # of a file that fails: a use would end the process
+            self._put(self._nothing)
         for param in self._params:
             arrive(param)
 
@@ -127,14 +129,11 @@ class ParameterPlaces:
         return bool(self._replaced() or self._replaced_parts())
 
     def held(self) -> list[torch.Tensor]:
-        """The values of all parameters; of one that shows nothing, the unit's."""
-        nothing = [_how(one) for one in self._nothing]
+        """The values of all parameters; of one that was not replaced, the unit's memory."""
         with torch._C.DisableTorchFunctionSubclass():
             values = [param.detach() for param in self._params]
-        return [
-            view if _how(value) == none else value
-            for value, view, none in zip(values, self.views, nothing, strict=True)
-        ]
+        replaced = self._replaced()
+        return [values[i] if i in replaced else view for i, view in enumerate(self.views)]
 
     def held_by_parts(self) -> dict[int, torch.Tensor]:
         """The values of parts that other code replaced, by the number of their parameter."""

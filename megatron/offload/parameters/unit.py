@@ -183,7 +183,7 @@ class ParameterUnit(MovingStorage):
         """Takes over the values that the parameters hold now, in whatever memory these are.
 
         Raises:
-            OSError: some were replaced, and the others could not be read.
+            OSError: the tier has values that were not replaced, and could not read them.
         """
         if self._places.is_replaced:
             if self._places.shown:
@@ -195,7 +195,9 @@ class ParameterUnit(MovingStorage):
             for index, value in parts.items():
                 self._places.part_in_memory(index).copy_(value)
         elif self.where is Where.ON_TIER:
-            values = self._places.held()
+            # Not what the parameters show: a read of that would end the process if it failed.
+            shown = self._layout.views(self.copy_of_view())
+            values = [shown[index, _KEY] for index in range(len(self.params))]
             self._obtain()
             self.use_here()
             for view, value in zip(self._places.views, values, strict=True):

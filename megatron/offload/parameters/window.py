@@ -286,10 +286,38 @@ class ParameterWindow:
         self.copies.note_peak()
         return unit.where is Where.ON_TIER
 
+    def show_to_load(self, number: int) -> None:
+        """Shows a unit whose parameters are to be overwritten: in memory, not mapped.
+
+        A write to mapped memory cannot fail with an error: where the disk is full and copies on
+        write, the system ends the process. So the unit gets its values in memory, and leaves for
+        its tier when the next one is shown here.
+
+        Raises:
+            LostStateError: its parameters could not be read back.
+            InterruptedStepError: an error or an interrupt ended the last step.
+        """
+        self.check_whole()
+        self._process.check()
+        for other, unit in enumerate(self.units):
+            is_mapped = unit.where is Where.ON_TIER
+            if other == number and is_mapped:
+                self._end_show(other)
+            elif other != number and not is_mapped:
+                self._end_show(other)
+                self._put_away(unit)
+                unit.wait_for_write()
+        if number not in self._shown:
+            self._bring(self.units[number])
+            self.show(number)
+
     def conceal(self) -> None:
         """Ends `expose`; takes over what was changed or replaced meanwhile."""
         while self._shown:
-            number = min(self._shown)
+            self._end_show(min(self._shown))
+
+    def _end_show(self, number: int) -> None:
+        if number in self._shown:
             self._conceal(self.units[number])
             self._shown.discard(number)
 
@@ -328,7 +356,12 @@ class ParameterWindow:
                 self.gradients.close(restore=restore)
             except LostStateError as one:
                 error = one
-        self.conceal()
+        for number in sorted(self._shown):
+            try:
+                self._conceal(self.units[number])
+            except LostStateError as one:
+                error = error or one
+        self._shown.clear()
         for unit in self.units if restore else ():
             try:
                 self._bring(unit)
@@ -343,5 +376,5 @@ class ParameterWindow:
         self.units.clear()
         self._numbers.clear()
         self.is_lost = not restore or error is not None
-        if error is not None:
+        if error is not None and restore:
             raise error

@@ -9,6 +9,7 @@ import torch
 
 from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.layout import Name
+from megatron.offload.moving.storage import Where
 from megatron.offload.states.lazy_state import LazyStateTensor
 from megatron.offload.states.sharded import as_part_of, local_of
 from megatron.offload.states.state_placeholder import is_placeholder
@@ -64,6 +65,46 @@ class Exposed:
         except OSError:
             return False  # the change is only in memory
         return True
+
+    def to_memory(
+        self,
+        optimizer: torch.optim.Optimizer,
+        attach: Callable[[Bucket, dict[Name, torch.Tensor]], None],
+    ) -> None:
+        """Puts copies in ordinary memory in the places of tensors that are shown on a tier.
+
+        For code that reads them next: a read of what is shown would end the process where its drive
+        fails.
+
+        Raises:
+            OSError: the tier could not read them.
+        """
+        shown = {} if self.bucket.where is not Where.ON_TIER else self._still_shown(optimizer)
+        if not shown:
+            return
+        assert self.bucket.layout is not None
+        views = self.bucket.layout.views(self.bucket.copy_of_view())
+        for index, key in shown:
+            param = self.bucket.params[index]
+            state = optimizer.state.get(param, {})
+            if key in state:
+                state[key] = as_part_of(param, views[index, key])
+        attach(self.bucket, {name: views[name] for name in shown})
+
+    def _still_shown(self, optimizer: torch.optim.Optimizer) -> list[Name]:
+        """The names of tensors in whose places no other tensor is.
+
+        Raises:
+            OffloadError: a tensor without values is in the place of one.
+        """
+        found = []
+        for (index, key), view in self._views.items():
+            param = self.bucket.params[index]
+            value = optimizer.state.get(param, {}).get(key, param)
+            is_placeholder(value, None)  # raises
+            if isinstance(value, torch.Tensor) and _is_same(local_of(value), view):
+                found.append((index, key))
+        return found
 
     def is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether another tensor is in the place of one of them.

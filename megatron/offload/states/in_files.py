@@ -82,7 +82,11 @@ class InFiles(TorchFunctionMode):
         try:
             with contextlib.closing(UnlinkedFile(directory, "buffered", STATES)) as file:
                 file.grow(num_bytes)
-                whole = map_ranges([FileRange(file.fd, 0, num_bytes)], None)
+                whole = map_ranges(
+                    [FileRange(file.fd, 0, num_bytes)],
+                    None,
+                    f"{STATES.prefix}those on their way to a checkpoint (file in {directory})",
+                )
         except (OSError, ConfigurationError) as error:
             logger.warning(
                 "optimizer states: %s on their way to a checkpoint are in memory: %s has no file "

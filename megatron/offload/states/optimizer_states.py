@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -318,10 +319,15 @@ class OptimizerStates:
 
         Args:
             keeps: states are needed afterwards.
+
+        Raises:
+            LostStateError: some were replaced, and the others could not be read.
         """
         while self._exposed:
             one = self._exposed[-1]
             if keeps and (not one.keeps(self._optimizer) or self._places.have_more(one.bucket)):
+                read = functools.partial(one.to_memory, self._optimizer, self._places.attach)
+                self._copies.bring(one.bucket, read)
                 self._adopt(one.bucket)
             else:
                 self._places.leave(one.bucket, self._places.states_of(one.bucket))

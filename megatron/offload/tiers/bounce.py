@@ -163,6 +163,16 @@ class BouncingTier(SsdTier):
         assert block.on_drives is not None, "the block was freed"
         return super().view(block.on_drives)
 
+    def copy_view(self, block: Block, into: torch.UntypedStorage) -> None:
+        """See `SsdTier`."""
+        if not isinstance(block, BouncingBlock):
+            super().copy_view(block, into)
+        elif block.in_pool is not None:
+            into.copy_(self.view(block))
+        else:
+            assert block.on_drives is not None, "the block was freed"
+            super().copy_view(block.on_drives, into)
+
     def renew(self, block: Block) -> None:
         """See `SsdTier`; bytes in the pool have no checksums."""
         if not isinstance(block, BouncingBlock):

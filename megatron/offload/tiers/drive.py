@@ -238,6 +238,17 @@ class Drive:
         if self._checksum is not None:
             extent.checksums = self._cached_checksums(extent)
 
+    def copy_shown(self, extent: Extent, body: memoryview) -> None:
+        """Fills `body` with what a mapping shows of an extent, whether it was changed or not.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        try:
+            self.file.read_cached(body, extent.offset)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror} ({extent})") from None
+
     def _cached_checksums(self, extent: Extent) -> list[int]:
         # Not closed: the error of a read may refer to a part of it while it is handled.
         buffer = memoryview(bytearray(_CHECKED_BYTES))

@@ -124,6 +124,10 @@ class HostTier:
         owner = (block, shown, self._arena.keep_mapped())
         return storage_at(self._arena.address(block.offset), block.num_bytes, owner)
 
+    def copy_view(self, block: HostBlock, into: torch.UntypedStorage) -> None:
+        """Copies a block's range of the arena."""
+        into.copy_(self.view(block))
+
     def renew(self, block: HostBlock) -> None:
         """Does nothing: the view is the block's memory."""
 

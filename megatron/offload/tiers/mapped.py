@@ -2,7 +2,9 @@
 """Storages over memory of no allocator: `storage_at`, `own_pages`, and `map_ranges` of files.
 
 Tiers show blocks with `map_ranges` (`Tier.view`): pages are read when they are touched, and the
-system takes their memory back when it needs to, so a block may be larger than memory.
+system takes their memory back when it needs to, so a block may be larger than memory. The price:
+where the file fails, the read that touches a page ends the process (`bus_error.py`). So what is
+shown is for other code, and our own reads of it go through `Tier.copy_view`.
 """
 
 from __future__ import annotations
@@ -19,10 +21,18 @@ import torch
 
 from megatron.offload.device.device import bytes_at
 from megatron.offload.sizes import format_size
+from megatron.offload.tiers import bus_error
 
 _PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # <asm-generic/mman.h>
 _FAILED = ctypes.c_void_p(-1).value
+
+# The end of what is said where a mapped file fails.
+_FAILED_IN_USE = (
+    "could not be read or written while they were shown: the drive failed, the disk is full, or "
+    "another process cut the file short; mapped memory can report that only by the signal SIGBUS, "
+    "which ends this process now; check the disk and resume from the last checkpoint"
+)
 
 
 class FileRange(NamedTuple):
@@ -87,7 +97,7 @@ def prefer_huge_pages(pages: mmap.mmap) -> None:
         pages.madvise(mmap.MADV_HUGEPAGE)
 
 
-def map_ranges(ranges: Sequence[FileRange], owner: object) -> torch.UntypedStorage:
+def map_ranges(ranges: Sequence[FileRange], owner: object, what: str) -> torch.UntypedStorage:
     """A storage of ranges of files, one behind the other; writes to it change the files.
 
     In a child process that is forked meanwhile, writes stay private: the files belong to the
@@ -97,6 +107,7 @@ def map_ranges(ranges: Sequence[FileRange], owner: object) -> torch.UntypedStora
         ranges: at least one.
         owner: kept alive by the storage: the block that keeps the ranges from being reused. None:
             the ranges belong to no block, and a child may write to them.
+        what: they are, as it stands before "could not be read" in a sentence.
 
     Raises:
         OSError: the system refuses.
@@ -105,6 +116,7 @@ def map_ranges(ranges: Sequence[FileRange], owner: object) -> torch.UntypedStora
     # Reserves the addresses first, so that the ranges lie side by side.
     address = _mmap(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     mapping = _Mapping(address, total, owner)
+    bus_error.explain(address, total, f"{what} {_FAILED_IN_USE}")
     for one in ranges:
         mapping.add(address, one)
         address += one.num_bytes
@@ -132,7 +144,7 @@ class _Mapping:
         self.address = address
         self._owner = owner
         self._parts: list[tuple[int, FileRange, _OpenFile]] = []
-        weakref.finalize(self, _libc().munmap, address, num_bytes).atexit = False
+        weakref.finalize(self, _unmap, address, num_bytes).atexit = False
         if owner is not None:
             self._of_blocks.add(self)
 
@@ -156,6 +168,11 @@ class _Mapping:
 
 
 os.register_at_fork(after_in_child=_Mapping.make_private)
+
+
+def _unmap(address: int, num_bytes: int) -> None:
+    bus_error.forget(address)  # first: another thread may be given the same address
+    _libc().munmap(address, num_bytes)
 
 
 def _map(address: int, one: FileRange, fd: int, flags: int) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from megatron.offload.device.cpu import CpuDevice
-from megatron.offload.device.device import Device
+from megatron.offload.device.device import Device, bytes_at
 from megatron.offload.directories import resolved_directories
 from megatron.offload.machine.mounts import num_disks
+from megatron.offload.sizes import format_size
 from megatron.offload.tiers.access import Access, InPlace, Staged, View
 from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.budget import RateLimit, SpaceBudget
@@ -195,7 +196,19 @@ class SsdTier:
             raise OSError(errno.EINVAL, "the block is not in whole pages")
         for extent in block.extents:
             extent.drive.check(extent)
-        return map_ranges(ranges, block)
+        what = f"{self._purpose.prefix}{format_size(block.num_bytes)} of them ({block})"
+        return map_ranges(ranges, block, what)
+
+    def copy_view(self, block: Any, into: torch.UntypedStorage) -> None:
+        """Fills a storage on the CPU with what a block's view shows.
+
+        Raises:
+            OSError: a drive failed.
+        """
+        memory = bytes_at(into.data_ptr(), into.nbytes())
+        shown = memoryview(memory).cast("B")
+        for start, extent in _places(block):
+            extent.drive.copy_shown(extent, shown[start : start + extent.num_bytes])
 
     def renew(self, block: Any) -> None:
         """Writes changes through a block's view to the drives, with new checksums.

@@ -103,13 +103,24 @@ class Tier(Protocol):
 
         The result keeps the block alive, and child processes that are forked meanwhile see it too.
         Bytes with checksums are compared with them now. A caller that changes them must call
-        `renew` before the next read.
+        `renew` before the next read. Where a drive fails while they are used, the system ends the
+        process: code of this package reads them with `copy_view`.
 
         Args:
             block: from this tier's `begin_write`; no transfer of it is under way, nor begins.
 
         Raises:
             OSError: the bytes cannot be shown in place, or are not those that were written.
+        """
+        ...
+
+    def copy_view(self, block: Any, into: torch.UntypedStorage) -> None:
+        """Fills a storage on the CPU, of the block's size, with what the block's view shows.
+
+        Changes through the view are part of it, and are compared with no checksum.
+
+        Raises:
+            OSError: a drive failed.
         """
         ...
 

@@ -95,6 +95,10 @@ class TieredTier:
         """The bytes of a block, in the tier that it was written to."""
         return block.tier.view(block)
 
+    def copy_view(self, block: Block, into: torch.UntypedStorage) -> None:
+        """Calls `copy_view` of the tier that the block was written to."""
+        block.tier.copy_view(block, into)
+
     def renew(self, block: Block) -> None:
         """Calls `renew` of the tier that the block was written to."""
         block.tier.renew(block)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark's picture: `draw`. The only user of matplotlib in this room.
 
-`command.py` calls it for --plot, `tools/plot/storage.py` for a file that --json has written. Bars
-are medians over the rounds, whiskers the smallest and the largest round.
+`command.py` calls it for --plot. Bars are medians over the rounds, whiskers the smallest and the
+largest round.
 """
 
 from __future__ import annotations

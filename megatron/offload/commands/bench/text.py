@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmark prints: `system_lines`, `format_table`.
 
-`command.py` prints a table after each tier; `tools/plot/storage.py` prints those of a file. Points
-are plain values, as they stand under "figures" in the JSON file.
+`command.py` prints a table after each tier. Points are plain values, as they stand under "figures"
+in the JSON file.
 """
 
 from __future__ import annotations

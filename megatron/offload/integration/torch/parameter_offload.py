@@ -229,15 +229,22 @@ class ParameterOffload:
             params.check()
             window.expose()
 
+        def before_load_state_dict(
+            module: torch.nn.Module, state: Any, prefix: str, *_: Any
+        ) -> None:
+            params.check()
+            if any(prefix + name in state for name, _ in module.named_parameters(recurse=False)):
+                window.show_to_load(number)
+
         hooks = [
             layer.register_forward_pre_hook(OutsideOfGraphs(before_forward)),
             layer.register_forward_hook(OutsideOfGraphs(after_forward), with_kwargs=True),
             layer.register_forward_hook(OutsideOfGraphs(end_forward), always_call=True),
         ]
         for module in layer.modules():
-            hook = OutsideOfGraphs(before_state_dict)
-            hooks.append(module.register_state_dict_pre_hook(hook))
-            hooks.append(module.register_load_state_dict_pre_hook(hook))
+            saving, loading = map(OutsideOfGraphs, (before_state_dict, before_load_state_dict))
+            hooks.append(module.register_state_dict_pre_hook(saving))
+            hooks.append(module.register_load_state_dict_pre_hook(loading))
         self._undo += [hook.remove for hook in hooks]
 
 
