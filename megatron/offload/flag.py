@@ -63,7 +63,7 @@ def add_flag(group: argparse._ArgumentGroup, spec: Field[Any]) -> None:
     if meta["choices"]:
         options["choices"] = meta["choices"]
     else:
-        options["type"] = _argparse_type(meta["parse"])
+        options["type"] = argparse_type(meta["parse"])
         options["metavar"] = meta["metavar"]
     group.add_argument(meta["flag"], **options)
 
@@ -242,7 +242,7 @@ def _shown(default: Any) -> str:
     return str(default)
 
 
-def _argparse_type(parse: Callable[[object], Any]) -> Callable[[str], Any]:
+def argparse_type(parse: Callable[[object], Any]) -> Callable[[str], Any]:
     """Turns our error into argparse's, which adds the flag's name and exits with code 2."""
 
     def convert(text: str) -> Any:
