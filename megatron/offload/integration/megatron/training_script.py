@@ -31,6 +31,7 @@ from megatron.offload.integration.megatron.estimate import (
     encoder_decoder_bytes,
 )
 from megatron.offload.integration.megatron.patch_point import PatchPoint
+from megatron.offload.integration.megatron.refused import LAUNCHER
 from megatron.offload.integration.megatron.script_log import (
     GET_FLAGS,
     GET_TENSORBOARD,
@@ -69,17 +70,6 @@ PATCH_POINTS = (
     GET_WANDB,
     _MODEL_SETTINGS,
 )
-
-# Flags of Megatron-LM that change what `install` hooks: the value that works, and why no other.
-_UNTRIED = "it has not been tried"
-_FLAGS = {
-    "use_legacy_models": (False, "its layers are not megatron-core's"),
-    "use_megatron_fsdp": (False, _UNTRIED),
-    "use_torch_fsdp2": (False, _UNTRIED),
-    "inprocess_restart": (False, _UNTRIED),
-    "perform_rl_step": (False, _UNTRIED),
-    "gtp_weight_remat_size": (1, _UNTRIED),
-}
 
 
 class TrainingScript:
@@ -326,10 +316,7 @@ def _request(flags: argparse.Namespace) -> _Request:
         flags.activation_offload_plan = str(streams.activations.plan_file)
     if not streams.enabled:
         return _Request(streams)
-    for name, (works, reason) in _FLAGS.items():
-        if getattr(flags, name, works) != works:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigurationError(f"{flag} cannot be combined with offload: {reason}; drop it")
+    LAUNCHER.check(flags)
     streams.check_flags(flags)
     save = getattr(flags, "save", None)
     run_directory = Path(save) if save else None
