@@ -24,6 +24,7 @@ from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.megatron.decorators import Function
 from megatron.offload.integration.megatron.refused import STEPS
 from megatron.offload.integration.open_parameters import unit_backward
+from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.layer_major.config import LayerMajorConfig, refusal
 from megatron.offload.layer_major.random_numbers import TorchGenerators
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
@@ -111,7 +112,8 @@ class LayerMajorHooks:
             return none, none  # no loss, and no tokens yet
         noted, self._noted = self._noted, []
         self._passes.clear()
-        with _without_timers(self._settings):
+        # Megatron's timers of passes count one at a time, and here several have begun.
+        with replaced(self._settings, timers=None):
             results = self._schedule.run([run for run, _ in noted], self._backward, self._passes)
         for _, own in noted:
             reports.extend(own)
@@ -262,16 +264,6 @@ def check_layer_major(config: LayerMajorConfig, settings: Any, *, boundary: str)
             "moe_router_load_balancing_type: that loss depends on the micro-batches before; use "
             "ascending"
         )
-
-
-@contextlib.contextmanager
-def _without_timers(settings: Any) -> Iterator[None]:
-    """Megatron's timers of passes count one at a time, and here several have begun."""
-    timers, settings.timers = settings.timers, None
-    try:
-        yield
-    finally:
-        settings.timers = timers
 
 
 def only_chunk(model_chunks: Sequence[torch.nn.Module]) -> torch.nn.Module:

@@ -8,6 +8,7 @@ unit; else all of them are in memory during the optimizer's step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from megatron.offload.integration.megatron.scaling import scale_in_place
 from megatron.offload.integration.megatron.unit_steps import check_steps_by_units, step_by_units
 from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.open_parameters import changing
-from megatron.offload.integration.own_attributes import put
+from megatron.offload.integration.own_attributes import beginning_with, within
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.units import units_of
@@ -52,7 +53,9 @@ class ModelParameters:
         restored: Callable[[], None] = _nothing,
     ) -> None:
         self._offload = offload
-        self._undo = list(undo)
+        self._undo = contextlib.ExitStack()
+        for one in undo:
+            self._undo.callback(one)
         self._restored = restored
 
     def bring_gradients(self) -> None:
@@ -90,8 +93,7 @@ class ModelParameters:
         offload, self._offload = self._offload, None
         if offload is None:
             return
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         try:
             offload.close(restore=restore)
         finally:
@@ -191,14 +193,7 @@ def offload_model_parameters(
     if updates_by_units:
         return ModelParameters(offload)
     params = [param for layer in layers for param in layer.parameters()]
-    step = optimizer.step
-
-    @functools.wraps(step)
-    def step_with_all(*args: Any, **kwargs: Any) -> Any:
-        with changing(params):
-            return step(*args, **kwargs)
-
-    return ModelParameters(offload, [put(optimizer, "step", step_with_all)])
+    return ModelParameters(offload, [within(optimizer, "step", lambda: changing(params))])
 
 
 def _by_units(
@@ -235,7 +230,8 @@ def _by_units(
         undo.append(scale_in_place())
     for one in optimizers:
         undo += [] if updates_by_units else [step_by_units(one)]
-        undo += [_show_before(offload, one, name) for name in (*READING, *LOADING)]
+        shown = beginning_with(offload.expose)
+        undo += [within(one, name, shown) for name in (*READING, *LOADING)]
     return ModelParameters(offload, undo, gathered.restore if gathered is not None else _nothing)
 
 
@@ -247,18 +243,3 @@ def _gradient_bytes(
     if parts is None:
         return sum(4 * param.numel() for param in params)
     return sum(4 * (parts[one].end - parts[one].start) for one in params if one in parts)
-
-
-def _show_before(offload: ParameterOffload, optimizer: Any, name: str) -> Callable[[], None]:
-    """Puts parameters in their places before an optimizer's function runs; returns what undoes
-    that."""
-    function = getattr(optimizer, name, None)
-    if function is None:
-        return lambda: None
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        offload.expose()
-        return function(*args, **kwargs)
-
-    return put(optimizer, name, call)

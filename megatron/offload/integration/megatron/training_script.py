@@ -76,7 +76,7 @@ class TrainingScript:
     """One run of a training script; connected, it does what the script's flags ask for."""
 
     def __init__(self) -> None:
-        self._restore: list[Callable[[], None]] = []
+        self._restore = contextlib.ExitStack()
         self._offload: OffloadedTraining | None = None  # once the script builds what it trains
         self._peak: PeakMemory | None = None
         self._device = torch.device("cpu")
@@ -104,7 +104,8 @@ class TrainingScript:
             (_SAVE, self._wrap_save),
         ):
             original = patch_point.find()
-            self._restore.append(patch_point.replace(functools.wraps(original)(wrap(original))))
+            wrapped = functools.wraps(original)(wrap(original))
+            self._restore.callback(patch_point.replace(wrapped))
 
     def summary(self) -> str:
         """A few lines for the end of the run; empty without offload or without a step."""
@@ -117,8 +118,7 @@ class TrainingScript:
 
     def close(self) -> None:
         """Ends offload, gives memory and disk space back, restores Megatron-LM's functions."""
-        while self._restore:
-            self._restore.pop()()
+        self._restore.close()
         if self._offload is not None:
             self._offload.close()
 
