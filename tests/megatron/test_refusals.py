@@ -51,7 +51,9 @@ MEGATRON = "megatron/offload/integration/megatron"
 SEARCHED = {
     "megatron/offload/config.py": (),
     # In tests/unit/test_settings.py and test_config.py: for who gives no flags.
-    "megatron/offload/flag.py": ("from_settings", "of_door", "__post_init__", "_checked"),
+    "megatron/offload/flag.py": (
+        *("from_settings", "of_door", "__post_init__", "_checked", "speaking_of_settings"),
+    ),
     "megatron/offload/layer_set.py": (),
     "megatron/offload/tier_settings.py": (),
     "megatron/offload/sizes.py": (),

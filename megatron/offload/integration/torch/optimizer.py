@@ -329,11 +329,9 @@ def offload_optimizer(
             f"{StatesConfig.prefix}those of this optimizer are offloaded already; call close() of "
             "the first handle before"
         )
-    try:
+    with StatesConfig.speaking_of_settings():
         config = StatesConfig.of_door(directory, mode, settings).resolved()
         return OptimizerOffload(optimizer, config)
-    except ConfigurationError as error:
-        raise ConfigurationError(StatesConfig.in_settings(str(error))) from None
 
 
 def _check_has_no_other(optimizer: torch.optim.Optimizer) -> None:
