@@ -43,10 +43,12 @@ def put(owner: Any, name: str, value: Any) -> Callable[[], None]:
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """A context in which one object has other attributes; as `put`."""
-    with contextlib.ExitStack() as undo:
-        for name, value in values.items():
-            undo.callback(put(owner, name, value))
+    undone = [put(owner, name, value) for name, value in values.items()]
+    try:
         yield
+    finally:
+        for undo in undone:
+            undo()
 
 
 def within(owner: Any, name: str, around: Callable[[], Context]) -> Callable[[], None]:

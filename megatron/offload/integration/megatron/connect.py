@@ -195,10 +195,9 @@ def install(
     layer_major = layer_major or LayerMajorConfig()
     if not config.enabled and not config.chunks_loss and not layer_major.enabled:
         return MegatronOffload(None, model_chunks, states=states)
-    check_version()
     check_wrappers(model_chunks)
     settings = _transformer_config(model_chunks)
-    check_layer_major(layer_major, settings, boundary=config.boundary)
+    _check(config, settings, layer_major, plans=config.plans and policy is None)
 
     def units(
         engine: OffloadEngine | None, run_layer: Any, profiler: Profiler | None
@@ -211,16 +210,10 @@ def install(
 
     loss = None
     if config.chunks_loss:
-        CHUNKED_LOSS.check(settings)
         loss = ChunkedLoss(model_chunks, config.chunk_tokens)
     if not config.enabled:
         schedule = units(None, None, None)
         return MegatronOffload(None, model_chunks, None, loss, states, schedule)
-    check_settings(settings)
-    check_layers(config, settings)
-    check_recomputation(config, settings)
-    if config.plans and policy is None:
-        check_libraries("--activation-offload auto")
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     device = open_device(next(model_chunks[0].parameters()).device)
 
@@ -273,21 +266,26 @@ def check(
     Raises:
         ConfigurationError: the version, a setting or the directory cannot work.
     """
-    layer_major = layer_major or LayerMajorConfig()
-    if layer_major.enabled:
+    _check(config, settings, layer_major or LayerMajorConfig(), plans=config.plans)
+    if config.enabled:
+        check_tiers(config, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
+
+
+def _check(
+    config: OffloadConfig, settings: Any, layer_major: LayerMajorConfig, *, plans: bool
+) -> None:
+    """What `check` and `install` both make sure of; `plans`: the planner will be needed."""
+    if config.enabled or config.chunks_loss or layer_major.enabled:
         check_version()
     check_layer_major(layer_major, settings, boundary=config.boundary)
     if config.chunks_loss:
-        check_version()
         CHUNKED_LOSS.check(settings)
     if config.enabled:
-        check_version()
         check_settings(settings)
         check_layers(config, settings)
         check_recomputation(config, settings)
-        if config.plans:
+        if plans:
             check_libraries("--activation-offload auto")
-        check_tiers(config, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
 
 
 def check_settings(settings: Any) -> None:

@@ -48,9 +48,6 @@ _Context = contextlib.AbstractContextManager[Any]
 class LayerCalls:
     """Is told of each call of a layer.
 
-    Args:
-        names: of the layers.
-
     Attributes:
         num_calls: of layers in forward passes that backward follows.
         units: of layers, in layer-major steps: a plan's chunks. A paused layer's `forward` was

@@ -36,8 +36,6 @@ from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.layer_major.config import refusal
 from megatron.offload.layer_major.schedule import UnitPasses
 
-_Context = contextlib.AbstractContextManager[Any]
-
 
 class ShardedUnits:
     """Tells FSDP2 of one layer-major step: a `layer_major.schedule.UnitPasses` around another.
