@@ -10,13 +10,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(total: int, what: str, unit: str = "it") -> Iterator[Callable[[], object]]:
-    """Gives what is to be called after each of so many pieces.
-
-    Args:
-        total: of pieces.
-        what: is measured.
-        unit: what a piece is called.
-    """
+    """Gives what is to be called after each of so many pieces."""
     if not sys.stderr.isatty():
         yield lambda: None
         return

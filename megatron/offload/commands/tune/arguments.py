@@ -224,9 +224,6 @@ def request_of(args: argparse.Namespace) -> Request:
 def step_size_of(args: argparse.Namespace, request: Request, tokens_per_sample: float) -> StepSize:
     """How many samples a step may have on a rank.
 
-    Args:
-        tokens_per_sample: as measured.
-
     Raises:
         ConfigurationError: none.
     """
