@@ -35,9 +35,9 @@ def as_text(steps: Sequence[StepMemory], shown: StepMemory, predicted: Predicted
         reserved = ""
         if shown.reserved_bytes is not None:
             reserved = f", of {format_size(shown.reserved_bytes)} reserved in all"
+        held = format_size(shown.reusable_bytes)
         paragraphs.append(
-            f"Beside these the allocator held {format_size(shown.reusable_bytes)} for reuse{reserved}, "
-            "fragments among them."
+            f"Beside these the allocator held {held} for reuse{reserved}, fragments among them."
         )
     return "\n\n".join(paragraphs)
 
@@ -60,7 +60,7 @@ def _parts(shown: StepMemory, predicted: PredictedPeak | None) -> str:
     rows = []
     for name in sorted(found, key=lambda name: found[name], reverse=True):
         if found[name] or wanted.get(name):
-            # Nothing comes between samples of a simulation: see REST there, which may be below zero.
+            # Nothing comes between samples of a simulation: see REST there.
             of_plan = "" if name == BETWEEN else format_size(wanted.get(name, 0))
             rows.append([name, format_size(found[name]), _share(found[name], shown), of_plan])
     total_bytes = sum(wanted.values())
@@ -95,7 +95,7 @@ def _table(heading: list[str], rows: list[list[str]], predicted: PredictedPeak |
 
 
 def _list(parts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {format_size(num_bytes)}" for name, num_bytes in sorted(parts.items()))
+    return ", ".join(f"{name} {format_size(size)}" for name, size in sorted(parts.items()))
 
 
 def _share(num_bytes: int, shown: StepMemory) -> str:
