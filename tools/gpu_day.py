@@ -45,7 +45,7 @@ from check.gpu_day.parts import PARTS, jobs  # noqa: E402
 from check.gpu_day.results import Day  # noqa: E402
 from check.gpu_day.settings import Settings  # noqa: E402
 
-from megatron.offload.commands.bench.arguments import size_type  # noqa: E402
+from megatron.offload.commands.flag_values import size  # noqa: E402
 from megatron.offload.sizes import MIB  # noqa: E402
 
 NO_GPU = "needs a CUDA GPU; --dry-run-cpu tries the script on the CPU"
@@ -106,10 +106,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="on the drive, made if it is missing; nothing stays in it; default: %(default)s",
     )
     parser.add_argument(
-        "--host-budget", type=size_type, default="48GiB", help="for activations; default: 48GiB"
+        "--host-budget", type=size, default="48GiB", help="for activations; default: 48GiB"
     )
     parser.add_argument(
-        "--states-budget", type=size_type, default="40GiB", help="for states; default: 40GiB"
+        "--states-budget", type=size, default="40GiB", help="for states; default: 40GiB"
     )
     parser.add_argument("--dry-run-cpu", action="store_true", help="on the CPU, tiny")
     return parser

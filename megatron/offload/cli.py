@@ -21,6 +21,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.offload.commands.bench import arguments as benchmark
 from megatron.offload.commands.doctor.examine import examine
@@ -36,6 +37,26 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.versions import SUPPORTED_VERSIONS
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.states.config import StatesConfig
+
+# Commands whose flags are in a file of their own, and what the help says of them.
+_WITH_FLAGS: dict[str, tuple[Any, str]] = {
+    "plan": (
+        planning,
+        "what to keep, recompute and offload, and what a step should take; runs nothing",
+    ),
+    "rok": (
+        curve,
+        "measure speed against activation memory of all strategies on this machine, and draw",
+    ),
+    "tune": (
+        tuning,
+        "micro-batch size, number of micro-batches and layer-major units, from short runs",
+    ),
+    "bench": (
+        benchmark,
+        "measure bandwidth and processor time of the storage tiers, beside fio",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,34 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_script_arguments(doctor)
     OffloadConfig.add_arguments(doctor)
     StatesConfig.add_arguments(doctor)
-    plan = commands.add_parser(
-        "plan",
-        help="what to keep, recompute and offload, and what a step should take; runs nothing",
-        description=planning.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    planning.add_arguments(plan)
-    rok = commands.add_parser(
-        "rok",
-        help="measure speed against activation memory of all strategies on this machine, and draw",
-        description=curve.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    curve.add_arguments(rok)
-    tune = commands.add_parser(
-        "tune",
-        help="micro-batch size, number of micro-batches and layer-major units, from short runs",
-        description=tuning.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    tuning.add_arguments(tune)
-    bench = commands.add_parser(
-        "bench",
-        help="measure bandwidth and processor time of the storage tiers, beside fio",
-        description=benchmark.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    benchmark.add_arguments(bench)
+    for name, (its_flags, purpose) in _WITH_FLAGS.items():
+        command = commands.add_parser(
+            name,
+            help=purpose,
+            description=its_flags.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        its_flags.add_arguments(command)
     report = commands.add_parser(
         "report",
         help="table of runs: losses, step time, peak memory, bytes moved; what a peak is made of",
@@ -123,25 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "doctor" and args.script is not None:
             doctor.parse_args(flags_of_script(args.script, args.script_args), args)
-        if args.command == "doctor":
-            return _doctor(args)
-        if args.command == "plan":
-            check_libraries("megatron-offload plan")
-            from megatron.offload.commands.plan.command import run  # brings scipy and numba
-
-            return run(args)
-        if args.command == "rok":
-            return _rok(args, sys.argv[1:] if argv is None else argv)
-        if args.command == "tune":
-            return _tune(args, sys.argv[1:] if argv is None else argv)
-        if args.command == "bench":
-            return _bench(args, argv)
-        if args.memory is not None:
-            print(explain_memory(args.memory, args.picture))
-        elif args.script is not None:
-            print(compare_script(args.script, args.script_args, args.steps))
-        else:
-            print(compare_runs(args.metrics))
+        return _run(args, argv)
+    except KeyboardInterrupt:
+        return 130
     except (ConfigurationError, RunError) as error:
         print(f"megatron-offload: error: {error}", file=sys.stderr)
         return 2
@@ -149,60 +134,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         print(f"megatron-offload: error: {what}", file=sys.stderr)
         return 2
+
+
+def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    """Runs the subcommand, and imports what brings scipy, numba or tqdm for it alone."""
+    typed = ["megatron-offload", *(sys.argv[1:] if argv is None else argv)]
+    if args.command == "doctor":
+        return _doctor(args)
+    if args.command == "plan":
+        check_libraries("megatron-offload plan")
+        from megatron.offload.commands.plan.command import run as run_plan
+
+        return run_plan(args)
+    if args.command == "rok":
+        curve.check_arguments(args)  # before what may not be installed is imported
+        from megatron.offload.commands.rok.command import run as run_rok
+
+        return run_rok(args, typed)
+    if args.command == "tune":
+        from megatron.offload.commands.tune.command import run as run_tune
+
+        return run_tune(args, typed)
+    if args.command == "bench":
+        benchmark.check_arguments(args)
+        from megatron.offload.commands.bench.command import restart_with_allocator, run
+
+        if argv is None and args.device == "cpu":
+            restart_with_allocator()  # in a process of its own
+        return run(args, typed)
+    if args.memory is not None:
+        print(explain_memory(args.memory, args.picture))
+    elif args.script is not None:
+        print(compare_script(args.script, args.script_args, args.steps))
+    else:
+        print(compare_runs(args.metrics))
     return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
     """Exit code 0: the flags can work; 1: they cannot."""
-    try:
-        found = examine(
-            args,
-            supported_megatron=SUPPORTED_VERSIONS,
-            measures_bandwidth=not args.no_bandwidth,
-            needs_megatron=args.script is None,
-        )
-    except KeyboardInterrupt:
-        return 130
+    found = examine(
+        args,
+        supported_megatron=SUPPORTED_VERSIONS,
+        measures_bandwidth=not args.no_bandwidth,
+        needs_megatron=args.script is None,
+    )
     if args.json:
         print(found.as_json())
     else:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(found.as_text(colour, min(shutil.get_terminal_size((100, 24)).columns, 100)))
     return 0 if found.works else 1
-
-
-def _bench(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
-    """Exit code 0: measured; 1: --require is not met. A process of its own starts itself again."""
-    benchmark.check_arguments(args)
-    from megatron.offload.commands.bench.command import restart_with_allocator, run
-
-    if argv is None and args.device == "cpu":
-        restart_with_allocator()
-    try:
-        return run(args, ["megatron-offload", *(sys.argv[1:] if argv is None else argv)])
-    except KeyboardInterrupt:
-        return 130
-
-
-def _tune(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """See `commands.tune.command.run`."""
-    from megatron.offload.commands.tune.command import run  # brings tqdm
-
-    try:
-        return run(args, ["megatron-offload", *argv])
-    except KeyboardInterrupt:
-        return 130
-
-
-def _rok(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """See `commands.rok.command.run`."""
-    curve.check_arguments(args)  # before what may not be installed is imported
-    from megatron.offload.commands.rok.command import run
-
-    try:
-        return run(args, ["megatron-offload", *argv])
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":

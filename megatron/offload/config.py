@@ -17,22 +17,10 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.flag import flag
 from megatron.offload.layer_set import LayerSet
 from megatron.offload.sizes import MIB, format_size, parse_size
-from megatron.offload.tier_settings import (
-    ON_HOST,
-    ON_SSD,
-    TierSettings,
-    directories_flag,
-    drive_endurance_flag,
-    host_budget_flag,
-    io_flag,
-    ssd_budget_flag,
-    threads_flag,
-    write_limit_flag,
-)
+from megatron.offload.tier_settings import ON_HOST, ON_SSD, TierSettings, io_flag, tier_flag
 from megatron.offload.values import count_or_word, parse_path, parse_slowdown
 
 DEFAULT_INFLIGHT_BYTES = 512 * MIB  # raised to what the largest layer asks for
-_FLAGS = "--activation-offload-"
 
 
 @dataclass(frozen=True)
@@ -44,7 +32,7 @@ class OffloadConfig(TierSettings):
     """
 
     group: ClassVar[str] = "activation offload"
-    flags: ClassVar[str] = _FLAGS
+    flags: ClassVar[str] = "--activation-offload-"
     # As the doors call it.
     other_names: ClassVar[Mapping[str, str]] = {"--activation-offload-dir": "directory"}
 
@@ -60,8 +48,8 @@ class OffloadConfig(TierSettings):
         "within --activation-memory-budget. Results are bit-identical.",
         choices=("off", "ssd", "host", "tiered", "auto"),
     )
-    directories: tuple[Path, ...] = directories_flag(
-        _FLAGS,
+    directories: tuple[Path, ...] = tier_flag(
+        "--activation-offload-dir",
         "directory on the SSD for activations, or several on different SSDs, over which large "
         "storages are striped. Each rank keeps one unlinked file in each, so nothing is left "
         "behind however the run ends.",
@@ -141,8 +129,8 @@ class OffloadConfig(TierSettings):
         "and core attention, so that forward holds little more than what it works on.",
         choices=("layer", "part", "operation"),
     )
-    threads: int | None = threads_flag(
-        _FLAGS,
+    threads: int | None = tier_flag(
+        "--activation-offload-threads",
         "I/O threads of each rank and directory: how many reads and writes a drive sees at once. "
         "Default: 4 for each disk that the directory is on (several in a RAID or striped volume), "
         "at most 32. On an accelerator each has a page-locked buffer of 16 MiB, and each directory "
@@ -159,13 +147,13 @@ class OffloadConfig(TierSettings):
         parse=parse_size,
         metavar="SIZE",
     )
-    ssd_budget_bytes: int | None = ssd_budget_flag(
-        _FLAGS,
+    ssd_budget_bytes: int | None = tier_flag(
+        "--activation-offload-ssd-budget",
         "most bytes of SSD space that a rank may take. Default: what the model's shape asks for. "
         "Activations beyond it stay in device memory.",
     )
-    host_budget: int | float | None = host_budget_flag(
-        _FLAGS,
+    host_budget: int | float | None = tier_flag(
+        "--activation-offload-host-budget",
         "most bytes of host memory that a rank may take, or a fraction of the machine's (or the "
         "container's) memory for all its ranks together, for example 0.4. Default: half of what is "
         "free at the start, divided by the ranks of the machine. Activations beyond it go to the "
@@ -183,15 +171,15 @@ class OffloadConfig(TierSettings):
         metavar="SIZE",
     )
     io: str = io_flag(
-        _FLAGS,
+        "--activation-offload-io",
         "direct: O_DIRECT, past the page cache, or an error where the file system lacks it. "
         "buffered: through the page cache, which is emptied behind each transfer. auto: direct "
         "where it works, else buffered with a line in the log. gds: GPUDirect Storage, between the "
         "GPU's memory and the SSD without host memory (needs a CUDA device and kvikio).",
         "gds",
     )
-    write_bytes_per_s: float | None = write_limit_flag(
-        _FLAGS,
+    write_bytes_per_s: float | None = tier_flag(
+        "--activation-offload-write-limit",
         "most bytes per second that a rank writes to its SSDs, for example 500MB/s: leaves the "
         "disk to others and spares the drive. Default: no limit.",
     )
@@ -230,8 +218,8 @@ class OffloadConfig(TierSettings):
         "other bytes end the training with an error. off: trust the drive.",
         choices=("off", "checksum"),
     )
-    drive_endurance_bytes: int | None = drive_endurance_flag(
-        _FLAGS,
+    drive_endurance_bytes: int | None = tier_flag(
+        "--activation-offload-drive-tbw",
         "bytes that each SSD is rated to endure, as its data sheet says (TBW), for example 1200TB. "
         "The summary then says how long it lasts at this run's pace; under a year is a warning.",
     )

@@ -9,9 +9,10 @@ there are, and which of them contradict each other.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, field
 from typing import Any, ClassVar, Self
 
@@ -63,7 +64,7 @@ def add_flag(group: argparse._ArgumentGroup, spec: Field[Any]) -> None:
     if meta["choices"]:
         options["choices"] = meta["choices"]
     else:
-        options["type"] = _argparse_type(meta["parse"])
+        options["type"] = argparse_type(meta["parse"])
         options["metavar"] = meta["metavar"]
     group.add_argument(meta["flag"], **options)
 
@@ -175,6 +176,15 @@ class Settings:
         return message
 
     @classmethod
+    @contextlib.contextmanager
+    def speaking_of_settings(cls) -> Iterator[None]:
+        """A context for callers who gave settings: errors in it have the names of the fields."""
+        try:
+            yield
+        except ConfigurationError as error:
+            raise ConfigurationError(cls.in_settings(str(error))) from None
+
+    @classmethod
     def from_flags(cls, flags: Sequence[str]) -> Self:
         """The config that flags on a command line ask for.
 
@@ -207,7 +217,7 @@ class Settings:
             spec.name: getattr(args, destination(spec), spec.default) for spec in _fields(cls)
         }
         for spec in _fields(cls):  # no directories, as Megatron's checkpoints hold them
-            if values[spec.name] == "" and spec.default == ():
+            if values[spec.name] in ("", None) and spec.default == ():
                 values[spec.name] = spec.default
         return cls(**values)
 
@@ -242,7 +252,7 @@ def _shown(default: Any) -> str:
     return str(default)
 
 
-def _argparse_type(parse: Callable[[object], Any]) -> Callable[[str], Any]:
+def argparse_type(parse: Callable[[object], Any]) -> Callable[[str], Any]:
     """Turns our error into argparse's, which adds the flag's name and exits with code 2."""
 
     def convert(text: str) -> Any:

@@ -7,6 +7,7 @@ opens what they ask for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -77,36 +78,24 @@ class TierSettings(Settings):
             )
 
 
-def directories_flag(flags: str, help: str) -> Any:
-    """The field `directories`. `flags` is what the stream's flags begin with, as in all these."""
-    return flag(f"{flags}dir", (), help, parse=parse_paths, metavar="DIR[,DIR...]")
+# How each of them is read: its default, what parses it, and what stands for its value in the help.
+_READ: dict[str, tuple[Any, Callable[[object], Any], str]] = {
+    "dir": ((), parse_paths, "DIR[,DIR...]"),
+    "host-budget": (None, parse_budget, "SIZE"),
+    "ssd-budget": (None, parse_size, "SIZE"),
+    "threads": (None, parse_threads, "N"),
+    "write-limit": (None, parse_rate, "RATE"),
+    "drive-tbw": (None, parse_positive_size, "SIZE"),
+}
 
 
-def host_budget_flag(flags: str, help: str) -> Any:
-    """The field `host_budget`."""
-    return flag(f"{flags}host-budget", None, help, parse=parse_budget, metavar="SIZE")
+def tier_flag(name: str, help: str) -> Any:
+    """The field of a stream for a flag that all streams have, `--STREAM-dir` and so on."""
+    (kind,) = (one for one in _READ if name.endswith(f"-{one}"))
+    default, parse, metavar = _READ[kind]
+    return flag(name, default, help, parse=parse, metavar=metavar)
 
 
-def ssd_budget_flag(flags: str, help: str) -> Any:
-    """The field `ssd_budget_bytes`."""
-    return flag(f"{flags}ssd-budget", None, help, parse=parse_size, metavar="SIZE")
-
-
-def threads_flag(flags: str, help: str) -> Any:
-    """The field `threads`."""
-    return flag(f"{flags}threads", None, help, parse=parse_threads, metavar="N")
-
-
-def io_flag(flags: str, help: str, *more: str) -> Any:
+def io_flag(name: str, help: str, *more: str) -> Any:
     """The field `io`; `more` are values beside those that every stream has."""
-    return flag(f"{flags}io", "auto", help, choices=("auto", "direct", "buffered", *more))
-
-
-def write_limit_flag(flags: str, help: str) -> Any:
-    """The field `write_bytes_per_s`."""
-    return flag(f"{flags}write-limit", None, help, parse=parse_rate, metavar="RATE")
-
-
-def drive_endurance_flag(flags: str, help: str) -> Any:
-    """The field `drive_endurance_bytes`."""
-    return flag(f"{flags}drive-tbw", None, help, parse=parse_positive_size, metavar="SIZE")
+    return flag(name, "auto", help, choices=("auto", "direct", "buffered", *more))

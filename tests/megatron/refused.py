@@ -210,7 +210,7 @@ STEPS_SETTINGS: tuple[dict[str, Any], ...] = (
 GLOBAL_AUX_LOSS: tuple[Any, ...] = ("global_aux_loss", ["aux_loss", "global_aux_loss"])
 STEPS = (
     *(
-        Row(UNITS, f"--layer-major-units cannot be combined with {next(iter(one))}", settings=one)
+        Row(UNITS, "cannot be combined with --layer-major-units", settings=one)
         for one in STEPS_SETTINGS
     ),
     *(

@@ -18,14 +18,13 @@ import torch
 
 from megatron.offload import ConfigurationError
 from megatron.offload.errors import InterruptedStepError
-from megatron.offload.integration.megatron import offload_model_states
+from megatron.offload.integration.megatron import offload_model_states, refused
 from megatron.offload.integration.megatron.arguments import (
     add_offload_arguments,
     states_config_from_args,
 )
 from megatron.offload.integration.megatron.last_backward import LastBackward
 from megatron.offload.integration.megatron.state_settings import (
-    REFUSED_SETTINGS,
     check_state_settings,
 )
 from megatron.offload.states.config import StatesConfig
@@ -387,7 +386,7 @@ def test_close_leaves_the_optimizer_as_it_was() -> None:
 # ------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.parametrize("name", REFUSED_SETTINGS)
+@pytest.mark.parametrize("name", refused.STATES.settings)
 def test_settings_that_move_or_read_states_themselves_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} cannot be combined with state offload"):
         check_state_settings(settings(**{name: True}))

@@ -29,12 +29,8 @@ from trainer.training import pretrain
 
 from megatron.offload import ConfigurationError, OffloadConfig, launch
 from megatron.offload.integration.megatron import cpu_training_script, install
-from megatron.offload.integration.megatron.chunked_loss import REFUSED_SETTINGS
-from megatron.offload.integration.megatron.connect import _REFUSED_SETTINGS, _REFUSED_WRAPPERS
-from megatron.offload.integration.megatron.layer_major import (
-    _REFUSED_SETTINGS as _REFUSED_IN_STEPS,
-)
-from megatron.offload.integration.megatron.training_script import _FLAGS
+from megatron.offload.integration.megatron import refused as tables
+from megatron.offload.integration.megatron.connect import _REFUSED_WRAPPERS
 from tests.megatron.refused import (
     LOSS_SETTINGS,
     OFFLOAD,
@@ -55,7 +51,9 @@ MEGATRON = "megatron/offload/integration/megatron"
 SEARCHED = {
     "megatron/offload/config.py": (),
     # In tests/unit/test_settings.py and test_config.py: for who gives no flags.
-    "megatron/offload/flag.py": ("from_settings", "of_door", "__post_init__", "_checked"),
+    "megatron/offload/flag.py": (
+        *("from_settings", "of_door", "__post_init__", "_checked", "speaking_of_settings"),
+    ),
     "megatron/offload/layer_set.py": (),
     "megatron/offload/tier_settings.py": (),
     "megatron/offload/sizes.py": (),
@@ -187,9 +185,11 @@ def test_the_search_finds_statements(path: str, number: int) -> None:
 
 def test_every_refused_setting_has_a_row() -> None:
     tested = {name for settings, _ in SETTINGS for name in settings}
-    assert set(_REFUSED_SETTINGS) <= tested
-    assert set(REFUSED_SETTINGS) <= {name for settings, _ in LOSS_SETTINGS for name in settings}
-    assert set(_REFUSED_IN_STEPS) <= {name for settings in STEPS_SETTINGS for name in settings}
+    assert set(tables.ACTIVATIONS.settings) <= tested
+    of_loss = {name for settings, _ in LOSS_SETTINGS for name in settings}
+    assert set(tables.CHUNKED_LOSS.settings) <= of_loss
+    in_steps = {name for settings in STEPS_SETTINGS for name in settings}
+    assert set(tables.STEPS.settings) <= in_steps
 
 
 # Of TransformerConfig: what may move or freeze activations by its name, and does not.
@@ -272,9 +272,25 @@ FLAGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("one", tables.ALL.values(), ids=list(tables.ALL))
+def test_a_refusal_names_the_setting_the_reason_and_what_to_do(one: tables.Refusals) -> None:
+    usual: dict[str, Any] = dict.fromkeys(one.settings, "none")
+    usual |= dict.fromkeys(("gtp_weight_remat_size", "num_distributed_optimizer_instances"), 1)
+    one.check(argparse.Namespace(**usual))
+    one.check(argparse.Namespace(**dict.fromkeys(one.settings, 0)))
+    one.check(argparse.Namespace())
+    for name in one.settings:
+        with pytest.raises(ConfigurationError) as refused:
+            one.check(argparse.Namespace(**{**usual, name: "2"}))
+        reason, advice = one.why(name)
+        assert reason and advice
+        assert str(refused.value) == (
+            f"{one.prefix}{name} 2 cannot be combined with {one.what}: {reason}; {advice}"
+        )
+
+
 def test_every_refused_flag_of_megatron_lm_has_a_row() -> None:
-    assert FLAGS.keys() == _FLAGS.keys()
-    assert all(FLAGS[name] != works for name, (works, _) in _FLAGS.items())
+    assert FLAGS.keys() == tables.LAUNCHER.settings.keys()
 
 
 @pytest.fixture
@@ -297,7 +313,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMegatronLm]:
 LAUNCHED = [
     *((settings, {}, {}, sentence) for settings, sentence in SETTINGS),
     *(
-        ({}, {name: value}, {}, f"--{name.replace('_', '-')} cannot be combined with offload")
+        ({}, {name: value}, {}, f"{name} cannot be combined with offload")
         for name, value in FLAGS.items()
     ),
     ({}, {}, OTHER_VERSION, "megatron-core 0.99.0 is not supported"),

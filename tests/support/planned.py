@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -132,9 +134,15 @@ class Run:
         told = {name: one for name in names if (one := getattr(self, name)) is not None}
         return dataclasses.replace(step, **told)
 
+    @contextlib.contextmanager
+    def _planned(self) -> Iterator[None]:
+        with self.planner.measure():
+            yield
+        self.planner.decide()
+
     def step(self, *, fails: bool = False) -> None:
         profiler = self.planner.meter.profiler
-        with self.planner.step(), self.engine.step():
+        with self._planned(), self.engine.step():
             for micro_batch in range(2):
                 scope = Scope(0, micro_batch)
                 with profiler.forward(0, micro_batch), self.engine.forward(scope) as save_order:
@@ -159,7 +167,7 @@ class Run:
         made: dict[tuple[int, int], torch.Tensor] = {}
         taken: dict[int, torch.Tensor] = {}  # by the last unit
         orders: dict[tuple[int, int], SaveOrder] = {}
-        with self.planner.step(), self.engine.step():
+        with self._planned(), self.engine.step():
             for is_backward, unit, number in pipeline_schedule(self.position, num_micro_batches):
                 place = unit, number
                 if is_backward:

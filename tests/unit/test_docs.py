@@ -29,6 +29,8 @@ from trainer.arguments import parse_arguments
 from trainer.experts import add_arguments as add_expert_arguments
 from write_flags import PAGE as FLAGS_PAGE
 from write_flags import flags_page
+from write_refusals import PAGE as REFUSALS_PAGE
+from write_refusals import refusals_page
 
 from megatron.offload import cli
 from megatron.offload.config import OffloadConfig
@@ -115,6 +117,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/compare_placements\.py",
      "tests/unit/test_compare_placements.py::test_a_whole_comparison"),
     (r"tools/write_flags\.py", "tests/unit/test_docs.py::test_the_flags_page_is_up_to_date"),
+    (r"tools/write_refusals\.py",
+     "tests/unit/test_docs.py::test_the_page_of_refusals_is_up_to_date"),
     (r"tools/check/auto_on_device\.py", "needs: 45 minutes"),
     (r"tools/check/states_in_a_cgroup\.py",
      "tests/behaviour/test_states_in_a_cgroup.py::test_killed_in_memory_trained_on_the_ssd"),
@@ -428,6 +432,10 @@ def test_the_engines_example_runs() -> None:
 
 def test_the_flags_page_is_up_to_date() -> None:
     assert FLAGS_PAGE.read_text() == flags_page(), "run tools/write_flags.py"
+
+
+def test_the_page_of_refusals_is_up_to_date() -> None:
+    assert REFUSALS_PAGE.read_text() == refusals_page(), "run tools/write_refusals.py"
 
 
 def test_the_readme_is_short() -> None:

@@ -27,6 +27,7 @@ from megatron.offload.commands.doctor.machine import (
     version_checks,
 )
 from megatron.offload.commands.doctor.produced import produced_check
+from megatron.offload.commands.progress import progress
 from megatron.offload.machine.memory_limit import MemoryLimit
 from megatron.offload.machine.mounts import BlockDevice, Mount
 from megatron.offload.planner.projection.hardware import GpuSpec
@@ -397,7 +398,7 @@ def test_the_verdict_names_warnings_and_the_next_step():
 def test_without_tqdm_a_terminal_gets_a_line(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with directory_part._progress(3, Path("/mnt/ssd")) as advance:
+    with progress(3, "/mnt/ssd") as advance:
         advance()
     assert capsys.readouterr().err == "measuring /mnt/ssd ...\n"
 

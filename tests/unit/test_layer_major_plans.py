@@ -33,6 +33,7 @@ from megatron.offload.planner.solver.solve import solve
 from megatron.offload.stats.memory import PeakMemory
 from tests.support.models import Block
 from tests.support.planned import Run
+from tests.support.simulated_trace import trace_of
 from tests.support.stages import layer, stage
 
 TWO_UNITS = PipelinePosition(1, 0, 2, 1, "ascending")
@@ -157,7 +158,7 @@ def test_hidden_states_and_their_gradients_wait_between_two_units() -> None:
     # the other there are the hidden states (or, later, the gradient).
     assert predict(profile, KEEP, KEEP).peak_bytes == 2 * 8 + 8 + 3
     timeline = Timeline(profile)
-    memory = timeline.trace(timeline.choices.plan(timeline.choices.all(0))).memory
+    memory = trace_of(timeline, timeline.choices.plan(timeline.choices.all(0))).memory
     at = dict(memory)  # the last one at each second
     assert at == {
         0.0: 8,

@@ -22,6 +22,7 @@ from megatron.offload.activations.stats.memory_parts import (
     Moment,
     StepMemory,
 )
+from megatron.offload.commands import drawing
 from megatron.offload.commands.memory.command import predicted_peak
 from megatron.offload.planner.simulator.timeline import Timeline
 from tests.support.stages import stage
@@ -154,12 +155,15 @@ def test_a_step_is_drawn_stacked_in_the_order_of_the_parts(
 
 
 def test_what_cannot_be_read_or_drawn_ends_with_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["report", "--memory", str(tmp_path / "missing")]) == 2
     assert "missing: No such file" in capsys.readouterr().err
     assert report(tmp_path, step(), picture=tmp_path / "nowhere" / "step.png") == 2
     assert "No such file" in capsys.readouterr().err
+    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda name: None)
+    assert report(tmp_path, step(), picture=tmp_path / "step.png") == 2
+    assert "--picture needs matplotlib, which is not installed" in capsys.readouterr().err
     for wrong in (["--memory", "m", "metrics.jsonl"], ["metrics.jsonl", "--picture", "p.png"], []):
         with pytest.raises(SystemExit):
             cli.main(["report", *wrong])

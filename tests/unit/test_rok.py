@@ -14,7 +14,7 @@ import pytest
 
 from megatron.offload import cli
 from megatron.offload.activations.placement.plan_file import load_plans
-from megatron.offload.commands.rok import command, runner
+from megatron.offload.commands.rok import command
 from megatron.offload.commands.rok.measurements import measured_points
 from megatron.offload.commands.rok.result import Result
 from megatron.offload.commands.rok.runner import num_moved
@@ -377,9 +377,9 @@ def test_a_budget_without_a_plan_is_a_loss_and_the_rest_goes_on(
         (["--strategies", ","], "no strategy"),
         (["--strategies", "off,suffix"], "add auto"),
         (["--strategies", "off,auto"], "add both"),
-        (["--budgets", "0"], "no whole number"),
+        (["--budgets", "0"], "the smallest value is 1"),
         (["--budgets", "much"], "not a size"),
-        (["--micro-batch-sizes", "2,x"], "'x' is no whole number"),
+        (["--micro-batch-sizes", "2,x"], "'x' is not a whole number"),
         (["--activation-offload-write-limit", "0"], "lets nothing through"),
         (["--trainer", "nowhere.py"], "no trainer at nowhere.py"),
         (["--redraw", "nowhere.json"], "nowhere.json"),
@@ -435,7 +435,10 @@ def test_the_trainer_itself(tmp_path: Path) -> None:
 def test_trainings_that_do_not_fit_side_by_side_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "memory_limit", lambda: MemoryLimit(1 << 40, MIB, "all", 1 << 40))
+    monkeypatch.setattr(
+        "megatron.offload.commands.training_runs.trainer.memory_limit",
+        lambda: MemoryLimit(1 << 40, MIB, "all", 1 << 40),
+    )
     assert rok(tmp_path, "--strategies", "off") == 2
     errors = capsys.readouterr().err
     assert "1 MiB of memory are left" in errors and "--no-turns" in errors

@@ -32,6 +32,7 @@ from megatron.offload.planner.simulator.instructions import (
 )
 from megatron.offload.planner.simulator.step import MISSING_BYTES, STALL_S, _step, new_channels
 from megatron.offload.planner.simulator.timeline import Timeline
+from tests.support.simulated_trace import trace_of
 from tests.support.stages import layer, part, stage, tier
 
 Layers = dict[str, int]
@@ -66,7 +67,7 @@ def test_fragments_are_a_part_of_what_is_held() -> None:
     timeline = Timeline(profile)
     plan = timeline.choices.plan(timeline.choices.all(0))
     assert timeline.predict(plan).peak_bytes == math.ceil(1.1 * (3 * 8 + 5)) + 100
-    assert max(memory for _, memory in timeline.trace(plan).memory) == 132
+    assert max(memory for _, memory in trace_of(timeline, plan).memory) == 132
 
 
 def test_what_is_recomputed_costs_its_forward_again_and_holds_its_input() -> None:
@@ -130,7 +131,7 @@ def test_an_input_is_handed_over_at_its_layers_end_or_by_operation_at_its_begin(
         layers = tuple(layer(f"decoder.{n}", movable_input_bytes=2) for n in range(3))
         timeline = Timeline(stage(layers=layers, hands_over=hands_over))
         plan = timeline.choices.plan(timeline.choices.all(FROM_SSD))
-        intervals = timeline.trace(plan).intervals
+        intervals = trace_of(timeline, plan).intervals
         writes = [one.begin_s for one in intervals if one.kind == "write"]
         assert writes[:2] == begins
 
@@ -342,7 +343,7 @@ def test_short_waits_do_not_widen_the_window(long_s: float, is_missing: bool) ->
 def test_a_trace_is_of_the_step_that_is_predicted() -> None:
     layers = (layer(backward_s=0.4, parts=(part(num_storages=4),)), layer("decoder.1"))
     profile = stage(layers=layers, tiers=(tier(read=2.0),), after_s=(100.0,))
-    trace, predicted = Timeline(profile).trace(plan_of(profile, SSD)), predict(profile, SSD)
+    trace, predicted = trace_of(Timeline(profile), plan_of(profile, SSD)), predict(profile, SSD)
     waits = [one for one in trace.intervals if one.kind == "wait for a read"]
     assert sum(one.end_s - one.begin_s for one in waits) == pytest.approx(predicted.stall_s) != 0
     assert max(size for _, size in trace.memory) == predicted.peak_bytes
@@ -433,7 +434,7 @@ def test_a_trace_adds_up_to_the_prediction() -> None:
     profile = stage(2, tiers=(tier(read=8 / 3),), transient_bytes=7)
     timeline = Timeline(profile)
     plan = timeline.choices.plan(timeline.choices.all(3))
-    trace, found = timeline.trace(plan), timeline.predict(plan)
+    trace, found = trace_of(timeline, plan), timeline.predict(plan)
     took = {kind: 0.0 for kind, *_ in trace.intervals}
     for one in trace.intervals:
         took[one.kind] += one.end_s - one.begin_s

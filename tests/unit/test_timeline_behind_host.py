@@ -16,6 +16,7 @@ from megatron.offload.activations.placement.plan import Plan, PlannedPart, Predi
 from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import UNBOUNDED, StageProfile
 from megatron.offload.planner.simulator.timeline import Timeline
+from tests.support.simulated_trace import trace_of
 from tests.support.stages import layer, part, stage, tier
 
 KEEP, RECOMPUTE = Placement.KEEP, Placement.RECOMPUTE
@@ -77,7 +78,7 @@ def test_a_slow_link_holds_up_the_device_and_the_host() -> None:
     # A copy takes 4 s. Forward: layer 0 leaves from 1 to 5, and only then layer 2 is handed over
     # and layer 3 launched. The device has computed layer 2 at 3 and stands still until 5.
     profile = behind(4, rate=2.0)
-    trace = Timeline(profile).trace(plan_of(profile, HOST))
+    trace = trace_of(Timeline(profile), plan_of(profile, HOST))
     began = {one.where: one.begin_s for one in trace.intervals if one.kind == "forward"}
     assert began == {"decoder.0": 0.0, "decoder.1": 1.0, "decoder.2": 2.0, "decoder.3": 5.0}
     # 9 layer 1 has left, layer 3 is handed over and taken back at once, and so is layer 2. Layer 0
@@ -96,7 +97,7 @@ def test_by_operation_a_piece_leaves_once_the_next_one_is_launched() -> None:
     two = part(num_storages=2)
     layers = tuple(layer(f"decoder.{n}", parts=(two,)) for n in range(3))
     profile = behind(3, layers=layers, hands_over="operation", inflight_bytes=1000)
-    intervals = Timeline(profile).trace(plan_of(profile, HOST)).intervals
+    intervals = trace_of(Timeline(profile), plan_of(profile, HOST)).intervals
     writes = [one.begin_s for one in intervals if one.kind == "write"]
     assert writes[:3] == [1.0, 1.5, 2.0]
 

@@ -17,6 +17,7 @@ from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import INPUT_OFFSET, RECOMPUTE_LAYER
 from megatron.offload.planner.simulator.timeline import Cost, Timeline
+from tests.support.simulated_trace import trace_of
 from tests.support.stages import layer, part, stage, tier
 
 FROM_TIER = RECOMPUTE_LAYER + INPUT_OFFSET
@@ -148,7 +149,7 @@ def test_faster_writes_never_make_the_forward_passes_wait_longer(
     def forward_wait_s(**changes: Any) -> float:
         tiers = tuple(replace(one, **changes) for one in profile.tiers)
         timeline = Timeline(replace(profile, tiers=tiers))
-        trace = timeline.trace(timeline.choices.plan(choices))
+        trace = trace_of(timeline, timeline.choices.plan(choices))
         waits = [one for one in trace.intervals if one.kind == "wait for a write"]
         return sum(one.end_s - one.begin_s for one in waits)
 

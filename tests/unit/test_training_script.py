@@ -231,7 +231,7 @@ def test_checkpoints_without_an_optimizer_move_no_states(
         ({"optimizer_cpu_offload": True}, "drop --optimizer-cpu-offload"),
         ({"optimizer": "muon"}, "optimizer muon cannot be combined with state offload"),
         ({"log_params_norm": True}, "drop --log-params-norm"),
-        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 cannot be combined"),
+        ({"use_torch_fsdp2": True}, "use_torch_fsdp2 cannot be combined"),
     ],
 )
 def test_optimizers_whose_states_cannot_move_are_refused_before_a_model_is_built(
@@ -280,12 +280,20 @@ def test_t5_needs_room_for_its_encoder_its_decoder_and_what_lies_between(
 @pytest.mark.parametrize(
     ("flags", "changed", "sentence"),
     [
-        ({"use_megatron_fsdp": True}, {}, "--use-megatron-fsdp cannot be combined"),
-        ({"use_torch_fsdp2": True}, {}, "--use-torch-fsdp2 cannot be combined"),
-        ({"use_legacy_models": True}, {}, "--use-legacy-models cannot be combined"),
-        ({"inprocess_restart": True}, {}, "--inprocess-restart cannot be combined"),
-        ({"perform_rl_step": True}, {}, "--perform-rl-step cannot be combined"),
-        ({"gtp_weight_remat_size": 2}, {}, "--gtp-weight-remat-size cannot be combined"),
+        (
+            {"use_megatron_fsdp": True},
+            {},
+            "use_megatron_fsdp cannot be combined with offload",
+        ),
+        ({"use_torch_fsdp2": True}, {}, "use_torch_fsdp2 cannot be combined"),
+        (
+            {"use_legacy_models": True},
+            {},
+            "use_legacy_models cannot be combined",
+        ),
+        ({"inprocess_restart": True}, {}, "inprocess_restart cannot be combined"),
+        ({"perform_rl_step": True}, {}, "perform_rl_step cannot be combined"),
+        ({"gtp_weight_remat_size": 2}, {}, "gtp_weight_remat_size cannot be combined"),
         ({}, {"cuda_graph_impl": "local"}, "drop --cuda-graph-impl"),
         ({}, {"distribute_saved_activations": True}, "drop --distribute-saved-activations"),
     ],
@@ -361,8 +369,13 @@ def test_steps_in_units_need_no_offload(
     [
         ([], {}, {"pipeline_model_parallel_size": 2}, "needs a model on one pipeline stage"),
         ([], {}, {"recompute_granularity": "full"}, "checkpoints hide the layers"),
-        ([], {}, {"fp8": "hybrid"}, "cannot be combined with fp8"),
-        ([], {"use_megatron_fsdp": True}, {}, "--use-megatron-fsdp cannot be combined"),
+        ([], {}, {"fp8": "hybrid"}, "fp8 hybrid cannot be combined with --layer-major-units"),
+        (
+            [],
+            {"use_megatron_fsdp": True},
+            {},
+            "use_megatron_fsdp cannot be combined with offload",
+        ),
         (["--activation-boundary", "host"], {}, {}, "needs --activation-offload ssd"),
     ],
 )

@@ -37,8 +37,8 @@ from typing import NoReturn
 import torch
 from tqdm import tqdm
 
-from megatron.offload.commands.bench.arguments import size_type
 from megatron.offload.commands.bench.command import restart_with_allocator
+from megatron.offload.commands.flag_values import size
 from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import ConfigurationError
@@ -337,7 +337,7 @@ def make_parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(
             flag,
-            type=size_type,
+            type=size,
             metavar="SIZE",
             default=default,
             help=f"{text}; default: {default}",

@@ -29,11 +29,7 @@ Hearing = Callable[[float], None]
 
 
 class Clock:
-    """Tells how many seconds lay between two moments of compute, once that is known.
-
-    Args:
-        device: that computes.
-    """
+    """Tells how many seconds lay between two moments of compute, once that is known."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

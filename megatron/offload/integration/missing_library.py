@@ -15,10 +15,6 @@ from collections.abc import Iterator
 def named(library: str, *, extra: str) -> Iterator[None]:
     """Names the extra of this package that brings a library, where the library is missing.
 
-    Args:
-        library: what is imported inside.
-        extra: of this package.
-
     Raises:
         ModuleNotFoundError: it is not installed; of other modules, as it comes.
     """

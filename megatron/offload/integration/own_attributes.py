@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What integrations put on modules and optimizers of others: `put`, and `replaced` for a while.
+"""What integrations put on objects of others: `put`, `replaced` for a while, `within` a context.
 
 Wrappers pass attributes on: one that is set on Fabric's module is set on the model in it as well,
 one that is set on a module of `torch.compile` only there. So these write into the object itself.
@@ -8,10 +8,12 @@ one that is set on a module of `torch.compile` only there. So these write into t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 _NOTHING: Any = object()
+Context = contextlib.AbstractContextManager[Any]
 
 
 def put(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -39,10 +41,42 @@ def put(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """A context in which one object has something else under a name; as `put`."""
-    undo = put(owner, name, value)
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """A context in which one object has other attributes; as `put`."""
+    undone = [put(owner, name, value) for name, value in values.items()]
     try:
         yield
     finally:
-        undo()
+        for undo in undone:
+            undo()
+
+
+def within(owner: Any, name: str, around: Callable[[], Context]) -> Callable[[], None]:
+    """Has a function of one object run in a context; as `put`.
+
+    Args:
+        owner: an optimizer, say; where it has no such function, nothing is done.
+        name: of the function.
+        around: gives the context, at each call.
+    """
+    function = getattr(owner, name, None)
+    if function is None:
+        return lambda: None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return function(*args, **kwargs)
+
+    return put(owner, name, call)
+
+
+def beginning_with(call: Callable[[], object]) -> Callable[[], Context]:
+    """Gives contexts for `within` in which something is called first, and nothing at the end."""
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        call()
+        yield
+
+    return context

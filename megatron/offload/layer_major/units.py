@@ -36,12 +36,7 @@ def units_of(layers: Sequence[T], num_units: int | None) -> dict[T, int]:
 def params_by_unit(
     model: torch.nn.Module, units: Mapping[torch.nn.Module, int]
 ) -> dict[int, list[torch.Tensor]]:
-    """Parameters whose gradients are complete with their unit: what no other one uses.
-
-    Args:
-        model: whole.
-        units: of its layers.
-    """
+    """Parameters whose gradients are complete with their unit: what no other one uses."""
     units_of_module: dict[torch.nn.Module, set[int | None]] = {}
     for layer, unit in units.items():
         for module in layer.modules():

@@ -13,11 +13,7 @@ from megatron.offload.errors import OffloadError
 
 
 class OwnProcess:
-    """The process in which this is made.
-
-    Args:
-        prefix: of the sentence.
-    """
+    """The process in which this is made."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix

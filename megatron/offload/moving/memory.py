@@ -35,11 +35,7 @@ class Memory(Protocol):
 
 
 class FreshMemory:
-    """A storage that is dropped with its memory; each read fills a new one.
-
-    Args:
-        storage: with the bytes.
-    """
+    """A storage that is dropped with its memory; each read fills a new one."""
 
     storage: torch.UntypedStorage | None
 

@@ -10,18 +10,8 @@ from typing import ClassVar
 
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 from megatron.offload.flag import flag
-from megatron.offload.tier_settings import (
-    TierSettings,
-    directories_flag,
-    host_budget_flag,
-    io_flag,
-    ssd_budget_flag,
-    threads_flag,
-    write_limit_flag,
-)
+from megatron.offload.tier_settings import TierSettings, io_flag, tier_flag
 from megatron.offload.values import parse_count
-
-_FLAGS = "--parameter-offload-"
 
 
 @dataclass(frozen=True)
@@ -34,7 +24,7 @@ class ParametersConfig(TierSettings):
 
     group: ClassVar[str] = "parameters"
     prefix: ClassVar[str] = PARAMETERS_PREFIX
-    flags: ClassVar[str] = _FLAGS
+    flags: ClassVar[str] = "--parameter-offload-"
     other_names: ClassVar[Mapping[str, str]] = {"--parameter-offload-dir": "directory"}
 
     mode: str = flag(
@@ -54,8 +44,8 @@ class ParametersConfig(TierSettings):
         "optimizer's step; with Megatron give --overlap-grad-reduce too. off: they stay in memory.",
         choices=("off", "on"),
     )
-    directories: tuple[Path, ...] = directories_flag(
-        _FLAGS,
+    directories: tuple[Path, ...] = tier_flag(
+        "--parameter-offload-dir",
         "directory on the SSD for parameters, or several on different SSDs. Default: "
         "--activation-offload-dir.",
     )
@@ -67,25 +57,25 @@ class ParametersConfig(TierSettings):
         parse=parse_count,
         metavar="N",
     )
-    host_budget: int | float | None = host_budget_flag(
-        _FLAGS,
+    host_budget: int | float | None = tier_flag(
+        "--parameter-offload-host-budget",
         "host memory for the parameters of each rank, as a size; or a fraction of the machine's "
         "memory for all its ranks together. Default: half of what is available.",
     )
-    ssd_budget_bytes: int | None = ssd_budget_flag(
-        _FLAGS,
+    ssd_budget_bytes: int | None = tier_flag(
+        "--parameter-offload-ssd-budget",
         "most SSD space for the parameters of each rank. Default: as much as they need.",
     )
-    threads: int | None = threads_flag(
-        _FLAGS,
+    threads: int | None = tier_flag(
+        "--parameter-offload-threads",
         "I/O threads of each rank and directory. Default: what suits the disks.",
     )
     io: str = io_flag(
-        _FLAGS,
+        "--parameter-offload-io",
         "as --activation-offload-io, without gds.",
     )
-    write_bytes_per_s: float | None = write_limit_flag(
-        _FLAGS,
+    write_bytes_per_s: float | None = tier_flag(
+        "--parameter-offload-write-limit",
         "most bytes a second that parameters write to the SSDs, for example 500MB/s.",
     )
 

@@ -131,11 +131,7 @@ class Gradients:
             )
 
     def _leave(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Offloads complete gradients.
-
-        Args:
-            gradients: by parameter.
-        """
+        """Offloads complete gradients."""
         self._note_peak()
         with self.copies.waiting():
             for bucket in list(self._buckets):  # of the unit before

@@ -81,11 +81,7 @@ class ParameterUnit(MovingStorage):
         self._places.attach()
 
     def put_away(self, copies: OnlyCopy) -> bool:
-        """Frees the memory once a tier has the bytes; False: no tier has room for them.
-
-        Args:
-            copies: with the tiers.
-        """
+        """Frees the memory once a tier has the bytes; False: no tier has room for them."""
         self.give_up_read()
         if self.where is not Where.IN_MEMORY:
             return True

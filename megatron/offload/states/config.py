@@ -14,19 +14,9 @@ from typing import ClassVar
 from megatron.offload.errors import STATES_PREFIX
 from megatron.offload.flag import flag
 from megatron.offload.sizes import MIB, parse_positive_size, parse_size
-from megatron.offload.tier_settings import (
-    TierSettings,
-    directories_flag,
-    drive_endurance_flag,
-    host_budget_flag,
-    io_flag,
-    ssd_budget_flag,
-    threads_flag,
-    write_limit_flag,
-)
+from megatron.offload.tier_settings import TierSettings, io_flag, tier_flag
 
 DEFAULT_WINDOW_BYTES = 256 * MIB
-_FLAGS = "--optimizer-state-"
 
 
 @dataclass(frozen=True)
@@ -39,7 +29,7 @@ class StatesConfig(TierSettings):
 
     group: ClassVar[str] = "model states"
     prefix: ClassVar[str] = STATES_PREFIX
-    flags: ClassVar[str] = _FLAGS
+    flags: ClassVar[str] = "--optimizer-state-"
     other_names: ClassVar[Mapping[str, str]] = {"--optimizer-state-dir": "directory"}
 
     mode: str = flag(
@@ -53,8 +43,8 @@ class StatesConfig(TierSettings):
         "Results are bit-identical.",
         choices=("off", "host", "ssd", "tiered", "auto"),
     )
-    directories: tuple[Path, ...] = directories_flag(
-        _FLAGS,
+    directories: tuple[Path, ...] = tier_flag(
+        "--optimizer-state-dir",
         "directory on the SSD for optimizer states, or several on different SSDs. Default: "
         "--activation-offload-dir.",
     )
@@ -82,29 +72,29 @@ class StatesConfig(TierSettings):
         parse=parse_positive_size,
         metavar="SIZE",
     )
-    host_budget: int | float | None = host_budget_flag(
-        _FLAGS,
+    host_budget: int | float | None = tier_flag(
+        "--optimizer-state-host-budget",
         "host memory for the optimizer states of each rank, as a size; or a fraction of the "
         "machine's memory for all its ranks together. Default: half of what is available.",
     )
-    ssd_budget_bytes: int | None = ssd_budget_flag(
-        _FLAGS,
+    ssd_budget_bytes: int | None = tier_flag(
+        "--optimizer-state-ssd-budget",
         "most SSD space for the optimizer states of each rank. Default: as much as they need.",
     )
-    threads: int | None = threads_flag(
-        _FLAGS,
+    threads: int | None = tier_flag(
+        "--optimizer-state-threads",
         "I/O threads of each rank and directory. Default: as --activation-offload-threads.",
     )
     io: str = io_flag(
-        _FLAGS,
+        "--optimizer-state-io",
         "as --activation-offload-io, without gds.",
     )
-    write_bytes_per_s: float | None = write_limit_flag(
-        _FLAGS,
+    write_bytes_per_s: float | None = tier_flag(
+        "--optimizer-state-write-limit",
         "most bytes a second that optimizer states write to the SSDs, for example 500MB/s.",
     )
-    drive_endurance_bytes: int | None = drive_endurance_flag(
-        _FLAGS,
+    drive_endurance_bytes: int | None = tier_flag(
+        "--optimizer-state-drive-tbw",
         "bytes that each SSD is rated to endure. Default: as --activation-offload-drive-tbw.",
     )
     device_memory_budget_bytes: int | None = flag(

@@ -27,9 +27,6 @@ class OptimizerSlice:
     The optimizer's own groups and states are not changed while it runs, so an exception leaves
     them as they are. What a step writes into its groups (some optimizers count steps there) is
     copied to them when the last slice of the step has run.
-
-    Args:
-        optimizer: whose step is run.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -29,11 +29,7 @@ _HARMLESS = {
 
 
 class UnslicedState:
-    """What an optimizer keeps beside its parameters' states, as it was before a step.
-
-    Args:
-        optimizer: that takes the step.
-    """
+    """What an optimizer keeps beside its parameters' states, as it was before a step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._attributes = _attributes(optimizer)

@@ -203,12 +203,7 @@ class UnlinkedFile:
 
     def read(self, body: memoryview | Vector, offset: int) -> None:
         """Fills all of `body` from `offset`. Raises OSError, also when the file ends early."""
-        done = 0
-        while done < len(body):
-            count = os.preadv(self.fd, _left(body, done), offset + done, self._flags)
-            if count == 0:
-                raise OSError(errno.EIO, f"short read: got {done} of {len(body)} bytes")
-            done += count
+        _fill(self.fd, body, offset, self._flags)
         if self._drops_cache_itself:
             self._drop_cache(offset, len(body))
 
@@ -219,12 +214,7 @@ class UnlinkedFile:
         """
         if self._cached_fd < 0:
             self._cached_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
-        done = 0
-        while done < len(body):
-            count = os.preadv(self._cached_fd, [body[done:]], offset + done)
-            if count == 0:
-                raise OSError(errno.EIO, f"short read: got {done} of {len(body)} bytes")
-            done += count
+        _fill(self._cached_fd, body, offset)
 
     def sync(self, offset: int, num_bytes: int) -> None:
         """Writes changes through a mapping to the disk. Raises OSError if that fails."""
@@ -261,6 +251,16 @@ class UnlinkedFile:
     def _drop_cache(self, offset: int, num_bytes: int) -> None:
         """Drops the page cache of a range; otherwise buffered offload would free no memory."""
         os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def _fill(fd: int, body: memoryview | Vector, offset: int, flags: int = 0) -> None:
+    """Reads all of `body`, however many calls that takes. Raises OSError."""
+    done = 0
+    while done < len(body):
+        count = os.preadv(fd, _left(body, done), offset + done, flags)
+        if count == 0:
+            raise OSError(errno.EIO, f"short read: got {done} of {len(body)} bytes")
+        done += count
 
 
 def _left(body: memoryview | Vector, done: int) -> list[memoryview]:

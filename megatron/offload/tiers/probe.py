@@ -43,7 +43,7 @@ def measure_bandwidth(
     num_bytes: int = SAMPLE_BYTES,
     depths: Sequence[int] = DEPTHS,
     limit_s: float = LIMIT_S,
-    advance: Callable[[], None] = lambda: None,
+    advance: Callable[[], object] = lambda: None,
 ) -> list[Bandwidth]:
     """Writes and reads up to `num_bytes` for each depth, each for at most about `limit_s`.
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron.offload.commands.flag_values import counts, size
 from megatron.offload.commands.training_runs.trainer import CHECKOUT, TRAINER
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.sizes import GIB, MIB, format_size, parse_size
+from megatron.offload.sizes import GIB, MIB, format_size
 
 HEADLINE_BLOCK_BYTES = 4 * MIB
 MIN_BANDWIDTH_RATIO, MAX_CPU_RATIO = 0.95, 1.5
@@ -74,11 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "O_DIRECT, or with GPUDirect Storage (needs --device cuda)",
     )
     what.add_argument("--blocks", type=_sizes, metavar="SIZE,...", help="default: 1MiB,4MiB,16MiB")
-    what.add_argument("--depths", type=_counts, metavar="N,...", help="default: 1,4,8")
+    what.add_argument("--depths", type=counts, metavar="N,...", help="default: 1,4,8")
     how = parser.add_argument_group("how")
     how.add_argument(
         "--size",
-        type=size_type,
+        type=size,
         help="size of the files, all of which each round moves; default: 2GiB",
     )
     how.add_argument(
@@ -152,17 +153,5 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ConfigurationError(f"no such folder: {path.resolve().parent}")
 
 
-def size_type(text: str) -> int:
-    """Bytes of a size such as `512MiB`, as an argparse type."""
-    try:
-        return parse_size(text)
-    except ConfigurationError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _sizes(text: str) -> list[int]:
-    return [size_type(part) for part in text.split(",")]
-
-
-def _counts(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [size(part) for part in text.split(",")]

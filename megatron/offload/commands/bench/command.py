@@ -14,7 +14,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron.offload.commands.bench.arguments import HEADLINE_BLOCK_BYTES
 from megatron.offload.commands.bench.fio import Fio, FioError, huge_page_bytes
 from megatron.offload.commands.bench.load import open_load
 from megatron.offload.commands.bench.memcpy import Memcpy
-from megatron.offload.commands.bench.picture import check_matplotlib, draw
+from megatron.offload.commands.bench.picture import draw
 from megatron.offload.commands.bench.point import (
     HOW_COMPUTED,
     OPERATIONS,
@@ -33,6 +33,8 @@ from megatron.offload.commands.bench.point import (
 )
 from megatron.offload.commands.bench.sample import Sample, random_storage
 from megatron.offload.commands.bench.text import format_table, system_lines
+from megatron.offload.commands.drawing import check_picture
+from megatron.offload.commands.progress import progress
 from megatron.offload.commands.training_runs.machine import machine_facts
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.trainer import CHECKOUT
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         OSError: a file cannot be written.
     """
     if args.plot:
-        check_matplotlib()
+        check_picture("--plot", args.plot)
     args.directory.mkdir(parents=True, exist_ok=True)
     _check_memory(args)
     with contextlib.ExitStack() as opened:
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         points: list[MeasuredPoint] = []
         rounds = len(args.blocks) * len(args.depths) * len(OPERATIONS) * args.pairs
         for kind in args.kinds:
-            with _progress(rounds, kind) as advance:
+            with progress(rounds, kind, "round") as advance:
                 measured = _measure(kind, fio, args, advance)
             points += measured
             table = format_table([point.as_result() for point in measured])
@@ -176,19 +178,3 @@ def _system_facts(directory: Path, fio: Fio | None) -> dict[str, Any]:
     if fio is not None:
         facts["fio"] = {"version": fio.version, "engine": fio.engine, "memory": fio.memory}
     return facts
-
-
-@contextlib.contextmanager
-def _progress(num_rounds: int, kind: str) -> Iterator[Callable[[], object]]:
-    """A bar on a terminal, if tqdm is installed."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        print(f"measuring {kind} ...", file=sys.stderr)
-        yield lambda: None
-        return
-    with tqdm(total=num_rounds, desc=kind, unit="round", leave=False, dynamic_ncols=True) as bar:
-        yield bar.update

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark's picture: `draw`. The only user of matplotlib in this room.
+"""The benchmark's picture: `draw`.
 
 `command.py` calls it for --plot. Bars are medians over the rounds, whiskers the smallest and the
 largest round.
@@ -7,25 +7,15 @@ largest round.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.commands.drawing import figure
 from megatron.offload.sizes import format_size
 
 OURS, THEIRS = "tab:blue", "tab:gray"
 LABELS = {"gbps": "GB/s  (more is better)", "cpu_s_per_gb": "CPU s/GB  (less is better)"}
-
-
-def check_matplotlib() -> None:
-    """Raises ConfigurationError, a sentence, where nothing could be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            "--plot needs matplotlib, which is not installed; pip install matplotlib, or leave it "
-            "out"
-        )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -35,43 +25,40 @@ def draw(result: dict[str, Any], path: Path) -> None:
         result: what `--json` writes.
         path: PNG or SVG, by its ending.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     tiers = list(dict.fromkeys(each["tier"] for each in result["figures"]))
     operations = list(dict.fromkeys(each["operation"] for each in result["figures"]))
     groups = len({(each["block_bytes"], each["depth"]) for each in result["figures"]})
-    figure, all_axes = plt.subplots(
-        2 * len(tiers),
-        len(operations),
-        figsize=(len(operations) * max(2.8, 0.5 * groups + 0.8), 5 * len(tiers) + 0.8),
-        squeeze=False,
-        sharey="row",
-    )
-    for row, (tier, value) in enumerate((tier, value) for tier in tiers for value in LABELS):
-        own = [each for each in result["figures"] if each["tier"] == tier]
-        for axes, operation in zip(all_axes[row], operations, strict=True):
-            chosen = [each for each in own if each["operation"] == operation]
-            _draw_bars(axes, chosen, value)
-            _mark_blocks(axes, chosen)
-            if value == "gbps":
-                axes.set_title(f"{tier}: {operation}")
-            else:
-                axes.set_xlabel("queue depth and block size", labelpad=15, fontsize=8)
-        all_axes[row][0].set_ylim(0, 1.15 * max(_highest(each, value) for each in own))
-        all_axes[row][0].set_ylabel(LABELS[value])
-        all_axes[row][-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    machine = result["machine"]
-    figure.suptitle(
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['offload_filesystem']}; "
-        "numbers are tier / reference",
-        fontsize=9,
-    )
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.15 / figure.get_figheight()))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    size = (len(operations) * max(2.8, 0.5 * groups + 0.8), 5 * len(tiers) + 0.8)
+    grid: dict[str, Any] = {"rows": 2 * len(tiers), "columns": len(operations), "squeeze": False}
+    with figure(path, figsize=size, sharey="row", **grid) as (drawn, all_axes):
+        rows = [(tier, value) for tier in tiers for value in LABELS]
+        for axes, (tier, value) in zip(all_axes, rows, strict=True):
+            own = [each for each in result["figures"] if each["tier"] == tier]
+            _draw_row(axes, operations, own, value)
+        machine = result["machine"]
+        drawn.suptitle(
+            f"{machine['cpu']}, {machine['cores']} cores, {machine['offload_filesystem']}; "
+            "numbers are tier / reference",
+            fontsize=9,
+        )
+        drawn.tight_layout(rect=(0, 0, 1, 1 - 0.15 / drawn.get_figheight()))
+
+
+def _draw_row(
+    row: Any, operations: Sequence[str], own: Sequence[dict[str, Any]], value: str
+) -> None:
+    """A panel for each operation of one tier."""
+    for axes, operation in zip(row, operations, strict=True):
+        chosen = [each for each in own if each["operation"] == operation]
+        _draw_bars(axes, chosen, value)
+        _mark_blocks(axes, chosen)
+        if value == "gbps":
+            axes.set_title(f"{own[0]['tier']}: {operation}")
+        else:
+            axes.set_xlabel("queue depth and block size", labelpad=15, fontsize=8)
+    row[0].set_ylim(0, 1.15 * max(_highest(each, value) for each in own))
+    row[0].set_ylabel(LABELS[value])
+    row[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def _draw_bars(axes: Any, points: Sequence[dict[str, Any]], value: str) -> None:

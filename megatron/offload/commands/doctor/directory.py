@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.offload.commands.doctor.check import Check, Status, in_words
 from megatron.offload.commands.doctor.machine import file_size_limit_bytes
+from megatron.offload.commands.progress import progress
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.machine.mounts import (
     BlockDevice,
@@ -194,7 +194,7 @@ def _measure(file: UnlinkedFile, free_bytes: int, threads: int) -> list[Check]:
         value = f"not measured: a test file may have only {format_size(sample_bytes)} here"
         return [Check(name, Status.WARNING, value, "free some space, or raise ulimit -f")]
     try:
-        with _progress(1 + 2 * len(DEPTHS), file.directory) as advance:
+        with progress(1 + 2 * len(DEPTHS), str(file.directory)) as advance:
             measured = measure_bandwidth(file, sample_bytes, advance=advance)
     except OSError as error:
         value = f"not measured: {error.strerror or error}"
@@ -228,23 +228,3 @@ def _thread_hint(
         if one.depth > threads and now and rate(one) > _CLEARLY_FASTER * now:
             return f"; --activation-offload-threads {one.depth} would use more of it"
     return ""
-
-
-@contextlib.contextmanager
-def _progress(num_passes: int, directory: Path) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, if tqdm is installed."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        print(f"measuring {directory} ...", file=sys.stderr)
-        yield lambda: None
-        return
-    with tqdm(total=num_passes, desc=f"measuring {directory}", leave=False) as bar:
-
-        def advance() -> None:
-            bar.update()
-
-        yield advance

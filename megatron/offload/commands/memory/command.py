@@ -10,6 +10,8 @@ from pathlib import Path
 
 from megatron.offload.activations.placement.plan_file import plans_from_json
 from megatron.offload.activations.stats.memory_parts import PredictedPeak, StepMemory, load_steps
+from megatron.offload.commands.drawing import check_picture
+from megatron.offload.commands.memory.picture import draw
 from megatron.offload.commands.memory.text import as_text
 from megatron.offload.documents import reading
 from megatron.offload.errors import ConfigurationError
@@ -30,6 +32,8 @@ def explain_memory(path: Path, picture: Path | None) -> str:
         ConfigurationError: the file has no step, or is none of these.
         OSError: a file cannot be read or written.
     """
+    if picture is not None:
+        check_picture("--picture", picture)
     steps = load_steps(path)
     if not steps:
         raise ConfigurationError(
@@ -38,8 +42,6 @@ def explain_memory(path: Path, picture: Path | None) -> str:
         )
     shown = max(steps, key=_peak_of)
     if picture is not None:
-        from megatron.offload.commands.memory.picture import draw  # brings matplotlib
-
         draw(shown, picture)
     return as_text(steps, shown, predicted_peak(shown))
 

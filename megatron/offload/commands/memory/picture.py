@@ -19,6 +19,7 @@ from megatron.offload.activations.stats.memory_parts import (
     Moment,
     StepMemory,
 )
+from megatron.offload.commands.drawing import figure
 from megatron.offload.sizes import MIB
 
 # Colours of Okabe and Ito, which colour-blind people can tell apart.
@@ -37,12 +38,13 @@ _SHADED = "backward"
 
 def draw(shown: StepMemory, path: Path) -> None:
     """Writes the picture, PNG or SVG by the file's name. Raises OSError."""
-    import matplotlib
+    with figure(path, figsize=(9, 5), layout="constrained") as (drawn, axes):
+        _draw(axes, shown)
+        _label(axes, shown)
+        drawn.legend(fontsize=8, loc="outside lower center", ncols=4, reverse=True)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+def _draw(axes: Any, shown: StepMemory) -> None:
     times = [one.time_s for one in shown.moments]
     parts = [name for name in PARTS if any(one.parts.get(name) for one in shown.moments)]
     # Below zero is the rest where a step takes memory that was there before it.
@@ -60,10 +62,6 @@ def draw(shown: StepMemory, path: Path) -> None:
         fontsize=8,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8},
     )
-    _label(axes, shown)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=4, reverse=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _label(axes: Any, shown: StepMemory) -> None:

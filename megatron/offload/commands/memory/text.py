@@ -34,16 +34,16 @@ def as_text(steps: Sequence[StepMemory], shown: StepMemory, predicted: Predicted
     if shown.reusable_bytes is not None:
         reserved = ""
         if shown.reserved_bytes is not None:
-            reserved = f", of {_size(shown.reserved_bytes)} reserved in all"
+            reserved = f", of {format_size(shown.reserved_bytes)} reserved in all"
+        held = format_size(shown.reusable_bytes)
         paragraphs.append(
-            f"Beside these the allocator held {_size(shown.reusable_bytes)} for reuse{reserved}, "
-            "fragments among them."
+            f"Beside these the allocator held {held} for reuse{reserved}, fragments among them."
         )
     return "\n\n".join(paragraphs)
 
 
 def _heading(steps: Sequence[StepMemory], shown: StepMemory) -> str:
-    peaks = ", ".join(f"step {one.step} {_size(one.peak_bytes)}" for one in steps)
+    peaks = ", ".join(f"step {one.step} {format_size(one.peak_bytes)}" for one in steps)
     phase, where = shown.peak.phase, shown.peak.where
     at = where if where == OUTSIDE_OF_LAYERS else f"at {where}"
     place = f"in a {phase} pass, {at}" if phase else "between two passes"
@@ -61,10 +61,10 @@ def _parts(shown: StepMemory, predicted: PredictedPeak | None) -> str:
     for name in sorted(found, key=lambda name: found[name], reverse=True):
         if found[name] or wanted.get(name):
             # Nothing comes between samples of a simulation: see REST there.
-            of_plan = "" if name == BETWEEN else _size(wanted.get(name, 0))
-            rows.append([name, _size(found[name]), _share(found[name], shown), of_plan])
+            of_plan = "" if name == BETWEEN else format_size(wanted.get(name, 0))
+            rows.append([name, format_size(found[name]), _share(found[name], shown), of_plan])
     total_bytes = sum(wanted.values())
-    rows.append(["together", _size(shown.peak_bytes), "100 %", _size(total_bytes)])
+    rows.append(["together", format_size(shown.peak_bytes), "100 %", format_size(total_bytes)])
     return _table(["what", "bytes", "of the peak"], rows, predicted)
 
 
@@ -79,7 +79,7 @@ def _layers(shown: StepMemory, predicted: PredictedPeak | None) -> str:
             parts[layer][part] = num_bytes
     wanted = {} if predicted is None else predicted.layers
     rows = [
-        [name, _size(num_bytes), _list(parts[name]), _size(wanted.get(name, 0))]
+        [name, format_size(num_bytes), _list(parts[name]), format_size(wanted.get(name, 0))]
         for name, num_bytes in found.most_common(_MOST_LAYERS)
     ]
     return _table(["layer", "bytes", "parts"], rows, predicted)
@@ -95,13 +95,8 @@ def _table(heading: list[str], rows: list[list[str]], predicted: PredictedPeak |
 
 
 def _list(parts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in sorted(parts.items()))
+    return ", ".join(f"{name} {format_size(size)}" for name, size in sorted(parts.items()))
 
 
 def _share(num_bytes: int, shown: StepMemory) -> str:
     return f"{100 * num_bytes / shown.peak_bytes:.0f} %" if shown.peak_bytes else "-"
-
-
-def _size(num_bytes: int) -> str:
-    """Also of what is below zero: see `REST`."""
-    return f"-{format_size(-num_bytes)}" if num_bytes < 0 else format_size(num_bytes)

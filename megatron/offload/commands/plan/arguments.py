@@ -8,20 +8,18 @@ pasted.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from megatron.offload.errors import PREFIX, ConfigurationError
+from megatron.offload.commands.flag_values import count, number, size
+from megatron.offload.flag import argparse_type
 from megatron.offload.planner.projection.hardware import DEFAULT_DRIVE, names
 from megatron.offload.planner.projection.projection import MIB
-from megatron.offload.sizes import parse_size
 from megatron.offload.states.config import DEFAULT_WINDOW_BYTES
-from megatron.offload.values import parse_count, parse_slowdown, quoted
-
-T = TypeVar("T")
+from megatron.offload.values import parse_count, parse_slowdown
 
 _MOST_LAYERS = 10_000  # with more, planning takes minutes
+_layers = argparse_type(lambda text: parse_count(text, _MOST_LAYERS))
 
 DESCRIPTION = """\
 Decides, without running anything, which activations stay in device memory, are recomputed, or go
@@ -77,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_hardware(group: Any) -> None:
     group.add_argument(
         "--ssds",
-        type=_number(0, 1024),
+        type=number(0, 1024),
         default=1,
         metavar="N",
         help="drives for each GPU, 0.5 where two share one; 0: none. Default: 1",
@@ -87,33 +85,33 @@ def _add_hardware(group: Any) -> None:
     )
     group.add_argument(
         "--activation-offload-host-budget",
-        type=_checked(parse_size),
+        type=size,
         default=0,
         metavar="SIZE",
         help="host memory for each GPU's activations. Default: none",
     )
     group.add_argument(
         "--activation-offload-drive-tbw",
-        type=_checked(parse_size),
+        type=size,
         metavar="SIZE",
         help="bytes that a drive is rated to endure (TBW), for other drives than those known here",
     )
     group.add_argument(
         "--matmul-fraction",
-        type=_number(0.001, 1),
+        type=number(0.001, 1),
         metavar="FRACTION",
         help="part of the GPU's peak that matrix products reach. Default: the GPU's, see gpus.json",
     )
 
 
 def _add_model(group: Any) -> None:
-    group.add_argument("--num-layers", type=_checked(_layers), metavar="N")
+    group.add_argument("--num-layers", type=_layers, metavar="N")
     for flag in ("--hidden-size", "--num-attention-heads", "--seq-length"):
-        group.add_argument(flag, type=_count, metavar="N")
+        group.add_argument(flag, type=count, metavar="N")
     for flag in ("--ffn-hidden-size", "--kv-channels", "--num-query-groups"):
-        group.add_argument(flag, type=_count, metavar="N")
+        group.add_argument(flag, type=count, metavar="N")
     group.add_argument("--group-query-attention", action="store_true")
-    group.add_argument("--vocab-size", type=_count, default=51200, metavar="N")
+    group.add_argument("--vocab-size", type=count, default=51200, metavar="N")
     group.add_argument("--swiglu", action="store_true")
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     group.add_argument(
@@ -124,7 +122,7 @@ def _add_model(group: Any) -> None:
     group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     for flag in ("--hidden-dropout", "--attention-dropout"):
         group.add_argument(
-            flag, type=_number(0, 0.999), default=0.1, metavar="P", help="default: 0.1"
+            flag, type=number(0, 0.999), default=0.1, metavar="P", help="default: 0.1"
         )
     group.add_argument("--bf16", action="store_true")
     group.add_argument("--fp16", action="store_true")
@@ -143,17 +141,15 @@ def _add_model(group: Any) -> None:
 
 def _add_parallelism(group: Any) -> None:
     for flag in ("--micro-batch-size", "--global-batch-size"):
-        group.add_argument(flag, type=_count, metavar="N")
-    group.add_argument("--tensor-model-parallel-size", type=_count, default=1, metavar="N")
-    group.add_argument(
-        "--pipeline-model-parallel-size", type=_checked(_layers), default=1, metavar="N"
-    )
-    group.add_argument("--num-layers-per-virtual-pipeline-stage", type=_count, metavar="N")
+        group.add_argument(flag, type=count, metavar="N")
+    group.add_argument("--tensor-model-parallel-size", type=count, default=1, metavar="N")
+    group.add_argument("--pipeline-model-parallel-size", type=_layers, default=1, metavar="N")
+    group.add_argument("--num-layers-per-virtual-pipeline-stage", type=count, metavar="N")
     group.add_argument("--sequence-parallel", action="store_true")
     group.add_argument("--use-distributed-optimizer", action="store_true")
     group.add_argument(
         "--num-gpus",
-        type=_count,
+        type=count,
         metavar="N",
         help="GPUs in all. Default: one copy of the model, without data parallelism",
     )
@@ -169,27 +165,27 @@ def _add_parallelism(group: Any) -> None:
 def _add_goal(group: Any) -> None:
     group.add_argument(
         "--activation-memory-budget",
-        type=_checked(parse_size),
+        type=size,
         metavar="SIZE",
         help="the least time with at most this much device memory for activations",
     )
     group.add_argument(
         "--activation-offload-max-slowdown",
-        type=_checked(parse_slowdown),
+        type=argparse_type(parse_slowdown),
         metavar="FRACTION",
         help="the least memory in a step that is at most this much slower than one that keeps "
         "everything. Default, without a budget: 0.02",
     )
     group.add_argument(
         "--activation-offload-min-bytes",
-        type=_checked(parse_size),
+        type=size,
         default=MIB,
         metavar="SIZE",
         help="smaller storages stay. Default: 1MiB",
     )
     group.add_argument(
         "--activation-offload-inflight",
-        type=_checked(parse_size),
+        type=size,
         metavar="SIZE",
         help="most bytes on their way at a time. Default: 512MiB, or the largest layer",
     )
@@ -201,7 +197,7 @@ def _add_goal(group: Any) -> None:
     )
     group.add_argument(
         "--optimizer-state-window",
-        type=_checked(parse_size),
+        type=size,
         default=DEFAULT_WINDOW_BYTES,
         metavar="SIZE",
         help="with ssd: bytes of states that stay in host memory. Default: 256MiB",
@@ -211,7 +207,7 @@ def _add_goal(group: Any) -> None:
 def _add_streaming(group: Any) -> None:
     group.add_argument("--parameter-offload", choices=("off", "host", "ssd"), default="off")
     group.add_argument(
-        "--parameter-offload-live-units", type=_count, default=2, metavar="N", help="default: 2"
+        "--parameter-offload-live-units", type=count, default=2, metavar="N", help="default: 2"
     )
     group.add_argument(
         "--gradient-offload",
@@ -221,7 +217,7 @@ def _add_streaming(group: Any) -> None:
     )
     group.add_argument(
         "--layer-major-units",
-        type=lambda text: None if text == "auto" else _checked(_layers)(text),
+        type=lambda text: None if text == "auto" else _layers(text),
         metavar="{auto,N}",
         help="default: auto, each layer",
     )
@@ -256,33 +252,3 @@ def _add_streaming(group: Any) -> None:
         metavar="FILE",
         help="draw tokens a second over tokens a step (.png or .svg; needs matplotlib)",
     )
-
-
-def _checked(parse: Callable[[str], T]) -> Callable[[str], T]:
-    def convert(text: str) -> T:
-        try:
-            return parse(text)
-        except ConfigurationError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix(PREFIX)) from None
-
-    return convert
-
-
-_count = _checked(parse_count)
-
-
-def _layers(text: str) -> int:
-    return parse_count(text, _MOST_LAYERS)
-
-
-def _number(least: float, most: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = float("nan")
-        if not least <= number <= most:
-            raise ConfigurationError(f"{quoted(text)} is no number from {least:g} to {most:g}")
-        return number
-
-    return _checked(parse)

@@ -7,9 +7,10 @@ import argparse
 
 from megatron.offload.activations.placement.atomic_file import check_place, write_atomically
 from megatron.offload.activations.placement.plan_file import save_plans
+from megatron.offload.commands.drawing import check_picture
 from megatron.offload.commands.plan import schedules
 from megatron.offload.commands.plan.comparison import all_stages, compare_plans
-from megatron.offload.commands.plan.curve import check_picture, draw
+from megatron.offload.commands.plan.curve import draw
 from megatron.offload.commands.plan.request import request_of
 from megatron.offload.commands.plan.schedules_picture import draw_schedules
 from megatron.offload.commands.plan.text import as_json, as_text

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.offload.commands.drawing import figure
 from megatron.offload.commands.plan.comparison import PlanComparison
-from megatron.offload.errors import ConfigurationError
 
 GIB = 1 << 30
 _MARKERS = {
@@ -23,27 +23,15 @@ _MARKERS = {
 }
 
 
-def check_picture(flag: str, path: Path) -> None:
-    """Whether the picture that a flag asks for could be drawn. Raises ConfigurationError."""
-    if path.suffix not in (".png", ".svg"):
-        raise ConfigurationError(f"{flag} {path} is no picture; end its name in .png or .svg")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigurationError(
-            f"{flag} needs matplotlib, which is not installed; pip install matplotlib, or leave it "
-            "out and take the figures from --json"
-        ) from None
-
-
 def draw(comparison: PlanComparison, path: Path) -> None:
     """Draws the curve and the strategies into a file. Raises OSError."""
-    import matplotlib
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with figure(path, figsize=(7, 4.5), layout="constrained") as (_, axes):
+        _draw(axes, comparison)
+        _label(axes, comparison)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+def _draw(axes: Any, comparison: PlanComparison) -> None:
     keep_s = comparison.keep.step_s
     points = sorted((one.peak_bytes / GIB, keep_s / one.step_s) for _, one in comparison.curve)
     axes.plot(*zip(*points, strict=True), "o-", color="tab:blue", label="plans, by budget")
@@ -52,10 +40,6 @@ def draw(comparison: PlanComparison, path: Path) -> None:
             continue
         place = (one.peak_bytes / GIB, keep_s / one.step_s)
         axes.plot(*place, _MARKERS.get(name, "x"), markersize=9, label=name)
-    _label(axes, comparison)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _label(axes: Any, comparison: PlanComparison) -> None:

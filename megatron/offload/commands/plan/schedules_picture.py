@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from megatron.offload.commands.drawing import figure
 from megatron.offload.commands.plan.schedules import Schedules, pairs_of
 
 
@@ -51,13 +52,13 @@ def draw_schedules(schedules: Schedules, path: Path) -> None:
 
     What does not fit into the GPU has no marker.
     """
-    import matplotlib
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with figure(path, figsize=(7, 4.5), layout="constrained") as (_, axes):
+        _draw(axes, schedules)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
+def _draw(axes: Any, schedules: Schedules) -> None:
     streamed, hardware = schedules.of, schedules.of.of.hardware
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for number, tier in enumerate(("host", "ssd") if hardware.num_drives else ("host",)):
         pairs = schedules.pairs
         if tier != streamed.parameters_on:
@@ -82,9 +83,6 @@ def draw_schedules(schedules: Schedules, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _title(schedules: Schedules) -> str:

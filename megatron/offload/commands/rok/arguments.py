@@ -8,13 +8,15 @@ import datetime
 import importlib.util
 from pathlib import Path
 
+from megatron.offload.commands.drawing import check_matplotlib
+from megatron.offload.commands.flag_values import count, counts, size
 from megatron.offload.commands.rok.strategy import DEFAULT_STRATEGIES, STRATEGIES
 from megatron.offload.commands.training_runs.script import add_script_arguments
 from megatron.offload.commands.training_runs.trainer import CHECKOUT, add_training_arguments
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.libraries import check_libraries
-from megatron.offload.sizes import parse_rate, parse_size
+from megatron.offload.sizes import parse_rate
 
 DESCRIPTION = """\
 Measures the recompute-offload-keep (ROK) curve of SSDTrain (arXiv 2408.10013) on this machine: peak
@@ -55,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_script_arguments(training)
     training.add_argument(
         "--micro-batch-sizes",
-        type=_counts,
+        type=counts,
         default=[4],
         metavar="N,...",
         help="default: 4. A step is one micro-batch; for more, --extra-args '--global-batch-size "
@@ -85,17 +87,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "slows all of them; their memory has to fit side by side. Default: where there is no GPU",
     )
     measure.add_argument(
-        "--rounds", type=_count, metavar="N", help="default: 1 with turns, 3 without"
+        "--rounds", type=count, metavar="N", help="default: 1 with turns, 3 without"
     )
     measure.add_argument(
         "--steps",
-        type=_count,
+        type=count,
         metavar="N",
         help="steps of each training that count; default: 15 with turns, 6 without",
     )
     measure.add_argument(
         "--skip-steps",
-        type=_count,
+        type=count,
         default=2,
         metavar="N",
         help="steps that do not count: the first, or those after auto's last plan; default: 2",
@@ -138,10 +140,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raises ConfigurationError where nothing could be measured; sets flags that depend on
     others."""
     check_libraries("megatron-offload rok")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            "rok draws with matplotlib, which is not installed; pip install matplotlib"
-        )
+    check_matplotlib("megatron-offload rok")
     if args.redraw is not None:
         return
     if args.script is not None:
@@ -210,22 +209,8 @@ def _budgets(text: str) -> int | list[int]:
     """A number of them, or sizes. A bare number is a size from a KiB up."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if len(parts) == 1 and parts[0].isdigit() and int(parts[0]) < 1024:
-        return _count(parts[0])
-    try:
-        sizes = [parse_size(part) for part in parts]
-    except ConfigurationError as error:
-        words = str(error).removeprefix("activation offload: ")
-        raise argparse.ArgumentTypeError(words) from None
+        return count(parts[0])
+    sizes = [size(part) for part in parts]
     if not sizes or min(sizes) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} has no size above 0; write 120MiB,200MiB")
     return sorted(set(sizes))
-
-
-def _count(text: str) -> int:
-    if not text.strip().isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 up")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    return sorted({_count(part) for part in text.split(",")})

@@ -73,11 +73,7 @@ class Point:
 def measured_points(
     strategies: Sequence[Strategy], runs: Sequence[Run], skip: int
 ) -> list[MeasuredPoint]:
-    """A row for each strategy that was measured.
-
-    Args:
-        skip: see `settled_steps`.
-    """
+    """A row for each strategy that was measured."""
     found = []
     for strategy in strategies:
         own = [run for run in runs if run.variant == strategy]

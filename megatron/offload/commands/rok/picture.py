@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.offload.commands.drawing import figure
 from megatron.offload.commands.rok.measurements import MeasuredPoint
 from megatron.offload.commands.rok.result import Result
 from megatron.offload.commands.rok.strategy import TITLES
@@ -37,12 +38,12 @@ _LABELS = {
 
 def draw(result: Result, paths: Sequence[Path]) -> None:
     """Writes the picture to each of the files, PNG or SVG by their names. Raises OSError."""
-    import matplotlib
+    with figure(*paths, figsize=(8, 6), layout="constrained") as (drawn, axes):
+        _draw(axes, result)
+        drawn.legend(fontsize=8, loc="outside lower center", ncols=3)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
-    point, axes = plt.subplots(figsize=(8, 6), layout="constrained")
+def _draw(axes: Any, result: Result) -> None:
     sizes = sorted({one.micro_batch_size for one in result.measured})
     for number, size in enumerate(sizes):
         points = sorted(
@@ -65,10 +66,6 @@ def draw(result: Result, paths: Sequence[Path]) -> None:
     if len({one.allocator for one in result.measured}) > 1:
         hollow = "hollow: with the C library's allocator"
         axes.plot([], [], "o", color="gray", markerfacecolor="none", label=hollow)
-    point.legend(fontsize=8, loc="outside lower center", ncols=3)
-    for path in paths:
-        point.savefig(path, dpi=120)
-    plt.close(point)
 
 
 def _draw_strategy(axes: Any, measured: Sequence[MeasuredPoint], sizes: Sequence[int]) -> None:

@@ -31,8 +31,7 @@ from megatron.offload.commands.training_runs.run import (
     order_of_round,
     settled_steps,
 )
-from megatron.offload.commands.training_runs.trainer import Trainer, Training
-from megatron.offload.machine.memory_limit import memory_limit
+from megatron.offload.commands.training_runs.trainer import Trainer, Training, check_room
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.solver.baselines import first_moved, suffix_plan, suffix_within
 from megatron.offload.sizes import format_size
@@ -199,7 +198,7 @@ class CurveRunner:
             enough = _BEFORE_TURNS_OF_AUTO if strategy.placement == "auto" else _BEFORE_TURNS
             in_turns = args.steps + _MORE_TURNS
         most_alone = args.skip_steps + enough + _MORE_STEPS
-        self._check_room()
+        check_room(self._waiting.values(), ", or fewer strategies or budgets")
         with self._noting_failure(strategy), contextlib.ExitStack() as ends:
             training = ends.enter_context(
                 self._trainer.start(
@@ -237,17 +236,6 @@ class CurveRunner:
         found = [file for file in files if file.exists()]
         if found:
             self.profiles[size] = StageProfile.load(found[len(found) // 2])
-
-    def _check_room(self) -> None:
-        """Raises RunError where another training beside those that wait would not fit."""
-        largest = max((one.resident_bytes for one in self._waiting.values()), default=0)
-        available = memory_limit().available_bytes
-        if available < largest:
-            raise RunError(
-                f"{format_size(available)} of memory are left, and trainings that take turns need "
-                f"up to {format_size(largest)} each, all at once; give --no-turns, or fewer "
-                "strategies or budgets"
-            )
 
     def _take_turns(self, round_: int) -> None:
         """See Note [Turns]. Until enough steps of each count; `auto` may plan again."""

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.documents import from_json, reading
 from megatron.offload.machine.allocator import allocator_environment
 from megatron.offload.machine.kernel_text import kernel_text
+from megatron.offload.machine.memory_limit import memory_limit
+from megatron.offload.sizes import format_size
 
 # The checkout that this file is part of; the trainer is no part of the installed package.
 CHECKOUT = Path(__file__).resolve().parents[4]
@@ -282,6 +284,25 @@ class Training:
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         return RunError(
             f"{self._name} {ending} after {len(self.steps)} steps; the end of {self._log}:\n{tail}"
+        )
+
+
+def check_room(waiting: Iterable[Training], advice: str) -> None:
+    """Makes sure that another training has room beside those that wait for their turns.
+
+    Args:
+        waiting: all of them are in memory.
+        advice: what to do, the end of the sentence.
+
+    Raises:
+        RunError: it has none.
+    """
+    largest = max((one.resident_bytes for one in waiting), default=0)
+    available = memory_limit().available_bytes
+    if available < largest:
+        raise RunError(
+            f"{format_size(available)} of memory are left, and trainings that take turns need up "
+            f"to {format_size(largest)} each, all at once; give --no-turns{advice}"
         )
 
 

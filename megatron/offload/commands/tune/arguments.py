@@ -9,6 +9,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.offload.commands.flag_values import count, counts, number
 from megatron.offload.commands.training_runs.trainer import CHECKOUT, TRAINER
 from megatron.offload.commands.tune.candidates import MEMORY_MARGIN, StepSize
 from megatron.offload.commands.tune.runs import HowLong
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     choose.add_argument(
         "--largest-micro-batch-size",
-        type=_count,
+        type=count,
         metavar="N",
         help="largest micro-batch size to choose from; default: "
         f"{_BEYOND} times the largest that is measured",
@@ -94,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     choose.add_argument(
         "--memory-margin",
-        type=_fraction,
+        type=number(0, 0.999),
         default=MEMORY_MARGIN,
         metavar="FRACTION",
         help="part of the measured device memory that must be left of the budget, as another "
@@ -117,28 +118,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     measure.add_argument(
         "--steps",
-        type=_count,
+        type=count,
         default=4,
         metavar="N",
         help="measure at least so many steps of each training; default: 4",
     )
     measure.add_argument(
         "--seconds",
-        type=_seconds,
+        type=number(0, 86_400),
         default=4.0,
         metavar="S",
         help="measure steps of at least so many seconds in all; default: 4",
     )
     measure.add_argument(
         "--skip-steps",
-        type=_count,
+        type=count,
         default=2,
         metavar="N",
         help="first steps of each training that do not count; default: 2",
     )
     measure.add_argument(
         "--processes",
-        type=_count,
+        type=count,
         default=1,
         metavar="N",
         help="ranks on this machine; torchrun starts more than one. Default: 1",
@@ -223,9 +224,6 @@ def request_of(args: argparse.Namespace) -> Request:
 def step_size_of(args: argparse.Namespace, request: Request, tokens_per_sample: float) -> StepSize:
     """How many samples a step may have on a rank.
 
-    Args:
-        tokens_per_sample: as measured.
-
     Raises:
         ConfigurationError: none.
     """
@@ -269,14 +267,8 @@ def _units_of(asked: list[str] | None, command: TrainingCommand) -> tuple[int, .
 # -- Values from text -----------------------------------------------------------------------------
 
 
-def _count(text: str) -> int:
-    if not text.strip().isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 up")
-    return int(text)
-
-
 def _two(text: str) -> tuple[int, int]:
-    found = sorted({_count(part) for part in text.split(",")})
+    found = counts(text)
     if len(found) != 2:
         raise argparse.ArgumentTypeError(f"{text!r} are not two different numbers; write 1,4")
     return found[0], found[1]
@@ -284,7 +276,7 @@ def _two(text: str) -> tuple[int, int]:
 
 def _tokens(text: str) -> tuple[int, int]:
     least, _, most = text.partition("-")
-    found = _count(least), _count(most or least)
+    found = count(least), count(most or least)
     if found[0] > found[1]:
         raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; write 4096-16384")
     return found
@@ -294,27 +286,7 @@ def _units(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in ("off", "auto"):
-            _count(name)
+            count(name)
     if not names:
         raise argparse.ArgumentTypeError("no value; write off,auto")
     return names
-
-
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0.0 <= found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
-    return found
-
-
-def _fraction(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0.0 <= found < 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no part of a whole; write 0.03")
-    return found

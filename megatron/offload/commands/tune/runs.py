@@ -15,10 +15,10 @@ from megatron.offload.commands.training_runs.trainer import (
     Trainer,
     Training,
     allocators_of,
+    check_room,
 )
 from megatron.offload.commands.tune.setting import Setting
 from megatron.offload.commands.tune.step_model import Measurement
-from megatron.offload.machine.memory_limit import memory_limit
 from megatron.offload.sizes import format_size
 
 _MOST_STEPS = 200  # that count, of a training with short ones
@@ -127,13 +127,7 @@ class Runs:
         Raises:
             RunError: it failed, or another one beside those that wait would not fit.
         """
-        largest = max((one.resident_bytes for one in self._waiting.values()), default=0)
-        available = memory_limit().available_bytes
-        if available < largest:
-            raise RunError(
-                f"{format_size(available)} of memory are left, and trainings that take turns need "
-                f"up to {format_size(largest)} each, all at once; give --no-turns"
-            )
+        check_room(self._waiting.values(), "")
         began_s = time.monotonic()
         training = self._start(setting, in_turns=True)
         self._waiting[setting] = training

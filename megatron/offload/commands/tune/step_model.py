@@ -63,10 +63,6 @@ class Figures:
     host_bytes: float
     ssd_bytes: float
 
-    def tokens_per_s(self, tokens: float) -> float:
-        """Tokens a second, of so many in a step."""
-        return tokens / self.step_s
-
 
 @dataclass(frozen=True)
 class Measurement:

@@ -41,13 +41,7 @@ def parameters_config_from_args(args: argparse.Namespace) -> ParametersConfig:
     Raises:
         ConfigurationError: the flags contradict each other.
     """
-    args = copy.copy(args)
-    args.parameter_offload_dir = (
-        getattr(args, "parameter_offload_dir", None)
-        or getattr(args, "activation_offload_dir", None)
-        or ()
-    )
-    return ParametersConfig.from_args(args)
+    return ParametersConfig.from_args(_with_those_of_activations(args, "parameter_offload", "dir"))
 
 
 def states_config_from_args(args: argparse.Namespace) -> StatesConfig:
@@ -56,13 +50,17 @@ def states_config_from_args(args: argparse.Namespace) -> StatesConfig:
     Raises:
         ConfigurationError: the flags contradict each other.
     """
+    kinds = ("dir", "threads", "drive_tbw")
+    return StatesConfig.from_args(_with_those_of_activations(args, "optimizer_state", *kinds))
+
+
+def _with_those_of_activations(
+    args: argparse.Namespace, stream: str, *kinds: str
+) -> argparse.Namespace:
+    """The flags, with activations' own in the place of those of a stream that were not given."""
     args = copy.copy(args)
-    for own, default in (
-        ("optimizer_state_dir", "activation_offload_dir"),
-        ("optimizer_state_threads", "activation_offload_threads"),
-        ("optimizer_state_drive_tbw", "activation_offload_drive_tbw"),
-    ):
-        if not getattr(args, own, None):
-            setattr(args, own, getattr(args, default, None))
-    args.optimizer_state_dir = args.optimizer_state_dir or ()
-    return StatesConfig.from_args(args)
+    for kind in kinds:
+        if not getattr(args, f"{stream}_{kind}", None):
+            given = getattr(args, f"activation_offload_{kind}", None)
+            setattr(args, f"{stream}_{kind}", given)
+    return args

@@ -24,6 +24,7 @@ biases and routers over tensor-parallel ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -89,7 +90,7 @@ class BucketGradients(Gradients):
         self._model_params = {one.param: param for param, one in self._updated.items()}
         self._complete: set[torch.Tensor] = set()  # gradients of these parameters, in this step
         self._under_way: list[BucketGroup] = []  # ranks are reducing them
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
         groups = [group for chunk in model_chunks for group in all_of(chunk, "bucket_groups")]
         for group in groups:
             for bucket in group.buckets:
@@ -101,11 +102,11 @@ class BucketGradients(Gradients):
         ]
         for one in self._groups:
             finish = functools.partial(self._finish, one)
-            self._undo.append(put(one.group, "finish_grad_sync", finish))
+            self._undo.callback(put(one.group, "finish_grad_sync", finish))
         for chunk in model_chunks:
             for buffer in all_of(chunk, "buffers"):
                 self._give_up(buffer)
-        self._undo.append(functools.partial(forget_shards, groups))
+        self._undo.callback(forget_shards, groups)
         forget_shards(groups)
 
     # -- While layers compute -------------------------------------------------------------------
@@ -210,8 +211,7 @@ class BucketGradients(Gradients):
         try:
             super().close(restore=restore)
         finally:
-            while self._undo:
-                self._undo.pop()()
+            self._undo.close()
 
     def _give_up(self, buffer: Any) -> None:
         """Frees a buffer's memory: its buckets have their own."""
@@ -241,7 +241,7 @@ class BucketGradients(Gradients):
             buffer.grad_data = whole
 
         buffer.grad_data = _InBuckets(buffer.grad_data, zero)
-        self._undo.append(take_up)
+        self._undo.callback(take_up)
 
 
 class _Updated(NamedTuple):

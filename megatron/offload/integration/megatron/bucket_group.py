@@ -27,10 +27,6 @@ class BucketState(enum.Enum):
 class BucketGroup:
     """Some buckets that Megatron reduces together, in memory that comes and goes.
 
-    Args:
-        group: Megatron's.
-        device: of the gradients.
-
     Attributes:
         places: of the gradients, by the model's parameters; valid for good.
         state: where the gradients are.

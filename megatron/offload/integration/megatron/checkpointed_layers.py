@@ -22,11 +22,7 @@ from megatron.offload.integration.megatron.recomputable import recomputes_fully
 
 
 class CheckpointedLayers:
-    """Captures the inputs of `--recompute-granularity full`'s checkpoints, one after the other.
-
-    Args:
-        engine: captures.
-    """
+    """Captures the inputs of `--recompute-granularity full`'s checkpoints, one after the other."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine

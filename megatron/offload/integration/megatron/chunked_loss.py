@@ -3,8 +3,7 @@
 
 `install` makes one if --activation-chunked-loss asks for it. On each model with an output layer it
 takes the place of that layer's `forward` and of the model's `compute_language_model_loss`. Both
-stay as they are where no loss follows: without labels, and in inference. The settings that do not
-fit are listed here too.
+stay as they are where no loss follows: without labels, and in inference.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.output_head import OutputHead
 from megatron.offload.integration.pending_logits import PendingLogits
@@ -23,28 +21,7 @@ from megatron.offload.ops.chunked_loss import ExpectedGradient, chunked_cross_en
 
 _FLAG = "--activation-chunked-loss"
 
-# Settings of TransformerConfig with which the logits are needed, or something else makes the loss.
-REFUSED_SETTINGS = {
-    "cross_entropy_loss_fusion": "both would compute the loss; drop --cross-entropy-loss-fusion",
-    "mtp_num_layers": "multi-token prediction computes losses of its own; drop --mtp-num-layers",
-    "use_mup": "it scales the logits; drop --use-mup",
-    "defer_embedding_wgrad_compute": (
-        "it keeps the logits' gradients; drop --defer-embedding-wgrad-compute"
-    ),
-    "overlap_moe_expert_parallel_comm": (
-        "its schedule runs the output layer by itself; drop --overlap-moe-expert-parallel-comm"
-    ),
-    "config_logger_dir": "it logs the logits; drop --config-logger-dir",
-}
-
 _LABELS = ("labels", "lm_labels")  # as the models' forward calls them: GPT; BERT and T5
-
-
-def check_chunked_loss(settings: Any) -> None:
-    """Raises ConfigurationError for settings of a TransformerConfig that need the logits."""
-    for name, advice in REFUSED_SETTINGS.items():
-        if getattr(settings, name, None):
-            raise ConfigurationError(f"{name} cannot be combined with {_FLAG}: {advice}")
 
 
 class ChunkedLoss:

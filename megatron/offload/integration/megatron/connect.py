@@ -21,7 +21,7 @@ from megatron.offload.activations.placement.policy import Policy
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.megatron.chunked_loss import ChunkedLoss, check_chunked_loss
+from megatron.offload.integration.megatron.chunked_loss import ChunkedLoss
 from megatron.offload.integration.megatron.decorators import connect
 from megatron.offload.integration.megatron.last_backward import LastBackward
 from megatron.offload.integration.megatron.layer_major import (
@@ -32,6 +32,7 @@ from megatron.offload.integration.megatron.layer_major import (
 from megatron.offload.integration.megatron.model_states import ModelStates
 from megatron.offload.integration.megatron.patch_points import decorate
 from megatron.offload.integration.megatron.recomputable import check_recomputation
+from megatron.offload.integration.megatron.refused import ACTIVATIONS, CHUNKED_LOSS
 from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.config import LayerMajorConfig
@@ -39,26 +40,6 @@ from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.planner.online.consensus import RankConsensus
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.profiler import Profiler
-
-# Settings of TransformerConfig that place activations themselves or run layers past our hooks.
-_REFUSED_SETTINGS = {
-    "cpu_offloading": "both would move the same activations; drop --cpu-offloading",
-    "fine_grained_activation_offloading": (
-        "both would move the same activations; drop --fine-grained-activation-offloading"
-    ),
-    "distribute_saved_activations": "drop --distribute-saved-activations",
-    "overlap_moe_expert_parallel_comm": (
-        "its schedule calls none of the hooked functions; drop --overlap-moe-expert-parallel-comm"
-    ),
-    "enable_cuda_graph": "a captured graph has fixed addresses; drop --enable-cuda-graph",
-    "external_cuda_graph": "a captured graph has fixed addresses; drop --external-cuda-graph",
-    "hybrid_context_parallel": "drop --hybrid-context-parallel",
-    "moe_paged_stash": "both would move the same activations; drop --moe-paged-stash",
-    "overlap_dispatch_backward_with_experts_wgrad": (
-        "it needs activations after the layer's backward pass; "
-        "drop --overlap-dispatch-backward-with-experts-wgrad"
-    ),
-}
 
 # Wrappers that give parameters other memory for each layer, which would be taken for activations.
 _REFUSED_WRAPPERS = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel", "MegatronFSDP")
@@ -214,10 +195,9 @@ def install(
     layer_major = layer_major or LayerMajorConfig()
     if not config.enabled and not config.chunks_loss and not layer_major.enabled:
         return MegatronOffload(None, model_chunks, states=states)
-    check_version()
     check_wrappers(model_chunks)
     settings = _transformer_config(model_chunks)
-    check_layer_major(layer_major, settings, boundary=config.boundary)
+    _check(config, settings, layer_major, plans=config.plans and policy is None)
 
     def units(
         engine: OffloadEngine | None, run_layer: Any, profiler: Profiler | None
@@ -230,16 +210,10 @@ def install(
 
     loss = None
     if config.chunks_loss:
-        check_chunked_loss(settings)
         loss = ChunkedLoss(model_chunks, config.chunk_tokens)
     if not config.enabled:
         schedule = units(None, None, None)
         return MegatronOffload(None, model_chunks, None, loss, states, schedule)
-    check_settings(settings)
-    check_layers(config, settings)
-    check_recomputation(config, settings)
-    if config.plans and policy is None:
-        check_libraries("--activation-offload auto")
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     device = open_device(next(model_chunks[0].parameters()).device)
 
@@ -292,34 +266,31 @@ def check(
     Raises:
         ConfigurationError: the version, a setting or the directory cannot work.
     """
-    layer_major = layer_major or LayerMajorConfig()
-    if layer_major.enabled:
+    _check(config, settings, layer_major or LayerMajorConfig(), plans=config.plans)
+    if config.enabled:
+        check_tiers(config, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
+
+
+def _check(
+    config: OffloadConfig, settings: Any, layer_major: LayerMajorConfig, *, plans: bool
+) -> None:
+    """What `check` and `install` both make sure of; `plans`: the planner will be needed."""
+    if config.enabled or config.chunks_loss or layer_major.enabled:
         check_version()
     check_layer_major(layer_major, settings, boundary=config.boundary)
     if config.chunks_loss:
-        check_version()
-        check_chunked_loss(settings)
+        CHUNKED_LOSS.check(settings)
     if config.enabled:
-        check_version()
         check_settings(settings)
         check_layers(config, settings)
         check_recomputation(config, settings)
-        if config.plans:
+        if plans:
             check_libraries("--activation-offload auto")
-        check_tiers(config, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks)
 
 
 def check_settings(settings: Any) -> None:
     """Raises ConfigurationError for settings of a TransformerConfig that offload cannot join."""
-    for name, advice in _REFUSED_SETTINGS.items():
-        if getattr(settings, name, False):
-            raise ConfigurationError(f"{name} cannot be combined with offload: {advice}")
-    graphs = getattr(settings, "cuda_graph_impl", None) or "none"
-    if graphs != "none":
-        raise ConfigurationError(
-            f"cuda_graph_impl {graphs} cannot be combined with offload: a captured graph has fixed "
-            "addresses; drop --cuda-graph-impl"
-        )
+    ACTIVATIONS.check(settings)
     for name in ("fp8", "fp4"):
         # What each pass makes of the weights is plain bytes, which look like an activation's; kept
         # from one pass to the next, they are learned to outlive the step.

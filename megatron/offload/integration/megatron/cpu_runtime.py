@@ -69,7 +69,23 @@ class _CudaMeansCpu(TorchFunctionMode):
 # ------------------------------------------------------------------ streams and events
 
 
-class _Stream:
+def _answer(value: Any) -> Callable[..., Any]:
+    """A function that takes anything and answers `value`."""
+    return lambda *args, **kwargs: value
+
+
+class _Event:
+    """An event that has always already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    record = wait = synchronize = _answer(None)
+    query = _answer(True)
+    elapsed_time = _answer(0.0)
+
+
+class _Stream(contextlib.AbstractContextManager[Any]):
     """A stream on which everything has already run: CPU work is synchronous."""
 
     device = _CPU
@@ -79,48 +95,12 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, stream: _Stream) -> None:
-        pass
-
-    def wait_event(self, event: _Event) -> None:
-        pass
-
     def record_event(self, event: _Event | None = None) -> _Event:
         return event or _Event()
 
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-
-class _Event:
-    """An event that has always already happened."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, stream: _Stream | None = None) -> None:
-        pass
-
-    def wait(self, stream: _Stream | None = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end_event: _Event) -> float:
-        return 0.0
+    wait_stream = wait_event = synchronize = _answer(None)
+    query = _answer(True)
+    __exit__ = _answer(None)
 
 
 _THE_STREAM = _Stream()
@@ -148,13 +128,8 @@ def _as_numpy_if_wanted(tensor: Any, as_numpy: bool = False, record_stream: bool
 class _Fp8Off:
     """Stands where Transformer Engine's FP8 state would be: FP8 is off."""
 
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
-
-    @staticmethod
-    def get_fp8_recipe() -> None:
-        return None
+    is_fp8_enabled = staticmethod(_answer(False))
+    get_fp8_recipe = staticmethod(_answer(None))
 
 
 def _norm_for_sequence_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,11 +176,6 @@ class Redirection:
         module, _, attribute = self.owner.partition(":")
         owner = importlib.import_module(module)
         return getattr(owner, attribute) if attribute else owner
-
-
-def _answer(value: Any) -> Callable[..., Any]:
-    """A function that takes anything and answers `value`."""
-    return lambda *args, **kwargs: value
 
 
 def _table() -> Iterable[Redirection]:

@@ -26,14 +26,14 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron.offload.integration.megatron.bucket_group import all_of
-from megatron.offload.integration.own_attributes import put
+from megatron.offload.integration.own_attributes import put, within
 from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.parameters.window import ParameterWindow
@@ -77,7 +77,7 @@ class GatheredParameters:
                 for params, shards in groups:
                     for param, shard in zip(params, shards, strict=True):
                         self.parts[param] = self._places[param].own_part(shard)
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
         self._due: set[int] = set()  # buckets that are to be gathered, by their identity
         self._is_in_step = False
         self._window: ParameterWindow
@@ -112,21 +112,14 @@ class GatheredParameters:
                     ]
                 )
         for group in self._bucket_groups:
-            self._forget_shards(group)
-            self._replace(group, "start_param_sync", functools.partial(self._begin_gather, group))
-        step = optimizer.step
-
-        @functools.wraps(step)
-        def step_and_gather(*args: Any, **kwargs: Any) -> Any:
-            with self._one_gather():
-                return step(*args, **kwargs)
-
-        self._replace(optimizer, "step", step_and_gather)
+            group.cached_param_buffer_shard_list = [None] * len(group.buckets)  # found anew
+            begin = functools.partial(self._begin_gather, group)
+            self._undo.callback(put(group, "start_param_sync", begin))
+        self._undo.callback(within(optimizer, "step", self._one_gather))
 
     def disconnect(self) -> None:
         """Megatron gathers its buffers itself again; call `restore` before it does."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def restore(self) -> None:
         """Puts all parameters back into Megatron's buffers, wherever they are in memory."""
@@ -184,12 +177,6 @@ class GatheredParameters:
         if self._rest is not None:
             self._rest.gather(due)
         window.is_whole = True
-
-    def _forget_shards(self, group: Any) -> None:
-        group.cached_param_buffer_shard_list = [None] * len(group.buckets)
-
-    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._undo.append(put(owner, name, function))
 
 
 class _Place(NamedTuple):

@@ -22,7 +22,9 @@ from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.megatron.decorators import Function
+from megatron.offload.integration.megatron.refused import STEPS
 from megatron.offload.integration.open_parameters import unit_backward
+from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.layer_major.config import LayerMajorConfig, refusal
 from megatron.offload.layer_major.random_numbers import TorchGenerators
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
@@ -31,19 +33,6 @@ from megatron.offload.planner.profile.profiler import Profiler
 
 _MEGATRON = "megatron::"  # before the names of Megatron's generators, among torch's
 _CURRENT = "_current_state_name"  # of Megatron's tracker: the generator that runs now
-_GRAPHS = "a captured graph fixes the order of layers"
-_REFUSED_SETTINGS = {
-    "fp8": "what it measures of the weights belongs to one pass of the whole model",
-    "fp4": "what it measures of the weights belongs to one pass of the whole model",
-    "overlap_moe_expert_parallel_comm": "its schedule runs two micro-batches at a time",
-    "hybrid_context_parallel": "its schedule gives micro-batches to ranks on its own",
-    "cpu_offloading": "it counts layers of one pass at a time",
-    "fine_grained_activation_offloading": "it counts layers of one pass at a time",
-    "moe_paged_stash": "it counts layers of one pass at a time",
-    "moe_enable_routing_replay": "routers are told the choices of one micro-batch at a time",
-    "enable_cuda_graph": _GRAPHS,
-    "external_cuda_graph": _GRAPHS,
-}
 
 
 class LayerMajorHooks:
@@ -123,7 +112,8 @@ class LayerMajorHooks:
             return none, none  # no loss, and no tokens yet
         noted, self._noted = self._noted, []
         self._passes.clear()
-        with _without_timers(self._settings):
+        # Megatron's timers of passes count one at a time, and here several have begun.
+        with replaced(self._settings, timers=None):
             results = self._schedule.run([run for run, _ in noted], self._backward, self._passes)
         for _, own in noted:
             reports.extend(own)
@@ -260,9 +250,7 @@ def check_layer_major(config: LayerMajorConfig, settings: Any, *, boundary: str)
             "--pipeline-model-parallel-size above 1 stages already take turns by micro-batch; drop "
             "one of them"
         )
-    for name, reason in _REFUSED_SETTINGS.items():
-        if getattr(settings, name, None):
-            raise refusal(f"--layer-major-units cannot be combined with {name}: {reason}")
+    STEPS.check(settings)
     if getattr(settings, "recompute_granularity", None) == "full":
         raise refusal(
             "--layer-major-units cannot be combined with --recompute-granularity full, whose "
@@ -276,21 +264,6 @@ def check_layer_major(config: LayerMajorConfig, settings: Any, *, boundary: str)
             "moe_router_load_balancing_type: that loss depends on the micro-batches before; use "
             "ascending"
         )
-    graphs = getattr(settings, "cuda_graph_impl", None) or "none"
-    if graphs != "none":
-        raise refusal(
-            f"--layer-major-units cannot be combined with cuda_graph_impl {graphs}: {_GRAPHS}"
-        )
-
-
-@contextlib.contextmanager
-def _without_timers(settings: Any) -> Iterator[None]:
-    """Megatron's timers of passes count one at a time, and here several have begun."""
-    timers, settings.timers = settings.timers, None
-    try:
-        yield
-    finally:
-        settings.timers = timers
 
 
 def only_chunk(model_chunks: Sequence[torch.nn.Module]) -> torch.nn.Module:

@@ -31,7 +31,7 @@ from megatron.offload.integration.megatron.state_settings import (
     check_state_settings,
 )
 from megatron.offload.integration.megatron.versions import check_version
-from megatron.offload.integration.own_attributes import put
+from megatron.offload.integration.own_attributes import beginning_with, put, within
 from megatron.offload.integration.torch.optimizer import OptimizerOffload
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.machine.memory_limit import memory_limit
@@ -267,7 +267,7 @@ class _Part:
     def __init__(self, optimizer: Any, config: StatesConfig, num_parts: int) -> None:
         self._optimizer = optimizer
         weights = MainWeights(optimizer)
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
         self._offload = OptimizerOffload(
             optimizer.optimizer,
             config,
@@ -282,50 +282,34 @@ class _Part:
         self.states: OptimizerStates = self._offload.states
         self.auto = self._offload.auto
         if weights.pairs:
-            self._replace(COPY, lambda: None)  # see Note [Main weights go to the model at once]
+            self._put(COPY, lambda: None)  # see Note [Main weights go to the model at once]
         for name in READING:
-            self._wrap(name, self._reading)
+            self._within(name, beginning_with(self.states.expose))
         for name in LOADING:
             is_whole = name != _COPYING
-            self._wrap(name, functools.partial(self.states.loading, is_whole=is_whole))
+            self._within(name, functools.partial(self.states.loading, is_whole=is_whole))
         make = getattr(optimizer, "init_state_fn", None)
         if make is not None:
-            self._replace("init_state_fn", functools.partial(self._make_states, make))
+            self._put("init_state_fn", functools.partial(self._make_states, make))
         for name in _MOVING:
             if hasattr(optimizer, name):
-                self._replace(name, functools.partial(_refuse_to_move, name))
+                self._put(name, functools.partial(_refuse_to_move, name))
 
     def close(self, *, restore: bool = True) -> None:
         """As `ModelStates.close`."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         self._offload.close(restore=restore)
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        self.states.expose()
-        yield
 
     def _make_states(self, make: Callable[..., None], _: Any, settings: Any = None) -> None:
         """Megatron's function that makes states to load into, for a few parameters at a time."""
         self.states.make_states(lambda part: make(part, settings))
         self.states.expose()
 
-    def _wrap(self, name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
-        """Makes one of the optimizer's functions run inside a context."""
-        function = getattr(self._optimizer, name, None)
-        if function is None:
-            return
+    def _put(self, name: str, function: Callable[..., Any]) -> None:
+        self._undo.callback(put(self._optimizer, name, function))
 
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with around():
-                return function(*args, **kwargs)
-
-        self._replace(name, call)
-
-    def _replace(self, name: str, function: Callable[..., Any]) -> None:
-        self._undo.append(put(self._optimizer, name, function))
+    def _within(self, name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
+        self._undo.callback(within(self._optimizer, name, around))
 
 
 def _refuse_to_move(name: str) -> None:

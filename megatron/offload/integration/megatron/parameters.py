@@ -8,13 +8,15 @@ unit; else all of them are in memory during the optimizer's step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megatron.offload.errors import GRADIENTS_PREFIX, PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.errors import GRADIENTS_PREFIX, ConfigurationError
+from megatron.offload.integration.megatron import refused
 from megatron.offload.integration.megatron.bucket_gradients import BucketGradients
 from megatron.offload.integration.megatron.gathered_parameters import GatheredParameters
 from megatron.offload.integration.megatron.main_weights import optimizers_in
@@ -23,54 +25,12 @@ from megatron.offload.integration.megatron.scaling import scale_in_place
 from megatron.offload.integration.megatron.unit_steps import check_steps_by_units, step_by_units
 from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.open_parameters import changing
-from megatron.offload.integration.own_attributes import put
+from megatron.offload.integration.own_attributes import beginning_with, within
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.parameters.parameter_places import Part
-
-# What looks at parameters, or changes them, between two steps, of Megatron's flags and settings.
-_REFUSED_BETWEEN_STEPS = {
-    "log_params_norm": "it would be the norm of parameters that are away; drop --log-params-norm",
-    "check_weight_hash_across_dp_replicas_interval": (
-        "parameters that are away look the same on all replicas; drop "
-        "--check-weight-hash-across-dp-replicas-interval"
-    ),
-    "save_params_interval": (
-        "it would save parameters that are away; drop --save-params-interval, and use --save"
-    ),
-    "qk_clip": "it changes weights after the optimizer's step, when they are away; drop --qk-clip",
-    "async_save": "its writer goes on during the next step, which moves them; drop --async-save",
-}
-# What the distributed optimizer cannot do, of Megatron's flags or settings of data parallelism.
-_REFUSED = {
-    "overlap_param_gather": (
-        "it brings parameters together in the next forward pass, when they would have to be "
-        "written; drop --overlap-param-gather"
-    ),
-    "nccl_ub": "it registers the memory of parameters, which comes and goes; drop --use-nccl-ub",
-    "fp8_param_gather": "all ranks convert all weights together; drop --fp8-param-gather",
-    "fp4_param_gather": "all ranks convert all weights together; drop --fp4-param-gather",
-    "optimizer_cpu_offload": (
-        "it updates copies of all weights on the CPU; drop --optimizer-cpu-offload, and use "
-        "--optimizer-state-offload"
-    ),
-}
-
-
-# What gradients on a tier cannot do, of Megatron's flags and settings.
-_REFUSED_WITH_GRADIENTS = {
-    "fp16": "its loss scaling divides all gradients at once; use --bf16, which needs none",
-    "grad_reduce_in_bf16": "gradients must be fp32; drop --grad-reduce-in-bf16",
-    "calculate_per_token_loss": (
-        "it divides all gradients once all of them are there; drop --calculate-per-token-loss"
-    ),
-    "log_num_zeros_in_grad": "it looks at all of them; drop --log-num-zeros-in-grad",
-    "check_for_large_grads": "it has not been tried; drop --check-for-large-grads",
-    "save_wgrads_interval": "it saves all of them; drop --save-wgrads-interval",
-    "nccl_ub": "it registers the memory of gradients, which comes and goes; drop --use-nccl-ub",
-}
 
 
 def _nothing() -> None:
@@ -93,7 +53,9 @@ class ModelParameters:
         restored: Callable[[], None] = _nothing,
     ) -> None:
         self._offload = offload
-        self._undo = list(undo)
+        self._undo = contextlib.ExitStack()
+        for one in undo:
+            self._undo.callback(one)
         self._restored = restored
 
     def bring_gradients(self) -> None:
@@ -131,8 +93,7 @@ class ModelParameters:
         offload, self._offload = self._offload, None
         if offload is None:
             return
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         try:
             offload.close(restore=restore)
         finally:
@@ -149,46 +110,16 @@ def check_model_parameters(config: ParametersConfig, settings: Any) -> None:
     """
     if not config.enabled:
         return
-    graphs = getattr(settings, "cuda_graph_impl", None) or "none"
-    names = ("enable_cuda_graph", "external_cuda_graph")
-    if graphs != "none" or any(getattr(settings, name, False) for name in names):
-        raise ConfigurationError(
-            f"{PARAMETERS_PREFIX}CUDA graphs cannot be combined with --parameter-offload: a "
-            "captured graph has the addresses that parameters had then; drop one"
-        )
-    for name, reason in _REFUSED_BETWEEN_STEPS.items():
-        if getattr(settings, name, None):
-            raise ConfigurationError(
-                f"{PARAMETERS_PREFIX}{name} cannot be combined with --parameter-offload: {reason}"
-            )
+    refused.PARAMETERS.check(settings)
     if config.offloads_gradients:
-        _check_gradient_flags(settings)
-    if not getattr(settings, "use_distributed_optimizer", False):
-        return
-    for name, reason in _REFUSED.items():
-        if getattr(settings, name, False):
+        refused.GRADIENTS.check(settings)
+        if not getattr(settings, "overlap_grad_reduce", True):
             raise ConfigurationError(
-                f"{PARAMETERS_PREFIX}{name} of the distributed optimizer cannot be combined with "
-                f"--parameter-offload: {reason}"
+                f"{GRADIENTS_PREFIX}--gradient-offload on needs --overlap-grad-reduce: without, "
+                "Megatron has all gradients in one bucket, and reduces it when backward is over"
             )
-    if getattr(settings, "num_distributed_optimizer_instances", 1) > 1:
-        raise ConfigurationError(
-            f"{PARAMETERS_PREFIX}--num-distributed-optimizer-instances above 1 cannot be combined "
-            "with --parameter-offload: it has not been tried; drop one"
-        )
-
-
-def _check_gradient_flags(settings: Any) -> None:
-    for name, reason in _REFUSED_WITH_GRADIENTS.items():
-        if getattr(settings, name, False):
-            raise ConfigurationError(
-                f"{GRADIENTS_PREFIX}--gradient-offload on cannot be combined with {name}: {reason}"
-            )
-    if not getattr(settings, "overlap_grad_reduce", True):
-        raise ConfigurationError(
-            f"{GRADIENTS_PREFIX}--gradient-offload on needs --overlap-grad-reduce: without, "
-            "Megatron has all gradients in one bucket, and reduces it when backward is over"
-        )
+    if getattr(settings, "use_distributed_optimizer", False):
+        refused.SHARDED_PARAMETERS.check(settings)
 
 
 def check_gradients(ddp_config: Any, layer_major: LayerMajorConfig | None) -> None:
@@ -262,14 +193,7 @@ def offload_model_parameters(
     if updates_by_units:
         return ModelParameters(offload)
     params = [param for layer in layers for param in layer.parameters()]
-    step = optimizer.step
-
-    @functools.wraps(step)
-    def step_with_all(*args: Any, **kwargs: Any) -> Any:
-        with changing(params):
-            return step(*args, **kwargs)
-
-    return ModelParameters(offload, [put(optimizer, "step", step_with_all)])
+    return ModelParameters(offload, [within(optimizer, "step", lambda: changing(params))])
 
 
 def _by_units(
@@ -306,7 +230,8 @@ def _by_units(
         undo.append(scale_in_place())
     for one in optimizers:
         undo += [] if updates_by_units else [step_by_units(one)]
-        undo += [_show_before(offload, one, name) for name in (*READING, *LOADING)]
+        shown = beginning_with(offload.expose)
+        undo += [within(one, name, shown) for name in (*READING, *LOADING)]
     return ModelParameters(offload, undo, gathered.restore if gathered is not None else _nothing)
 
 
@@ -318,18 +243,3 @@ def _gradient_bytes(
     if parts is None:
         return sum(4 * param.numel() for param in params)
     return sum(4 * (parts[one].end - parts[one].start) for one in params if one in parts)
-
-
-def _show_before(offload: ParameterOffload, optimizer: Any, name: str) -> Callable[[], None]:
-    """Puts parameters in their places before an optimizer's function runs; returns what undoes
-    that."""
-    function = getattr(optimizer, name, None)
-    if function is None:
-        return lambda: None
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        offload.expose()
-        return function(*args, **kwargs)
-
-    return put(optimizer, name, call)

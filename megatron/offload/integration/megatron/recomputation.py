@@ -66,7 +66,7 @@ def recomputing(
         for part in parts:
             name = _METHODS[part]
             again = _recomputing(noted(part, getattr(layer, name)))
-            stack.enter_context(replaced(layer, name, again))
+            stack.enter_context(replaced(layer, **{name: again}))
         yield
 
 

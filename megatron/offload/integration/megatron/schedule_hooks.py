@@ -63,13 +63,7 @@ class ScheduleHooks:
     def forward_step(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the forward pass of a micro-batch, and notes its save order for backward.
-
-        Args:
-            step: Megatron's own `forward_step`, undecorated.
-            args: of `step`.
-            kwargs: of `step`.
-        """
+        """Runs the forward pass of a micro-batch, and notes its save order for backward."""
         if not torch.is_grad_enabled():
             return step(*args, **kwargs)
         self._signature = self._signature or inspect.signature(step)
@@ -96,13 +90,7 @@ class ScheduleHooks:
     def backward_step(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the backward pass of the micro-batch whose output is among the arguments.
-
-        Args:
-            step: Megatron's own `backward_step`, undecorated.
-            args: of `step`.
-            kwargs: of `step`.
-        """
+        """Runs the backward pass of the micro-batch whose output is among the arguments."""
         output = _first_tensor(kwargs["output_tensor"] if "output_tensor" in kwargs else args[1])
         _, place = self._by_output.pop(id(output), (None, None))
         save_order = self._save_orders.pop(place, None) if place is not None else None

@@ -181,16 +181,14 @@ def _norm(norm: Any, part: Any, runner: OpRunner) -> Iterator[None]:
         return result
 
     run = functools.partial(runner.run, normalize)
-    with replaced(norm, "forward", run), replaced(part, "forward", use):
+    with replaced(norm, forward=run), replaced(part, forward=use):
         yield
 
 
 @contextlib.contextmanager
 def _core(core: Any, runner: OpRunner) -> Iterator[None]:
     forward = core.forward
-    with replaced(
-        core, "forward", lambda *args, **kwargs: runner.run_inside(forward, args, kwargs)
-    ):
+    with replaced(core, forward=lambda *args, **kwargs: runner.run_inside(forward, args, kwargs)):
         yield
 
 
@@ -207,16 +205,13 @@ def _activation(mlp: Any, runner: OpRunner) -> Iterator[None]:
         runner.used(result)
         return result, result_bias
 
-    with replaced(mlp, "forward", run):
+    with replaced(mlp, forward=run):
         yield
 
 
 def _activated(mlp: Any, forward: Function, inner: torch.Tensor, bias: torch.Tensor | None) -> Any:
     """What lies between the two linear layers of an MLP: its forward without them."""
-    with (
-        replaced(mlp, "linear_fc1", _Given((inner, bias))),
-        replaced(mlp, "linear_fc2", _Through()),
-    ):
+    with replaced(mlp, linear_fc1=_Given((inner, bias)), linear_fc2=_Through()):
         return forward(None)[0]
 
 

@@ -9,33 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.offload.integration.megatron import refused
 from megatron.offload.tiers.purpose import STATES
 
 _FLOATS = ("float32", "bfloat16")
 
-# Settings of Megatron's OptimizerConfig, or of its flags, and what to do instead.
-REFUSED_SETTINGS = {
-    "optimizer_cpu_offload": "both would move the same states; drop --optimizer-cpu-offload",
-    "offload_optimizer_states": "both would move the same states; drop --offload-optimizer-states",
-    "use_megatron_fsdp": (
-        "it keeps main weights itself; use DistributedDataParallel, with the distributed optimizer"
-    ),
-    "use_torch_fsdp2": (
-        "it gives parameters other memory for each layer; use DistributedDataParallel, with the "
-        "distributed optimizer"
-    ),
-    "reuse_grad_buf_for_mxfp8_param_ag": (
-        "main weights would be read after the step; drop --reuse-grad-buf-for-mxfp8-param-ag"
-    ),
-    "fp8_param_gather": ("all ranks convert all main weights together; drop --fp8-param-gather"),
-    "fp8_param": "all ranks convert all main weights together; drop --fp8-param-gather",
-    "log_params_norm": "it reads all main weights, which are away; drop --log-params-norm",
-    "qk_clip": "it changes main weights after the step, when they are away; drop --qk-clip",
-    "async_save": (
-        "its writer goes on during the next step, which moves states, and needs a copy of all of "
-        "them in memory; drop --async-save"
-    ),
-}
 # The optimizers that update each parameter by its gradient and state alone.
 _KNOWN_NAMES = ("adam", "sgd")
 _KNOWN_KINDS = ("Adam", "AdamW", "SGD", "FusedAdam", "FusedSGD")
@@ -47,9 +25,7 @@ def check_state_settings(settings: Any) -> None:
     Args:
         settings: Megatron's `OptimizerConfig`, or the flags that make one.
     """
-    for name, advice in REFUSED_SETTINGS.items():
-        if getattr(settings, name, False):
-            raise STATES.refusal(f"{name} cannot be combined with state offload: {advice}")
+    refused.STATES.check(settings)
     kind = getattr(settings, "optimizer", "adam")
     if kind not in _KNOWN_NAMES:
         raise STATES.refusal(
@@ -95,13 +71,6 @@ def check_inner_optimizer(optimizer: Any) -> None:
             "count the same step; build it without capturable"
         )
     ddp_config = getattr(optimizer, "ddp_config", None)
-    if getattr(ddp_config, "use_megatron_fsdp", False):
-        raise STATES.refusal(
-            "use_megatron_fsdp cannot be combined with state offload: "
-            + REFUSED_SETTINGS["use_megatron_fsdp"]
-        )
-    if getattr(ddp_config, "fp8_param_gather", False):
-        raise STATES.refusal(
-            "fp8_param_gather cannot be combined with state offload: "
-            + REFUSED_SETTINGS["fp8_param_gather"]
-        )
+    for name in ("use_megatron_fsdp", "fp8_param_gather"):
+        if getattr(ddp_config, name, False):
+            raise refused.STATES.refusal(name)

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from megatron.offload.integration.megatron.estimate import (
     encoder_decoder_bytes,
 )
 from megatron.offload.integration.megatron.patch_point import PatchPoint
+from megatron.offload.integration.megatron.refused import LAUNCHER
 from megatron.offload.integration.megatron.script_log import (
     GET_FLAGS,
     GET_TENSORBOARD,
@@ -42,7 +42,7 @@ from megatron.offload.integration.megatron.whole_training import OffloadedTraini
 from megatron.offload.planner.online.consensus import raise_first
 from megatron.offload.stats.memory import PeakMemory
 
-logger = logging.getLogger(__name__)
+Function = Callable[..., Any]  # of Megatron-LM
 
 _ARGUMENTS, _TRAINING = "megatron.training.arguments", "megatron.training.training"
 
@@ -70,23 +70,12 @@ PATCH_POINTS = (
     _MODEL_SETTINGS,
 )
 
-# Flags of Megatron-LM that change what `install` hooks: the value that works, and why no other.
-_UNTRIED = "it has not been tried"
-_FLAGS = {
-    "use_legacy_models": (False, "its layers are not megatron-core's"),
-    "use_megatron_fsdp": (False, _UNTRIED),
-    "use_torch_fsdp2": (False, _UNTRIED),
-    "inprocess_restart": (False, _UNTRIED),
-    "perform_rl_step": (False, _UNTRIED),
-    "gtp_weight_remat_size": (1, _UNTRIED),
-}
-
 
 class TrainingScript:
     """One run of a training script; connected, it does what the script's flags ask for."""
 
     def __init__(self) -> None:
-        self._restore: list[Callable[[], None]] = []
+        self._restore = contextlib.ExitStack()
         self._offload: OffloadedTraining | None = None  # once the script builds what it trains
         self._peak: PeakMemory | None = None
         self._device = torch.device("cpu")
@@ -104,17 +93,18 @@ class TrainingScript:
         """
         for patch_point in PATCH_POINTS:
             patch_point.find()
-        for patch_point, wrap in (
-            (_ADD_FLAGS, self._wrap_add_flags),
-            (_SETUP, self._wrap_setup),
-            (_STEP, self._wrap_step),
-            (_LOG, self._wrap_log),
-            (_PRINT, self._wrap_print),
-            (_LOAD, self._wrap_load),
-            (_SAVE, self._wrap_save),
+        for patch_point, around in (
+            (_ADD_FLAGS, self._add_flags),
+            (_SETUP, self._set_up),
+            (_STEP, self._train_step),
+            (_LOG, self._log),
+            (_PRINT, self._print),
+            (_LOAD, self._load),
+            (_SAVE, self._save),
         ):
             original = patch_point.find()
-            self._restore.append(patch_point.replace(functools.wraps(original)(wrap(original))))
+            call = functools.update_wrapper(functools.partial(around, original), original)
+            self._restore.callback(patch_point.replace(call))
 
     def summary(self) -> str:
         """A few lines for the end of the run; empty without offload or without a step."""
@@ -127,94 +117,68 @@ class TrainingScript:
 
     def close(self) -> None:
         """Ends offload, gives memory and disk space back, restores Megatron-LM's functions."""
-        while self._restore:
-            self._restore.pop()()
+        self._restore.close()
         if self._offload is not None:
             self._offload.close()
 
-    # -------------------------------------------------------------- what is wrapped
+    # -------------------------------------------------------------- in the place of its functions
 
-    def _wrap_add_flags(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            parser = add_offload_arguments(original(parser))
-            if cpu_runtime.is_active():
-                cpu_training_script.set_defaults(parser)
-            return parser
+    def _add_flags(
+        self, original: Function, parser: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
+        parser = add_offload_arguments(original(parser))
+        if cpu_runtime.is_active():
+            cpu_training_script.set_defaults(parser)
+        return parser
 
-        return add_megatron_arguments
+    def _set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        self._has_set_up = True
+        flags = GET_FLAGS.find()()
+        request = _checked_request(flags)
+        if not flags.skip_train:
+            self._offload = OffloadedTraining(request.streams, request.run_directory)
+        result = original(*args, **kwargs)
+        if cpu_runtime.is_active():
+            cpu_training_script.keep_sent_tensors(result[0])
+        if not flags.skip_train:
+            _on_all_ranks(lambda: self._install(request, result[0], result[1]))
+        return result
 
-    def _wrap_setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-            self._has_set_up = True
-            flags = GET_FLAGS.find()()
-            request = _checked_request(flags)
-            if not flags.skip_train:
-                self._offload = OffloadedTraining(request.streams, request.run_directory)
+    def _train_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(original).bind(*args, **kwargs)
+        # Around the schedule alone: what the optimizer does is no part of activations' peak.
+        schedule = call.arguments["forward_backward_func"]
+        call.arguments["forward_backward_func"] = functools.partial(self._step, schedule)
+        result = original(*call.args, **call.kwargs)
+        self._installed().passes.pause()
+        return result
+
+    def _log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        iteration = inspect.signature(original).bind(*args, **kwargs).arguments["iteration"]
+        metrics = self._largest_metrics()
+        self._addition = describe(metrics)
+        try:
             result = original(*args, **kwargs)
-            if cpu_runtime.is_active():
-                cpu_training_script.keep_sent_tensors(result[0])
-            if not flags.skip_train:
-                _on_all_ranks(lambda: self._install(request, result[0], result[1]))
-            return result
+        finally:
+            self._addition = ""
+        write_scalars(metrics, iteration)
+        return result
 
-        return setup_model_and_optimizer
+    def _print(self, original: Function, message: str) -> Any:
+        addition, self._addition = self._addition, ""
+        return original(f"{message}{addition}")
 
-    def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def _load(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        optimizer = inspect.signature(original).bind(*args, **kwargs).arguments["optimizer"]
+        if self._offload is not None and optimizer is not None:
+            offload = self._offload
+            _on_all_ranks(lambda: offload.offload_states(optimizer))
+        with self._checkpointing():
+            return original(*args, **kwargs)
 
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            call = signature.bind(*args, **kwargs)
-            # Around the schedule alone: what the optimizer does is no part of activations' peak.
-            schedule = call.arguments["forward_backward_func"]
-            call.arguments["forward_backward_func"] = functools.partial(self._step, schedule)
-            result = original(*call.args, **call.kwargs)
-            self._installed().passes.pause()
-            return result
-
-        return train_step
-
-    def _wrap_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        def training_log(*args: Any, **kwargs: Any) -> Any:
-            iteration = signature.bind(*args, **kwargs).arguments["iteration"]
-            metrics = self._largest_metrics()
-            self._addition = describe(metrics)
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                self._addition = ""
-            write_scalars(metrics, iteration)
-            return result
-
-        return training_log
-
-    def _wrap_print(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def print_rank_last(message: str) -> Any:
-            addition, self._addition = self._addition, ""
-            return original(f"{message}{addition}")
-
-        return print_rank_last
-
-    def _wrap_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            optimizer = signature.bind(*args, **kwargs).arguments["optimizer"]
-            if self._offload is not None and optimizer is not None:
-                offload = self._offload
-                _on_all_ranks(lambda: offload.offload_states(optimizer))
-            with self._checkpointing():
-                return original(*args, **kwargs)
-
-        return load_checkpoint
-
-    def _wrap_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            with self._checkpointing():
-                return original(*args, **kwargs)
-
-        return save_checkpoint
+    def _save(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        with self._checkpointing():
+            return original(*args, **kwargs)
 
     # -------------------------------------------------------------- what they do
 
@@ -326,10 +290,7 @@ def _request(flags: argparse.Namespace) -> _Request:
         flags.activation_offload_plan = str(streams.activations.plan_file)
     if not streams.enabled:
         return _Request(streams)
-    for name, (works, reason) in _FLAGS.items():
-        if getattr(flags, name, works) != works:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigurationError(f"{flag} cannot be combined with offload: {reason}; drop it")
+    LAUNCHER.check(flags)
     streams.check_flags(flags)
     save = getattr(flags, "save", None)
     run_directory = Path(save) if save else None

@@ -6,6 +6,7 @@ Where states move, `model_states.py` updates bucket by bucket; parameters wait o
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -67,14 +68,8 @@ def step_by_units(optimizer: Any) -> Callable[[], None]:
 
     hooked = torch.optim.Optimizer.profile_hook_step(step)
     OPEN.steps[inner] = StepBy.PARTS
-    undone = [
-        lambda: OPEN.steps.pop(inner, None),
-        put(inner, "step", types.MethodType(hooked, inner)),
-        put(optimizer, COPY, lambda: None),  # see Note [Main weights go to the model at once]
-    ]
-
-    def undo() -> None:
-        while undone:
-            undone.pop()()
-
-    return undo
+    undo = contextlib.ExitStack()
+    undo.callback(OPEN.steps.pop, inner, None)
+    undo.callback(put(inner, "step", types.MethodType(hooked, inner)))
+    undo.callback(put(optimizer, COPY, lambda: None))  # Note [Main weights go to the model at once]
+    return undo.close

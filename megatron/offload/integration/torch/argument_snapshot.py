@@ -145,9 +145,6 @@ class ArgumentSnapshot:
     def end(self, results: Iterable[torch.Tensor]) -> None:
         """The first run has ended. Holds no more than what a second one needs.
 
-        Args:
-            results: what it gave.
-
         Raises:
             ChangedInPlaceError: it cannot run again as it is to.
         """

@@ -23,9 +23,6 @@ class AttributeSnapshot:
     forward that runs again finds all of that as the first one did, and leaves it as the first one
     did. It looks at plain attributes, at what lists, dicts and sets among them hold, and at small
     tensors without a graph, which may be changed in place; `BufferSnapshot` has the buffers.
-
-    Args:
-        layer: whose forward comes next.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:

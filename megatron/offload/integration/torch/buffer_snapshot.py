@@ -16,9 +16,6 @@ class BufferSnapshot:
     once for each forward pass, and what they held has a part in the result. So a forward that runs
     again gets copies of its own: it starts with what the first one has found, changes nothing that
     later passes need, and what backward saves of these stays as it is.
-
-    Args:
-        layer: whose forward comes next.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:

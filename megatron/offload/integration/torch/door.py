@@ -22,7 +22,7 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.causal_lm_loss import chunked_losses
 from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.integration.torch.measured_run import MeasuredRun
-from megatron.offload.integration.torch.offload import ActivationOffload, speaking_of_settings
+from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.ranks import local_world_size, rank
 from megatron.offload.integration.torch.refusals import check_models
 from megatron.offload.machine import vector_math
@@ -75,7 +75,7 @@ def offload_activations(
     models = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
     check_models(models)
     vector_math.first_call()  # with mode `off` too, which others are compared with
-    with speaking_of_settings():
+    with OffloadConfig.speaking_of_settings():
         config = OffloadConfig.of_door(directory, mode, settings)
         measured = MeasuredRun.of_environment()
         if measured is not None:

@@ -30,6 +30,7 @@ from megatron.offload.activations.capture.context import others_take_what_is_sav
 from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.activations.saved.scope import Scope, name_after, name_of_call
+from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.integration.torch.argument_snapshot import ArgumentSnapshot, Changes
 from megatron.offload.integration.torch.attribute_snapshot import AttributeSnapshot
 from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
@@ -40,16 +41,12 @@ from megatron.offload.planner.profile.timings import LayerTimings
 
 logger = logging.getLogger(__name__)
 
-_FORWARD = "forward"
 _MOST_CALLS = 32  # of a layer that are looked up in a plan before a first pass has shown how many
 _Context = contextlib.AbstractContextManager[Any]
 
 
 class LayerCalls:
     """Is told of each call of a layer.
-
-    Args:
-        names: of the layers.
 
     Attributes:
         num_calls: of layers in forward passes that backward follows.
@@ -106,9 +103,11 @@ class LayerCalls:
                 for number in range(self._most_calls[layer] or _MOST_CALLS)
             )
         }
-        run = {one: functools.partial(self._run, one.forward) for one in self._replaced}
         try:
-            with _replaced(run):
+            with contextlib.ExitStack() as stack:
+                for one in self._replaced:  # a module looks it up before its hooks run
+                    run = functools.partial(self._run, one.forward)
+                    stack.enter_context(replaced(one, forward=run))
                 yield
         finally:
             self._contexts.close()
@@ -285,18 +284,3 @@ class _Recomputations(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._entered.__exit__(*error)
-
-
-@contextlib.contextmanager
-def _replaced(layers: Mapping[torch.nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """A context in which layers have another forward. A module looks it up before its hooks run."""
-    before = {one: vars(one).get(_FORWARD) for one in layers}
-    for layer, forward in layers.items():
-        vars(layer)[_FORWARD] = forward
-    try:
-        yield
-    finally:
-        for layer, own in before.items():
-            del vars(layer)[_FORWARD]
-            if own is not None:
-                vars(layer)[_FORWARD] = own

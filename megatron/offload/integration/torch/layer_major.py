@@ -19,6 +19,7 @@ from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.passes import tensors_in
+from megatron.offload.integration.torch.refusals import STEP_WRAPPERS
 from megatron.offload.integration.torch.sharded_units import ShardedUnits
 from megatron.offload.layer_major.config import refusal
 from megatron.offload.layer_major.other_numbers import OtherNumbers
@@ -27,13 +28,6 @@ from megatron.offload.layer_major.schedule import LayerMajorSchedule, UnitPasses
 from megatron.offload.layer_major.units import params_by_unit, units_of
 
 B = TypeVar("B")
-
-# Wrappers that count the passes of a whole model.
-_REFUSED_WRAPPERS = {
-    "DistributedDataParallel": "FSDP2 (fully_shard)",
-    "FullyShardedDataParallel": "FSDP2 (fully_shard)",
-    "DeepSpeedEngine": "a plain model",
-}
 
 
 class LayerMajor:
@@ -180,7 +174,7 @@ def _check(model: torch.nn.Module, layers: dict[torch.nn.Module, str]) -> None:
             "a layer-major step needs a model with layers that repeat; name them with layers="
         )
     for module in model.modules():
-        instead = _REFUSED_WRAPPERS.get(type(module).__name__)
+        instead = STEP_WRAPPERS.get(type(module).__name__)
         if instead is not None:
             raise refusal(
                 f"{type(module).__name__} cannot run layer-major steps: it expects one backward "

@@ -17,12 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class LayerParameters:
-    """The parameters of a layer, as they are now.
-
-    Args:
-        layer: of a model.
-        moves: whether a parameter is offloaded.
-    """
+    """The parameters of a layer, as they are now."""
 
     def __init__(self, layer: torch.nn.Module, moves: Callable[[torch.nn.Parameter], bool]) -> None:
         self._found = [

@@ -57,15 +57,6 @@ def _close_all() -> None:
         handle.close()
 
 
-@contextlib.contextmanager
-def speaking_of_settings() -> Iterator[None]:
-    """Errors in this context name settings, not command-line flags."""
-    try:
-        yield
-    except ConfigurationError as error:
-        raise ConfigurationError(OffloadConfig.in_settings(str(error))) from None
-
-
 class ActivationOffload:
     """Activation offload of a model, from `offload_activations` until `close`.
 
@@ -164,11 +155,7 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def layer_major_step(self, device: torch.device) -> Iterator[EnginePasses]:
-        """A step whose passes the caller runs, unit by unit; yields what the caller tells of them.
-
-        Args:
-            device: where the model computes.
-        """
+        """A step whose passes the caller runs, unit by unit; yields what is to be told of them."""
         if self._is_closed:
             yield EnginePasses(None, hooks_tensors=True)
             return
@@ -182,10 +169,6 @@ class ActivationOffload:
 
     def run_in_units(self, units: Mapping[torch.nn.Module, int], *, alternates: bool) -> None:
         """Says, before the first step, that steps run unit by unit: `auto` plans for those.
-
-        Args:
-            units: of the layers.
-            alternates: as `LayerMajor`'s.
 
         Raises:
             ConfigurationError: there is a plan for other steps already, or for other layers.
@@ -312,7 +295,7 @@ class ActivationOffload:
     # -- Steps ----------------------------------------------------------------------------------
 
     def _open(self, of_compute: torch.device) -> TrainingSteps:
-        with speaking_of_settings():
+        with OffloadConfig.speaking_of_settings():
             device = open_device(of_compute)
             self._steps = steps = TrainingSteps(
                 self._config,

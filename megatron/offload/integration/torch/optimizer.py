@@ -36,6 +36,7 @@ from megatron.offload.integration.open_parameters import (
 from megatron.offload.integration.open_streams import OPEN, StepBy
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.torch.ranks import local_world_size
+from megatron.offload.integration.torch.refusals import OPTIMIZERS
 from megatron.offload.states.auto_window import AutoWindow
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.lazy_state import with_lazy_states
@@ -48,22 +49,6 @@ from megatron.offload.states.summary import states_summary
 from megatron.offload.states.unsliced_state import check_state_keys
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.tiers.wear import WEAR
-
-_LOOKS_AT_ALL = "its update of a parameter needs sums over all parameters"
-# Whose update of a parameter needs more than that parameter's gradient and state.
-_REFUSED = {
-    **dict.fromkeys(
-        [
-            *("Prodigy", "ProdigyPlusScheduleFree"),
-            *("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"),
-            *("FusedLAMB", "FusedMixedPrecisionLamb", "Lamb"),
-        ],
-        _LOOKS_AT_ALL,
-    ),
-    "LBFGS": "it looks at all parameters as one vector",
-    "SparseAdam": "its states change where its sparse gradients are only",
-    "DeepSpeedOptimizerWrapper": "DeepSpeed has its own, `offload_optimizer` in its configuration",
-}
 
 
 class OptimizerOffload:
@@ -333,10 +318,10 @@ def offload_optimizer(
         )
     optimizer = _innermost(optimizer)
     for one in type(optimizer).__mro__:
-        if one.__name__ in _REFUSED:
+        if one.__name__ in OPTIMIZERS:
             raise ConfigurationError(
                 f"{StatesConfig.prefix}those of {one.__name__} cannot be offloaded: "
-                f"{_REFUSED[one.__name__]}"
+                f"{OPTIMIZERS[one.__name__]}"
             )
     _check_has_no_other(optimizer)
     if optimizer in OPEN.steps:
@@ -344,11 +329,9 @@ def offload_optimizer(
             f"{StatesConfig.prefix}those of this optimizer are offloaded already; call close() of "
             "the first handle before"
         )
-    try:
+    with StatesConfig.speaking_of_settings():
         config = StatesConfig.of_door(directory, mode, settings).resolved()
         return OptimizerOffload(optimizer, config)
-    except ConfigurationError as error:
-        raise ConfigurationError(StatesConfig.in_settings(str(error))) from None
 
 
 def _check_has_no_other(optimizer: torch.optim.Optimizer) -> None:
@@ -368,7 +351,7 @@ def _check_has_no_other(optimizer: torch.optim.Optimizer) -> None:
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that Accelerate, or another wrapper that is an optimizer too, has in it."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        if type(optimizer).__name__ in _REFUSED:
+        if type(optimizer).__name__ in OPTIMIZERS:
             break
         optimizer = inner
     return optimizer

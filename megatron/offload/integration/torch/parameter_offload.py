@@ -301,13 +301,11 @@ def offload_parameters(
     Raises:
         ConfigurationError: the directory, a setting or the model cannot work; says why.
     """
-    try:
+    with ParametersConfig.speaking_of_settings():
         config = ParametersConfig.of_door(directory, mode, settings).resolved()
         found = list(find_layers((model,), layers))
         staying = set(params_outside(model, found))
         return ParameterOffload(units_of(found, units), config, device, staying=staying)
-    except ConfigurationError as error:
-        raise ConfigurationError(ParametersConfig.in_settings(str(error))) from None
 
 
 def _of_parameters(window: ParameterWindow) -> Gradients:

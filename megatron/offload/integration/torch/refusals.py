@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the door cannot serve, each with a sentence that says why: `check_models` and others."""
+"""What the doors cannot serve, and why: models and optimizers by the names of their classes.
+
+`docs/refusals.md` is generated from these tables, among others.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from megatron.offload.device.cuda import is_graphed
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 
-_REFUSED = {
+MODELS = {
     "DataParallel": (
         "it runs copies of the model in threads of one process; use DistributedDataParallel"
     ),
@@ -18,6 +21,27 @@ _REFUSED = {
         "it runs forward and backward passes by a schedule of its own, past the model's forward; "
         "use DeepSpeed's other engines, or Megatron's pipelines with the launcher"
     ),
+}
+_LOOKS_AT_ALL = "its update of a parameter needs sums over all parameters"
+# Whose update of a parameter needs more than that parameter's gradient and state.
+OPTIMIZERS = {
+    **dict.fromkeys(
+        [
+            *("Prodigy", "ProdigyPlusScheduleFree"),
+            *("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"),
+            *("FusedLAMB", "FusedMixedPrecisionLamb", "Lamb"),
+        ],
+        _LOOKS_AT_ALL,
+    ),
+    "LBFGS": "it looks at all parameters as one vector",
+    "SparseAdam": "its states change where its sparse gradients are only",
+    "DeepSpeedOptimizerWrapper": "DeepSpeed has its own, `offload_optimizer` in its configuration",
+}
+# Wrappers that count the passes of a whole model, and what runs layer-major steps in their place.
+STEP_WRAPPERS = {
+    "DistributedDataParallel": "FSDP2 (fully_shard)",
+    "FullyShardedDataParallel": "FSDP2 (fully_shard)",
+    "DeepSpeedEngine": "a plain model",
 }
 
 
@@ -40,9 +64,9 @@ def check_models(models: Sequence[torch.nn.Module]) -> None:
                 "give the module that it was made of"
             )
         for one in type(model).__mro__:
-            if one.__name__ in _REFUSED:
+            if one.__name__ in MODELS:
                 raise ConfigurationError(
-                    f"{one.__name__} cannot be combined with offload: {_REFUSED[one.__name__]}"
+                    f"{one.__name__} cannot be combined with offload: {MODELS[one.__name__]}"
                 )
 
 

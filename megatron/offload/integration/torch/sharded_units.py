@@ -29,13 +29,12 @@ from typing import Any
 
 import torch
 
+from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.integration.process_groups import ProcessGroupConsensus
 from megatron.offload.integration.torch.stationary import fsdp2_state, parameter_groups
 from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.layer_major.config import refusal
 from megatron.offload.layer_major.schedule import UnitPasses
-
-_Context = contextlib.AbstractContextManager[Any]
 
 
 class ShardedUnits:
@@ -163,7 +162,7 @@ class ShardedUnits:
                     "FSDP's root is a module around the model that LayerMajor was given; give it "
                     "the module that fully_shard was called with last"
                 )
-            contexts.enter_context(_changed(root._state_ctx, is_last_backward=False))
+            contexts.enter_context(replaced(root._state_ctx, is_last_backward=False))
         for one in self._sharded:
             one.stay_after_backward(contexts)
         for one in self._others:
@@ -216,18 +215,18 @@ class _Sharded:
     def stay_after_forward(self, contexts: contextlib.ExitStack) -> None:
         """Keeps parameters gathered behind forward while these contexts are open."""
         for group in self.groups:
-            contexts.enter_context(_changed(group, post_forward_mesh_info=None))
+            contexts.enter_context(replaced(group, post_forward_mesh_info=None))
 
     def stay_after_backward(self, contexts: contextlib.ExitStack) -> None:
         """The same behind backward, and keeps gradients as they are."""
         for group in self.groups:
-            change = _changed(group, reduce_grads=False, reshard_after_backward=False)
+            change = replaced(group, reduce_grads=False, reshard_after_backward=False)
             contexts.enter_context(change)
 
     def complete_in_backward(self, contexts: contextlib.ExitStack) -> None:
         """Does behind backward what the user has set, while these contexts are open."""
         for group, reduces, reshards in self._of_user:
-            change = _changed(group, reduce_grads=reduces, reshard_after_backward=reshards)
+            change = replaced(group, reduce_grads=reduces, reshard_after_backward=reshards)
             contexts.enter_context(change)
 
 
@@ -303,14 +302,3 @@ def _outermost_states(module: torch.nn.Module) -> Iterator[Any]:
         return
     for child in module.children():
         yield from _outermost_states(child)
-
-
-@contextlib.contextmanager
-def _changed(owner: Any, **values: Any) -> Iterator[None]:
-    """A context in which attributes have other values."""
-    before = {name: getattr(owner, name) for name in values}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        vars(owner).update(before)

@@ -61,10 +61,7 @@ class PlanMaker:
             OffloadError: the solver ended.
         """
         with self._solver() as solver:
-            simulate = functools.partial(solver.predict, plan=None)
-            profile = calibrated(
-                profile, simulate, step_s=whole.step_s, peak_bytes=whole.peak_bytes
-            )
+            profile = _calibrated(solver, profile, None, whole)
             may_exceed = self._config.memory_budget_bytes is None
             return profile, self._solved(solver, profile, may_exceed=may_exceed)
 
@@ -73,20 +70,12 @@ class PlanMaker:
     ) -> list[float]:
         """What a step takes with the plan for each budget; infinite: there is none.
 
-        Args:
-            profile: as for `first`.
-            whole: likewise.
-            budgets: for activations.
-
         Raises:
             OffloadError: the solver ended.
         """
         found = []
         with self._solver() as solver:
-            simulate = functools.partial(solver.predict, plan=None)
-            profile = calibrated(
-                profile, simulate, step_s=whole.step_s, peak_bytes=whole.peak_bytes
-            )
+            profile = _calibrated(solver, profile, None, whole)
             for budget in budgets:
                 try:
                     plan = solver.solve(profile, budget_bytes=budget, max_slowdown=None)
@@ -110,11 +99,9 @@ class PlanMaker:
             OffloadError: the solver ended.
         """
         with self._solver() as solver:
-            simulate = functools.partial(solver.predict, plan=present)
-            profile = calibrated(
-                profile, simulate, step_s=whole.step_s, peak_bytes=whole.peak_bytes
-            )
-            plan, predicted = self._solved(solver, profile, may_exceed=True), simulate(profile)
+            profile = _calibrated(solver, profile, present, whole)
+            plan = self._solved(solver, profile, may_exceed=True)
+            predicted = solver.predict(profile, plan=present)
         if not self._is_worthwhile(plan, predicted):
             plan = dataclasses.replace(present, predicted=predicted, fastest=plan.fastest)
         return profile, plan
@@ -149,3 +136,10 @@ class PlanMaker:
         if self.budget_bytes is not None and plan.predicted.peak_bytes <= self.budget_bytes:
             least_bytes = self.budget_bytes  # no use in less, and no more will do
         return present.step_s > least_s or present.peak_bytes > least_bytes
+
+
+def _calibrated(
+    solver: SolverProcess, profile: StageProfile, plan: Plan | None, whole: WholeSteps
+) -> StageProfile:
+    simulate = functools.partial(solver.predict, plan=plan)
+    return calibrated(profile, simulate, step_s=whole.step_s, peak_bytes=whole.peak_bytes)

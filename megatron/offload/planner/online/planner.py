@@ -28,7 +28,7 @@ import enum
 import functools
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.offload.activations.engine import OffloadEngine
@@ -147,16 +147,6 @@ class Planner:
         if config.plan_file is not None:
             self._file = SharedPlanFile(config.plan_file, stage, consensus)
             self._follow_file(self._file)
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Goes around the passes of a training step, and decides when they have ended.
-
-        Raises: as `decide`.
-        """
-        with self.measure():
-            yield
-        self.decide()
 
     def measure(self) -> contextlib.AbstractContextManager[None]:
         """Around the passes of a training step; call `decide` before the next one."""

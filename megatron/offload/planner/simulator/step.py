@@ -239,9 +239,6 @@ def _launch(
     """A pass of a host that launches, in no time, what a device computes later.
 
     By operation: what one has saved is handed over when the next one has been launched.
-
-    Args:
-        program, base: as of `_play`.
     """
     for at in range(program.shape[0]):
         kind, where, amount = program[at].kind, program[at].where, program[at].amount

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan will cost, before anything runs: `Timeline` simulates one step of one stage.
 
-The solver asks it thousands of times, reports and plots once. It does no I/O and measures nothing.
+The solver asks it thousands of times, a report once. It does no I/O and measures nothing.
 The parts, in reading order: `arrays`, `rows`, `instructions`, `launched`, `transfers`,
 `other_stages`, `step`.
 
@@ -59,7 +59,6 @@ import numpy as np
 from megatron.offload.activations.placement.plan import Plan, Prediction
 from megatron.offload.activations.stats.memory_parts import PredictedPeak
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.planner.profile.pipeline_schedule import Pass
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator import rows
 from megatron.offload.planner.simulator.arrays import (
@@ -75,15 +74,6 @@ from megatron.offload.planner.simulator.peak import peak_of
 from megatron.offload.planner.simulator.step import simulate
 
 _NO_LOG = np.empty(0, rows.LOG)
-_KINDS = {
-    rows.FORWARD: "forward",
-    rows.BACKWARD: "backward",
-    rows.RECOMPUTE: "recompute",
-    rows.WAIT_FOR_READ: "wait for a read",
-    rows.WAIT_FOR_ROOM: "wait for a write",
-    rows.WRITE: "write",
-    rows.READ_BACK: "read",
-}
 
 
 class Cost(NamedTuple):
@@ -96,30 +86,6 @@ class Cost(NamedTuple):
     read_bytes: float
     peak_bytes: float
     num_events: float
-
-
-class Interval(NamedTuple):
-    """Something that took time in a simulated step.
-
-    Attributes:
-        kind: `forward`, `backward`, `recompute`, `wait for a read`, `wait for a write`; of a tier:
-            `write`, `read`.
-        where: the layer's or the tier's name; empty outside of layers.
-        pass_: that was under way.
-    """
-
-    kind: str
-    begin_s: float
-    end_s: float
-    where: str
-    pass_: Pass
-
-
-class Trace(NamedTuple):
-    """A simulated step in detail: what took time, and (seconds, bytes of device memory) over it."""
-
-    intervals: list[Interval]
-    memory: list[tuple[float, int]]
 
 
 class Timeline:
@@ -136,9 +102,9 @@ class Timeline:
     def __init__(self, profile: StageProfile, *, all_micro_batches: bool = False) -> None:
         self.profile = profile
         self.choices = Choices(profile)
-        self._arrays = arrays_of(profile, all_micro_batches=all_micro_batches)
+        self.arrays = arrays_of(profile, all_micro_batches=all_micro_batches)
         nothing = np.zeros(profile.position.num_chunks)
-        arrays = self._arrays
+        arrays = self.arrays
         if ready_times(arrays.passes, arrays.own, arrays.micro_batches, nothing, nothing)[1] < 0:
             raise ConfigurationError(
                 f"{profile.num_micro_batches} micro-batches in groups of "
@@ -148,7 +114,7 @@ class Timeline:
 
     def cost(self, chosen: Ints) -> Cost:
         """What a step costs with choices for all parts: [parts], see `Choices`."""
-        return self._cost(self._arrays, chosen)
+        return self._cost(self.arrays, chosen)
 
     @staticmethod
     def _cost(arrays: StageArrays, chosen: Ints) -> Cost:
@@ -162,43 +128,16 @@ class Timeline:
         """
         return prediction_of(self._cost(self._arrays_of(plan), self.choices.of_plan(plan)))
 
-    def trace(self, plan: Plan) -> Trace:
-        """A plan's step in detail; of the micro-batches that are simulated."""
-        chosen = self.choices.of_plan(plan)
-        log = self._log(self._arrays_of(plan), chosen)
-        passes = [Pass(bool(one[0]), int(one[1]), int(one[2])) for one in self._own_passes]
-        transient = self._arrays.transient_bytes
-        slack = self._arrays.allocator_slack
-        intervals, memory = [], []
-        for kind, begin_s, end, number, where in log.tolist():
-            if kind == rows.LEVEL:
-                memory.append((begin_s, int(np.ceil(end * (1 + slack)) + transient)))
-            elif kind in _KINDS:
-                name = self._name(kind, where)
-                intervals.append(Interval(_KINDS[kind], begin_s, end, name, passes[number]))
-        return Trace(intervals, memory)
-
     def explain_peak(self, plan: Plan) -> PredictedPeak:
         """What a plan's predicted peak is made of."""
-        log = self._log(self._arrays_of(plan), self.choices.of_plan(plan))
+        log = self.log(plan)
         names = [layer.name for layer in self.profile.layers]
-        slack, transient = self._arrays.allocator_slack, self._arrays.transient_bytes
+        slack, transient = self.arrays.allocator_slack, self.arrays.transient_bytes
         return peak_of(log, names, slack, transient)
 
-    @property
-    def _own_passes(self) -> Ints:
-        return self._arrays.passes[self._arrays.own]
-
-    def _arrays_of(self, plan: Plan) -> StageArrays:
-        """With the host's lead as the plan bounds it, where the host has one."""
-        if plan.lead_layers is None:
-            return self._arrays
-        lead_layers = min(plan.lead_layers, self._arrays.lead_layers)
-        return self._arrays._replace(lead_layers=lead_layers)
-
-    @staticmethod
-    def _log(arrays: StageArrays, chosen: Ints) -> Rows:
-        """The rows of a step's log."""
+    def log(self, plan: Plan) -> Rows:
+        """The rows of what happens in a plan's step; of the micro-batches that are simulated."""
+        arrays, chosen = self._arrays_of(plan), self.choices.of_plan(plan)
         instructions, _ = instructions_of(arrays, chosen)
         # The three instructions of a piece make 16 rows at most, another one two.
         log = np.zeros(8 * len(instructions) * len(arrays.passes[arrays.own]), rows.LOG)
@@ -206,10 +145,12 @@ class Timeline:
         simulate(arrays, chosen, log)
         return log[log["kind"] >= 0]
 
-    def _name(self, kind: int, where: int) -> str:
-        if kind in (rows.FORWARD, rows.BACKWARD, rows.RECOMPUTE):
-            return self.profile.layers[where].name if where >= 0 else ""
-        return self.profile.tiers[where].name
+    def _arrays_of(self, plan: Plan) -> StageArrays:
+        """With the host's lead as the plan bounds it, where the host has one."""
+        if plan.lead_layers is None:
+            return self.arrays
+        lead_layers = min(plan.lead_layers, self.arrays.lead_layers)
+        return self.arrays._replace(lead_layers=lead_layers)
 
 
 def prediction_of(cost: Cost) -> Prediction:

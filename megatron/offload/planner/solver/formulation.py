@@ -45,12 +45,7 @@ _MOST_BLOCKS = 16
 
 
 class Program:
-    """The program of a profile. `solve` may be asked with several budgets.
-
-    Args:
-        profile: of the stage.
-        choices: its.
-    """
+    """The program of a profile. `solve` may be asked with several budgets."""
 
     def __init__(self, profile: StageProfile, choices: Choices) -> None:
         self._profile = profile
