@@ -213,6 +213,15 @@ class OffloadConfig(TierSettings):
         parse=parse_path,
         metavar="FILE",
     )
+    replay: str = flag(
+        "--activation-replay",
+        "on",
+        "on: a saved tensor that is a cheap function of other saved tensors (a norm's output, an "
+        "activation's, a cast, a sum with a constant) is not kept and not moved; backward computes "
+        "it again of these, with the same bytes. Each is computed and compared when a layer first "
+        "saves it. off: everything that autograd saves is kept or moved.",
+        choices=("on", "off"),
+    )
     chunked_loss: str | int = flag(
         "--activation-chunked-loss",
         "off",

@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds how a saved tensor can be computed from others that are saved: `RecipeFinder`.
+
+The hooks ask it before a tensor moves or stays. It reads autograd's graph from the node that made
+the tensor to what earlier operations saved, and compares bytes. It changes nothing.
+
+Note [When a recipe is trusted]
+The graph shows which operation made a tensor and of what. It does not show everything (the eps of a
+norm, the 1 of `1 + x`), and that an operation gives the same bytes again is a claim. So a recipe
+counts where it has given the saved bytes: the first `_NUM_PROOFS` times that a layer saves a tensor
+so, it is run at once and its result compared. Another shape, stride, dtype or constant is another
+recipe. One that fails once is never used again in that layer.
+
+Note [Constants that the graph does not show]
+The eps of a norm is what the module that owns its weight says, confirmed by the bytes. A scalar
+that was added is computed from the bytes, and counts only if it is the one number in single
+precision (double, for doubles) that gives them: each of its neighbours must have given others
+somewhere, in this layer or in one that computes the same. Until then the tensor is saved as usual.
+
+Note [What a recipe may use]
+What nodes saved, by what stands in autograd's place for it; what the operations of this layer saved
+of one another's results; parameters; and the results of nodes in the table, computed on the way. A
+tensor that was changed in place since it was made is neither target nor operand: its node does not
+show what it was then. Operands that are changed later make backward raise, as they do in autograd.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
+from megatron.offload.activations.saved.replayable_nodes import (
+    ALL_EDGES,
+    DTYPE,
+    EPS,
+    NUMBER,
+    SCALAR,
+    SHAPE,
+    NodeOperation,
+    add_scalar,
+    constant_of,
+    function_of,
+    operation_of,
+)
+from megatron.offload.activations.saved.resident import ResidentTensor
+from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.saved.view import SavedView
+from megatron.offload.activations.saved.weight_casts import WeightCast
+
+Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an operand
+
+_NUM_PROOFS = 2
+_MOST_TRIES = 64  # to find a constant
+_MOST_STEPS = 24
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclasses.dataclass
+class _Claim:
+    """A program in a layer, and what is known of it.
+
+    Attributes:
+        program: None: not made yet, because a constant is missing.
+    """
+
+    program: Program | None
+    num_proofs: int = 0
+    num_tries: int = 0
+    is_refused: bool = False
+
+
+class RecipeFinder:
+    """Recipes of what the layers of a model save.
+
+    Args:
+        device: where activations live.
+        unpack: the hook that gives autograd its tensors back, to tell ours from others'.
+        eps_of: the eps of the norm that a parameter is the weight of; None: not known.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        unpack: Callable[[Any], torch.Tensor],
+        eps_of: Callable[[torch.Tensor], float | None],
+    ) -> None:
+        self._device = device
+        self._unpack = unpack
+        self._eps_of = eps_of
+        self._scope: Scope | None = None
+        # What the operations of this layer saved, by the node that made it and the number of its
+        # result. As long as a node is here, no other has its address.
+        self._results: dict[tuple[Any, int], Held] = {}
+        self._claims: dict[Any, _Claim] = {}
+        # Of a sum with a scalar, in any layer: the scalars that gave the bytes, and which of each
+        # one's neighbours have not.
+        self._scalars: dict[Any, dict[float, set[float]]] = {}
+
+    def note(self, tensor: torch.Tensor, held: object, scope: Scope) -> None:
+        """Autograd has saved a tensor and holds this of it: it can be an operand from now on."""
+        if scope is not self._scope:
+            self.forget()
+            self._scope = scope
+        if tensor._version == 0 and isinstance(held, Held):
+            node = node_of(tensor)
+            if node is not None:
+                self._results[node, tensor.output_nr] = held
+
+    def forget(self) -> None:
+        """A layer has ended: its nodes belong to autograd alone again."""
+        self._scope = None
+        self._results.clear()
+
+    def find(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        scope: Scope,
+        save: Callable[[torch.Tensor], Held],
+    ) -> Recipe | None:
+        """How the storage of a tensor can be computed again; None: it cannot, or not for little.
+
+        Args:
+            tensor: that autograd saves; its operation has ended.
+            storage: its storage, which can move.
+            scope: that saves it.
+            save: saves a tensor that autograd does not: half the bytes of the target.
+        """
+        base = tensor._base
+        target = tensor if base is None else base
+        node = node_of(target)
+        if node is None or (operation_of(node) is None and function_of(node) is None):
+            return None
+        if target._version or target.storage_offset() or target.nbytes != storage.nbytes():
+            return None
+        search = _Search(self, target, save)
+        if search.result(node, target.output_nr, is_target=True) is None:
+            return None
+        layout = Layout(tuple(target.shape), target.stride(), target.dtype)
+        steps = tuple(search.steps)
+        key = scope.chunk, scope.layer, scope.part, steps, layout, search.missing_scalar
+        claim = self._claims.get(key)
+        if claim is None:
+            program = None if search.missing_scalar else Program(steps, layout)
+            claim = self._claims[key] = _Claim(program)
+        if claim.is_refused:
+            return None
+        if claim.num_proofs < _NUM_PROOFS and not self._prove(claim, steps, layout, search, target):
+            return None
+        assert claim.program is not None
+        operands = [SavedView.again(one) if type(one) is SavedView else one for one in search.held]
+        return Recipe(claim.program, operands, _bases(operands))
+
+    def _prove(
+        self,
+        claim: _Claim,
+        steps: tuple[Step, ...],
+        layout: Layout,
+        search: _Search,
+        target: torch.Tensor,
+    ) -> bool:
+        """Runs a recipe now and compares; see Note [When a recipe is trusted]."""
+        operands = [_peek(one) for one in search.held]
+        if any(one is None for one in operands):
+            return False  # written and gone already: another time
+        if claim.program is None:
+            claim.num_tries += 1
+            claim.is_refused = claim.num_tries >= _MOST_TRIES
+            excluded = self._scalars.setdefault((steps, layout.dtype), {})
+            scalar = _scalar_between(steps, layout, operands, target, excluded)
+            if scalar is None:
+                return False
+            claim.is_refused = False
+            claim.program = _with_scalar(steps, layout, scalar)
+        if not same_bytes(claim.program.run(operands), target):
+            claim.is_refused = True
+            return False
+        claim.num_proofs += 1
+        return True
+
+    def held_by(self, node: Any, name: str) -> Held | None:
+        """What autograd holds of a tensor that a node saved; None: it is not ours to use."""
+        raw = getattr(node, "_raw_saved_" + name, None)
+        return None if raw is None else self._held(raw, node, "_saved_" + name)
+
+    def held_by_function(self, node: Any) -> list[Held] | None:
+        """Likewise, all that an `autograd.Function` saved."""
+        found: list[Held] = []
+        for number, raw in enumerate(node._raw_saved_tensors):
+            one = self._held(raw, node, "saved_tensors", number)
+            if one is None:
+                return None
+            found.append(one)
+        return found
+
+    def _held(self, raw: Any, node: Any, name: str, number: int | None = None) -> Held | None:
+        try:
+            hook = raw.unpack_hook
+            if hook is not None:
+                data = raw.data if hook == self._unpack else None
+            else:
+                data = getattr(node, name)  # checks its version
+                data = data if number is None else data[number]
+        except RuntimeError:  # freed, or changed in place
+            return None
+        if isinstance(data, torch.Tensor):
+            return ResidentTensor(data, self._scope or Scope())
+        return data if isinstance(data, Held) else None
+
+
+class _Search:
+    """One walk through the graph, from a target to what is saved. It collects the program.
+
+    Attributes:
+        steps: so far.
+        held: the operands.
+        missing_scalar: the target is the sum of an operand and a scalar that is not known.
+    """
+
+    def __init__(
+        self, finder: RecipeFinder, target: torch.Tensor, save: Callable[[torch.Tensor], Held]
+    ) -> None:
+        self._finder = finder
+        self._target = target
+        self._save = save
+        self._known: dict[tuple[Any, int], int] = {}
+        self._of_held: dict[int, int] = {}
+        self.steps: list[Step] = []
+        self.held: list[Held] = []
+        self.missing_scalar = False
+
+    def result(self, node: Any, number: int, *, is_target: bool = False) -> int | None:
+        """A result of a node, as a program names it; None: it cannot be had."""
+        key = node, number
+        value = self._known.get(key)
+        if value is not None:
+            return value
+        held = None if is_target else self._finder._results.get(key)
+        if held is not None:
+            value = self._operand(held)
+        elif len(self.steps) < _MOST_STEPS:
+            operation = operation_of(node)
+            if operation is None:
+                value = self._function(node)
+            else:
+                value = self._computed(node, number, operation, is_target)
+        if value is not None:
+            self._known[key] = value
+        return value
+
+    def _operand(self, held: Held) -> int:
+        value = self._of_held.get(id(held))
+        if value is None:
+            value = self._of_held[id(held)] = ~len(self.held)
+            self.held.append(held)
+        return value
+
+    def _step(self, step: Step) -> int:
+        self.steps.append(step)
+        return len(self.steps) - 1
+
+    def _function(self, node: Any) -> int | None:
+        compute = function_of(node)
+        if compute is None:
+            return None
+        held = self._finder.held_by_function(node)
+        if held is None:
+            return None
+        return self._step(Step(compute, tuple(self._operand(one) for one in held)))
+
+    def _computed(
+        self, node: Any, number: int, operation: NodeOperation, is_target: bool
+    ) -> int | None:
+        edges = node.next_functions
+        names = operation.inputs
+        if names is ALL_EDGES:
+            names = (None,) * len(edges)
+        values: list[int | None] = []
+        missing = operation.is_missing
+        for position, name in enumerate(names):
+            value = self._input(node, edges, position, name)
+            if value is None and name is None:
+                if missing is SCALAR and is_target and position and values[0] is not None:
+                    self.missing_scalar = True
+                    continue
+                if operation.constants == (DTYPE,) and is_target:
+                    value = self._narrower(edges)
+                if value is None:
+                    return None
+            elif value is None and (missing is not EPS or name == "input"):
+                return None
+            values.append(value)
+        constants = tuple(_constant(node, number, name) for name in operation.constants)
+        function = operation.operation
+        if missing is SCALAR and len(names) == 1:  # of `rsub`
+            if not is_target:
+                return None
+            self.missing_scalar = True
+        elif self.missing_scalar and is_target and missing is SCALAR:
+            function, constants = add_scalar, ()
+        elif missing is EPS:
+            eps = self._eps(values[1])
+            if eps is None:
+                return None
+            constants = (*constants, eps)
+        return self._step(Step(function, tuple(values), constants))
+
+    def _input(self, node: Any, edges: Any, position: int, name: str | None) -> int | None:
+        if name is not None:
+            held = self._finder.held_by(node, name)
+            if held is not None:
+                return self._operand(held)
+        if position >= len(edges):
+            return None
+        following, number = edges[position]
+        if following is None:
+            return None
+        leaf = getattr(following, "variable", None)  # of its accumulator
+        if leaf is not None:
+            if type(leaf) is torch.nn.Parameter and leaf.device == self._finder._device:
+                return self._operand(ResidentTensor(leaf, self._finder._scope or Scope()))
+            return None
+        return self.result(following, number)
+
+    def _eps(self, weight: int | None) -> float | None:
+        held = None if weight is None or weight >= 0 else self.held[~weight]
+        if not isinstance(held, ResidentTensor):
+            return None
+        return self._finder._eps_of(held.tensor())
+
+    def _narrower(self, edges: Any) -> int | None:
+        """A cast to more bits, of which the narrower tensor is not saved: it is made and saved."""
+        source, number = edges[0]
+        if source is None or getattr(source, "variable", None) is not None:
+            return None
+        dtype = source._input_metadata[number].dtype
+        target = self._target
+        if not (dtype.is_floating_point and target.dtype.is_floating_point):
+            return None
+        if dtype.itemsize >= target.dtype.itemsize:
+            return None
+        held = self._save(target.detach().to(dtype))
+        self._finder._results[source, number] = held
+        return self._operand(held)
+
+
+def _constant(node: Any, number: int, name: str) -> Any:
+    if name == NUMBER:
+        return number
+    if name == DTYPE:
+        return node._input_metadata[number].dtype
+    if name == SHAPE:
+        return tuple(node._input_metadata[number].shape)
+    return constant_of(node, name)
+
+
+def _bases(operands: list[Held]) -> list[Any]:
+    """The records that have to be in memory, each once."""
+    found: dict[int, Any] = {}
+    for one in operands:
+        if type(one) is SavedView:
+            recipe = one.saved.recipe
+            records = [one.saved] if recipe is None else recipe.bases
+            found.update((id(record), record) for record in records)
+    return list(found.values())
+
+
+def _peek(held: Held) -> torch.Tensor | None:
+    """An operand's bytes without a change to where they are; None: they are not in memory."""
+    if type(held) is not SavedView:
+        return held.tensor()
+    record = held.saved
+    memory = record.peeked
+    if memory is None and record.recipe is not None:
+        operands = [_peek(one) for one in record.recipe.operands]
+        if any(one is None for one in operands):
+            return None
+        memory = record.recipe.program.run(operands).untyped_storage()
+    return None if memory is None else held.rebuild(memory)
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, type and bytes."""
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    integer = _INTEGERS[one.element_size()]
+    return torch.equal(one.detach().view(integer), other.detach().view(integer))
+
+
+def _with_scalar(steps: tuple[Step, ...], layout: Layout, scalar: float) -> Program:
+    last = steps[-1]
+    return Program((*steps[:-1], last._replace(constants=(scalar,))), layout)
+
+
+def _scalar_between(
+    steps: tuple[Step, ...],
+    layout: Layout,
+    operands: list[torch.Tensor | None],
+    target: torch.Tensor,
+    excluded: dict[float, set[float]],
+) -> float | None:
+    """The scalar that the last step adds, if exactly one gives the bytes that were seen.
+
+    Args:
+        excluded: see `RecipeFinder`; gets what these bytes exclude.
+    """
+    without = _with_scalar(steps, layout, 0.0)
+    rest = without.run(list(operands))  # the operand, or what `rsub` takes from zero
+    if not rest.dtype.is_floating_point or rest.numel() == 0:
+        return None
+    at = rest.abs().argmin()
+    exact = torch.float64 if rest.dtype is torch.float64 else torch.float32
+    scalar = (target.detach().flatten()[at].to(exact) - rest.flatten()[at].to(exact)).cpu()
+    if not bool(scalar.isfinite()):
+        return None
+
+    def gives_them(value: float) -> bool:
+        return same_bytes(_with_scalar(steps, layout, value).run(list(operands)), target)
+
+    for one in (scalar, scalar.mul(1024).round().div(1024)):
+        value = float(one)
+        if not gives_them(value):
+            continue
+        infinity = one.new_tensor(torch.inf)
+        neighbours = {float(one.nextafter(infinity)), float(one.nextafter(-infinity))}
+        others = excluded.setdefault(value, set())
+        others.update(near for near in neighbours - others if not gives_them(near))
+        if others >= neighbours:
+            return value
+    return None
