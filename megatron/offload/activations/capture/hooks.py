@@ -18,7 +18,7 @@ import torch
 from megatron.offload.activations.placement.policy import Placement, Policy
 from megatron.offload.activations.saved.cache import TensorCache, span_of
 from megatron.offload.activations.saved.recipe import Recipe
-from megatron.offload.activations.saved.recipes import RecipeFinder
+from megatron.offload.activations.saved.recipes import Held, RecipeFinder
 from megatron.offload.activations.saved.record import SavedStorage, Span
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.tensor_kind import kind_of
@@ -237,10 +237,12 @@ class SavedTensorHooks:
         batch.append(self._writer.write(record, where), storage.nbytes())
         return view
 
-    def save(self, tensor: torch.Tensor, batch: WriteBatch) -> Packed:
+    def save(self, tensor: torch.Tensor, batch: WriteBatch) -> Held:
         """Saves a tensor that is not autograd's, of which a saved one is computed again."""
         move = self.find_move(tensor, tensor.untyped_storage(), None)
-        return self.keep(tensor) if move is None else self.take(tensor, move, batch)
+        if move is None:
+            return ResidentTensor(tensor, self._step.scope)
+        return self.take(tensor, move, batch)
 
     # -- Back -------------------------------------------------------------------------------------
 

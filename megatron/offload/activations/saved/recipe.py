@@ -84,7 +84,8 @@ class Program:
                 del arguments
         result = results[-1]
         assert result is not None
-        if tuple(result.stride()) == self.layout.stride:
+        is_own = not result._is_view() and result.untyped_storage().nbytes() == result.nbytes
+        if is_own and result.stride() == self.layout.stride:
             return result
         laid_out = result.new_empty_strided(self.layout.shape, self.layout.stride)
         return laid_out.copy_(result)

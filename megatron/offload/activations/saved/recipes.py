@@ -13,9 +13,9 @@ recipe. One that fails once is never used again in that layer.
 
 Note [Constants that the graph does not show]
 The eps of a norm is what the module that owns its weight says, confirmed by the bytes. A scalar
-that was added is computed from the bytes, and counts only if it is the one number in single
-precision (double, for doubles) that gives them: each of its neighbours must have given others
-somewhere, in this layer or in one that computes the same. Until then the tensor is saved as usual.
+that was added is computed from the bytes. It may be another one next time, or in another place of
+the layer, and nothing would show that. So such a recipe is run and compared each time. On an
+accelerator that would wait for the device, so there such a tensor is saved as usual.
 
 Note [What a recipe may use]
 What nodes saved, by what stands in autograd's place for it; what the operations of this layer saved
@@ -55,22 +55,16 @@ from megatron.offload.activations.saved.weight_casts import WeightCast
 Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an operand
 
 _NUM_PROOFS = 2
-_MOST_TRIES = 64  # to find a constant
 _MOST_STEPS = 24
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclasses.dataclass
 class _Claim:
-    """A program in a layer, and what is known of it.
+    """A program in a layer, and what is known of it."""
 
-    Attributes:
-        program: None: not made yet, because a constant is missing.
-    """
-
-    program: Program | None
+    program: Program
     num_proofs: int = 0
-    num_tries: int = 0
     is_refused: bool = False
 
 
@@ -97,9 +91,6 @@ class RecipeFinder:
         # result. As long as a node is here, no other has its address.
         self._results: dict[tuple[Any, int], Held] = {}
         self._claims: dict[Any, _Claim] = {}
-        # Of a sum with a scalar, in any layer: the scalars that gave the bytes, and which of each
-        # one's neighbours have not.
-        self._scalars: dict[Any, dict[float, set[float]]] = {}
 
     def note(self, tensor: torch.Tensor, held: object, scope: Scope) -> None:
         """Autograd has saved a tensor and holds this of it: it can be an operand from now on."""
@@ -143,45 +134,44 @@ class RecipeFinder:
             return None
         layout = Layout(tuple(target.shape), target.stride(), target.dtype)
         steps = tuple(search.steps)
-        key = scope.chunk, scope.layer, scope.part, steps, layout, search.missing_scalar
+        if search.is_scalar_missing:
+            program = self._with_scalar(steps, layout, search, target)
+            return None if program is None else _recipe(program, search)
+        key = scope.chunk, scope.layer, scope.part, steps, layout
         claim = self._claims.get(key)
         if claim is None:
-            program = None if search.missing_scalar else Program(steps, layout)
-            claim = self._claims[key] = _Claim(program)
+            claim = self._claims[key] = _Claim(Program(steps, layout))
         if claim.is_refused:
             return None
-        if claim.num_proofs < _NUM_PROOFS and not self._prove(claim, steps, layout, search, target):
-            return None
-        assert claim.program is not None
-        operands = [SavedView.again(one) if type(one) is SavedView else one for one in search.held]
-        return Recipe(claim.program, operands, _bases(operands))
+        if claim.num_proofs < _NUM_PROOFS:
+            operands = _peek(search.held)
+            if operands is None:
+                return None  # written and gone already: another time
+            if not same_bytes(claim.program.run(operands), target):
+                claim.is_refused = True
+                return None
+            claim.num_proofs += 1
+        return _recipe(claim.program, search)
 
-    def _prove(
-        self,
-        claim: _Claim,
-        steps: tuple[Step, ...],
-        layout: Layout,
-        search: _Search,
-        target: torch.Tensor,
-    ) -> bool:
-        """Runs a recipe now and compares; see Note [When a recipe is trusted]."""
-        operands = [_peek(one) for one in search.held]
-        if any(one is None for one in operands):
-            return False  # written and gone already: another time
-        if claim.program is None:
-            claim.num_tries += 1
-            claim.is_refused = claim.num_tries >= _MOST_TRIES
-            excluded = self._scalars.setdefault((steps, layout.dtype), {})
-            scalar = _scalar_between(steps, layout, operands, target, excluded)
-            if scalar is None:
-                return False
-            claim.is_refused = False
-            claim.program = _with_scalar(steps, layout, scalar)
-        if not same_bytes(claim.program.run(operands), target):
-            claim.is_refused = True
-            return False
-        claim.num_proofs += 1
-        return True
+    def _with_scalar(
+        self, steps: tuple[Step, ...], layout: Layout, search: _Search, target: torch.Tensor
+    ) -> Program | None:
+        """See Note [Constants that the graph does not show]."""
+        operands = None if self._device.type != "cpu" else _peek(search.held)
+        if operands is None or target.numel() == 0 or not target.dtype.is_floating_point:
+            return None
+        last = steps[-1]
+        rest = Program((*steps[:-1], last._replace(constants=(0.0,))), layout).run(list(operands))
+        at = rest.abs().argmin()  # there the difference is most exact
+        scalar = target.detach().flatten()[at].double() - rest.flatten()[at].double()
+        for one in (
+            float(scalar),
+            round(1024 * float(scalar)) / 1024 if scalar.isfinite() else 0.0,
+        ):
+            program = Program((*steps[:-1], last._replace(constants=(one,))), layout)
+            if same_bytes(program.run(list(operands)), target):
+                return program
+        return None
 
     def held_by(self, node: Any, name: str) -> Held | None:
         """What autograd holds of a tensor that a node saved; None: it is not ours to use."""
@@ -219,7 +209,7 @@ class _Search:
     Attributes:
         steps: so far.
         held: the operands.
-        missing_scalar: the target is the sum of an operand and a scalar that is not known.
+        is_scalar_missing: the target is the sum of an operand and a scalar that is not known.
     """
 
     def __init__(
@@ -232,7 +222,7 @@ class _Search:
         self._of_held: dict[int, int] = {}
         self.steps: list[Step] = []
         self.held: list[Held] = []
-        self.missing_scalar = False
+        self.is_scalar_missing = False
 
     def result(self, node: Any, number: int, *, is_target: bool = False) -> int | None:
         """A result of a node, as a program names it; None: it cannot be had."""
@@ -286,7 +276,7 @@ class _Search:
             value = self._input(node, edges, position, name)
             if value is None and name is None:
                 if missing is SCALAR and is_target and position and values[0] is not None:
-                    self.missing_scalar = True
+                    self.is_scalar_missing = True
                     continue
                 if operation.constants == (DTYPE,) and is_target:
                     value = self._narrower(edges)
@@ -300,8 +290,8 @@ class _Search:
         if missing is SCALAR and len(names) == 1:  # of `rsub`
             if not is_target:
                 return None
-            self.missing_scalar = True
-        elif self.missing_scalar and is_target and missing is SCALAR:
+            self.is_scalar_missing = True
+        elif self.is_scalar_missing and is_target and missing is SCALAR:
             function, constants = add_scalar, ()
         elif missing is EPS:
             eps = self._eps(values[1])
@@ -359,26 +349,31 @@ def _constant(node: Any, number: int, name: str) -> Any:
     return constant_of(node, name)
 
 
-def _bases(operands: list[Held]) -> list[Any]:
-    """The records that have to be in memory, each once."""
-    found: dict[int, Any] = {}
+def _recipe(program: Program, search: _Search) -> Recipe:
+    operands = [SavedView.again(one) if type(one) is SavedView else one for one in search.held]
+    bases: dict[int, Any] = {}
     for one in operands:
         if type(one) is SavedView:
             recipe = one.saved.recipe
             records = [one.saved] if recipe is None else recipe.bases
-            found.update((id(record), record) for record in records)
-    return list(found.values())
+            bases.update((id(record), record) for record in records)
+    return Recipe(program, operands, list(bases.values()))
 
 
-def _peek(held: Held) -> torch.Tensor | None:
-    """An operand's bytes without a change to where they are; None: they are not in memory."""
-    if type(held) is not SavedView:
+def _peek(held: list[Held]) -> list[torch.Tensor | None] | None:
+    """Operands without a change to where they are; None: the bytes of one are not in memory."""
+    found = [_peek_at(one) for one in held]
+    return None if any(one is None for one in found) else found
+
+
+def _peek_at(held: Held) -> torch.Tensor | None:
+    if not isinstance(held, SavedView):
         return held.tensor()
     record = held.saved
     memory = record.peeked
     if memory is None and record.recipe is not None:
-        operands = [_peek(one) for one in record.recipe.operands]
-        if any(one is None for one in operands):
+        operands = _peek(record.recipe.operands)
+        if operands is None:
             return None
         memory = record.recipe.program.run(operands).untyped_storage()
     return None if memory is None else held.rebuild(memory)
@@ -392,46 +387,3 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     integer = _INTEGERS[one.element_size()]
     return torch.equal(one.detach().view(integer), other.detach().view(integer))
-
-
-def _with_scalar(steps: tuple[Step, ...], layout: Layout, scalar: float) -> Program:
-    last = steps[-1]
-    return Program((*steps[:-1], last._replace(constants=(scalar,))), layout)
-
-
-def _scalar_between(
-    steps: tuple[Step, ...],
-    layout: Layout,
-    operands: list[torch.Tensor | None],
-    target: torch.Tensor,
-    excluded: dict[float, set[float]],
-) -> float | None:
-    """The scalar that the last step adds, if exactly one gives the bytes that were seen.
-
-    Args:
-        excluded: see `RecipeFinder`; gets what these bytes exclude.
-    """
-    without = _with_scalar(steps, layout, 0.0)
-    rest = without.run(list(operands))  # the operand, or what `rsub` takes from zero
-    if not rest.dtype.is_floating_point or rest.numel() == 0:
-        return None
-    at = rest.abs().argmin()
-    exact = torch.float64 if rest.dtype is torch.float64 else torch.float32
-    scalar = (target.detach().flatten()[at].to(exact) - rest.flatten()[at].to(exact)).cpu()
-    if not bool(scalar.isfinite()):
-        return None
-
-    def gives_them(value: float) -> bool:
-        return same_bytes(_with_scalar(steps, layout, value).run(list(operands)), target)
-
-    for one in (scalar, scalar.mul(1024).round().div(1024)):
-        value = float(one)
-        if not gives_them(value):
-            continue
-        infinity = one.new_tensor(torch.inf)
-        neighbours = {float(one.nextafter(infinity)), float(one.nextafter(-infinity))}
-        others = excluded.setdefault(value, set())
-        others.update(near for near in neighbours - others if not gives_them(near))
-        if others >= neighbours:
-            return value
-    return None
