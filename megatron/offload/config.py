@@ -51,14 +51,15 @@ class OffloadConfig(TierSettings):
     mode: str = flag(
         "--activation-offload",
         "off",
-        "off: activations stay in device memory. ssd: every activation of at least "
+        "off: activations stay in device memory. keep: they stay as well, but for those that "
+        "--activation-replay computes again. ssd: every activation of at least "
         "--activation-offload-min-bytes is written to --activation-offload-dir during the forward "
         "pass and read back before the backward pass needs it. host: the same, to host memory. "
         "tiered: to host memory and SSD side by side, in proportion to their measured bandwidth. "
         "auto: the first steps are measured with everything offloaded, then each layer's attention "
         "and MLP stay, are recomputed or go to host memory or SSD, whatever takes the least time "
         "within --activation-memory-budget. Results are bit-identical.",
-        choices=("off", "ssd", "host", "tiered", "auto"),
+        choices=("off", "keep", "ssd", "host", "tiered", "auto"),
     )
     directories: tuple[Path, ...] = directories_flag(
         _FLAGS,

@@ -429,7 +429,7 @@ class OffloadEngine:
     @property
     def where(self) -> str:
         """Where activations go, as a sentence shows it."""
-        return " and ".join(str(tier) for tier in self.tiers.values())
+        return " and ".join(str(tier) for tier in self.tiers.values()) or "device memory alone"
 
     @property
     def inflight_bytes(self) -> int:

@@ -12,7 +12,8 @@ so, it is run at once and its result compared. Another shape, stride, dtype or c
 recipe. One that fails once is never used again in that layer.
 
 Note [Constants that the graph does not show]
-The eps of a norm is what the module that owns its weight says, confirmed by the bytes. A scalar
+The eps of a norm is what the module that owns its weight says, confirmed by the bytes, and again in
+each replay by the deviations that autograd has saved, which another eps changes. A scalar
 that was added is computed from the bytes. It may be another one next time, or in another place of
 the layer, and nothing would show that. So such a recipe is run and compared each time. On an
 accelerator that would wait for the device, so there such a tensor is saved as usual.
@@ -51,6 +52,7 @@ from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.saved.weight_casts import WeightCast
+from megatron.offload.errors import OffloadError
 
 Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an operand
 
@@ -147,7 +149,13 @@ class RecipeFinder:
             operands = _peek(search.held)
             if operands is None:
                 return None  # written and gone already: another time
-            if not same_bytes(claim.program.run(operands), target):
+            try:
+                is_right = same_bytes(claim.program.run(operands), target)
+            except torch.OutOfMemoryError:
+                return None
+            except (OffloadError, RuntimeError):  # what it says does not go with its operands
+                is_right = False
+            if not is_right:
                 claim.is_refused = True
                 return None
             claim.num_proofs += 1
@@ -271,7 +279,7 @@ class _Search:
         if names is ALL_EDGES:
             names = (None,) * len(edges)
         values: list[int | None] = []
-        missing = operation.is_missing
+        missing = operation.missing
         for position, name in enumerate(names):
             value = self._input(node, edges, position, name)
             if value is None and name is None:
@@ -282,7 +290,7 @@ class _Search:
                     value = self._narrower(edges)
                 if value is None:
                     return None
-            elif value is None and (missing is not EPS or name == "input"):
+            elif value is None and name not in operation.optional:
                 return None
             values.append(value)
         constants = tuple(_constant(node, number, name) for name in operation.constants)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.offload.activations.saved.recipe import Operation
+from megatron.offload.errors import OffloadError
 
 _LARGEST_DIMENSION = 1 << 63  # autograd shows a negative dimension as that much more
 
@@ -29,13 +30,15 @@ class NodeOperation(NamedTuple):
         inputs: for each input the name of the saved tensor that it is; None: the node saves no
             such. Input n is that of edge n of the node.
         constants: names of attributes; `SHAPE`, `DTYPE` and `NUMBER` are those of the result.
-        is_missing: something that the node does not show: see `RecipeFinder`.
+        missing: the constant that the node does not show, `EPS` or `SCALAR`; it comes last.
+        optional: inputs that may be missing.
     """
 
     operation: Operation
     inputs: tuple[str | None, ...] = (None,)
     constants: tuple[str, ...] = ()
-    is_missing: str = ""
+    missing: str = ""
+    optional: tuple[str, ...] = ()
 
 
 SHAPE, DTYPE, NUMBER = "shape", "dtype", "number"
@@ -60,15 +63,37 @@ def subtract_from(one: torch.Tensor, scalar: float) -> torch.Tensor:
     return torch.rsub(one, scalar)
 
 
-def layer_norm(
+def _layer_norm(
     one: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    shape: list[int],
+    rstd: torch.Tensor,
+    shape: tuple[int, ...],
     eps: float,
 ) -> torch.Tensor:
-    """Layer norm with its arguments in the order of a program."""
-    return F.layer_norm(one, shape, weight, bias, eps)
+    """Layer norm with its arguments in the order of a program.
+
+    Args:
+        rstd: one over the standard deviation, as forward has saved it.
+
+    Raises:
+        OffloadError: that is another one now, so the eps is not the one of forward.
+    """
+    result, _, found = torch.native_layer_norm(one, shape, weight, bias, eps)
+    integer = torch.int64 if found.dtype is torch.float64 else torch.int32
+    if found.element_size() == 2:
+        integer = torch.int16
+    is_same = found.view(integer).eq(rstd.view(integer)).all()
+    sentence = (
+        f"a layer norm that runs again with the eps {eps} of its module divides by another "
+        "deviation than in forward, which used another eps; set --activation-replay off"
+    )
+    if found.device.type == "cpu":
+        if not is_same:
+            raise OffloadError(sentence)
+    else:  # the device stops by itself, and nothing waits for it
+        torch._assert_async(is_same, sentence)
+    return result
 
 
 def _gelu(one: torch.Tensor, approximate: str) -> torch.Tensor:
@@ -86,6 +111,11 @@ def _cast(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _cat(*values: Any) -> torch.Tensor:
     *tensors, dim = values
     return torch.cat(tensors, dim)
+
+
+def _stack(*values: Any) -> torch.Tensor:
+    *tensors, dim = values
+    return torch.stack(tensors, dim)
 
 
 def _slice(one: torch.Tensor, dim: int, start: int, end: int, step: int) -> torch.Tensor:
@@ -138,7 +168,11 @@ _NODES: dict[str, NodeOperation] = {
     "SubBackward0": NodeOperation(_sub, (None, None), ("alpha",), SCALAR),
     "RsubBackward1": NodeOperation(subtract_from, (None,), (), SCALAR),
     "NativeLayerNormBackward0": NodeOperation(
-        layer_norm, ("input", "weight", "bias"), ("normalized_shape",), EPS
+        _layer_norm,
+        ("input", "weight", "bias", "result2"),
+        ("normalized_shape",),
+        EPS,
+        ("weight", "bias"),
     ),
     "SiluBackward0": NodeOperation(F.silu, _OF_SELF),
     "GeluBackward0": NodeOperation(_gelu, _OF_SELF, ("approximate",)),
@@ -169,6 +203,7 @@ _NODES: dict[str, NodeOperation] = {
     "WhereBackward0": NodeOperation(_where, (None, None, "condition")),
     "NativeDropoutBackward0": NodeOperation(_dropped_out, (None, "result1"), ("p",)),
     "CatBackward0": NodeOperation(_cat, ALL_EDGES, ("dim",)),
+    "StackBackward0": NodeOperation(_stack, ALL_EDGES, ("dim",)),
     "CloneBackward0": NodeOperation(torch.clone),
     "ViewBackward0": NodeOperation(_reshape, (None,), (SHAPE,)),
     "UnsafeViewBackward0": NodeOperation(_reshape, (None,), (SHAPE,)),
