@@ -27,6 +27,7 @@ show what it was then. Operands that are changed later make backward raise, as t
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,9 @@ class _Claim:
 class RecipeFinder:
     """Recipes of what the layers of a model save.
 
+    Attributes:
+        left_bytes: of storages that were saved as usual, by the node that made them.
+
     Args:
         device: where activations live.
         unpack: the hook that gives autograd its tensors back, to tell ours from others'.
@@ -89,6 +93,7 @@ class RecipeFinder:
         self._unpack = unpack
         self._eps_of = eps_of
         self._scope: Scope | None = None
+        self.left_bytes: collections.Counter[str] = collections.Counter()
         # What the operations of this layer saved, by the node that made it and the number of its
         # result. As long as a node is here, no other has its address.
         self._results: dict[tuple[Any, int], Held] = {}
@@ -128,6 +133,7 @@ class RecipeFinder:
         target = tensor if base is None else base
         node = node_of(target)
         if node is None or (operation_of(node) is None and function_of(node) is None):
+            self.left_bytes["no node" if node is None else type(node).__name__] += storage.nbytes()
             return None
         if target._version or target.storage_offset() or target.nbytes != storage.nbytes():
             return None
@@ -189,21 +195,20 @@ class RecipeFinder:
     def held_by_function(self, node: Any) -> list[Held] | None:
         """Likewise, all that an `autograd.Function` saved."""
         found: list[Held] = []
-        for number, raw in enumerate(node._raw_saved_tensors):
-            one = self._held(raw, node, "saved_tensors", number)
+        for raw in node._raw_saved_tensors:
+            one = self._held(raw, node, None)
             if one is None:
                 return None
             found.append(one)
         return found
 
-    def _held(self, raw: Any, node: Any, name: str, number: int | None = None) -> Held | None:
+    def _held(self, raw: Any, node: Any, name: str | None) -> Held | None:
+        """Args: name of the attribute with the tensor; None: reading it would unpack others."""
         try:
             hook = raw.unpack_hook
-            if hook is not None:
-                data = raw.data if hook == self._unpack else None
-            else:
-                data = getattr(node, name)  # checks its version
-                data = data if number is None else data[number]
+            if hook is not None and hook != self._unpack:
+                return None
+            data = raw.data if name is None or hook is not None else getattr(node, name)
         except RuntimeError:  # freed, or changed in place
             return None
         if isinstance(data, torch.Tensor):
