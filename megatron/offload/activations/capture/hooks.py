@@ -91,7 +91,9 @@ class SavedTensorHooks:
         self._step = step
         self._moves_foreign = moves_foreign
         self._has_warned_of_capture = False
-        self.recipes = RecipeFinder(cache.device, self.unpack, eps_of) if replays else None
+        self.recipes: RecipeFinder | None = None
+        if replays:
+            self.recipes = RecipeFinder(cache.device, self.unpack, eps_of, self._fetch)
         # Held while one record is read back: its states and the read-ahead expect one read at a
         # time, and several threads may run backward through one graph. The holder may wait for a
         # read; that read never depends on a thread that waits for this lock. Taken before a
@@ -277,6 +279,11 @@ class SavedTensorHooks:
             with PLAIN_TORCH():
                 sampler.used(packed.saved, tensor)
         return tensor
+
+    def _fetch(self, record: SavedStorage) -> torch.UntypedStorage:
+        """A record's bytes, which are on a tier, for the moment: the record stays there."""
+        with self._one_at_a_time:
+            return self._reader.wait_for_read(record, for_good=False)
 
     def _memory_of(self, record: SavedStorage) -> torch.UntypedStorage:
         """A record's bytes as they were saved: in memory still, read, or computed again."""

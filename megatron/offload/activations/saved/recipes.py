@@ -36,6 +36,7 @@ import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of
 from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
+from megatron.offload.activations.saved.record import SavedStorage
 from megatron.offload.activations.saved.replayable_nodes import (
     ALL_EDGES,
     DTYPE,
@@ -81,6 +82,7 @@ class RecipeFinder:
         device: where activations live.
         unpack: the hook that gives autograd its tensors back, to tell ours from others'.
         eps_of: the eps of the norm that a parameter is the weight of; None: not known.
+        fetch: reads a record from its tier, for a comparison.
     """
 
     def __init__(
@@ -88,10 +90,12 @@ class RecipeFinder:
         device: torch.device,
         unpack: Callable[[Any], torch.Tensor],
         eps_of: Callable[[torch.Tensor], float | None],
+        fetch: Callable[[SavedStorage], torch.UntypedStorage],
     ) -> None:
         self._device = device
         self._unpack = unpack
         self._eps_of = eps_of
+        self._fetch = fetch
         self._scope: Scope | None = None
         self.left_bytes: collections.Counter[str] = collections.Counter()
         # What the operations of this layer saved, by the node that made it and the number of its
@@ -152,15 +156,19 @@ class RecipeFinder:
         if claim.is_refused:
             return None
         if claim.num_proofs < _NUM_PROOFS:
-            operands = _peek(search.held)
-            if operands is None:
-                return None  # written and gone already: another time
+            fetched: list[SavedStorage] = []
             try:
+                operands = self._peek(search.held, fetched)
+                assert operands is not None
                 is_right = same_bytes(claim.program.run(operands), target)
             except torch.OutOfMemoryError:
                 return None
             except (OffloadError, RuntimeError):  # what it says does not go with its operands
                 is_right = False
+            finally:
+                operands = None
+                for record in fetched:
+                    record.give_up_read()
             if not is_right:
                 claim.is_refused = True
                 return None
@@ -171,7 +179,7 @@ class RecipeFinder:
         self, steps: tuple[Step, ...], layout: Layout, search: _Search, target: torch.Tensor
     ) -> Program | None:
         """See Note [Constants that the graph does not show]."""
-        operands = None if self._device.type != "cpu" else _peek(search.held)
+        operands = None if self._device.type != "cpu" else self._peek(search.held)
         if operands is None or target.numel() == 0 or not target.dtype.is_floating_point:
             return None
         last = steps[-1]
@@ -186,6 +194,34 @@ class RecipeFinder:
             if same_bytes(program.run(list(operands)), target):
                 return program
         return None
+
+    def _peek(
+        self, held: list[Held], fetched: list[SavedStorage] | None = None
+    ) -> list[torch.Tensor | None] | None:
+        """Operands without a change to where they are.
+
+        Args:
+            held: what stands for them.
+            fetched: gets the records that had to be read for it. None: nothing is read, and if
+                something is not in memory, the answer is None.
+        """
+        found = [self._peek_at(one, fetched) for one in held]
+        return None if any(one is None for one in found) else found
+
+    def _peek_at(self, held: Held, fetched: list[SavedStorage] | None) -> torch.Tensor | None:
+        if not isinstance(held, SavedView):
+            return held.tensor()
+        record = held.saved
+        memory = record.peeked
+        if memory is None and record.recipe is not None:
+            operands = self._peek(record.recipe.operands, fetched)
+            if operands is None:
+                return None
+            memory = record.recipe.program.run(operands).untyped_storage()
+        elif memory is None and fetched is not None:
+            memory = self._fetch(record)
+            fetched.append(record)
+        return None if memory is None else held.rebuild(memory)
 
     def held_by(self, node: Any, name: str) -> Held | None:
         """What autograd holds of a tensor that a node saved; None: it is not ours to use."""
@@ -371,25 +407,6 @@ def _recipe(program: Program, search: _Search) -> Recipe:
             records = [one.saved] if recipe is None else recipe.bases
             bases.update((id(record), record) for record in records)
     return Recipe(program, operands, list(bases.values()))
-
-
-def _peek(held: list[Held]) -> list[torch.Tensor | None] | None:
-    """Operands without a change to where they are; None: the bytes of one are not in memory."""
-    found = [_peek_at(one) for one in held]
-    return None if any(one is None for one in found) else found
-
-
-def _peek_at(held: Held) -> torch.Tensor | None:
-    if not isinstance(held, SavedView):
-        return held.tensor()
-    record = held.saved
-    memory = record.peeked
-    if memory is None and record.recipe is not None:
-        operands = _peek(record.recipe.operands)
-        if operands is None:
-            return None
-        memory = record.recipe.program.run(operands).untyped_storage()
-    return None if memory is None else held.rebuild(memory)
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
