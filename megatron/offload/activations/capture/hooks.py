@@ -163,7 +163,7 @@ class SavedTensorHooks:
         self,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        batch: WriteBatch | None,
+        batch: WriteBatch | None = None,
         *,
         whole: bool = False,
     ) -> Move | None:
@@ -241,7 +241,7 @@ class SavedTensorHooks:
 
     def save(self, tensor: torch.Tensor, batch: WriteBatch) -> Held:
         """Saves a tensor that is not autograd's, of which a saved one is computed again."""
-        move = self.find_move(tensor, tensor.untyped_storage(), None)
+        move = self.find_move(tensor, tensor.untyped_storage())
         if move is None:
             return ResidentTensor(tensor, self._step.scope)
         return self.take(tensor, move, batch)

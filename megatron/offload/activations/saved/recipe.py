@@ -98,11 +98,13 @@ class Recipe:
         program: what is computed.
         operands: what autograd holds of each operand: a view of a record, or a tensor that stays.
         bases: the records whose bytes have to be in memory, those behind replayed operands too.
+        depth: 1, or more where operands are replayed in turn.
     """
 
-    __slots__ = ("bases", "operands", "program")
+    __slots__ = ("bases", "depth", "operands", "program")
 
-    def __init__(self, program: Program, operands: list[Any], bases: list[Any]) -> None:
+    def __init__(self, program: Program, operands: list[Any], bases: list[Any], depth: int) -> None:
         self.program = program
         self.operands = operands
         self.bases = bases
+        self.depth = depth

@@ -20,7 +20,8 @@ accelerator that would wait for the device, so there such a tensor is saved as u
 
 Note [What a recipe may use]
 What nodes saved, by what stands in autograd's place for it; what the operations of this layer saved
-of one another's results; parameters; and the results of nodes in the table, computed on the way. A
+of one another's results; copies of parameters; and the results of nodes in the table, computed on
+the way. A
 tensor that was changed in place since it was made is neither target nor operand: its node does not
 show what it was then. Operands that are changed later make backward raise, as they do in autograd.
 """
@@ -60,6 +61,8 @@ Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an oper
 
 _NUM_PROOFS = 2
 _MOST_STEPS = 24
+_MOST_DEPTH = 6  # replayed operands of replayed operands: all are in memory together
+_LEAST_GAIN = 4  # a recipe holds copies of parameters: they take less than this part of its result
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -143,6 +146,8 @@ class RecipeFinder:
             return None
         search = _Search(self, target, save)
         if search.result(node, target.output_nr, is_target=True) is None:
+            return None
+        if search.depth > _MOST_DEPTH or search.parameter_bytes * _LEAST_GAIN > target.nbytes:
             return None
         layout = Layout(tuple(target.shape), target.stride(), target.dtype)
         steps = tuple(search.steps)
@@ -256,6 +261,8 @@ class _Search:
     """One walk through the graph, from a target to what is saved. It collects the program.
 
     Attributes:
+        depth: how many replays behind one another a replay of the target takes.
+        parameter_bytes: of the parameters among the operands.
         steps: so far.
         held: the operands.
         is_scalar_missing: the target is the sum of an operand and a scalar that is not known.
@@ -269,6 +276,8 @@ class _Search:
         self._save = save
         self._known: dict[tuple[Any, int], int] = {}
         self._of_held: dict[int, int] = {}
+        self.depth = 1
+        self.parameter_bytes = 0
         self.steps: list[Step] = []
         self.held: list[Held] = []
         self.is_scalar_missing = False
@@ -297,6 +306,11 @@ class _Search:
         if value is None:
             value = self._of_held[id(held)] = ~len(self.held)
             self.held.append(held)
+            if isinstance(held, SavedView):
+                recipe = held.saved.recipe
+                self.depth = max(self.depth, 1 if recipe is None else recipe.depth + 1)
+            elif (parameter := _parameter(held)) is not None:
+                self.parameter_bytes += parameter.nbytes
         return value
 
     def _step(self, step: Step) -> int:
@@ -367,10 +381,8 @@ class _Search:
         return self.result(following, number)
 
     def _eps(self, weight: int | None) -> float | None:
-        held = None if weight is None or weight >= 0 else self.held[~weight]
-        if not isinstance(held, ResidentTensor):
-            return None
-        return self._finder._eps_of(held.tensor())
+        held = None if weight is None or weight >= 0 else _parameter(self.held[~weight])
+        return None if held is None else self._finder._eps_of(held)
 
     def _narrower(self, edges: Any) -> int | None:
         """A cast to more bits, of which the narrower tensor is not saved: it is made and saved."""
@@ -399,14 +411,31 @@ def _constant(node: Any, number: int, name: str) -> Any:
 
 
 def _recipe(program: Program, search: _Search) -> Recipe:
-    operands = [SavedView.again(one) if type(one) is SavedView else one for one in search.held]
+    operands = [_again(one) for one in search.held]
     bases: dict[int, Any] = {}
     for one in operands:
-        if type(one) is SavedView:
+        if isinstance(one, SavedView):
             recipe = one.saved.recipe
             records = [one.saved] if recipe is None else recipe.bases
             bases.update((id(record), record) for record in records)
-    return Recipe(program, operands, list(bases.values()))
+    return Recipe(program, operands, list(bases.values()), search.depth)
+
+
+def _again(held: Held) -> Held:
+    """The same operand, for a use of its own.
+
+    Of a parameter its bytes: others give parameters other memory, or write to it through `data`,
+    and what autograd would have saved is not affected by that.
+    """
+    if isinstance(held, SavedView):
+        return SavedView.again(held)
+    parameter = _parameter(held)
+    return held if parameter is None else ResidentTensor(parameter.detach().clone(), Scope())
+
+
+def _parameter(held: Held) -> torch.nn.Parameter | None:
+    tensor = held.held if isinstance(held, ResidentTensor) else None
+    return tensor if isinstance(tensor, torch.nn.Parameter) else None
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
