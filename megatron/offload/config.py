@@ -216,12 +216,12 @@ class OffloadConfig(TierSettings):
     )
     replay: str = flag(
         "--activation-replay",
-        "on",
+        "off",
         "on: a saved tensor that is a cheap function of other saved tensors (a norm's output, an "
-        "activation's, a cast, a sum with a constant) is not kept and not moved; backward computes "
-        "it again of these, with the same bytes. Each is computed and compared when a layer first "
-        "saves it. off: everything that autograd saves is kept or moved.",
-        choices=("on", "off"),
+        "activation function's, a cast, a sum) is neither kept nor moved; backward computes it "
+        "again of these, with the same bytes. Each kind is compared with what was saved when a "
+        "layer first saves it. off: all that autograd saves is kept or moved.",
+        choices=("off", "on"),
     )
     chunked_loss: str | int = flag(
         "--activation-chunked-loss",
@@ -256,6 +256,17 @@ class OffloadConfig(TierSettings):
             asks = f"--activation-offload {self.mode}"
         self.check_directories(asks)
         self._check_planning()
+        if self.mode == "keep" and self.replay == "off":
+            raise ConfigurationError(
+                "--activation-offload keep moves nothing, and without replay it spares nothing "
+                "either; give --activation-replay on as well, or --activation-offload off"
+            )
+        if self.replay == "on" and not self.enabled:
+            raise ConfigurationError(
+                "--activation-replay on needs to see what layers save, and --activation-offload off "
+                "leaves all of it to autograd; give --activation-offload keep, ssd, host, tiered or "
+                "auto as well"
+            )
         if self.io == "gds" and self.verify == "checksum":
             raise ConfigurationError(
                 "--activation-offload-verify checksum reads every byte in host memory, where "

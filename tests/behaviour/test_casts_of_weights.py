@@ -114,14 +114,15 @@ def test_a_llama_moves_its_activations_and_no_weight() -> None:
     assert casts_in(found, model) == 0
     assert statistics["recast_bytes"] == sum(2 * one.numel() for one in linear)
 
-    # Beside what the model in bf16 moves too, all is of tokens: none of it is a weight.
+    # What the model in bf16 moves, some of it in fp32, and more that autocast saves of tokens.
     _, _, found_in_bf16 = run(BF16, casts=False)
     kinds, kinds_in_bf16 = (
         collections.Counter((tuple(one.shape), one.dtype) for one in tensors)
         for tensors in (found, found_in_bf16)
     )
     more, less = kinds - kinds_in_bf16, kinds_in_bf16 - kinds
-    assert all({24, 2 * 24} & {*shape} for shape, _ in more + less), more + less
+    assert all({24, 2 * 24} & {*shape} for shape, _ in more), more
+    assert all(more[shape, torch.float32] >= number for (shape, _), number in less.items()), less
 
 
 def test_the_memory_of_a_cast_is_free_after_the_forward_pass(tmp_path: Path) -> None:

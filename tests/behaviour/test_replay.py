@@ -22,6 +22,18 @@ from tests.support.models import settle
 
 SHAPE = (8, 48)
 WAYS = ["context", "nodes"]
+MakeEngine = Callable[..., OffloadEngine]
+
+
+@pytest.fixture
+def make_engine(make_engine: MakeEngine) -> MakeEngine:
+    """Engines that replay."""
+    return lambda **changes: make_engine(**{"replay": "on", **changes})
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> OffloadEngine:
+    return make_engine()
 
 
 @contextlib.contextmanager
