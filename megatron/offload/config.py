@@ -263,9 +263,8 @@ class OffloadConfig(TierSettings):
             )
         if self.replay == "on" and not self.enabled:
             raise ConfigurationError(
-                "--activation-replay on needs to see what layers save, and --activation-offload off "
-                "leaves all of it to autograd; give --activation-offload keep, ssd, host, tiered or "
-                "auto as well"
+                "--activation-replay on is for what layers save, and --activation-offload off "
+                "leaves all of that to autograd; give keep, ssd, host, tiered or auto instead"
             )
         if self.io == "gds" and self.verify == "checksum":
             raise ConfigurationError(
