@@ -39,14 +39,15 @@ class OffloadConfig(TierSettings):
     mode: str = flag(
         "--activation-offload",
         "off",
-        "off: activations stay in device memory. ssd: every activation of at least "
+        "off: activations stay in device memory. keep: they stay as well, but for those that "
+        "--activation-replay computes again. ssd: every activation of at least "
         "--activation-offload-min-bytes is written to --activation-offload-dir during the forward "
         "pass and read back before the backward pass needs it. host: the same, to host memory. "
         "tiered: to host memory and SSD side by side, in proportion to their measured bandwidth. "
         "auto: the first steps are measured with everything offloaded, then each layer's attention "
         "and MLP stay, are recomputed or go to host memory or SSD, whatever takes the least time "
         "within --activation-memory-budget. Results are bit-identical.",
-        choices=("off", "ssd", "host", "tiered", "auto"),
+        choices=("off", "keep", "ssd", "host", "tiered", "auto"),
     )
     directories: tuple[Path, ...] = tier_flag(
         "--activation-offload-dir",
@@ -201,6 +202,15 @@ class OffloadConfig(TierSettings):
         parse=parse_path,
         metavar="FILE",
     )
+    replay: str = flag(
+        "--activation-replay",
+        "off",
+        "on: a saved tensor that is a cheap function of other saved tensors (a norm's output, an "
+        "activation function's, a cast, a sum) is neither kept nor moved; backward computes it "
+        "again of these, with the same bytes. Each kind is compared with what was saved when a "
+        "layer first saves it. off: all that autograd saves is kept or moved.",
+        choices=("off", "on"),
+    )
     chunked_loss: str | int = flag(
         "--activation-chunked-loss",
         "off",
@@ -234,6 +244,16 @@ class OffloadConfig(TierSettings):
             asks = f"--activation-offload {self.mode}"
         self.check_directories(asks)
         self._check_planning()
+        if self.mode == "keep" and self.replay == "off":
+            raise ConfigurationError(
+                "--activation-offload keep moves nothing, and without replay it spares nothing "
+                "either; give --activation-replay on as well, or --activation-offload off"
+            )
+        if self.replay == "on" and not self.enabled:
+            raise ConfigurationError(
+                "--activation-replay on is for what layers save, and --activation-offload off "
+                "leaves all of that to autograd; give keep, ssd, host, tiered or auto instead"
+            )
         if self.io == "gds" and self.verify == "checksum":
             raise ConfigurationError(
                 "--activation-offload-verify checksum reads every byte in host memory, where "

@@ -51,7 +51,7 @@ def test_a_layer_is_handed_over_at_its_end_and_in_one_go(engine, monkeypatch, re
     )
     x = leaf()
     with engine.step():
-        y = x.exp().exp().exp()
+        y = x.softmax(0).softmax(0).softmax(0)
         engine.capture(Scope(), [y], [x])
         assert len(submitted) == 1
         assert states(engine, records) == [ON_TIER] * 3
@@ -71,19 +71,19 @@ def test_what_a_layer_saved_before_an_error_is_written(engine, monkeypatch, reco
     monkeypatch.setattr(engine.hooks, "take", fail_later)
     x = leaf()
     with engine.step():
-        y = x.exp().exp()
+        y = x.softmax(0).softmax(0)
         with pytest.raises(ArithmeticError):
             engine.capture(Scope(), [y], [x])
         assert states(engine, records) == [ON_TIER]
 
 
-def exp_twice(engine, batch):
+def softmax_twice(engine, batch):
     """A layer of two operations, captured one after the other; what there was to see in between."""
     x = leaf()
-    middle = x.exp()
+    middle = x.softmax(0)
     engine.capture(Scope(), [middle], [x], batch=batch)
     yield middle
-    result = middle.exp()
+    result = middle.softmax(0)
     engine.capture(Scope(), [result], [x], captured=[middle.grad_fn], batch=batch)
     yield result
 
@@ -91,7 +91,7 @@ def exp_twice(engine, batch):
 def test_operations_of_a_layer_that_saved_little_are_handed_over_together(engine, records):
     with engine.step():
         batch, kept = engine.new_batch(), []
-        for number, result in enumerate(exp_twice(engine, batch), start=1):
+        for number, result in enumerate(softmax_twice(engine, batch), start=1):
             kept.append(result)
             assert states(engine, records) == [QUEUED] * number
         batch.submit()
@@ -104,7 +104,7 @@ def test_within_a_layer_enough_is_handed_over_before_its_end(engine, records, mo
     with engine.step():
         kept = []
         for expected, result in zip(
-            ([QUEUED], [ON_TIER] * 2), exp_twice(engine, engine.new_batch()), strict=True
+            ([QUEUED], [ON_TIER] * 2), softmax_twice(engine, engine.new_batch()), strict=True
         ):
             kept.append(result)
             assert states(engine, records) == expected
@@ -119,7 +119,7 @@ def test_a_part_waits_no_longer_than_all_that_it_is_part_of_would(engine, record
             part = (torch.randn(4096, requires_grad=True) * 1)[:500]
             product = part * part
             assert states(engine, records) == [QUEUED]
-            result = x.exp()
+            result = x.softmax(0)
             assert states(engine, records) == [ON_TIER, QUEUED]
         del part, product, result
 
@@ -136,10 +136,10 @@ def test_in_a_context_an_operation_is_handed_over_when_the_next_one_saves(
         with engine.saved_tensors_hooks():
             product = (x * 2) * (y * 2)  # saves both
             assert states(engine, records) == [QUEUED] * 2
-            result = product.exp()
+            result = product.softmax(0)
             assert states(engine, records) == [ON_TIER, ON_TIER, QUEUED]
         assert states(engine, records) == [ON_TIER] * 3
-        result.exp()
+        result.softmax(0)
         assert len(records) == 3, "the context has ended"
 
 
@@ -150,9 +150,9 @@ def test_in_a_context_operations_that_save_little_are_handed_over_together(
     x = leaf()
     with engine.step():
         with engine.saved_tensors_hooks():
-            result = x.exp()
+            result = x.softmax(0)
             for expected in ([QUEUED] * 2, [ON_TIER] * 2 + [QUEUED], [ON_TIER] * 2 + [QUEUED] * 2):
-                result = result.exp()
+                result = result.softmax(0)
                 assert states(engine, records) == expected
         assert states(engine, records) == [ON_TIER] * 4
         del result
@@ -163,8 +163,8 @@ def test_in_a_context_what_is_saved_again_does_not_count_again(engine, records, 
     x = leaf()
     with engine.step():
         with engine.saved_tensors_hooks():
-            once = x.exp()
-            result = (once * once).exp()  # the product saves it twice more
+            once = x.softmax(0)
+            result = (once * once).softmax(0)  # the product saves it twice more
             assert states(engine, records) == [QUEUED] * 2
         del once, result
 
@@ -184,7 +184,7 @@ def test_threads_hand_over_what_they_saved_themselves(engine, monkeypatch, recor
         return record
 
     def compute():
-        y = leaf().exp()
+        y = leaf().softmax(0)
         kept.append(y)
         engine.capture(Scope(), [y], [])
 
@@ -194,7 +194,7 @@ def test_threads_hand_over_what_they_saved_themselves(engine, monkeypatch, recor
         layer.start()
         assert entered.wait(10)
         with engine.saved_tensors_hooks():
-            kept.append(x.exp())
+            kept.append(x.softmax(0))
             assert not layer.is_alive()
             assert states(engine, records) == [ON_TIER, QUEUED]
         kept.append(engine.hooks.pack(torch.randn(1000)))

@@ -36,35 +36,88 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 def make_model(args: argparse.Namespace) -> Any:
     """A new model, from a fixed seed."""
     torch.manual_seed(0)
-    if args.model == "gpt2":
-        config = transformers.GPT2Config(
-            n_layer=args.layers,
-            n_embd=args.hidden,
-            n_head=args.hidden // 64,
-            n_positions=args.sequence,
-            vocab_size=args.vocabulary,
-            use_cache=False,
-        )
-        return transformers.GPT2LMHeadModel(config)
-    config = transformers.LlamaConfig(
-        num_hidden_layers=args.layers,
-        hidden_size=args.hidden,
-        intermediate_size=8 * args.hidden // 3,
-        num_attention_heads=args.hidden // 64,
+    model = _MODELS[args.model](args)
+    return model.to(getattr(torch, args.dtype))
+
+
+def _gpt2(args: argparse.Namespace) -> Any:
+    config = transformers.GPT2Config(
+        n_layer=args.layers,
+        n_embd=args.hidden,
+        n_head=args.hidden // 64,
+        n_positions=args.sequence,
         vocab_size=args.vocabulary,
         use_cache=False,
     )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, int]:
+    return {
+        "num_hidden_layers": args.layers,
+        "hidden_size": args.hidden,
+        "intermediate_size": 8 * args.hidden // 3,
+        "num_attention_heads": args.hidden // 64,
+        "vocab_size": args.vocabulary,
+    }
+
+
+def _llama(args: argparse.Namespace) -> Any:
+    config = transformers.LlamaConfig(**_sizes(args), use_cache=False)
     return transformers.LlamaForCausalLM(config)
+
+
+def _qwen3(args: argparse.Namespace) -> Any:
+    heads = args.hidden // 64
+    config = transformers.Qwen3Config(**_sizes(args), num_key_value_heads=heads, head_dim=64)
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def _mixtral(args: argparse.Namespace) -> Any:
+    heads = args.hidden // 64
+    config = transformers.MixtralConfig(
+        **_sizes(args), num_key_value_heads=heads, num_local_experts=4, num_experts_per_tok=2
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def _bert(args: argparse.Namespace) -> Any:
+    sizes = _sizes(args) | {"intermediate_size": 4 * args.hidden}
+    config = transformers.BertConfig(
+        **sizes,
+        max_position_embeddings=args.sequence,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def _llama_lora(args: argparse.Namespace) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return get_peft_model(_llama(args), LoraConfig(r=8, target_modules=linear))
+
+
+_MODELS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "llama-lora": _llama_lora,
+    "qwen3": _qwen3,
+    "bert": _bert,
+    "mixtral": _mixtral,
+}
 
 
 def prepare(model: Any, args: argparse.Namespace) -> tuple[Context, Any]:
     """Has the model train in the wanted way: a context for each forward pass, and our handle."""
     if args.way in ("offload", "auto", "chunked", "chunked_offload"):
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = json.loads(args.settings)
         if args.way.startswith("chunked"):
-            settings = {"chunked_loss": "auto"} | ({"mode": "off"} if args.way == "chunked" else {})
+            settings["chunked_loss"] = "auto"
+            settings |= {"mode": "off"} if args.way == "chunked" else {}
         if args.way == "auto":
-            settings = {"mode": "auto", "memory_budget_bytes": args.budget}
+            settings |= {"mode": "auto", "memory_budget_bytes": args.budget}
         return contextlib.nullcontext, offload_activations(
             model, args.activation_offload_dir, **settings
         )
@@ -162,8 +215,10 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     """Reads the flags and trains."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=("gpt2", "llama"), required=True)
+    parser.add_argument("--model", choices=(*_MODELS,), required=True)
+    parser.add_argument("--dtype", default="float32", help="of the weights")
     parser.add_argument("--way", required=True)
+    parser.add_argument("--settings", default="{}", help="of offload_activations, as JSON")
     parser.add_argument("--budget", type=int)
     parser.add_argument("--peers", type=Path)
     for name in ("layers", "hidden", "sequence", "batch", "vocabulary"):

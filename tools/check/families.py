@@ -13,6 +13,7 @@ untouched but for sizes. Inputs follow the signature of its forward. It trains t
 and with sdpa attention, and is compared bit by bit (losses, gradients, weights, buffers):
 
   ssd           what autograd saves moves
+  replay        what is a cheap function of other saved tensors is computed again; the rest moves
   recompute     all layers are recomputed
   parameters    those of layers wait on the SSD
   states        those of AdamW wait there

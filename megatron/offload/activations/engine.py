@@ -25,6 +25,7 @@ from megatron.offload.activations.memory_report import MemoryReport
 from megatron.offload.activations.open import open_tiers
 from megatron.offload.activations.placement.policy import FixedPolicy, Placement, Policy
 from megatron.offload.activations.saved.cache import LongLived, TensorCache
+from megatron.offload.activations.saved.norms import Norms
 from megatron.offload.activations.saved.observer import Observer
 from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.activations.saved.scope import Scope
@@ -138,6 +139,7 @@ class OffloadEngine:
         self._lead = Lead(device, self.waits)
         self.cache = TensorCache(device.device)
         self._casts = WeightCasts(device.device)
+        self._norms = Norms()
         self.other_devices: dict[torch.device, int] = {}
         self.hooks = SavedTensorHooks(
             self.cache,
@@ -149,6 +151,8 @@ class OffloadEngine:
             min_bytes=config.min_bytes,
             casts=self._casts,
             moves_foreign=device.is_host,
+            replays=config.replay == "on",
+            eps_of=self._norms.eps_of,
         )
         self._layers = LayerCapture(self.hooks, self.cache, self.writer, step)
         self.tensor_swapper: TensorSwapper | None = None
@@ -182,6 +186,11 @@ class OffloadEngine:
     def note_weights(self, tensors: Iterable[torch.Tensor]) -> None:
         """A step begins with these parameters: copies of them in another type never move."""
         self._casts.begin_step(tensors)
+        self._norms.begin_step()
+
+    def note_models(self, models: Iterable[torch.nn.Module]) -> None:
+        """These models train: what their norms add to a variance is found in their modules."""
+        self._norms.add(models)
 
     def keep_casts(self, changing: Iterable[torch.Tensor] | None = None) -> None:
         """Parameters are about to change, see `WeightCasts.keep`."""
@@ -420,7 +429,7 @@ class OffloadEngine:
     @property
     def where(self) -> str:
         """Where activations go, as a sentence shows it."""
-        return " and ".join(str(tier) for tier in self.tiers.values())
+        return " and ".join(str(tier) for tier in self.tiers.values()) or "device memory alone"
 
     @property
     def inflight_bytes(self) -> int:

@@ -23,6 +23,8 @@ class StepStatistics:
     other_device_bytes: int = 0  # saved on another device than the one whose activations move
     held_bytes: int = 0  # saved in storages that were found to outlive the step: they stay
     recast_bytes: int = 0  # copies of weights in another type: made again, not moved
+    replayed_bytes: int = 0  # saved in storages that are computed again from others: not moved
+    num_replays: int = 0  # how often one was
     foreign_bytes: int = 0  # saved in memory that is no block of torch's allocator: it stays
     rejected_bytes: int = 0  # wanted by the policy, but the tiers were full or failed
     recomputed_layers: int = 0  # whose activations were dropped, over all micro-batches

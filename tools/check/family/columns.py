@@ -35,7 +35,9 @@ from megatron.offload import (
 from megatron.offload.errors import InterruptedStepError
 from megatron.offload.integration.torch.layers import find_layers
 
-COLUMNS = ("ssd", "recompute", "parameters", "states", "layer-major", "auto", "chunked loss")
+COLUMNS = (
+    *("ssd", "replay", "recompute", "parameters", "states", "layer-major", "auto", "chunked loss"),
+)
 STEPS = 2
 AUTO_STEPS = 5  # three that are measured, two with the plan
 MICRO_BATCHES = 2
@@ -90,6 +92,7 @@ class Columns:
         """What a column comes to; raises nothing but what ends the process."""
         methods: dict[str, Callable[[], Result]] = {
             "ssd": self._ssd,
+            "replay": self._replay,
             "recompute": self._recompute,
             "parameters": self._parameters,
             "states": self._states,
@@ -120,6 +123,16 @@ class Columns:
     def _ssd(self) -> Result:
         found, statistics = self._with_activations(self._steps[:STEPS])
         return self._compared(found, "steps", any(one["offloaded_bytes"] for one in statistics))
+
+    def _replay(self) -> Result:
+        """More steps than those in which a recipe is compared."""
+        found, statistics = self._with_activations(self._steps, replay="on")
+        replayed, moved = (
+            sum(one[name] for one in statistics) for name in ("replayed_bytes", "offloaded_bytes")
+        )
+        outcome, note, _ = self._compared(found, "auto", replayed > 0)
+        share = f"{100 * replayed / max(replayed + moved, 1):.0f} % of the bytes are replayed"
+        return outcome, note or share, replayed > 0
 
     def _recompute(self) -> Result:
         found, statistics = self._with_activations(self._steps[:STEPS], recompute_layers="0-9999")

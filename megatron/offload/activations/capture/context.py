@@ -59,6 +59,8 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
     def __exit__(self, *error: object) -> None:
         self._is_over = True
         self._take_off()
+        if self._hooks.recipes is not None:
+            self._hooks.recipes.forget()
         self.submit()
 
     def submit(self) -> None:

@@ -8,14 +8,17 @@ reads them back.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from megatron.offload.activations.placement.policy import Placement, Policy
 from megatron.offload.activations.saved.cache import TensorCache, span_of
+from megatron.offload.activations.saved.recipe import Recipe
+from megatron.offload.activations.saved.recipes import Held, RecipeFinder
 from megatron.offload.activations.saved.record import SavedStorage, Span
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.tensor_kind import kind_of
@@ -40,9 +43,10 @@ PLAIN_TORCH = torch._C.DisableTorchFunction
 Packed = SavedView | WeightCast | ResidentTensor | torch.Tensor
 
 
-# How the bytes of a saved tensor move: its storage, the span of it (None: all), the record that has
-# these bytes already, or the tier that they go to if this is the first save of them.
-Move = tuple[torch.UntypedStorage, Span | None, SavedStorage | None, Tier | None]
+# How the bytes of a saved tensor leave memory: its storage, the span of it (None: all), the record
+# that has these bytes already, or where they go if this is the first save of them: a tier, or a
+# recipe by which they are computed again.
+Move = tuple[torch.UntypedStorage, Span | None, SavedStorage | None, Tier | Recipe | None]
 
 
 class SavedTensorHooks:
@@ -74,6 +78,8 @@ class SavedTensorHooks:
         min_bytes: int = 0,
         casts: WeightCasts,
         moves_foreign: bool = True,
+        replays: bool = False,
+        eps_of: Callable[[torch.Tensor], float | None] = lambda _: None,
     ) -> None:
         self._min_bytes = min_bytes
         self._casts = casts
@@ -85,6 +91,9 @@ class SavedTensorHooks:
         self._step = step
         self._moves_foreign = moves_foreign
         self._has_warned_of_capture = False
+        self.recipes: RecipeFinder | None = None
+        if replays:
+            self.recipes = RecipeFinder(cache.device, self.unpack, eps_of, self._fetch)
         # Held while one record is read back: its states and the read-ahead expect one read at a
         # time, and several threads may run backward through one graph. The holder may wait for a
         # read; that read never depends on a thread that waits for this lock. Taken before a
@@ -110,24 +119,25 @@ class SavedTensorHooks:
                 if cast is not None:
                     self._step.statistics.recast_bytes += tensor.nbytes
                     return cast
-            move = None if storage is None else self.find_move(tensor, storage)
+            to_write = WriteBatch(self._writer) if batch is None else batch
+            move = None if storage is None else self.find_move(tensor, storage, to_write)
             if move is not None:
-                if batch is not None:
-                    return self.take(tensor, move, batch)
-                batch = WriteBatch(self._writer)
-                view = self.take(tensor, move, batch)
-                batch.submit()
+                view = self.take(tensor, move, to_write)
+                if batch is None:
+                    to_write.submit()
                 return view
             if storage is not None and self._step.observer is not None:
                 self._step.observer.stayed(self._step.scope, storage)
-            if storage is not None:
-                return ResidentTensor(tensor, self._step.scope)
             return self.keep(tensor)
 
     def keep(self, tensor: torch.Tensor) -> Packed:
         """What autograd keeps of a tensor that stays."""
-        is_inference = kind_of(tensor).is_inference
-        return tensor if is_inference else ResidentTensor(tensor, self._step.scope)
+        if kind_of(tensor).is_inference:
+            return tensor
+        held = ResidentTensor(tensor, self._step.scope)
+        if self.recipes is not None:
+            self.recipes.note(tensor, held, self._step.scope)
+        return held
 
     def keep_captured(self, tensor: torch.Tensor) -> Packed:
         """`keep` for a tensor that is saved while a CUDA graph is captured; warns once."""
@@ -150,13 +160,20 @@ class SavedTensorHooks:
         return self._casts.find(tensor, storage, since, self._step.scope)
 
     def find_move(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, *, whole: bool = False
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        batch: WriteBatch | None = None,
+        *,
+        whole: bool = False,
     ) -> Move | None:
-        """How the bytes of a tensor move; None if the policy keeps them in memory.
+        """How the bytes of a tensor leave memory; None if they stay.
 
         Args:
             tensor: that autograd saves.
             storage: its storage, which can move.
+            batch: collects what is to be written so that the tensor can be computed again; None: it
+                is not to be computed again.
             whole: this tensor and others need all of the storage together.
         """
         span: Span | None = None
@@ -178,6 +195,11 @@ class SavedTensorHooks:
             return storage, span, record, None
         if span is not None:
             num_bytes = span.num_bytes
+        elif self.recipes is not None and batch is not None:
+            save = functools.partial(self.save, batch=batch)
+            recipe = self.recipes.find(tensor, storage, self._step.scope, save)
+            if recipe is not None:
+                return storage, None, None, recipe
         tier = self._tiers.get(self._policy.place(self._step.scope, num_bytes))
         if tier is None:
             if num_bytes < self._min_bytes:
@@ -196,19 +218,33 @@ class SavedTensorHooks:
             batch: collects what is to be written.
         """
         step = self._step
-        storage, span, record, tier = move
+        storage, span, record, where = move
         if record is None:
             record = self._cache.add(storage, span, tensor, step.scope)
         view = SavedView(record, tensor)
+        if self.recipes is not None:
+            self.recipes.note(tensor, view, step.scope)
+        if isinstance(where, Recipe):
+            record.replay_by(where)
+            step.statistics.replayed_bytes += record.saved_bytes
         if step.save_order is not None:
-            step.save_order.append(record)
-        if tier is None:
-            step.statistics.deduplicated_bytes += record.num_bytes
+            for one in (record,) if record.recipe is None else record.recipe.bases:
+                step.save_order.append(one)
+        if where is None or isinstance(where, Recipe):
+            if record.recipe is None:
+                step.statistics.deduplicated_bytes += record.num_bytes
             return view
         if step.observer is not None:
             step.observer.moves(step.scope, record.saved_bytes)
-        batch.append(self._writer.write(record, tier), storage.nbytes())
+        batch.append(self._writer.write(record, where), storage.nbytes())
         return view
+
+    def save(self, tensor: torch.Tensor, batch: WriteBatch) -> Held:
+        """Saves a tensor that is not autograd's, of which a saved one is computed again."""
+        move = self.find_move(tensor, tensor.untyped_storage())
+        if move is None:
+            return ResidentTensor(tensor, self._step.scope)
+        return self.take(tensor, move, batch)
 
     # -- Back -------------------------------------------------------------------------------------
 
@@ -235,8 +271,7 @@ class SavedTensorHooks:
             tensor = packed.take_built()
             if tensor is None:
                 packed.check_unchanged()
-                with self._one_at_a_time:
-                    tensor = packed.rebuild(self._reader.wait_for_read(packed.saved))
+                tensor = packed.rebuild(self._memory_of(packed.saved))
             elif packed.ready is not None:
                 self._reader.use_built(packed, tensor)
         self._reader.end_use(packed)
@@ -244,6 +279,23 @@ class SavedTensorHooks:
             with PLAIN_TORCH():
                 sampler.used(packed.saved, tensor)
         return tensor
+
+    def _fetch(self, record: SavedStorage) -> torch.UntypedStorage:
+        """A record's bytes, which are on a tier, for the moment: the record stays there."""
+        with self._one_at_a_time:
+            return self._reader.wait_for_read(record, for_good=False)
+
+    def _memory_of(self, record: SavedStorage) -> torch.UntypedStorage:
+        """A record's bytes as they were saved: in memory still, read, or computed again."""
+        recipe = record.recipe
+        if recipe is None:
+            with self._one_at_a_time:
+                return self._reader.wait_for_read(record)
+        memory = self._reader.computed(record)
+        if memory is None:
+            operands: list[torch.Tensor | None] = [self.unpack(one) for one in recipe.operands]
+            memory = self._reader.compute(record, recipe, operands)
+        return memory
 
 
 def is_small_part(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

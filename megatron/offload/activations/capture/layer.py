@@ -25,6 +25,7 @@ from megatron.offload.activations.saved.autograd_graph import (
     saved_tensors_between,
 )
 from megatron.offload.activations.saved.cache import TensorCache
+from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.step_context import StepContext
 from megatron.offload.activations.transfer.write_batch import WriteBatch
@@ -80,12 +81,19 @@ class LayerCapture:
                     move = None
                     if not recomputes or storage._cdata in starts:
                         whole = storage._cdata in needed_whole
-                        move = self._hooks.find_move(tensor, storage, whole=whole)
+                        again = None if recomputes else to_write
+                        move = self._hooks.find_move(tensor, storage, again, whole=whole)
                     if move is not None:
                         self._register(saved, tensor, move, to_write)
-                    elif self._step.observer is not None:
+                        continue
+                    if self._step.observer is not None:
                         self._step.observer.stayed(scope, storage)
+                    if self._hooks.recipes is not None:
+                        held = ResidentTensor(tensor, scope)
+                        self._hooks.recipes.note(tensor, held, scope)
             finally:
+                if self._hooks.recipes is not None:
+                    self._hooks.recipes.forget()
                 self._step.scope = outer
                 if batch is None:
                     to_write.submit()

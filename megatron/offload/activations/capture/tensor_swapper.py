@@ -92,7 +92,7 @@ class TensorSwapper:
             if not self._moves_foreign and not storage.resizable():
                 return None
             record = self._cache.find(storage, None, tensor)
-            if record is not None:  # its bytes are on the tier, or on their way
+            if record is not None and record.recipe is None:  # on the tier, or on its way
                 return SavedView(record, tensor)
             record = self._cache.add(storage, None, tensor, scope)
             view = SavedView(record, tensor)

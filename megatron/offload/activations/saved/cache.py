@@ -69,10 +69,14 @@ class _Entry(NamedTuple):
 
 
 class TensorCache:
-    """Records by storage identity, and the storages that stay where they are."""
+    """Records by storage identity, and the storages that stay where they are.
+
+    Attributes:
+        device: where the storages are.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = self._device = device
         self._left = LeftAlone()
         self._entries: dict[tuple[int, Span | None], _Entry] = {}
         self._excluded: dict[int, StorageReference] = {}

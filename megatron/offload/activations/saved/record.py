@@ -31,6 +31,7 @@ from megatron.offload.activations.saved.bits import (
     pack_bits,
     unpack_bits,
 )
+from megatron.offload.activations.saved.recipe import Recipe
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.storage_reference import StorageReference, copy_of, place_of
 
@@ -84,7 +85,8 @@ class State(enum.Enum):
     IN_MEMORY = "in memory"  # created; write refused or failed; taken back before its end
     QUEUED = "to be written"  # queue_write from IN_MEMORY; the dispatcher has not started it yet
     WRITING = "being written"  # begin_write from QUEUED; memory still holds the bytes
-    ON_TIER = "on a tier"  # write done; or every view used and the memory let go again
+    # Write done; or it has a recipe; or every view was used and the memory let go again.
+    ON_TIER = "on a tier"
     READING = "being read"  # begin_read from ON_TIER
     RESTORED = "restored"  # read done: in memory and on a tier
 
@@ -112,6 +114,7 @@ class SavedStorage:
     # Events of the device after which `_memory` may be used, see `Device.use_after`. None: it is
     # the memory that was saved, or on a CPU. Each read sets another object.
     ready: Sequence[Any] | None = None
+    recipe: Recipe | None = None  # by which the bytes are computed again, instead of read
 
     def __init__(
         self,
@@ -156,6 +159,32 @@ class SavedStorage:
         assert self.state is State.IN_MEMORY and self._memory is not None, self.state
         self.state = State.QUEUED
         return self._memory
+
+    def replay_by(self, recipe: Recipe) -> None:
+        """The bytes are not kept: the recipe computes them again when backward needs them."""
+        # Without the lock, as in `queue_write`. The caller holds the tensor.
+        assert self.state is State.IN_MEMORY and self._is_whole, self.state
+        self.state, self.recipe, self._memory = State.ON_TIER, recipe, None
+
+    def replayed(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The recipe was run; returns the bytes: these, or those of a thread that was first."""
+        with self._lock:
+            if self.state is State.ON_TIER:
+                if self.num_unused_views > 1:  # else the caller alone needs them
+                    self.state, self._memory = State.RESTORED, memory
+                return memory
+            assert self._memory is not None
+            return self._memory
+
+    @property
+    def peeked(self) -> torch.UntypedStorage | None:
+        """The bytes as they were saved, if they are in memory; nothing changes by that."""
+        with self._lock:
+            if self.state is State.ON_TIER:
+                return self._unmoved()
+            is_away = self.state in (State.READING, State.RESTORED) and self.moves_bits
+            is_there = self.state is not State.READING and not is_away and self._is_whole
+            return self._memory if is_there else None
 
     def copy_span(self) -> torch.UntypedStorage | None:
         """Copies the span that was saved, if it is not the whole storage, to write the copy.

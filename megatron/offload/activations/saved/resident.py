@@ -28,6 +28,11 @@ class ResidentTensor:
         self._tensor = _alias(torch.Tensor, tensor) if is_plain and not tensor.is_leaf else tensor
         self._version = tensor._version
 
+    @property
+    def held(self) -> torch.Tensor:
+        """The tensor as it is now, whether it was changed or not."""
+        return self._tensor
+
     def tensor(self) -> torch.Tensor:
         """The saved tensor itself. Raises ChangedInPlaceError if it was modified in place since."""
         tensor = self._tensor

@@ -55,6 +55,18 @@ class SavedView:
             saved.num_unused_views += 1
         saved._views.append(weakref.ref(self))
 
+    @classmethod
+    def again(cls, view: SavedView) -> SavedView:
+        """The same view once more, for another use."""
+        one = cls.__new__(cls)
+        one.saved, one.is_used, one.built, one.ready = view.saved, False, None, None
+        one._shape, one._stride, one._offset = view._shape, view._stride, view._offset
+        one._version, one._witness = view._version, view._witness
+        with one.saved._lock:
+            one.saved.num_unused_views += 1
+        one.saved._views.append(weakref.ref(one))
+        return one
+
     def take_built(self) -> torch.Tensor | None:
         """The tensor, if it is built and was not modified; no other call gets the same one."""
         built = self.built

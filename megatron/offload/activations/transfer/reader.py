@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron.offload.activations.saved.recipe import Recipe
 from megatron.offload.activations.saved.record import SavedReference, SavedStorage, State
 from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.activations.saved.scope import span_name
@@ -170,6 +171,24 @@ class Reader:
             return memory
         return self._device.room.read(functools.partial(self._unpacked, record, memory))
 
+    def computed(self, record: SavedStorage) -> torch.UntypedStorage | None:
+        """The bytes of a record with a recipe, if another use or another owner has them."""
+        memory = record.cancel_write()
+        if memory is not None and record.ready is not None:
+            self._device.use_after(memory, record.ready)
+        return memory
+
+    def compute(
+        self, record: SavedStorage, recipe: Recipe, operands: list[torch.Tensor | None]
+    ) -> torch.UntypedStorage:
+        """Computes the bytes of a record again, on the stream of the calling thread."""
+        computed = self._device.room.read(lambda: recipe.program.run(list(operands)))
+        memory = record.replayed(computed.untyped_storage())
+        self._step.statistics.num_replays += 1
+        if record.state is State.RESTORED and not self._device.is_host:
+            record.ready = (self._device.record_event(),)  # other uses may be on other streams
+        return memory
+
     def _read(self, record: SavedStorage) -> tuple[torch.UntypedStorage, Sequence[Any] | None]:
         """A record's bytes in memory once they have arrived, and the events to wait for."""
         memory, ready = None, record.ready
@@ -232,7 +251,7 @@ class Reader:
         """Backward gets a view: frees the memory after its last use, and reads further ahead."""
         record = view.saved
         record.view_used(view)
-        if record.ready is not None and record.num_unused_views <= 0:
+        if record.ready is not None and record.num_unused_views <= 0 and record.recipe is None:
             self._run_ahead.used(record.saved_bytes)
         if self.prefetcher.used(view.saved):
             self._dispatcher.submit(self.prefetcher.advance)

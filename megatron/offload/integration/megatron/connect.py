@@ -33,6 +33,7 @@ from megatron.offload.integration.megatron.model_states import ModelStates
 from megatron.offload.integration.megatron.patch_points import decorate
 from megatron.offload.integration.megatron.recomputable import check_recomputation
 from megatron.offload.integration.megatron.refused import ACTIVATIONS, CHUNKED_LOSS
+from megatron.offload.integration.megatron.replayable_functions import add_functions
 from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.config import LayerMajorConfig
@@ -238,6 +239,8 @@ def install(
         beside=None if states is None else states.auto,
     )
     try:
+        add_functions()
+        steps.engine.note_models(model_chunks)
         calls = MegatronHooks(steps.engine, model_chunks, settings, steps.profiler)
         schedule = units(steps.engine, calls.layer, steps.profiler)
     except BaseException:

@@ -305,6 +305,7 @@ class ActivationOffload:
                 planned=lambda: self._planned(device.device),
                 run_directory=self._run_directory,
             )
+        steps.engine.note_models(self._models)
         hook = register_optimizer_step_pre_hook(_BeforeSteps(steps.engine))
         self._closing.callback(hook.remove)
         weakref.finalize(self, _close, steps, hook)  # if the script lets go of it without `close`

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes of autograd whose operation can be run again for little: `operation_of`, `add_function`.
+
+A table: for each type of node the operation, the saved tensors that are its inputs, and the
+attributes that are its constants. Recipes are made of it; nothing here looks at bytes.
+
+What is not in the table is not replayed: operations that draw random numbers, that communicate, or
+that cost as much as a matrix product; softmax, whose result cannot be had without its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from megatron.offload.activations.saved.recipe import Operation
+from megatron.offload.errors import OffloadError
+
+_LARGEST_DIMENSION = 1 << 63  # autograd shows a negative dimension as that much more
+
+
+class NodeOperation(NamedTuple):
+    """What a node of autograd computed.
+
+    Attributes:
+        operation: gets the inputs, then the constants.
+        inputs: for each input the name of the saved tensor that it is; None: the node saves no
+            such. Input n is that of edge n of the node.
+        constants: names of attributes; `SHAPE`, `DTYPE` and `NUMBER` are those of the result.
+        missing: the constant that the node does not show, `EPS` or `SCALAR`; it comes last.
+        optional: inputs that may be missing.
+    """
+
+    operation: Operation
+    inputs: tuple[str | None, ...] = (None,)
+    constants: tuple[str, ...] = ()
+    missing: str = ""
+    optional: tuple[str, ...] = ()
+
+
+SHAPE, DTYPE, NUMBER = "shape", "dtype", "number"
+EPS, SCALAR = "eps", "scalar"
+
+
+def _add(one: torch.Tensor, other: torch.Tensor, alpha: float) -> torch.Tensor:
+    return torch.add(one, other, alpha=alpha)
+
+
+def _sub(one: torch.Tensor, other: torch.Tensor, alpha: float) -> torch.Tensor:
+    return torch.sub(one, other, alpha=alpha)
+
+
+def add_scalar(one: torch.Tensor, scalar: float) -> torch.Tensor:
+    """`one + scalar`, as `one - -scalar`."""
+    return torch.add(one, scalar)
+
+
+def subtract_from(one: torch.Tensor, scalar: float) -> torch.Tensor:
+    """`scalar - one`."""
+    return torch.rsub(one, scalar)
+
+
+def _layer_norm(
+    one: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    rstd: torch.Tensor,
+    shape: tuple[int, ...],
+    eps: float,
+) -> torch.Tensor:
+    """Layer norm with its arguments in the order of a program.
+
+    Args:
+        rstd: one over the standard deviation, as forward has saved it.
+
+    Raises:
+        OffloadError: that is another one now, so the eps is not the one of forward.
+    """
+    result, _, found = torch.native_layer_norm(one, shape, weight, bias, eps)
+    integer = torch.int64 if found.dtype is torch.float64 else torch.int32
+    if found.element_size() == 2:
+        integer = torch.int16
+    is_same = found.view(integer).eq(rstd.view(integer)).all()
+    sentence = (
+        f"a layer norm that runs again with the eps {eps} of its module divides by another "
+        "deviation than in forward, which used another eps; set --activation-replay off"
+    )
+    if found.device.type == "cpu":
+        if not is_same:
+            raise OffloadError(sentence)
+    else:  # the device stops by itself, and nothing waits for it
+        torch._assert_async(is_same, sentence)
+    return result
+
+
+def _gelu(one: torch.Tensor, approximate: str) -> torch.Tensor:
+    return F.gelu(one, approximate=approximate)
+
+
+def _glu(one: torch.Tensor, dim: int) -> torch.Tensor:
+    return F.glu(one, dim)
+
+
+def _cast(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return one.to(dtype, copy=True)
+
+
+def _cat(*values: Any) -> torch.Tensor:
+    *tensors, dim = values
+    return torch.cat(tensors, dim)
+
+
+def _stack(*values: Any) -> torch.Tensor:
+    *tensors, dim = values
+    return torch.stack(tensors, dim)
+
+
+def _slice(one: torch.Tensor, dim: int, start: int, end: int, step: int) -> torch.Tensor:
+    return torch.ops.aten.slice(one, dim, start, end, step)
+
+
+def _split(one: torch.Tensor, size: int, dim: int, number: int) -> torch.Tensor:
+    return torch.split(one, size, dim)[number]
+
+
+def _split_sizes(one: torch.Tensor, sizes: tuple[int, ...], dim: int, number: int) -> torch.Tensor:
+    return torch.split(one, list(sizes), dim)[number]
+
+
+def _unbind(one: torch.Tensor, dim: int, number: int) -> torch.Tensor:
+    return torch.unbind(one, dim)[number]
+
+
+def _reshape(one: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return one.reshape(shape)
+
+
+def _expand(one: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return one.expand(shape)
+
+
+def _permute(one: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    return one.permute(dims)
+
+
+def _clamp(one: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
+    return torch.clamp(one, low, high)
+
+
+def _where(one: torch.Tensor, other: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+    return torch.where(condition, one, other)
+
+
+def _dropped_out(one: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
+    return one.mul(mask).mul_(1.0 / (1.0 - probability))
+
+
+_OF_SELF = ("self",)
+ALL_EDGES = ("*",)  # as many inputs as the node has edges
+
+_NODES: dict[str, NodeOperation] = {
+    "MulBackward0": NodeOperation(torch.mul, ("self", "other")),
+    "DivBackward0": NodeOperation(torch.div, ("self", "other")),
+    "AddBackward0": NodeOperation(_add, (None, None), ("alpha",), SCALAR),
+    "SubBackward0": NodeOperation(_sub, (None, None), ("alpha",), SCALAR),
+    "RsubBackward1": NodeOperation(subtract_from, (None,), (), SCALAR),
+    "NativeLayerNormBackward0": NodeOperation(
+        _layer_norm,
+        ("input", "weight", "bias", "result2"),
+        ("normalized_shape",),
+        EPS,
+        ("weight", "bias"),
+    ),
+    "SiluBackward0": NodeOperation(F.silu, _OF_SELF),
+    "GeluBackward0": NodeOperation(_gelu, _OF_SELF, ("approximate",)),
+    "MishBackward0": NodeOperation(F.mish, _OF_SELF),
+    "HardswishBackward0": NodeOperation(F.hardswish, _OF_SELF),
+    "HardsigmoidBackward0": NodeOperation(F.hardsigmoid, _OF_SELF),
+    "LeakyReluBackward0": NodeOperation(F.leaky_relu, _OF_SELF, ("negative_slope",)),
+    "SoftplusBackward0": NodeOperation(F.softplus, _OF_SELF, ("beta", "threshold")),
+    "LogSigmoidBackward0": NodeOperation(F.logsigmoid, _OF_SELF),
+    "GluBackward0": NodeOperation(_glu, _OF_SELF, ("dim",)),
+    "PowBackward0": NodeOperation(torch.pow, _OF_SELF, ("exponent",)),
+    "ErfBackward0": NodeOperation(torch.erf, _OF_SELF),
+    "CosBackward0": NodeOperation(torch.cos, _OF_SELF),
+    "SinBackward0": NodeOperation(torch.sin, _OF_SELF),
+    "LogBackward0": NodeOperation(torch.log, _OF_SELF),
+    "AbsBackward0": NodeOperation(torch.abs, _OF_SELF),
+    "ClampBackward1": NodeOperation(_clamp, _OF_SELF, ("min", "max")),
+    "HardtanhBackward0": NodeOperation(F.hardtanh, _OF_SELF, ("min_val", "max_val")),
+    "TanhBackward0": NodeOperation(torch.tanh),
+    "SigmoidBackward0": NodeOperation(torch.sigmoid),
+    "ReluBackward0": NodeOperation(torch.relu),
+    "ExpBackward0": NodeOperation(torch.exp),
+    "SqrtBackward0": NodeOperation(torch.sqrt),
+    "RsqrtBackward0": NodeOperation(torch.rsqrt),
+    "ReciprocalBackward0": NodeOperation(torch.reciprocal),
+    "NegBackward0": NodeOperation(torch.neg),
+    "ToCopyBackward0": NodeOperation(_cast, (None,), (DTYPE,)),
+    "WhereBackward0": NodeOperation(_where, (None, None, "condition")),
+    "NativeDropoutBackward0": NodeOperation(_dropped_out, (None, "result1"), ("p",)),
+    "CatBackward0": NodeOperation(_cat, ALL_EDGES, ("dim",)),
+    "StackBackward0": NodeOperation(_stack, ALL_EDGES, ("dim",)),
+    "CloneBackward0": NodeOperation(torch.clone),
+    "ViewBackward0": NodeOperation(_reshape, (None,), (SHAPE,)),
+    "UnsafeViewBackward0": NodeOperation(_reshape, (None,), (SHAPE,)),
+    "ReshapeAliasBackward0": NodeOperation(_reshape, (None,), (SHAPE,)),
+    "ExpandBackward0": NodeOperation(_expand, (None,), (SHAPE,)),
+    "SqueezeBackward0": NodeOperation(_reshape, (None,), (SHAPE,)),
+    "SqueezeBackward1": NodeOperation(_reshape, (None,), (SHAPE,)),
+    "UnsqueezeBackward0": NodeOperation(torch.unsqueeze, (None,), ("dim",)),
+    "TBackward0": NodeOperation(torch.t),
+    "TransposeBackward0": NodeOperation(torch.transpose, (None,), ("dim0", "dim1")),
+    "PermuteBackward0": NodeOperation(_permute, (None,), ("dims",)),
+    "SelectBackward0": NodeOperation(torch.select, (None,), ("dim", "index")),
+    "SliceBackward0": NodeOperation(_slice, (None,), ("dim", "start", "end", "step")),
+    "SplitBackward0": NodeOperation(_split, (None,), ("split_size", "dim", NUMBER)),
+    "SplitWithSizesBackward0": NodeOperation(_split_sizes, (None,), ("split_sizes", "dim", NUMBER)),
+    "UnbindBackward0": NodeOperation(_unbind, (None,), ("dim", NUMBER)),
+}
+
+_by_type: dict[type, NodeOperation | None] = {}  # torch's own types of nodes
+_of_functions: dict[type, Operation] = {}  # by the class of an `autograd.Function`
+
+
+def operation_of(node: Any) -> NodeOperation | None:
+    """What a node computed; None: it is not in the table, or a function (`function_of`)."""
+    kind = type(node)
+    try:
+        return _by_type[kind]
+    except KeyError:
+        pass
+    if isinstance(node, torch._C._FunctionBase):  # a forward pass may define a type each time
+        return None
+    found = _by_type[kind] = _NODES.get(kind.__name__)
+    return found
+
+
+def function_of(node: Any) -> Operation | None:
+    """What computes the output of an `autograd.Function` from what it saved; None: not known."""
+    return _of_functions.get(getattr(type(node), "_forward_cls", type(None)))
+
+
+def add_function(function: type, compute: Callable[..., torch.Tensor]) -> None:
+    """Says how the output of an `autograd.Function` is computed from the tensors that it saved.
+
+    Its output is compared with what was computed, byte for byte, before anything relies on it.
+
+    Args:
+        function: with one output.
+        compute: gets the tensors that `forward` gave to `save_for_backward`, in their order, and
+            returns the output; deterministic and cheap.
+    """
+    _of_functions[function] = compute
+
+
+def constant_of(node: Any, name: str) -> Any:
+    """A constant of a node, hashable.
+
+    Raises:
+        AttributeError: the node has none of that name.
+    """
+    value = getattr(node, "_saved_" + name)
+    if isinstance(value, list | tuple):
+        return tuple(_signed(one) for one in value)
+    return _signed(value)
+
+
+def _signed(value: Any) -> Any:
+    if type(value) is int and value >= _LARGEST_DIMENSION:
+        return value - 2 * _LARGEST_DIMENSION
+    return value

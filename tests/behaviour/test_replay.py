@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is a cheap function of other saved tensors is computed again, with the bytes that it had."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.offload import ChangedInPlaceError, OffloadEngine, Scope
+from megatron.offload.activations.saved import replayable_nodes
+from megatron.offload.activations.saved.replayable_nodes import add_function
+from megatron.offload.activations.saved.view import SavedView
+from tests.support.models import settle
+
+SHAPE = (8, 48)
+WAYS = ["context", "nodes"]
+MakeEngine = Callable[..., OffloadEngine]
+
+
+@pytest.fixture
+def make_engine(make_engine: MakeEngine) -> MakeEngine:
+    """Engines that replay."""
+    return lambda **changes: make_engine(**{"replay": "on", **changes})
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> OffloadEngine:
+    return make_engine()
+
+
+@contextlib.contextmanager
+def forward_pass(engine: OffloadEngine, *models: nn.Module, layer: str = "") -> Iterator[None]:
+    engine.note_models(models)
+    engine.note_weights([])
+    with engine.forward(Scope(layer=layer)):
+        yield
+
+
+def run(engine: OffloadEngine, way: str, function: Callable[..., Tensor], *inputs: Tensor) -> Any:
+    """Its result; what it saved was taken in one of the two ways."""
+    if way == "context":
+        with engine.saved_tensors_hooks():
+            return function(*inputs)
+    result = function(*inputs)
+    engine.capture(engine.scope, [result], inputs)
+    return result
+
+
+def train(
+    engine: OffloadEngine | None,
+    way: str,
+    function: Callable[..., Tensor],
+    make: Callable[[], list[Tensor]],
+    model: nn.Module | None = None,
+    num_steps: int = 3,
+) -> list[Tensor]:
+    """Gradients of all steps, with offload or without."""
+    found = []
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        inputs = make()
+        if engine is None:
+            result = function(*inputs)
+            result.backward(torch.linspace(-1, 1, result.numel()).view(result.shape).to(result))
+        else:
+            with engine.step(), forward_pass(engine, *filter(None, [model])):
+                result = run(engine, way, function, *inputs)
+                settle(engine)
+                result.backward(torch.linspace(-1, 1, result.numel()).view(result.shape).to(result))
+        found += [one.grad for one in inputs if one.grad is not None]
+        if model is not None:
+            found += [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    return found
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape or SHAPE).to(dtype).requires_grad_()
+
+
+def weights(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [leaf(dtype=dtype), leaf(48, 64, dtype=dtype), leaf(64, 32, dtype=dtype)]
+
+
+def between(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The function between two matrix products: the second one saves its result."""
+
+    def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return function(x @ first) @ second
+
+    return layer
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "tanh gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": lambda x: F.relu(x * x.abs()),
+    "leaky relu": lambda x: F.leaky_relu(x, 0.2),
+    "tanh": lambda x: torch.tanh(x * x),
+    "sigmoid": lambda x: torch.sigmoid(x.pow(2)),
+    "softplus": lambda x: F.softplus(x, 2.0, 5.0),
+    "log sigmoid": F.logsigmoid,
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "hardtanh": lambda x: F.hardtanh(x, -0.5, 0.25),
+    "clamp": lambda x: x.clamp(-0.5, 0.75),
+    "sine": lambda x: torch.sin(x).cos(),
+    "exp": lambda x: torch.exp(-x.abs()),
+    "erf": torch.erf,
+    "square root": lambda x: (x * x).sqrt(),
+    "power": lambda x: x.pow(3),
+    "squared relu": lambda x: F.relu(x).square(),
+    "quotient": lambda x: x / (x.abs() + 1.0),
+    "difference": lambda x: x * x - F.silu(x),
+    "sum with a factor": lambda x: torch.add(x * x, F.silu(x), alpha=0.3),
+    "python gelu": lambda x: 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * x.pow(3)))),
+    "subtracted from a scalar": lambda x: x * (1.5 - torch.sigmoid(x)),
+    "cast": lambda x: F.silu(x.double()).to(x.dtype),
+    "chosen": lambda x: torch.where(x > 0, F.silu(x), x * x),
+    "transposed": lambda x: F.silu(x.t()).t().contiguous(),
+    "parts": lambda x: torch.cat([F.silu(one) for one in x.chunk(2, -1)], -1),
+    "slices": lambda x: torch.cat((-F.silu(x)[:, 32:], F.silu(x)[:, :32]), -1),
+    "unbound": lambda x: torch.stack(F.silu(x.view(8, 2, 32)).unbind(1), 1).flatten(1),
+    "views": lambda x: F.silu(x.view(4, 2, 64).unsqueeze(1)).squeeze(1).reshape(8, 64),
+    "gated": lambda x: torch.cat((F.glu(x, -1), F.glu(-x, -1)), -1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_its_gradients_are_the_same_and_it_moves_less(make_engine, name, dtype, way):
+    engine = make_engine()
+    layer = between(FUNCTIONS[name])
+    plain = train(None, way, layer, lambda: weights(dtype))
+    ours = train(engine, way, layer, lambda: weights(dtype))
+    assert all(map(torch.equal, ours, plain)) and len(ours) == len(plain) == 9
+    counted = engine.statistics
+    assert counted.replayed_bytes >= SHAPE[0] * 64 * dtype.itemsize and counted.num_replays
+    off = make_engine(replay="off")
+    assert all(map(torch.equal, train(off, way, layer, lambda: weights(dtype)), plain))
+    assert off.statistics.replayed_bytes == 0
+    assert counted.offloaded_bytes < off.statistics.offloaded_bytes
+
+
+class RMSNorm(nn.Module):
+    """As models of transformers have it."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+def norms(dtype: torch.dtype) -> dict[str, nn.Module]:
+    torch.manual_seed(7)
+    return {
+        "layer norm": nn.LayerNorm(64, eps=1e-3).to(dtype),
+        "layer norm without bias": nn.LayerNorm(64, bias=False).to(dtype),
+        "rms norm": nn.RMSNorm(64, eps=1e-6).to(dtype),
+        "rms norm of transformers": RMSNorm(64, 1e-6).to(dtype),
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", norms(torch.float32))
+def test_what_a_norm_gives_is_computed_again(make_engine, name, dtype, way):
+    def gradients(engine: OffloadEngine | None) -> list[Tensor]:
+        norm = norms(dtype)[name]
+        return train(engine, way, between(norm), lambda: weights(dtype), norm)
+
+    engine = make_engine()
+    assert all(map(torch.equal, gradients(engine), gradients(None)))
+    assert engine.statistics.replayed_bytes >= SHAPE[0] * 64 * dtype.itemsize
+
+
+def normed(x: Tensor, first: Tensor, second: Tensor, norm: nn.LayerNorm, eps: float) -> Tensor:
+    return F.layer_norm(x @ first, [64], norm.weight, norm.bias, eps) @ second
+
+
+def test_a_norm_whose_module_says_another_eps_is_saved(make_engine):
+    engine, norm = make_engine(), nn.LayerNorm(64, eps=1e-5)
+    train(engine, "nodes", lambda *a: normed(*a, norm, 0.1), weights, norm)
+    assert engine.statistics.replayed_bytes == 0
+
+
+def test_an_eps_that_only_now_makes_a_difference_is_not_taken_for_that_of_forward(make_engine):
+    engine, norm = make_engine(), nn.LayerNorm(64, eps=1e-12)
+    tiny = [False, False, False, True]
+
+    def make() -> list[Tensor]:
+        factor = 1e-4 if tiny.pop(0) else 1.0
+        return [one.detach().mul_(factor).requires_grad_() for one in weights()]
+
+    function = lambda *a: normed(*a, norm, 2e-12)  # noqa: E731
+    train(engine, "nodes", function, make, norm)
+    assert engine.statistics.replayed_bytes  # the bytes did not show it
+    with pytest.raises(RuntimeError, match="eps"):
+        train(engine, "nodes", function, make, norm, num_steps=1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scalars_may_differ_between_steps_and_within_a_layer(make_engine, way):
+    steps: list[float] = []
+
+    def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        steps.append(1.0)
+        h = x @ first
+        one = h * (F.silu(h) + len(steps))
+        other = h * (F.silu(h) + (3 - len(steps)))
+        return (one * other) @ second
+
+    plain = train(None, way, layer, weights, num_steps=6)
+    steps.clear()
+    engine = make_engine()
+    assert all(map(torch.equal, train(engine, way, layer, weights, num_steps=6), plain))
+    assert engine.statistics.replayed_bytes
+
+
+class Scaled(torch.autograd.Function):
+    """Saves its input, and returns a function of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        s = x.sigmoid()
+        return gradient * (s + x * s * (1 - s))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_function_that_was_added_counts_if_it_gives_the_bytes(
+    make_engine, monkeypatch, way, is_right
+):
+    monkeypatch.setattr(replayable_nodes, "_of_functions", {})
+    add_function(Scaled, lambda x: x * x.sigmoid() if is_right else x * x.tanh())
+    layer = between(Scaled.apply)
+    engine = make_engine()
+    assert all(
+        map(torch.equal, train(engine, way, layer, weights), train(None, way, layer, weights))
+    )
+    assert bool(engine.statistics.replayed_bytes) is is_right
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_random_numbers_are_not_drawn_again(make_engine, way):
+    layer = between(lambda x: F.dropout(F.silu(x), 0.5))
+    engine = make_engine()
+    assert all(
+        map(torch.equal, train(engine, way, layer, weights), train(None, way, layer, weights))
+    )
+    assert engine.statistics.replayed_bytes == SHAPE[0] * 64 * 4  # silu times the noise
+
+
+def saved_by(engine: OffloadEngine, make: Callable[[], Tensor]) -> tuple[Tensor, list[SavedView]]:
+    """The result, and what stands for each saved tensor that is computed again."""
+    result = make()
+    nodes, found = [result.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                data = getattr(node, name).data
+                if isinstance(data, SavedView) and data.saved.recipe is not None:
+                    found.append(data)
+        nodes += [one for one, _ in node.next_functions if one is not None]
+    return result, found
+
+
+def test_its_memory_is_given_up_and_taken_once_for_several_uses(engine):
+    x, first, second = weights()
+    gone = []
+
+    def make() -> Tensor:
+        h = F.silu(x @ first)
+        gone.append(h.untyped_storage()._weak_ref())
+        return h @ second + h @ second
+
+    with engine.step(), forward_pass(engine), engine.saved_tensors_hooks():
+        result, found = saved_by(engine, make)
+    settle(engine)
+    gc.collect()
+    assert torch.UntypedStorage._expired(gone[0])
+    assert len({id(one.saved) for one in found}) == 1 and len(found) == 2
+    result.sum().backward()
+    assert engine.statistics.num_replays == 1
+    assert all(one.saved.peeked is None for one in found)
+    torch.UntypedStorage._free_weak_ref(gone[0])
+
+
+def test_what_another_holds_is_not_computed_again(engine):
+    x, first, second = weights()
+    with engine.step(), forward_pass(engine), engine.saved_tensors_hooks():
+        held = F.silu(x @ first)
+        result = held @ second
+        assert engine.statistics.replayed_bytes
+        result.sum().backward()
+    assert engine.statistics.num_replays == 0
+
+
+@pytest.mark.parametrize("which", ["operand", "parameter", "result"])
+def test_what_was_changed_in_place_raises(engine, which):
+    x, first, second = weights()
+    factor = nn.Parameter(torch.randn(64))
+    with engine.step(), forward_pass(engine), engine.saved_tensors_hooks():
+        h = x @ first
+        act = F.silu(h) * factor
+        result = act @ second
+        with torch.no_grad():
+            {"operand": h, "parameter": factor, "result": act}[which].add_(1)
+        del h, act
+        with pytest.raises(ChangedInPlaceError):
+            result.sum().backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_operand_that_was_changed_without_autograd_is_none(make_engine, way):
+    def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        h = x @ first
+        act = F.silu(h * 2)
+        with torch.no_grad():
+            act.mul_(2)  # what is saved is not what its node gave
+        return act @ second
+
+    engine = make_engine()
+    ours = train(engine, way, layer, weights)
+    assert all(map(torch.equal, ours, train(None, way, layer, weights)))
+
+
+def test_backward_may_run_twice_and_through_itself(make_engine):
+    def gradients(engine: OffloadEngine | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, first, second = weights()
+        with contextlib.ExitStack() as stack:
+            if engine is not None:
+                stack.enter_context(engine.step())
+                stack.enter_context(forward_pass(engine))
+                stack.enter_context(engine.saved_tensors_hooks())
+            result = between(F.gelu)(x, first, second).square().sum()
+            found = [torch.autograd.grad(result, x, retain_graph=True)[0] for _ in range(2)]
+            (one,) = torch.autograd.grad(result, x, create_graph=True)
+            (two,) = torch.autograd.grad(one.square().sum(), x, create_graph=True)
+            two.sum().backward()
+        return [*found, one, two, x.grad, first.grad, second.grad]
+
+    engine = make_engine()
+    assert all(map(torch.equal, gradients(engine), gradients(None)))
+    assert engine.statistics.num_replays > 2
+
+
+def test_several_threads_run_backward_through_one_graph(engine):
+    x, first, second = weights()
+    with engine.step(), forward_pass(engine), engine.saved_tensors_hooks():
+        result = between(F.gelu)(x, first, second)
+    settle(engine)
+    found: list[Tensor] = []
+
+    def backward() -> None:
+        found.extend(torch.autograd.grad(result.sum(), first, retain_graph=True))
+
+    threads = [threading.Thread(target=backward) for _ in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    (expected,) = torch.autograd.grad(between(F.gelu)(x, first, second).sum(), first)
+    assert len(found) == 8 and all(torch.equal(one, expected) for one in found)
+
+
+def test_what_stays_in_memory_is_computed_again_too(make_engine):
+    """With everything kept, what is left in memory is what others are computed of."""
+    engine = make_engine(mode="keep")
+    layer = between(F.gelu)
+    assert all(
+        map(torch.equal, train(engine, "nodes", layer, weights), train(None, "", layer, weights))
+    )
+    counted = engine.statistics
+    assert counted.replayed_bytes == SHAPE[0] * 64 * 4 and not counted.offloaded_bytes

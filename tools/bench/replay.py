@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What replay spares: models of transformers with `replay="on"` beside `replay="off"`.
+
+    tools/bench/replay.py --json replay.json                         # all models; about an hour
+    tools/bench/replay.py --models llama,gpt2 --dtypes float32 --layers 4 --hidden 256
+
+Each way of training is a process of its own, and they take turns, a step each. `bytes_ratio` is of
+the bytes that go to the tier in a step, on over off, with everything on the SSD. `step_time_ratio`
+is the median of on over off in the same turn. With `keep` nothing moves: `peak_ratio` and
+`keep_time_ratio` are those of a step with replay over one without offload. `identical`: losses,
+gradients and weights of all ways have the same bits.
+
+Exit code: 0 all identical, 1 not, 2 it could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
+from megatron.offload.commands.training_runs.run import (
+    Run,
+    RunError,
+    Variant,
+    first_difference,
+    order_of_round,
+    paired_ratio,
+)
+from megatron.offload.commands.training_runs.trainer import Trainer
+from megatron.offload.device.cuda import has_cuda
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ("llama", "qwen3", "gpt2", "bert", "llama-lora", "mixtral")
+DTYPES = ("float32", "bfloat16")
+_FIELDS = ("loss", "gradients", "weights")
+_SETTLED = 3  # first steps, in which recipes are compared
+
+
+@dataclass(frozen=True)
+class Way(Variant):
+    """A way to train, with its settings as JSON."""
+
+    settings: str = "{}"
+
+
+def ways(allocator: str, limit: str | None) -> list[Way]:
+    """None, everything kept with replay, everything on the SSD without replay and with."""
+    limited = {} if limit is None else {"write_bytes_per_s": limit}
+    return [
+        Way("none", allocator),
+        Way("keep", allocator, json.dumps({"mode": "keep", "replay": "on"})),
+        Way("ssd-without", allocator, json.dumps({"mode": "ssd", "replay": "off", **limited})),
+        Way("ssd", allocator, json.dumps({"mode": "ssd", "replay": "on", **limited})),
+    ]
+
+
+def measure(args: argparse.Namespace, model: str, dtype: str, folder: Path, bar: Any) -> Any:
+    """Trains one model in all ways; the figures of it.
+
+    Raises:
+        RunError: a training failed.
+    """
+    flags = ["--model", model, "--dtype", dtype]
+    for name in ("layers", "hidden", "sequence", "batch", "vocabulary"):
+        flags += [f"--{name}", str(getattr(args, name))]
+    trainer = Trainer(ROOT / "tools/bench/train_model.py", flags, args.directory)
+    found = ways("default" if has_cuda() else "offload", args.write_limit)
+    with contextlib.ExitStack() as ends:
+        trainings = {}
+        for way in found:
+            bar.set_description(f"{model} {dtype} {way.placement}")
+            kind = "none" if way.placement == "none" else "offload"
+            settings = ["--way", kind, "--settings", way.settings]
+            training = trainer.start(
+                way.name, settings, way.allocator, folder / way.placement, in_turns=True
+            )
+            ends.callback(training.end)
+            training.run(enough=lambda steps: len(steps) >= _SETTLED)
+            trainings[way] = training
+        for turn in range(args.turns):
+            for way in order_of_round(found, turn):
+                trainings[way].step()
+            bar.update()
+        runs = {way.placement: Run(way, 0, one.steps, _SETTLED) for way, one in trainings.items()}
+    return figures(runs)
+
+
+def figures(runs: dict[str, Run]) -> dict[str, Any]:
+    """What the runs of a model show."""
+    none, keep, without, ssd = (runs[name] for name in ("none", "keep", "ssd-without", "ssd"))
+    moved = [one.offload_median("offloaded_bytes", _SETTLED) for one in (ssd, without)]
+    return {
+        "identical": all(
+            first_difference(none, one, same_length=False, fields=_FIELDS) is None
+            for one in runs.values()
+        ),
+        "bytes_ratio": moved[0] / moved[1],
+        "offloaded_bytes": moved[1],
+        "replayed_bytes": ssd.offload_median("replayed_bytes", _SETTLED),
+        "step_time_ratio": paired_ratio([ssd], [without], _SETTLED),
+        "ssd_peak_ratio": ssd.peak_bytes(_SETTLED) / without.peak_bytes(_SETTLED),
+        "peak_ratio": keep.peak_bytes(_SETTLED) / none.peak_bytes(_SETTLED),
+        "keep_time_ratio": paired_ratio([keep], [none], _SETTLED),
+        "step_s": {name: one.step_time_s(_SETTLED) for name, one in runs.items()},
+        "peak_bytes": {name: one.peak_bytes(_SETTLED) for name, one in runs.items()},
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """A row for each model."""
+    columns = ("bytes_ratio", "step_time_ratio", "ssd_peak_ratio", "peak_ratio", "keep_time_ratio")
+    rows = [
+        (
+            name,
+            "identical" if one["identical"] else "DIFFERENT",
+            *(f"{one[c]:.3f}" for c in columns),
+        )
+        for name, one in result.items()
+    ]
+    header = ("model", "bits", "moved", "step, ssd", "peak, ssd", "peak, keep", "step, keep")
+    return tabulate(rows, headers=header, disable_numparse=True)
+
+
+def main() -> int:
+    """Measures; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = "default: %(default)s"
+    parser.add_argument("--models", default=",".join(MODELS), help=default)
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help=default)
+    parser.add_argument("--turns", type=int, default=7, help=f"steps that count; {default}")
+    parser.add_argument("--layers", type=int, default=12, help=default)
+    parser.add_argument("--hidden", type=int, default=768, help=default)
+    parser.add_argument("--sequence", type=int, default=512, help=default)
+    parser.add_argument("--batch", type=int, default=2, help=default)
+    parser.add_argument("--vocabulary", type=int, default=8192, help=default)
+    parser.add_argument("--write-limit", help="of the SSD, for example 150MB/s")
+    parser.add_argument("--directory", type=Path, default=ROOT / "runs/offload", help=default)
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    args = parser.parse_args()
+    models, dtypes = args.models.split(","), args.dtypes.split(",")
+    if unknown := {*models} - {*MODELS}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; of {', '.join(MODELS)}")
+    args.directory.mkdir(parents=True, exist_ok=True)
+    work = ROOT / "runs" / f"replay-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    command = shlex.join(["tools/bench/replay.py", *sys.argv[1:]]).replace(f"{ROOT}/", "")
+    result: dict[str, Any] = {"machine": machine_facts(args.directory), "command": command}
+    result["models"] = {}
+    print(in_a_line(result["machine"]))
+    try:
+        with tqdm(total=args.turns * len(models) * len(dtypes), unit="turn", disable=None) as bar:
+            for model in models:
+                for dtype in dtypes:
+                    name = f"{model} {dtype}"
+                    result["models"][name] = measure(args, model, dtype, work / name, bar)
+                    if args.json is not None:
+                        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    except RunError as error:
+        print(f"replay: error: {error}", file=sys.stderr)
+        return 2
+    print(table(result["models"]))
+    return 0 if all(one["identical"] for one in result["models"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
