@@ -332,6 +332,43 @@ def test_what_was_changed_in_place_raises(engine, which):
             result.sum().backward()
 
 
+def test_a_parameter_that_changes_where_no_version_shows_it_is_the_one_of_forward(engine):
+    def gradients(moves: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, first, second = weights()
+        factor = nn.Parameter(torch.randn(64))
+        with contextlib.ExitStack() as stack:
+            if moves:
+                stack.enter_context(engine.step())
+                stack.enter_context(forward_pass(engine))
+                stack.enter_context(engine.saved_tensors_hooks())
+            result = (F.silu(x @ first) + factor) @ second
+            factor.data.mul_(2)
+            result.sum().backward()
+        return [x.grad, first.grad, second.grad]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
+    assert engine.statistics.num_replays
+
+
+def test_a_part_of_a_result_has_memory_of_its_own(engine):
+    def gradients(moves: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, first, second = weights()
+        with contextlib.ExitStack() as stack:
+            if moves:
+                stack.enter_context(engine.step())
+                stack.enter_context(forward_pass(engine))
+                stack.enter_context(engine.saved_tensors_hooks())
+            halves = torch.unsafe_split(F.silu(x @ first), 4)
+            result = (halves[0] @ second).sum() + 2 * (halves[1] @ second).sum()
+            del halves
+            result.backward()
+        return [x.grad, first.grad, second.grad]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_an_operand_that_was_changed_without_autograd_is_none(make_engine, way):
     def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
