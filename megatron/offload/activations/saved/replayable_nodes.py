@@ -218,6 +218,7 @@ _NODES: dict[str, NodeOperation] = {
     "SelectBackward0": NodeOperation(torch.select, (None,), ("dim", "index")),
     "SliceBackward0": NodeOperation(_slice, (None,), ("dim", "start", "end", "step")),
     "SplitBackward0": NodeOperation(_split, (None,), ("split_size", "dim", NUMBER)),
+    "UnsafeSplitBackward0": NodeOperation(_split, (None,), ("split_size", "dim", NUMBER)),
     "SplitWithSizesBackward0": NodeOperation(_split_sizes, (None,), ("split_sizes", "dim", NUMBER)),
     "UnbindBackward0": NodeOperation(_unbind, (None,), ("dim", NUMBER)),
 }
