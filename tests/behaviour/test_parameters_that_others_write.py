@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -13,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.offload import offload_optimizer, offload_parameters
+from tests.support.training import moving
 
 HIDDEN, LAYERS = 16, 6
+SMALL = {"bucket_bytes": 1 << 12, "window_bytes": 1 << 12}  # a bucket is a layer's
 
 
 class Layer(torch.nn.Module):
@@ -111,28 +111,19 @@ WHERE = ((0, "gate"), (3, "up.weight"), (5, "up.weight"))  # one of them in each
 Outcome = tuple[list[str], dict[str, torch.Tensor]]  # what autograd says, and weights at the end
 
 
-def train(
-    way: str | None, moment: str, door: str = "", directory: Path | None = None, mode: str = "ssd"
-) -> Outcome:
+def train(way: str | None, moment: str, door: str = "", directory: Path | None = None) -> Outcome:
     """A few steps; but for the first and the last one, a parameter is written in each.
 
     Args:
         way: how; None: nothing is written.
         moment: one of MOMENTS.
         door: what is on a tier.
-        directory: for what is on a tier.
-        mode: of its tier.
+        directory: for what is on a tier; None: in host memory.
     """
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    settings = {"mode": mode} | ({"directory": directory} if mode == "ssd" else {})
     said: list[str] = []
-    with contextlib.ExitStack() as handles:
-        if "parameters" in door:
-            handles.enter_context(offload_parameters(model, **settings))
-        if "states" in door:
-            sizes = {"bucket_bytes": 1 << 12, "window_bytes": 1 << 12}
-            handles.enter_context(offload_optimizer(optimizer, **settings, **sizes))
+    with moving(door, model, optimizer, directory, states=SMALL):
 
         def at(now: str) -> None:
             if now == moment and written is not None and way is not None:
@@ -178,14 +169,14 @@ def _cases() -> Iterator[Any]:
         yield pytest.param(door, way, moment, marks=[pytest.mark.slow] if is_slow else [])
 
 
-@pytest.mark.parametrize(("door", "way", "moment"), _cases())
+@pytest.mark.parametrize(("door", "way", "moment"), list(_cases()))
 def test_what_is_written_holds(door: str, way: str, moment: str, tmp_path: Path) -> None:
     """To one parameter of a step alone: who writes to the first ones has shown the rest, perhaps.
 
     Each way and each moment meet both kinds of tiers.
     """
     is_on_ssd = (list(WAYS).index(way) + MOMENTS.index(moment) + DOORS.index(door)) % 2
-    found, weights = train(way, moment, door, tmp_path, "ssd" if is_on_ssd else "host")
+    found, weights = train(way, moment, door, tmp_path if is_on_ssd else None)
     said, wanted = expected(way, moment)
     assert found == said
     for name, weight in wanted.items():
