@@ -393,7 +393,7 @@ def test_alternating_units_draw_the_same_random_numbers() -> None:
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (Summed, "which a layer-major step cannot follow"),
+        (Summed, "is used in it beside its layers' inputs"),
         (Backwards, "models that run their layers in one order"),
     ],
 )
