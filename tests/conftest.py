@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -165,7 +166,13 @@ def _is_left_out(item: pytest.Item, config: pytest.Config) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Builds the test accelerator before anything runs if a test wants it."""
+    """Builds the test accelerator before anything runs if a test wants it.
+
+    What modules have made by then is there until the end: garbage collections, of which many tests
+    make one, leave it out and take milliseconds instead of half a second.
+    """
+    gc.collect()
+    gc.freeze()
     wanted = any("lag" in getattr(item, "fixturenames", ()) for item in session.items)
     if wanted and not session.config.option.collectonly and not why_not():
         prepare()

@@ -18,6 +18,7 @@ source "$ROOT/tools/bootstrap.sh"
 bootstrap
 bootstrap_frameworks || echo "tests: tests of transformers, DeepSpeed and Lightning are skipped"
 cd "$ROOT"
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the package: it is compiled once
 
 # A device whose streams lag behind (tests/support/lag), instead of the CPU.
 if [[ "${1:-}" == --lag ]]; then
@@ -46,17 +47,22 @@ check() {
 }
 
 # Two processes side by side, on a core each: most of the tests that train, and all others, whose output
-# comes when they have ended. Where the alphabet is cut, both take about as long.
+# comes when they have ended. Where the alphabet is cut, both take about as long; with --slow it is the
+# trainings that take longer, so tests/unit is with the others then.
 tests() {
     local run=("$PYTHON" -m pytest --durations=10 "$@") status=0 others_status=0
+    local trains=(--ignore=tests/unit) others=()
+    if [[ " $* " != *" --slow "* && " $* " != *" --rare "* ]]; then
+        trains=() others=(--ignore=tests/unit)
+    fi
     others_output="$(mktemp)"
-    "${run[@]}" --ignore-glob='tests/megatron/test_[a-q]*' \
+    "${run[@]}" "${others[@]}" --ignore-glob='tests/megatron/test_[a-q]*' \
         --ignore-glob='tests/integrations/test_[a-s]*' \
         --ignore-glob='tests/integrations/test_torch_d*' >"$others_output" 2>&1 &
     others_pid=$!
     trap 'kill "$others_pid" 2>/dev/null' INT EXIT # in the background it does not hear Ctrl-C
-    "${run[@]}" --ignore=tests/autograd --ignore=tests/behaviour --ignore=tests/lag \
-        --ignore=tests/unit --ignore-glob='tests/megatron/test_[r-z]*' \
+    "${run[@]}" "${trains[@]}" --ignore=tests/autograd --ignore=tests/behaviour \
+        --ignore=tests/lag --ignore-glob='tests/megatron/test_[r-z]*' \
         --ignore-glob='tests/integrations/test_t[p-z]*' \
         --ignore-glob='tests/integrations/test_torch_[!d]*' || status=$?
     wait "$others_pid" || others_status=$?

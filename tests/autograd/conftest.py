@@ -85,11 +85,8 @@ def prompt_engine() -> Iterator[PromptEngine]:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_small_operations() -> Iterator[None]:
-    """One thread per operation, for tensors of a few bytes; quick garbage collections."""
+    """One thread per operation, for tensors of a few bytes."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # collections leave torch's own objects out and take milliseconds
     yield
-    gc.unfreeze()
     torch.set_num_threads(num_threads)

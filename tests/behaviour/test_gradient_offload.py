@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
 from collections.abc import Callable
@@ -16,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.offload import (
     LayerMajor,
-    offload_activations,
-    offload_optimizer,
     offload_parameters,
 )
 from megatron.offload.device.open import open_device
@@ -26,7 +23,7 @@ from megatron.offload.parameters import gradients as gradients_file
 from megatron.offload.parameters.offloaded_gradient import bucket_of
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.behaviour.test_layer_major_steps import HIDDEN, LAYERS, VOCABULARY, Language
-from tests.support.layer_major import one_by_one
+from tests.support.training import moving
 
 MICRO_BATCHES = 8
 
@@ -73,7 +70,8 @@ class Trained:
         optimizer: of it, and `clip`, the norm of its gradients at most.
         in_units: of a layer-major step; None: one micro-batch after the other.
         calls: steps of micro-batches before one of the optimizer.
-        offloads_states: else the optimizer has all parameters in memory.
+        streams_beside: what moves beside parameters; without "states" the optimizer has all
+            parameters in memory.
         settings: of the parameters.
     """
 
@@ -86,8 +84,7 @@ class Trained:
         clip: float | None = None,
         in_units: int | None = LAYERS,
         calls: int = 1,
-        offloads_states: bool = True,
-        moves_activations: bool = False,
+        streams_beside: tuple[str, ...] = ("states",),
         steps: int = 2,
         **settings: Any,
     ) -> None:
@@ -98,28 +95,18 @@ class Trained:
         self.norms: list[float] = []
         self.resident_bytes: list[int] = []
         torch.manual_seed(7)
-        with contextlib.ExitStack() as handles:
-            activations = self.handle = None
-            if directory is not None:
-                if moves_activations:
-                    activations = offload_activations(model, directory, min_bytes=1)
-                    handles.enter_context(activations)
-                settings = {"gradients": "on", **settings}
-                self.handle = offload_parameters(model, directory, **settings)
-                handles.enter_context(self.handle)
-                if offloads_states:
-                    sizes = {"bucket_bytes": 1 << 15, "window_bytes": 1 << 17}
-                    handles.enter_context(offload_optimizer(steps_by, directory, **sizes))
-            layer_major = LayerMajor(model, in_units, offload=activations) if in_units else None
+        streams: set[str] = set()
+        if directory is not None:
+            streams |= {"parameters", *streams_beside}
+        settings = {"gradients": "on", **settings}
+        with moving(streams, model, steps_by, directory, parameters=settings) as moved:
+            self.handle = moved.parameters
+            step = moved.steps(model, in_units)
             self._watch(steps_by)
             for number in range(steps):
                 steps_by.zero_grad()
                 for call in range(calls):
-                    batches = batches_of(number * calls + call)
-                    if layer_major is None:
-                        losses = one_by_one(model, batches)
-                    else:
-                        losses = layer_major.step(batches, model)
+                    losses = step(batches_of(number * calls + call))
                     self.losses += [float(loss) for loss in losses]
                 self.resident_bytes.append(resident_bytes(model))
                 if clip is not None:
@@ -177,15 +164,15 @@ def resident_bytes(model: torch.nn.Module) -> int:
     ("make", "optimizer", "clip", "settings"),
     [
         (Language, adamw, 0.1, {"mode": "host", "in_units": 3, "units": 2}),
-        (Recomputed, fused, 0.1, {"moves_activations": True}),
-        (Recomputed, adamw, None, {"offloads_states": False}),
+        (Recomputed, fused, 0.1, {"streams_beside": ("states", "activations")}),
+        (Recomputed, adamw, None, {"streams_beside": ()}),
         (Language, fused, 0.1, {"calls": 2}),
         *(
             pytest.param(Language, fused, clip, settings, marks=pytest.mark.rare)
             for clip, settings in (
                 (None, {}),
                 (0.1, {"in_units": 2, "units": 3, "live_units": 3, "io": "buffered"}),
-                (0.1, {"offloads_states": False, "mode": "tiered", "host_budget": 1 << 16}),
+                (0.1, {"streams_beside": (), "mode": "tiered", "host_budget": 1 << 16}),
             )
         ),
     ],

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from megatron.offload import LayerMajor, offload_activations
 from tests.support.layer_major import one_by_one
 from tests.support.models import Block
+from tests.support.training import Stack
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_pass")
 
@@ -41,19 +42,9 @@ class ByData(Twice):
         return super().forward(x + up.detach()) + self.up(x)[..., :HIDDEN] * is_odd
 
 
-class Model(torch.nn.Module):
+class Model(Stack):
     def __init__(self, layer: type[Block] = Twice, *, recomputes: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.into = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.layers = torch.nn.ModuleList(layer(HIDDEN) for _ in range(LAYERS))
-        self.recomputes = recomputes
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.into(x)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
-        return x.float().square().mean()
+        super().__init__(HIDDEN, LAYERS, layer=layer, recomputes=recomputes)
 
 
 def with_recomputation() -> Model:
@@ -118,6 +109,13 @@ def trained(model: Model, step: Step, num_batches: int) -> tuple[list[Any], list
     return losses, tensors + list(model.parameters())
 
 
+@functools.cache
+def one_by_one_trained(
+    make: Callable[[], Model], where: Callable[[Step], Step], num_batches: int
+) -> tuple[list[Any], list[torch.Tensor]]:
+    return trained(make(), where(one_by_one), num_batches)
+
+
 def layer_major(units: int | None, **settings: Any) -> Step:
     steps: list[LayerMajor] = []
 
@@ -153,7 +151,7 @@ def test_all_bits_are_the_same(
     if make is by_data and where is around and loses_gradients():
         pytest.skip("autocast of this PyTorch loses gradients of a usual loop over micro-batches")
     num_batches = 3 if order == "ascending" else 2
-    expected = trained(make(), where(one_by_one), num_batches)
+    expected = one_by_one_trained(make, where, num_batches)
     for units in (3, None):
         step = layer_major(units, alternates=order == "alternating")
         losses, tensors = trained(make(), where(step), num_batches)
@@ -164,7 +162,7 @@ def test_all_bits_are_the_same(
 
 @pytest.mark.parametrize("where", [around, within])
 def test_all_bits_are_the_same_with_offload(where: Callable[[Step], Step], tmp_path: Path) -> None:
-    expected = trained(Model(), where(one_by_one), 3)
+    expected = one_by_one_trained(Model, where, 3)
     model = Model()
     with offload_activations(model, tmp_path, min_bytes=1, boundary="ssd") as offload:
         losses, tensors = trained(model, where(layer_major(3, offload=offload)), 3)

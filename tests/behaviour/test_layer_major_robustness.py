@@ -20,6 +20,7 @@ from megatron.offload import ConfigurationError, LayerMajor, offload_activations
 from megatron.offload.layer_major import random_numbers
 from tests.support.layer_major import failing_at, one_by_one, waiting_threads
 from tests.support.models import Block
+from tests.support.training import Stack
 from tests.support.waiting import SOON_S
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_pass")
@@ -27,30 +28,13 @@ pytestmark = pytest.mark.usefixtures("one_thread_for_each_pass")
 HIDDEN, LAYERS, MICRO_BATCHES = 16, 4, 4
 
 
-class Stack(torch.nn.Module):
-    """Layers of one kind between two linear ones."""
-
-    def __init__(self, layer: Callable[[], torch.nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.into = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.layers = torch.nn.ModuleList(layer() for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.into(x)
-        for layer in self.layers:
-            x = self.run(layer, x)
-        return x.square().mean() / MICRO_BATCHES
-
-    def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return layer(x)  # type: ignore[no-any-return]
-
-
 class Plain(Stack):
     """Blocks with dropout."""
 
+    kind: type[Block] = Block
+
     def __init__(self) -> None:
-        super().__init__(lambda: Block(HIDDEN))
+        super().__init__(HIDDEN, LAYERS, MICRO_BATCHES, self.kind)
 
 
 class Product(Block):
@@ -62,11 +46,10 @@ class Product(Block):
         return x + self.qkv(x)[..., :HIDDEN] * up.tanh() + other.sigmoid()
 
 
-class Twice(Stack):
+class Twice(Plain):
     """Gives each layer the same tensor twice."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda: Product(HIDDEN))
+    kind = Product
 
     def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return layer(x, other=x)  # type: ignore[no-any-return]
@@ -81,9 +64,8 @@ class InPlace(Block):
         return super().forward(x)
 
 
-class ChangesInputs(Stack):
-    def __init__(self) -> None:
-        super().__init__(lambda: InPlace(HIDDEN))
+class ChangesInputs(Plain):
+    kind = InPlace
 
 
 class Pair(Block):
@@ -94,9 +76,8 @@ class Pair(Block):
         return y, [y.tanh(), None]
 
 
-class Tuples(Stack):
-    def __init__(self) -> None:
-        super().__init__(lambda: Pair(HIDDEN))
+class Tuples(Plain):
+    kind = Pair
 
     def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         y, (other, _) = layer(x)

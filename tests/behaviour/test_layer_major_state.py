@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from megatron.offload import LayerMajor
 from tests.support.layer_major import one_by_one
+from tests.support.training import Stack
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_pass")
 
@@ -30,21 +30,11 @@ class Layer(torch.nn.Module):
         return y
 
 
-class Model(torch.nn.Module):
+class Model(Stack):
     """Layers with running means, each a unit."""
 
     def __init__(self, *, recomputes: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.into = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.layers = torch.nn.ModuleList(Layer() for _ in range(UNITS))
-        self.recomputes = recomputes
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.into(x)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
-        return x.square().mean()
+        super().__init__(HIDDEN, UNITS, layer=lambda _: Layer(), recomputes=recomputes)
 
     def norms(self) -> list[torch.nn.BatchNorm1d]:
         return [one for one in self.modules() if isinstance(one, torch.nn.BatchNorm1d)]

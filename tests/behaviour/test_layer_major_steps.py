@@ -31,7 +31,6 @@ from tests.support.waiting import wait_until_empty
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_pass")
 
 HIDDEN, VOCABULARY, MICRO_BATCHES, LAYERS = 32, 64, 5, 6
-LossOf = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Language(torch.nn.Module):
@@ -136,11 +135,16 @@ def micro_batches(step: int) -> list[torch.Tensor]:
 class Outcome:
     """Losses, gradients of the last step, weights and the generator's state after training."""
 
-    def __init__(self, model: torch.nn.Module, step: Callable[[list[torch.Tensor]], list[Any]]):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        step: Callable[[list[torch.Tensor]], list[Any]],
+        num_steps: int = 3,
+    ) -> None:
         torch.manual_seed(7)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.losses: list[float] = []
-        for number in range(4):
+        for number in range(num_steps):
             optimizer.zero_grad()
             self.losses += [float(loss) for loss in step(micro_batches(number))]
             optimizer.step()
@@ -156,10 +160,11 @@ class Outcome:
             assert torch.equal(self.weights[name], other.weights[name]), name
 
 
-def usual(model: torch.nn.Module) -> Outcome:
-    """Of a copy of the model, in steps that run one micro-batch after the other."""
-    copied = copy.deepcopy(model)
-    return Outcome(copied, functools.partial(one_by_one, copied))
+@functools.cache
+def usual(kind: Callable[[], torch.nn.Module], num_steps: int = 3) -> Outcome:
+    """Of such a model, in steps that run one micro-batch after the other."""
+    model = kind()
+    return Outcome(model, functools.partial(one_by_one, model), num_steps)
 
 
 def unit_by_unit(
@@ -173,8 +178,7 @@ def unit_by_unit(
 @pytest.mark.parametrize("kind", [Language, Checkpointed])
 def test_all_bits_are_the_same(kind: type[torch.nn.Module], units: int | None) -> None:
     model = kind()
-    expected = usual(model)
-    Outcome(model, unit_by_unit(model, units)).assert_is(expected)
+    Outcome(model, unit_by_unit(model, units)).assert_is(usual(kind))
 
 
 @pytest.mark.parametrize(
@@ -188,9 +192,8 @@ def test_all_bits_are_the_same(kind: type[torch.nn.Module], units: int | None) -
 )
 def test_all_bits_are_the_same_with_offload(settings: dict[str, str], tmp_path: Path) -> None:
     model = Language()
-    expected = usual(model)
     with offload_activations(model, tmp_path, min_bytes=1, **settings) as offload:
-        Outcome(model, unit_by_unit(model, offload=offload)).assert_is(expected)
+        Outcome(model, unit_by_unit(model, offload=offload)).assert_is(usual(Language))
         assert offload.statistics["offloaded_bytes"] > 0
         assert offload.engine is not None
         settle(offload.engine)
@@ -205,21 +208,21 @@ def test_all_bits_of_a_larger_step_are_the_same(
     for name, number in {"LAYERS": 16, "MICRO_BATCHES": 8}.items():
         monkeypatch.setattr(sys.modules[__name__], name, number)
     model = Language()
-    expected = usual(model)
+    expected = usual.__wrapped__(Language)
     with offload_activations(model, tmp_path, min_bytes=1) as offload:
         Outcome(model, unit_by_unit(model, 8, offload=offload)).assert_is(expected)
 
 
 def test_a_step_between_layer_major_ones_is_as_ever(tmp_path: Path) -> None:
     model = Language()
-    expected = usual(model)
     with offload_activations(model, tmp_path, min_bytes=1) as offload:
         in_units, in_turn = (
             unit_by_unit(model, offload=offload),
             functools.partial(one_by_one, model),
         )
         steps = iter([in_units, in_turn, in_units, in_turn])
-        Outcome(model, lambda batches: next(steps)(batches)).assert_is(expected)
+        found = Outcome(model, lambda batches: next(steps)(batches), num_steps=4)
+        found.assert_is(usual(Language, 4))
 
 
 def test_a_unit_runs_all_micro_batches_before_the_next() -> None:
@@ -336,13 +339,12 @@ def test_what_is_entered_around_a_step_meets_all_of_it() -> None:
 def test_offload_s_hooks_rule_over_those_around_a_step(tmp_path: Path) -> None:
     """As in a step that runs one micro-batch after the other."""
     model = Language()
-    expected = usual(model)
     unpacked: list[torch.Tensor] = []
     with (
         offload_activations(model, tmp_path, min_bytes=1) as offload,
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpacked.append),
     ):
-        Outcome(model, unit_by_unit(model, offload=offload)).assert_is(expected)
+        Outcome(model, unit_by_unit(model, offload=offload)).assert_is(usual(Language))
         assert offload.statistics["offloaded_bytes"] > 0
     assert not unpacked
 
@@ -391,7 +393,7 @@ def test_alternating_units_draw_the_same_random_numbers() -> None:
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (Summed, "which a layer-major step cannot follow"),
+        (Summed, "is used in it beside its layers' inputs"),
         (Backwards, "models that run their layers in one order"),
     ],
 )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
@@ -18,7 +17,6 @@ import torch
 from megatron.offload import (
     ConfigurationError,
     LayerMajor,
-    offload_activations,
     offload_optimizer,
     offload_parameters,
 )
@@ -40,8 +38,7 @@ from tests.behaviour.test_layer_major_steps import (
 )
 from tests.support.beneath import beneath
 from tests.support.layer_major import one_by_one
-
-MAKE_OPTIMIZER = torch.optim.AdamW
+from tests.support.training import moving
 
 
 class Trained:
@@ -68,21 +65,9 @@ class Trained:
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.passes_read_bytes = 0
-        with contextlib.ExitStack() as handles:
-            activations, self.parameters = None, None
-            if "activations" in offloaded:
-                activations = offload_activations(model, directory, min_bytes=1)
-                handles.enter_context(activations)
-            if "parameters" in offloaded:
-                self.parameters = offload_parameters(model, directory, **settings)
-                handles.enter_context(self.parameters)
-            if "states" in offloaded:
-                sizes = {"bucket_bytes": 1 << 16, "window_bytes": 1 << 17}
-                handles.enter_context(offload_optimizer(optimizer, directory, **sizes))
-            step = functools.partial(one_by_one, model)
-            if in_units is not None:
-                layer_major = LayerMajor(model, in_units, offload=activations)
-                step = lambda batches: layer_major.step(batches, model)  # noqa: E731
+        with moving(offloaded, model, optimizer, directory, parameters=settings) as moved:
+            self.parameters = moved.parameters
+            step = moved.steps(model, in_units)
             for number in range(steps):
                 optimizer.zero_grad()
                 before = self._read_bytes
@@ -491,11 +476,10 @@ def test_shared_parameters_are_refused(tmp_path: Path) -> None:
 def test_outcomes_of_the_other_file_agree(tmp_path: Path) -> None:
     """The same training as there: what differs is where parameters are."""
     model = Language()
-    expected = usual(model)
     with offload_parameters(model, tmp_path) as handle:
         found = Outcome(model, functools.partial(one_by_one, model))
         handle.expose()
-        found.assert_is(expected)
+        found.assert_is(usual(Language))
 
 
 class _HandsOn(torch.nn.Module):

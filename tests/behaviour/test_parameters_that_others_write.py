@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.offload import offload_optimizer, offload_parameters
+from tests.support.training import moving
 
-HIDDEN, LAYERS, STEPS = 16, 6, 3
+HIDDEN, LAYERS = 16, 6
+SMALL = {"bucket_bytes": 1 << 12, "window_bytes": 1 << 12}  # a bucket is a layer's
 
 
 class Layer(torch.nn.Module):
@@ -104,96 +105,81 @@ WAYS: dict[str, Callable[[torch.nn.Parameter], Any]] = {
     "p.view(-1).mul_": lambda p: p.view(-1).mul_(0.5),
     "numpy": _numpy,
 }
-MOMENTS = ("before", "after backward", "between", "after the step", "after evaluation", "forgotten")
+MOMENTS = ("after backward", "between", "after the step", "after evaluation", "forgotten")
 DOORS = ("parameters", "parameters states")
-WHERE = ((0, "gate"), (3, "up.weight"), (5, "up.weight"))
+WHERE = ((0, "gate"), (3, "up.weight"), (5, "up.weight"))  # one of them in each step
+Outcome = tuple[list[str], dict[str, torch.Tensor]]  # what autograd says, and weights at the end
 
 
-def train(
-    write: Callable[[Net], None], moment: str, door: str, directory: Path | None, mode: str = "ssd"
-) -> dict[str, torch.Tensor] | str:
-    """Weights behind a few steps; or what autograd says of it.
+def train(way: str | None, moment: str, door: str = "", directory: Path | None = None) -> Outcome:
+    """A few steps; but for the first and the last one, a parameter is written in each.
 
     Args:
-        write: called once, in the second step.
+        way: how; None: nothing is written.
         moment: one of MOMENTS.
         door: what is on a tier.
-        directory: for what is on a tier.
-        mode: of its tier.
+        directory: for what is on a tier; None: in host memory.
     """
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    settings = {"mode": mode} | ({"directory": directory} if mode == "ssd" else {})
-    with contextlib.ExitStack() as handles:
-        if "parameters" in door:
-            handles.enter_context(offload_parameters(model, **settings))
-        if "states" in door:
-            sizes = {"bucket_bytes": 1 << 11, "window_bytes": 1 << 11}
-            handles.enter_context(offload_optimizer(optimizer, **settings, **sizes))
+    said: list[str] = []
+    with moving(door, model, optimizer, directory, states=SMALL):
 
-        def at(now: str, step: int) -> None:
-            if (now, step) == (moment, 1):
+        def at(now: str) -> None:
+            if now == moment and written is not None and way is not None:
+                layer, name = written
                 with torch.no_grad():
-                    write(model)
+                    WAYS[way](model.layers[layer].get_parameter(name))
 
-        try:
-            for step in range(STEPS):
-                at("before", step)
+        for step, written in enumerate((None, *WHERE, None)):
+            if way == "p.data = p.data.t()" and written == (0, "gate"):
+                continue  # it has one element
+            try:
                 loss = model(batch(step))
-                at("between", step)
+                at("between")
                 loss.backward()
-                at("after backward", step)
+                at("after backward")
                 optimizer.step()
                 optimizer.zero_grad()
-                at("after the step", step)
-                with torch.no_grad():
-                    model(batch(9))
-                at("after evaluation", step)
-                loss = model(batch(8))
-                at("forgotten", step)
-                del loss
-        except RuntimeError as error:
-            return str(error).splitlines()[0][:60]
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def _to_one(layer: int, name: str, way: str, model: Net) -> None:
-    WAYS[way](model.layers[layer].get_parameter(name))
-
-
-@functools.cache
-def expected(layer: int, name: str, way: str, moment: str) -> dict[str, torch.Tensor] | str:
-    return train(functools.partial(_to_one, layer, name, way), moment, "", None)
+                at("after the step")
+                if written is not None:
+                    with torch.no_grad():
+                        model(batch(9))
+                    at("after evaluation")
+                    loss = model(batch(8))
+                    at("forgotten")
+            except RuntimeError as error:
+                said.append(f"{step}: {str(error).splitlines()[0][:60]}")
+                optimizer.zero_grad()
+            del loss
+        return said, {name: value.clone() for name, value in model.state_dict().items()}
 
 
 @functools.cache
-def untouched() -> dict[str, torch.Tensor]:
-    found = train(lambda _: None, "before", "", None)
-    assert isinstance(found, dict)
-    return found
+def expected(way: str | None, moment: str) -> Outcome:
+    return train(way, moment)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("door", DOORS)
+def _cases() -> Iterator[Any]:
+    """All of them; with states on a tier each way and each moment at least once without --slow."""
+    for door, (number, way), (place, moment) in itertools.product(
+        DOORS, enumerate(WAYS), enumerate(MOMENTS)
+    ):
+        is_slow = "states" in door and (number + place) % len(MOMENTS)
+        yield pytest.param(door, way, moment, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize(("door", "way", "moment"), list(_cases()))
 def test_what_is_written_holds(door: str, way: str, moment: str, tmp_path: Path) -> None:
-    """To one parameter alone: who writes to the first ones has shown the rest, perhaps."""
-    for layer, name in WHERE[: 2 if "states" in door else 3]:
-        if name == "gate" and way == "p.data = p.data.t()":
-            continue  # it has one element
-        wanted = expected(layer, name, way, moment)
-        write = functools.partial(_to_one, layer, name, way)
-        found = train(write, moment, door, tmp_path, "ssd" if layer == 3 else "host")
-        assert_same(found, wanted, f"{layer}.{name}")
-        if isinstance(wanted, dict):
-            assert not all(torch.equal(wanted[k], v) for k, v in untouched().items())
+    """To one parameter of a step alone: who writes to the first ones has shown the rest, perhaps.
 
-
-def assert_same(
-    found: dict[str, torch.Tensor] | str, wanted: dict[str, torch.Tensor] | str, what: str = ""
-) -> None:
-    if isinstance(found, str) or isinstance(wanted, str):
-        assert found == wanted, what
-        return
-    for key, value in wanted.items():
-        assert torch.equal(found[key], value), f"{what}: {key}"
+    Each way and each moment meet both kinds of tiers.
+    """
+    is_on_ssd = (list(WAYS).index(way) + MOMENTS.index(moment) + DOORS.index(door)) % 2
+    found, weights = train(way, moment, door, tmp_path if is_on_ssd else None)
+    said, wanted = expected(way, moment)
+    assert found == said
+    for name, weight in wanted.items():
+        assert torch.equal(weights[name], weight), name
+    plain = expected(None, moment)[1]
+    assert said or not all(torch.equal(wanted[name], weight) for name, weight in plain.items())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -27,8 +28,9 @@ from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.integration.open_parameters import unit_backward
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.moving.storage import Where
-from tests.behaviour.test_parameters_that_others_write import LAYERS, Net, batch
+from tests.behaviour.test_parameters_that_others_write import LAYERS, SMALL, Net, batch
 from tests.support.beneath import beneath
+from tests.support.training import moving
 
 STEPS = 3
 Seen = list[Any]
@@ -231,19 +233,20 @@ RECIPES = (
 DOORS = ("parameters", "parameters states", "parameters states activations", "host parameters")
 
 
-def train(make: type[Recipe], door: str, directory: Path) -> tuple[Seen, dict[str, torch.Tensor]]:
+@functools.cache
+def seen_without() -> Seen:
+    """What a script without any recipe has seen."""
+    return train(Recipe, "", None)[0]
+
+
+def train(
+    make: type[Recipe], door: str, directory: Path | None
+) -> tuple[Seen, dict[str, torch.Tensor]]:
     """What a recipe has seen, and the weights at its end."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     at = None if "host" in door else directory
-    with contextlib.ExitStack() as handles:
-        if "activations" in door:
-            handles.enter_context(offload_activations(model, directory, min_bytes=1))
-        if "parameters" in door:
-            handles.enter_context(offload_parameters(model, at))
-        if "states" in door:
-            sizes = {"bucket_bytes": 1 << 11, "window_bytes": 1 << 11}
-            handles.enter_context(offload_optimizer(optimizer, at, **sizes))
+    with moving(door, model, optimizer, at, states=SMALL):
         recipe = make(model, optimizer)
         for step in range(STEPS):
             recipe.step(step)
@@ -253,13 +256,12 @@ def train(make: type[Recipe], door: str, directory: Path) -> tuple[Seen, dict[st
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_has_the_same_bits(recipe: type[Recipe], tmp_path: Path) -> None:
     seen, weights = train(recipe, "", tmp_path)
-    plain, _ = train(Recipe, "", tmp_path)
     for door in DOORS:
         found, own = train(recipe, door, tmp_path)
         assert found == seen, door
         for name, weight in weights.items():
             assert torch.equal(own[name], weight), (door, name)
-    assert seen != plain
+    assert seen != seen_without()
 
 
 @pytest.fixture

@@ -11,27 +11,15 @@ import torch
 
 from megatron.offload import ConfigurationError, offload
 from tests.support.layer_major import one_by_one
-from tests.support.models import Block
+from tests.support.training import Stack
 
 HIDDEN, LAYERS, MICRO_BATCHES, STEPS = 32, 4, 2, 3
 SMALL = {"min_bytes": 1, "io": "buffered"}
 STATES = {"bucket_bytes": 1 << 14, "window_bytes": 0}
 
 
-class Stack(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = torch.nn.ModuleList(Block(HIDDEN) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean() / MICRO_BATCHES
-
-
 def made() -> tuple[Stack, torch.optim.Optimizer]:
-    model = Stack()
+    model = Stack(HIDDEN, LAYERS, MICRO_BATCHES)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -110,7 +98,7 @@ def test_a_directory_and_an_optimizer_are_all_that_is_needed(tmp_path: Path) -> 
 
 
 def test_what_was_opened_before_an_error_is_closed(tmp_path: Path) -> None:
-    model = Stack()
+    model = Stack(HIDDEN, LAYERS, MICRO_BATCHES)
     optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(ConfigurationError, match="LBFGS cannot be offloaded"):
         offload(model, optimizer, tmp_path, parameters=True)

@@ -27,9 +27,9 @@ from tests.lag.test_parameters_on_an_accelerator import (
     DELAYS,
     DEVICE,
     LAYERS,
-    Stack,
     assert_equal,
     micro_batches,
+    stack,
 )
 from tests.support.lag.module import LagModule
 
@@ -82,7 +82,7 @@ class Chunk:
     """A model whose gradients are added up in buckets of a layer, and one for the rest."""
 
     def __init__(self, lag: LagModule) -> None:
-        self.model = Stack().to(DEVICE)
+        self.model = stack().to(DEVICE)
         stream = torch.Stream(DEVICE)
         parts = [*self.model.layers, self.model.first]
         self.bucket_groups = [Group(list(part.parameters()), lag, stream) for part in parts]

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.offload import LayerMajor, offload_optimizer, offload_parameters
+from megatron.offload import LayerMajor, offload_parameters
 from megatron.offload.errors import OffloadError
 from megatron.offload.parameters import gradients as gradients_file
 from tests.lag.test_parameters_on_an_accelerator import (
@@ -18,11 +17,12 @@ from tests.lag.test_parameters_on_an_accelerator import (
     DEVICE,
     LAYERS,
     MODES,
-    Stack,
     assert_equal,
     micro_batches,
+    stack,
 )
 from tests.support.lag.module import LagModule
+from tests.support.training import moving
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
@@ -36,28 +36,23 @@ def train(
     lag: LagModule, directory: Path | None, *, calls: int = 1, **settings: Any
 ) -> list[torch.Tensor]:
     """Losses, norms, states and weights, in host memory."""
-    model, found = Stack().to(DEVICE), []
+    model, found = stack().to(DEVICE), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(7)
-    with contextlib.ExitStack() as handles:
-        parameters = None
-        if directory is not None:
-            settings = {"gradients": "on", **settings}
-            parameters = handles.enter_context(offload_parameters(model, directory, **settings))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if directory is not None:
-            sizes = {"bucket_bytes": 1 << 15, "window_bytes": 1 << 17}
-            handles.enter_context(offload_optimizer(optimizer, directory, **sizes))
-        layer_major = LayerMajor(model, LAYERS)
+    streams = () if directory is None else ("parameters", "states")
+    settings = {"gradients": "on", **settings}
+    with moving(streams, model, optimizer, directory, parameters=settings) as moved:
+        step = moved.steps(model, LAYERS)
         for number in range(2):
             lag.set_delays(*DELAYS[number], seed=number)
             for call in range(calls):
-                found += layer_major.step(micro_batches(number * calls + call), model)
+                found += step(micro_batches(number * calls + call))
             found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True))
             optimizer.step()
             optimizer.zero_grad()
-        if parameters is not None:
-            each = parameters.statistics["parameter_bytes"] / LAYERS
-            assert parameters.statistics["gradient_peak_bytes"] <= 2.5 * each
+        if moved.parameters is not None:
+            counted = moved.parameters.statistics
+            assert counted["gradient_peak_bytes"] <= 2.5 * counted["parameter_bytes"] / LAYERS
         state = optimizer.state_dict()["state"]
         found += [one.cpu() for n in sorted(state) for one in state[n].values()]
         found += [one.cpu().clone() for one in model.state_dict().values()]

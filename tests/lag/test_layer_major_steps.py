@@ -25,7 +25,7 @@ from megatron.offload.tiers.staging import StagingPool
 from tests.support.lag.module import LagModule
 from tests.support.lag.platform import LagPlatform
 from tests.support.layer_major import one_by_one
-from tests.support.models import Block
+from tests.support.training import Stack
 
 DEVICE = "lag:1"  # new threads stand on another one
 HIDDEN, LAYERS, MICRO_BATCHES, STEPS = 32, 4, 3, 3
@@ -37,18 +37,8 @@ DELAYS = ((60, 300), (600, 10), (300, 300))  # of a kernel and of a copy at most
 LATE_S = 0.02
 
 
-class Stack(torch.nn.Module):
-    """Layers with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = torch.nn.ModuleList(Block(HIDDEN) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean() / MICRO_BATCHES
+def stack() -> Stack:
+    return Stack(HIDDEN, LAYERS, MICRO_BATCHES).to(DEVICE)
 
 
 @pytest.fixture
@@ -81,7 +71,7 @@ def results(lag: LagModule, model: torch.nn.Module, losses: list[torch.Tensor]) 
 def test_all_bits_are_the_same(
     accelerator: LagModule, mode: str, seed: int, tmp_path: Path
 ) -> None:
-    lag, model = accelerator, Stack().to(DEVICE)
+    lag, model = accelerator, stack()
     side = lag.Stream(DEVICE)
     inputs = [micro_batches(number) for number in range(STEPS)]
     with lag.device(DEVICE), lag.stream(side):
@@ -126,7 +116,7 @@ def test_what_waits_between_units_comes_back_before_it_is_used(
 ) -> None:
     """Read back while streams lag; the memory that it leaves is used again meanwhile."""
     monkeypatch.setattr(sys.modules[__name__], "MICRO_BATCHES", 5)
-    lag, model = accelerator, Stack().to(DEVICE)
+    lag, model = accelerator, stack()
     side, inputs = lag.Stream(DEVICE), [micro_batches(number) for number in range(STEPS)]
     filled: list[bool] = []  # whether each hidden state had left
     taken: list[bool] = []  # and each gradient
@@ -170,7 +160,7 @@ def test_what_waits_between_units_comes_back_before_it_is_used(
 
 
 def test_forward_passes_run_on_the_caller_s_stream_and_device(accelerator: LagModule) -> None:
-    lag, model, seen = accelerator, Stack().to(DEVICE), []
+    lag, model, seen = accelerator, stack(), []
     for layer in model.layers:
         layer.register_forward_hook(
             lambda *_: seen.append((lag.current_stream(DEVICE), lag.current_device()))
@@ -197,7 +187,7 @@ def test_the_generator_of_the_model_s_device_counts(
         "get_rng_state",
         lambda self, device=None: (asked.append(device), own(self, device))[1],
     )
-    model = Stack().to(DEVICE)
+    model = stack()
     with accelerator.device(0):
         LayerMajor(model, 2).step(micro_batches(0), model)
         accelerator.synchronize(DEVICE)

@@ -14,7 +14,7 @@ from megatron.offload.device import open as open_module
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.device.open import open_device
 from megatron.offload.sizes import MIB
-from tests.lag.test_parameters_on_an_accelerator import DEVICE, Stack, micro_batches
+from tests.lag.test_parameters_on_an_accelerator import DEVICE, micro_batches, stack
 from tests.support.lag.module import LagModule
 
 pytestmark = pytest.mark.usefixtures("accelerator")
@@ -43,7 +43,7 @@ def test_every_door_gets_the_same_device(
 
     monkeypatch.setattr(open_module, "_opened", {})
     monkeypatch.setattr(open_module, "AcceleratorDevice", make)
-    model = Stack().to(DEVICE)
+    model = stack().to(DEVICE)
     metrics = tmp_path / "metrics.jsonl"  # with peaks of steps
     with (
         offload_activations(model, tmp_path, min_bytes=1, metrics_file=metrics) as activations,

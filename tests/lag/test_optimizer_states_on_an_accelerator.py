@@ -22,7 +22,6 @@ from tests.support.waiting import wait_until
 
 _WIDTH, _NUM_LAYERS, _NUM_STEPS = 64, 6, 5
 _BUCKET = 2 * 4 * _WIDTH * (_WIDTH + 1)  # bytes of Adam's states of a layer
-_LAYER = _WIDTH * (_WIDTH + 1) * 4
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

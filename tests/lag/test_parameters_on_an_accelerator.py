@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 
 from megatron.offload import (
     ConfigurationError,
-    LayerMajor,
-    offload_activations,
     offload_optimizer,
     offload_parameters,
 )
@@ -26,8 +23,7 @@ from megatron.offload.tiers.drive import Drive
 from tests.support.accelerators import Lag
 from tests.support.beneath import beneath
 from tests.support.lag.module import LagModule
-from tests.support.layer_major import one_by_one
-from tests.support.models import Block
+from tests.support.training import Stack, moving
 
 DEVICE = "lag:1"  # new threads stand on another one
 HIDDEN, LAYERS, MICRO_BATCHES, STEPS = 32, 5, 3, 3
@@ -39,23 +35,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-class Stack(torch.nn.Module):
-    """Layers with dropout, and parameters outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.layers = torch.nn.ModuleList(Block(HIDDEN) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean() / MICRO_BATCHES
-
-
 pytestmark = pytest.mark.usefixtures("accelerator")
+
+
+def stack() -> Stack:
+    return Stack(HIDDEN, LAYERS, MICRO_BATCHES)
 
 
 def micro_batches(step: int) -> list[torch.Tensor]:
@@ -71,30 +55,19 @@ def train(
     **settings: Any,
 ) -> list[torch.Tensor]:
     """Losses, gradients and weights, in host memory."""
-    model, found = Stack().to(DEVICE), []
+    model, found = stack().to(DEVICE), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(7)
-    with contextlib.ExitStack() as handles:
-        activations, parameters = None, None
-        if "activations" in offloaded:
-            activations = handles.enter_context(offload_activations(model, directory, min_bytes=1))
-        if "parameters" in offloaded:
-            parameters = offload_parameters(model, directory, **settings)
-            handles.enter_context(parameters)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if "states" in offloaded:
-            sizes = {"bucket_bytes": 1 << 16, "window_bytes": 1 << 17}
-            handles.enter_context(offload_optimizer(optimizer, directory, **sizes))
-        layer_major = None if units is None else LayerMajor(model, units, offload=activations)
+    with moving(offloaded, model, optimizer, directory, parameters=settings) as moved:
+        step = moved.steps(model, units)
         for number in range(STEPS):
-            batches = micro_batches(number)
             lag.set_delays(*DELAYS[number], seed=number)
-            run = layer_major.step(batches, model) if layer_major else one_by_one(model, batches)
-            found += [one.detach() for one in run]
+            found += [one.detach() for one in step(micro_batches(number))]
             found += [p.grad.cpu() for p in model.parameters() if p.grad is not None]
             optimizer.step()
             optimizer.zero_grad()
-        if parameters is not None:
-            assert parameters.statistics["read_bytes"] > 0
+        if moved.parameters is not None:
+            assert moved.parameters.statistics["read_bytes"] > 0
             assert {p.device for p in model.parameters()} == {torch.device(DEVICE)}
         found += [one.cpu().clone() for one in model.state_dict().values()]
     lag.reset()
@@ -280,12 +253,12 @@ def test_a_read_that_fails_ends_the_training(
 
 
 def test_layers_on_several_devices_are_refused(lag: LagModule, tmp_path: Path) -> None:
-    model = Stack().to(DEVICE)
+    model = stack().to(DEVICE)
     model.layers[2].to("cpu")
     with pytest.raises(ConfigurationError, match=r"layers are on cpu and lag:1; give device"):
         offload_parameters(model, tmp_path)
     with pytest.raises(ConfigurationError, match=r"on cpu and cannot be moved to lag:1 one by one"):
-        offload_parameters(Stack(), tmp_path, device=DEVICE)
+        offload_parameters(stack(), tmp_path, device=DEVICE)
 
 
 def test_a_step_on_the_host_is_refused(lag: LagModule, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 
 `tests/mutations.py` makes them, one at a time, in a copy of the package. A table (`*.tsv`) has
 those of a room, one a row: file, function, what goes wrong, old text, new text, how its test ends
-(`fails` or `hangs`), test. The old text stands in the function exactly once; `\\n` begins a line,
-indented as if the function began at the margin. Without a new text its lines are deleted.
+(`fails` or `hangs`), test. The old text stands in the function exactly once, as `plain` has it:
+each statement is on one line, however long, without comments. `\\n` begins a line, indented as if
+the function began at the margin. Without a new text it is deleted, and lines that it is all of.
 
 An error that no test could see, because another line makes up for it or because it changes nothing,
 is `left out`, with the reason in place of the test.
@@ -18,6 +19,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.mutation_tables.plain import plain
 
 PACKAGE = "megatron/offload"
 COLUMNS = ["file", "function", "error", "old", "new", "ends", "test"]
@@ -57,11 +60,12 @@ class Mutation:
         return self.ends == HANGS
 
     def apply(self, source: str) -> str:
-        """The file with the error.
+        """The file with the error, and otherwise `plain`.
 
         Raises:
             ValueError: the text is not there exactly once, so the table is out of date.
         """
+        source = plain(source)
         found = [
             (source.index(old, start, end), old, indent)
             for start, end, indent in places(source).get(self.function, [])
@@ -69,13 +73,15 @@ class Mutation:
             for _ in range(source.count(old, start, end))
         ]
         if len(found) != 1:
-            raise ValueError(f"{self}: its text is in {self.function} {len(found)} times, not once")
+            raise ValueError(
+                f"{self}: its text is in {self.function}, with each statement on one line and"
+                f" without comments, {len(found)} times, not once"
+            )
         start, old, indent = found[0]
         end = start + len(old)
-        if not self.new:
-            start, end = source.rindex("\n", 0, start) + 1, source.index("\n", end) + 1
-            if source[start:end].strip() != old:
-                raise ValueError(f"{self}: only whole lines can be deleted")
+        lines = source.rindex("\n", 0, start) + 1, source.index("\n", end) + 1
+        if not self.new and source[slice(*lines)].strip() == old:
+            start, end = lines
         return source[:start] + _indented(self.new, indent) + source[end:]
 
 

@@ -10,7 +10,6 @@ times, also with wrong waits (`ordering_mistakes.py`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import random
@@ -21,12 +20,6 @@ from unittest import mock
 
 import torch
 
-from megatron.offload import (
-    LayerMajor,
-    offload_activations,
-    offload_optimizer,
-    offload_parameters,
-)
 from megatron.offload.device.platform import register_platform
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
@@ -36,9 +29,8 @@ from megatron.offload.tiers import ssd as ssd_tier
 from megatron.offload.tiers.staging import StagingPool
 from tests.support.lag.module import LagModule
 from tests.support.lag.platform import LagPlatform
-from tests.support.layer_major import one_by_one
-from tests.support.models import Block
 from tests.support.ordering_stress import Outcome
+from tests.support.training import Stack, moving
 
 DEVICE = "lag:1"  # not that on which new threads stand
 _HIDDEN, _NUM_LAYERS, _MICRO_BATCHES = 32, 4, 4
@@ -60,22 +52,6 @@ LAYER_MAJOR_MODES: dict[str, dict[str, Any]] = {
     "parameters, ssd": {"parameters": {**_SSD, "gradients": "on"}},
     "parameters, host": {"parameters": {**_HOST, "gradients": "on"}},
 }
-
-
-class Stack(torch.nn.Module):
-    """Layers with dropout, and parameters outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = torch.nn.Linear(_HIDDEN, _HIDDEN)
-        self.layers = torch.nn.ModuleList(Block(_HIDDEN) for _ in range(_NUM_LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean() / _MICRO_BATCHES
 
 
 class LayerMajorStress:
@@ -129,31 +105,19 @@ class LayerMajorStress:
     ) -> tuple[list[torch.Tensor], int]:
         """Losses, norms and weights, in host memory, and the bytes that were written."""
         torch.manual_seed(7)
-        model, found = Stack().to(DEVICE), []
+        model, found = Stack(_HIDDEN, _NUM_LAYERS, _MICRO_BATCHES).to(DEVICE), []
         lateness = _Lateness(self._lag, chance)
-        with contextlib.ExitStack() as handles:
-            activations, parameters = None, None
-            if "activations" in moved:
-                activations = offload_activations(model, self._directory, **moved["activations"])
-                handles.enter_context(activations)
-                lateness.activations = activations
-            if "parameters" in moved:
-                parameters = offload_parameters(model, self._directory, **moved["parameters"])
-                handles.enter_context(parameters)
-                lateness.parameters = parameters
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            if parameters is not None:
-                sizes = {"bucket_bytes": 1 << 15, "window_bytes": 1 << 17}
-                handles.enter_context(offload_optimizer(optimizer, self._directory, **sizes))
-            layer_major = LayerMajor(model, offload=activations) if moved else None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        streams = {*moved, *(["states"] if "parameters" in moved else [])}
+        with moving(streams, model, optimizer, self._directory, **moved) as handles:
+            lateness.activations, parameters = handles.activations, handles.parameters
+            lateness.parameters = parameters
+            step = handles.steps(model, _NUM_LAYERS if moved else None)
             for layer in model.layers if moved else ():
                 lateness.hook(layer)
             for number, inputs in enumerate(self._inputs):
                 lateness.begin(number)
-                if layer_major is None:
-                    found += one_by_one(model, inputs)
-                else:
-                    found += layer_major.step(inputs, model)
+                found += step(inputs)
                 lateness.hold_back()
                 if parameters is not None and number % 2:
                     parameters.bring_gradients()
@@ -163,8 +127,8 @@ class LayerMajorStress:
             moved_bytes = 0
             if parameters is not None:
                 moved_bytes = int(parameters.statistics["written_bytes"])
-            if activations is not None:
-                moved_bytes = int(activations.statistics["offloaded_bytes"])
+            if handles.activations is not None:
+                moved_bytes = int(handles.activations.statistics["offloaded_bytes"])
         found += [one.detach() for one in model.parameters()]
         return [one.cpu() for one in found], moved_bytes
 

@@ -290,8 +290,9 @@ def test_the_read_that_is_needed_first_goes_first(device):
 def test_closing_cancels_what_is_queued_and_refuses_more(device):
     device.gate.clear()
     tier = HostTier(64 * PAGE, num_threads=1, device=device)
-    started = [tier.begin_write(storage_of(PAGE, value)) for value in range(3)]
-    assert device.arrived.acquire(timeout=SOON_S)  # the thread has taken the first
+    started = [tier.begin_write(storage_of(PAGE, 0))]
+    assert device.arrived.acquire(timeout=SOON_S)  # before the thread could take others with it
+    started += [tier.begin_write(storage_of(PAGE, value)) for value in (1, 2)]
     closing = threading.Thread(target=tier.close, daemon=True)
     closing.start()
     wait_until(started[2][1].cancelled, "what is queued was not cancelled")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutation_tables import PACKAGE, Mutation, all_mutations, all_rows, places
+from tests.mutation_tables.plain import plain
 from tests.mutations import ROOT, out_of_date
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -49,3 +50,31 @@ def test_what_is_left_out_is_of_a_function_that_is_there() -> None:
         r for r in all_rows() if r.function not in places((ROOT / PACKAGE / r.file).read_text())
     ]
     assert gone == []
+
+
+REFORMATTED = [
+    ("call(first, [second], *third)", "call(\n    first,  # why\n    [second],\n\n    *third,\n)"),
+    ("x = one and two", "x = (\n    one  # why\n    and two\n)"),
+    ("return one, two", "return (\n    one,\n    two,\n)"),
+    ("return (one,)", "return (\n    one,\n)"),
+    ("one[two,]", "one[\n    two,\n]"),
+    ("x = (y for y in z)", "x = (\n    y\n    for y in z\n)"),
+    ("with one as two, three: pass", "with (\n    one as two,\n    three,\n): pass"),
+    ("assert one or two, three", "assert (\n    one\n    or two\n), three"),
+    ("if one in (two or three): pass", "if one in (\n    two or three\n): pass"),
+    ("x = one.two().three()", "x = (\n    one.two()\n    .three()\n)"),
+    ('x = f"{one} # (two", {"three": 4}', 'x = (\n    f"{one} # (two",\n    {"three": 4},\n)'),
+]
+
+
+@pytest.mark.parametrize(("on_one_line", "broken"), REFORMATTED)
+def test_rows_match_however_lines_are_broken(on_one_line: str, broken: str) -> None:
+    for source in (on_one_line, broken):
+        assert plain(source) == f"{on_one_line}\n"
+
+
+@pytest.mark.slow
+def test_on_one_line_the_package_is_the_same_program() -> None:
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        source = path.read_text()
+        assert ast.dump(ast.parse(plain(source))) == ast.dump(ast.parse(source)), path
