@@ -77,7 +77,8 @@ def warnings_of(
 ) -> Iterator[str]:
     """Sentences about what a user would not expect of the last step."""
     counted = engine.statistics
-    if not counted.offloaded_storages and not counted.recomputed_layers and not config.plans:
+    moves = config.mode != "keep" and not config.plans
+    if moves and not counted.offloaded_storages and not counted.recomputed_layers:
         yield _why_nothing(config, engine)
     elif counted.other_device_bytes:
         yield f"{_on_other_devices(engine)}; move the model to one device to have it offloaded"
