@@ -32,6 +32,7 @@ if [[ "${1:-}" == --next ]]; then
 fi
 
 failed=()
+failures=() # the tests, again at the end, where they are seen
 durations=()
 
 check() {
@@ -46,6 +47,16 @@ check() {
     fi
 }
 
+note_failures() {
+    local status="$1" output="$2" line
+    while IFS= read -r line; do
+        failures+=("$line")
+    done < <(grep -E '^(FAILED|ERROR) ' "$output")
+    if ((status > 128)); then
+        failures+=("signal $((status - 128)) ended pytest: $(tail -n 1 "$output")")
+    fi
+}
+
 # Two processes side by side, on a core each: most of the tests that train, and all others, whose output
 # comes when they have ended. Where the alphabet is cut, both take about as long; with --slow it is the
 # trainings that take longer, so tests/unit is with the others then.
@@ -55,7 +66,7 @@ tests() {
     if [[ " $* " != *" --slow "* && " $* " != *" --rare "* ]]; then
         trains=() others=(--ignore=tests/unit)
     fi
-    others_output="$(mktemp)"
+    own_output="$(mktemp)" others_output="$(mktemp)"
     "${run[@]}" "${others[@]}" --ignore-glob='tests/megatron/test_[a-q]*' \
         --ignore-glob='tests/integrations/test_[a-s]*' \
         --ignore-glob='tests/integrations/test_torch_d*' >"$others_output" 2>&1 &
@@ -64,11 +75,14 @@ tests() {
     "${run[@]}" "${trains[@]}" --ignore=tests/autograd --ignore=tests/behaviour \
         --ignore=tests/lag --ignore-glob='tests/megatron/test_[r-z]*' \
         --ignore-glob='tests/integrations/test_t[p-z]*' \
-        --ignore-glob='tests/integrations/test_torch_[!d]*' || status=$?
+        --ignore-glob='tests/integrations/test_torch_[!d]*' | tee "$own_output" ||
+        status=${PIPESTATUS[0]}
     wait "$others_pid" || others_status=$?
     trap - INT EXIT
     cat "$others_output"
-    rm "$others_output"
+    note_failures "$status" "$own_output"
+    note_failures "$others_status" "$others_output"
+    rm "$own_output" "$others_output"
     # 5: no test was selected, which is an error only if both say so.
     if ((status == 5)); then status=$others_status; fi
     if ((others_status == 5)); then others_status=$status; fi
@@ -131,6 +145,7 @@ fi
 printf '\n'
 printf '%s\n' "${durations[@]}"
 if ((${#failed[@]})); then
+    printf '%s\n' "${failures[@]}" >&2
     printf 'tests: failed: %s\n' "${failed[*]}" >&2
     exit 1
 fi
