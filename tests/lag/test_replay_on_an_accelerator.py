@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay where the device runs behind the host: what is computed again waits for what it is of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.offload import offload_activations
+from tests.support.lag.module import LagModule
+
+DEVICE = "lag"
+HIDDEN, TOKENS, STEPS = 64, 128, 4
+pytestmark = pytest.mark.usefixtures("accelerator")
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(HIDDEN)
+        self.gate, self.up = (torch.nn.Linear(HIDDEN, 2 * HIDDEN) for _ in range(2))
+        self.down = torch.nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        wide = F.silu(self.gate(h)) * self.up(h)
+        return x + self.down(wide.double().to(wide.dtype)).tanh()
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def noise(seed: int) -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def trained(directory: Path | None, **settings: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Gradients of some steps, and the counters of the last one."""
+    model, found = Model().to(DEVICE), []
+    statistics: dict[str, Any] = {}
+    handle = None
+    if settings:
+        handle = offload_activations(model, directory, min_bytes=4096, **settings)
+    for seed in range(STEPS):
+        model(noise(seed)).backward()
+        found += [one.grad.cpu() for one in model.parameters() if one.grad is not None]
+        model.zero_grad()
+        if handle is not None:
+            statistics = handle.statistics
+    if handle is not None:
+        handle.close()
+    return found, statistics
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mode", ["keep", "host", "ssd"])
+def test_the_bits_are_the_same_however_late_the_device_is(
+    mode: str, seed: int, lag: LagModule, tmp_path: Path
+) -> None:
+    expected, _ = trained(None)
+    _, without = trained(tmp_path, mode="ssd")
+    lag.set_delays(50, 1500, seed=seed)
+    found, counted = trained(tmp_path, mode=mode, replay="on")
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert counted["replayed_bytes"] > 0 and counted["num_replays"] > 0
+    assert counted["offloaded_bytes"] < without["offloaded_bytes"]
+
+
+def test_a_backward_pass_on_another_stream_waits_for_what_was_computed_again(
+    lag: LagModule, tmp_path: Path
+) -> None:
+    def gradients(replay: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(TOKENS, HIDDEN).to(DEVICE).requires_grad_()
+        model = torch.nn.ModuleList([torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(3)]).to(DEVICE)
+
+        class Both(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                act = F.silu(self.model[0](x))
+                side = torch.Stream(DEVICE)
+                side.wait_stream(torch.accelerator.current_stream())
+                with side:
+                    one = self.model[1](act)
+                torch.accelerator.current_stream().wait_stream(side)
+                return one.sum() + (self.model[2](act) * 2).sum()
+
+        both = Both()
+        with offload_activations(
+            both, tmp_path, min_bytes=4096, layers=[torch.nn.Linear], replay=replay
+        ):
+            both(x).backward()
+            return [x.grad.cpu(), *(one.grad.cpu() for one in model.parameters())]
+
+    expected = gradients("off")
+    lag.set_delays(50, 1500, seed=1)
+    assert all(map(torch.equal, gradients("on"), expected))
