@@ -447,6 +447,18 @@ def test_several_threads_run_backward_through_one_graph(engine):
     assert len(found) == 8 and all(torch.equal(one, expected) for one in found)
 
 
+def test_a_chain_of_thousands_of_operations_is_followed_for_a_moment_only(make_engine):
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(3000):
+            x = -x
+        return x
+
+    engine, layer = make_engine(), between(chain)
+    ours = train(engine, "context", layer, weights, num_steps=1)
+    assert all(map(torch.equal, ours, train(None, "", layer, weights, num_steps=1)))
+    assert engine.statistics.replayed_bytes == 0
+
+
 def test_what_stays_in_memory_is_computed_again_too(make_engine):
     """With everything kept, what is left in memory is what others are computed of."""
     engine = make_engine(mode="keep")

@@ -60,7 +60,7 @@ from megatron.offload.errors import OffloadError
 Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an operand
 
 _NUM_PROOFS = 2
-_MOST_STEPS = 24
+_MOST_NODES = 24  # that a search looks at: it ends soon in sums that go on through all layers
 _MOST_DEPTH = 6  # replayed operands of replayed operands: all are in memory together
 _LEAST_GAIN = 4  # a recipe holds copies of parameters: they take less than this part of its result
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -276,6 +276,7 @@ class _Search:
         self._save = save
         self._known: dict[tuple[Any, int], int] = {}
         self._of_held: dict[int, int] = {}
+        self._num_nodes = 0
         self.depth = 1
         self.parameter_bytes = 0
         self.steps: list[Step] = []
@@ -291,7 +292,8 @@ class _Search:
         held = None if is_target else self._finder._results.get(key)
         if held is not None:
             value = self._operand(held)
-        elif len(self.steps) < _MOST_STEPS:
+        elif self._num_nodes < _MOST_NODES:
+            self._num_nodes += 1
             operation = operation_of(node)
             if operation is None:
                 value = self._function(node)
@@ -333,15 +335,21 @@ class _Search:
         names = operation.inputs
         if names is ALL_EDGES:
             names = (None,) * len(edges)
-        values: list[int | None] = []
         missing = operation.missing
+        is_cast_target = is_target and operation.constants == (DTYPE,)
+        if not is_cast_target and any(
+            name is None and self._is_out_of_reach(*edge)
+            for edge, name in zip(edges, names, strict=False)
+        ):
+            return None
+        values: list[int | None] = []
         for position, name in enumerate(names):
             value = self._input(node, edges, position, name)
             if value is None and name is None:
                 if missing is SCALAR and is_target and position and values[0] is not None:
                     self.is_scalar_missing = True
                     continue
-                if operation.constants == (DTYPE,) and is_target:
+                if is_cast_target:
                     value = self._narrower(edges)
                 if value is None:
                     return None
@@ -362,6 +370,16 @@ class _Search:
                 return None
             constants = (*constants, eps)
         return self._step(Step(function, tuple(values), constants))
+
+    def _is_out_of_reach(self, node: Any, number: int) -> bool:
+        """Whether a result can be no operand, as is seen at once: the search need not begin."""
+        return (
+            node is not None
+            and operation_of(node) is None
+            and (node, number) not in self._finder._results
+            and getattr(node, "variable", None) is None
+            and function_of(node) is None
+        )
 
     def _input(self, node: Any, edges: Any, position: int, name: str | None) -> int | None:
         if name is not None:
