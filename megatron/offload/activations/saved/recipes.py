@@ -346,7 +346,7 @@ class _Search:
         for position, name in enumerate(names):
             value = self._input(node, edges, position, name)
             if value is None and name is None:
-                if missing is SCALAR and is_target and position and values[0] is not None:
+                if missing is SCALAR and is_target and position and edges[position][0] is None:
                     self.is_scalar_missing = True
                     continue
                 if is_cast_target:
