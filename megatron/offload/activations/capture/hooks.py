@@ -18,7 +18,8 @@ import torch
 from megatron.offload.activations.placement.policy import Placement, Policy
 from megatron.offload.activations.saved.cache import TensorCache, span_of
 from megatron.offload.activations.saved.recipe import Recipe
-from megatron.offload.activations.saved.recipes import Held, RecipeFinder
+from megatron.offload.activations.saved.recipe_search import Held
+from megatron.offload.activations.saved.recipes import RecipeFinder
 from megatron.offload.activations.saved.record import SavedStorage, Span
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.tensor_kind import kind_of

@@ -37,30 +37,23 @@ import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of
 from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
+from megatron.offload.activations.saved.recipe_search import (
+    AtHand,
+    Held,
+    RecipeSearch,
+    parameter_of,
+)
 from megatron.offload.activations.saved.record import SavedStorage
 from megatron.offload.activations.saved.replayable_nodes import (
-    ALL_EDGES,
-    DTYPE,
-    EPS,
-    NUMBER,
-    SCALAR,
-    SHAPE,
-    NodeOperation,
-    add_scalar,
-    constant_of,
     function_of,
     operation_of,
 )
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.view import SavedView
-from megatron.offload.activations.saved.weight_casts import WeightCast
 from megatron.offload.errors import OffloadError
 
-Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an operand
-
 _NUM_PROOFS = 2
-_MOST_NODES = 24  # that a search looks at: it ends soon in sums that go on through all layers
 _MOST_DEPTH = 6  # replayed operands of replayed operands: all are in memory together
 _LEAST_GAIN = 4  # a recipe holds copies of parameters: they take less than this part of its result
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -80,6 +73,7 @@ class RecipeFinder:
 
     Attributes:
         left_bytes: of storages that were saved as usual, by the node that made them.
+        note, forget: those of `AtHand`.
 
     Args:
         device: where activations live.
@@ -96,30 +90,11 @@ class RecipeFinder:
         fetch: Callable[[SavedStorage], torch.UntypedStorage],
     ) -> None:
         self._device = device
-        self._unpack = unpack
-        self._eps_of = eps_of
         self._fetch = fetch
-        self._scope: Scope | None = None
         self.left_bytes: collections.Counter[str] = collections.Counter()
-        # What the operations of this layer saved, by the node that made it and the number of its
-        # result. As long as a node is here, no other has its address.
-        self._results: dict[tuple[Any, int], Held] = {}
+        self._at_hand = AtHand(device, unpack, eps_of)
+        self.note, self.forget = self._at_hand.note, self._at_hand.forget
         self._claims: dict[Any, _Claim] = {}
-
-    def note(self, tensor: torch.Tensor, held: object, scope: Scope) -> None:
-        """Autograd has saved a tensor and holds this of it: it can be an operand from now on."""
-        if scope is not self._scope:
-            self.forget()
-            self._scope = scope
-        if tensor._version == 0 and isinstance(held, Held):
-            node = node_of(tensor)
-            if node is not None:
-                self._results[node, tensor.output_nr] = held
-
-    def forget(self) -> None:
-        """A layer has ended: its nodes belong to autograd alone again."""
-        self._scope = None
-        self._results.clear()
 
     def find(
         self,
@@ -144,7 +119,7 @@ class RecipeFinder:
             return None
         if target._version or target.storage_offset() or target.nbytes != storage.nbytes():
             return None
-        search = _Search(self, target, save)
+        search = RecipeSearch(self._at_hand, target, save)
         if search.result(node, target.output_nr, is_target=True) is None:
             return None
         if search.depth > _MOST_DEPTH or search.parameter_bytes * _LEAST_GAIN > target.nbytes:
@@ -181,7 +156,7 @@ class RecipeFinder:
         return _recipe(claim.program, search)
 
     def _with_scalar(
-        self, steps: tuple[Step, ...], layout: Layout, search: _Search, target: torch.Tensor
+        self, steps: tuple[Step, ...], layout: Layout, search: RecipeSearch, target: torch.Tensor
     ) -> Program | None:
         """See Note [Constants that the graph does not show]."""
         operands = None if self._device.type != "cpu" else self._peek(search.held)
@@ -228,207 +203,8 @@ class RecipeFinder:
             fetched.append(record)
         return None if memory is None else held.rebuild(memory)
 
-    def held_by(self, node: Any, name: str) -> Held | None:
-        """What autograd holds of a tensor that a node saved; None: it is not ours to use."""
-        raw = getattr(node, "_raw_saved_" + name, None)
-        return None if raw is None else self._held(raw, node, "_saved_" + name)
 
-    def held_by_function(self, node: Any) -> list[Held] | None:
-        """Likewise, all that an `autograd.Function` saved."""
-        found: list[Held] = []
-        for raw in node._raw_saved_tensors:
-            one = self._held(raw, node, None)
-            if one is None:
-                return None
-            found.append(one)
-        return found
-
-    def _held(self, raw: Any, node: Any, name: str | None) -> Held | None:
-        """Args: name of the attribute with the tensor; None: reading it would unpack others."""
-        try:
-            hook = raw.unpack_hook
-            if hook is not None and hook != self._unpack:
-                return None
-            data = raw.data if name is None or hook is not None else getattr(node, name)
-        except RuntimeError:  # freed, or changed in place
-            return None
-        if isinstance(data, torch.Tensor):
-            return ResidentTensor(data, self._scope or Scope())
-        return data if isinstance(data, Held) else None
-
-
-class _Search:
-    """One walk through the graph, from a target to what is saved. It collects the program.
-
-    Attributes:
-        depth: how many replays behind one another a replay of the target takes.
-        parameter_bytes: of the parameters among the operands.
-        steps: so far.
-        held: the operands.
-        is_scalar_missing: the target is the sum of an operand and a scalar that is not known.
-    """
-
-    def __init__(
-        self, finder: RecipeFinder, target: torch.Tensor, save: Callable[[torch.Tensor], Held]
-    ) -> None:
-        self._finder = finder
-        self._target = target
-        self._save = save
-        self._known: dict[tuple[Any, int], int] = {}
-        self._of_held: dict[int, int] = {}
-        self._num_nodes = 0
-        self.depth = 1
-        self.parameter_bytes = 0
-        self.steps: list[Step] = []
-        self.held: list[Held] = []
-        self.is_scalar_missing = False
-
-    def result(self, node: Any, number: int, *, is_target: bool = False) -> int | None:
-        """A result of a node, as a program names it; None: it cannot be had."""
-        key = node, number
-        value = self._known.get(key)
-        if value is not None:
-            return value
-        held = None if is_target else self._finder._results.get(key)
-        if held is not None:
-            value = self._operand(held)
-        elif self._num_nodes < _MOST_NODES:
-            self._num_nodes += 1
-            operation = operation_of(node)
-            if operation is None:
-                value = self._function(node)
-            else:
-                value = self._computed(node, number, operation, is_target)
-        if value is not None:
-            self._known[key] = value
-        return value
-
-    def _operand(self, held: Held) -> int:
-        value = self._of_held.get(id(held))
-        if value is None:
-            value = self._of_held[id(held)] = ~len(self.held)
-            self.held.append(held)
-            if isinstance(held, SavedView):
-                recipe = held.saved.recipe
-                self.depth = max(self.depth, 1 if recipe is None else recipe.depth + 1)
-            elif (parameter := _parameter(held)) is not None:
-                self.parameter_bytes += parameter.nbytes
-        return value
-
-    def _step(self, step: Step) -> int:
-        self.steps.append(step)
-        return len(self.steps) - 1
-
-    def _function(self, node: Any) -> int | None:
-        compute = function_of(node)
-        if compute is None:
-            return None
-        held = self._finder.held_by_function(node)
-        if held is None:
-            return None
-        return self._step(Step(compute, tuple(self._operand(one) for one in held)))
-
-    def _computed(
-        self, node: Any, number: int, operation: NodeOperation, is_target: bool
-    ) -> int | None:
-        edges = node.next_functions
-        names = operation.inputs
-        if names is ALL_EDGES:
-            names = (None,) * len(edges)
-        missing = operation.missing
-        is_cast_target = is_target and operation.constants == (DTYPE,)
-        if not is_cast_target and any(
-            name is None and self._is_out_of_reach(*edge)
-            for edge, name in zip(edges, names, strict=False)
-        ):
-            return None
-        values: list[int | None] = []
-        for position, name in enumerate(names):
-            value = self._input(node, edges, position, name)
-            if value is None and name is None:
-                if missing is SCALAR and is_target and position and edges[position][0] is None:
-                    self.is_scalar_missing = True
-                    continue
-                if is_cast_target:
-                    value = self._narrower(edges)
-                if value is None:
-                    return None
-            elif value is None and name not in operation.optional:
-                return None
-            values.append(value)
-        constants = tuple(_constant(node, number, name) for name in operation.constants)
-        function = operation.operation
-        if missing is SCALAR and len(names) == 1:  # of `rsub`
-            if not is_target:
-                return None
-            self.is_scalar_missing = True
-        elif self.is_scalar_missing and is_target and missing is SCALAR:
-            function, constants = add_scalar, ()
-        elif missing is EPS:
-            eps = self._eps(values[1])
-            if eps is None:
-                return None
-            constants = (*constants, eps)
-        return self._step(Step(function, tuple(values), constants))
-
-    def _is_out_of_reach(self, node: Any, number: int) -> bool:
-        """Whether a result can be no operand, as is seen at once: the search need not begin."""
-        return (
-            node is not None
-            and operation_of(node) is None
-            and (node, number) not in self._finder._results
-            and getattr(node, "variable", None) is None
-            and function_of(node) is None
-        )
-
-    def _input(self, node: Any, edges: Any, position: int, name: str | None) -> int | None:
-        if name is not None:
-            held = self._finder.held_by(node, name)
-            if held is not None:
-                return self._operand(held)
-        if position >= len(edges):
-            return None
-        following, number = edges[position]
-        if following is None:
-            return None
-        leaf = getattr(following, "variable", None)  # of its accumulator
-        if leaf is not None:
-            if type(leaf) is torch.nn.Parameter and leaf.device == self._finder._device:
-                return self._operand(ResidentTensor(leaf, self._finder._scope or Scope()))
-            return None
-        return self.result(following, number)
-
-    def _eps(self, weight: int | None) -> float | None:
-        held = None if weight is None or weight >= 0 else _parameter(self.held[~weight])
-        return None if held is None else self._finder._eps_of(held)
-
-    def _narrower(self, edges: Any) -> int | None:
-        """A cast to more bits, of which the narrower tensor is not saved: it is made and saved."""
-        source, number = edges[0]
-        if source is None or getattr(source, "variable", None) is not None:
-            return None
-        dtype = source._input_metadata[number].dtype
-        target = self._target
-        if not (dtype.is_floating_point and target.dtype.is_floating_point):
-            return None
-        if dtype.itemsize >= target.dtype.itemsize:
-            return None
-        held = self._save(target.detach().to(dtype))
-        self._finder._results[source, number] = held
-        return self._operand(held)
-
-
-def _constant(node: Any, number: int, name: str) -> Any:
-    if name == NUMBER:
-        return number
-    if name == DTYPE:
-        return node._input_metadata[number].dtype
-    if name == SHAPE:
-        return tuple(node._input_metadata[number].shape)
-    return constant_of(node, name)
-
-
-def _recipe(program: Program, search: _Search) -> Recipe:
+def _recipe(program: Program, search: RecipeSearch) -> Recipe:
     operands = [_again(one) for one in search.held]
     bases: dict[int, Any] = {}
     for one in operands:
@@ -447,13 +223,8 @@ def _again(held: Held) -> Held:
     """
     if isinstance(held, SavedView):
         return SavedView.again(held)
-    parameter = _parameter(held)
+    parameter = parameter_of(held)
     return held if parameter is None else ResidentTensor(parameter.detach().clone(), Scope())
-
-
-def _parameter(held: Held) -> torch.nn.Parameter | None:
-    tensor = held.held if isinstance(held, ResidentTensor) else None
-    return tensor if isinstance(tensor, torch.nn.Parameter) else None
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
