@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.offload import OffloadEngine, Scope
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.integration.torch.report import report_of, warnings_of
+from megatron.offload.layer_set import LayerSet
 from tests.support.models import settle
 from tests.support.simulated_device import SimulatedDevice
 
@@ -81,6 +82,22 @@ def test_parameters_and_small_storages_stay_in_a_context_too(make_engine):
         step = engine.statistics
         assert step.offloaded_storages == step.deduplicated_bytes == 0
         assert step.forwarded_bytes == 0 and engine.cache.num_records == 0
+
+
+def test_what_the_policy_keeps_stays_and_has_no_record(make_engine):
+    engine = make_engine(offload_layers=LayerSet.parse("1"))
+    x = torch.randn(1000, requires_grad=True)
+    with engine.step(), engine.forward(Scope()):
+        with engine.saved_tensors_hooks(), engine.within(Scope(layer="decoder.2")):
+            y = (x * 2).exp()
+        assert engine.cache.num_records == engine.statistics.offloaded_storages == 0
+        assert engine.statistics.kept_bytes == y.nbytes
+        with engine.saved_tensors_hooks(), engine.within(Scope(layer="decoder.1")):
+            y = y.exp()
+        assert engine.cache.num_records == engine.statistics.offloaded_storages == 1
+        settle(engine)
+        y.sum().backward()
+    assert torch.equal(x.grad, 2 * (2 * x).exp() * (2 * x).exp().exp())
 
 
 def test_what_is_more_than_its_bytes_stays_and_is_counted_step_by_step(engine):
