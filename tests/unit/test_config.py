@@ -96,7 +96,7 @@ def test_bad_values_end_with_exit_code_2(argv, sentence, capsys):
     ("values", "sentence"),
     [
         ({"mode": "ssd"}, "needs a place on an SSD"),
-        ({"mode": "dvd"}, "choose one of off, ssd, host, tiered"),
+        ({"mode": "dvd"}, "choose one of off, keep, ssd, host, tiered"),
         ({"mode": "tiered"}, "tiered needs a place on an SSD"),
         ({"mode": "ssd", "directories": (Path("a"), Path("a"))}, "names a directory twice"),
         ({"inflight_bytes": 1}, "is below"),
