@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.offload.sizes import MIB
+from megatron.offload.tiers import extents
 from megatron.offload.tiers.drive import FILE_BLOCK_BYTES, GROWTH_BYTES
 from megatron.offload.tiers.extents import ExtentAllocator
 
@@ -112,3 +114,62 @@ def test_random_lifetimes_lose_less_than_a_tenth_to_fragments(seed):
         most_extents = max(most_extents, len(live))
     assert most_extents > 1000
     assert 0 <= 1 - most_live_bytes / allocator.size_bytes < 0.1
+
+
+class _Interrupt(BaseException):
+    pass
+
+
+def test_an_interrupt_between_any_two_lines_loses_no_space():
+    """Each line of an operation in turn is not reached; everything can be had again behind it."""
+    chance = random.Random(3)
+    for line in itertools.count():
+        allocator, live = filled(64), {}
+        allocator.grow(32 * GRANULE, apart=True)
+        for _ in range(40):
+            if len(live) > 3 and chance.random() < 0.4:
+                start = chance.choice(sorted(live))
+                allocator.free(start)
+                del live[start]
+            elif (start := allocator.allocate(chance.randint(1, 6) * GRANULE)) is not None:
+                live[start] = allocator._taken[start]
+        freed = chance.choice(sorted(live))
+        left = line
+
+        def trace(frame, event, _):
+            nonlocal left
+            if frame.f_code.co_filename != extents.__file__:
+                return None
+            if event == "line":
+                left -= 1
+                if left < 0:
+                    raise _Interrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            allocator.free(freed)
+            allocator.allocate(2 * GRANULE)
+            allocator.grow(4 * GRANULE, apart=True)
+            has_ended = True
+        except _Interrupt:
+            has_ended = False
+        finally:
+            sys.settrace(before)
+        taken = dict(allocator._taken)
+        assert {one for one in live if one != freed} <= taken.keys()
+        for start in taken:
+            allocator.free(start)
+        assert allocator.used_bytes == 0
+        assert (
+            allocator.free_at_end_bytes
+            + sum(
+                size for size, start in allocator._by_size if start + size != allocator.size_bytes
+            )
+            == allocator.size_bytes
+        )
+        assert allocator.largest_free_bytes == 64 * GRANULE
+        if has_ended:
+            break
+    assert line > 20
